@@ -25,8 +25,8 @@ from jax.sharding import NamedSharding
 from alpa_lite.lower.emission import Executable
 from alpa_lite.lower.instructions import SUM, Buffer, Instruction, Program
 from alpa_lite.program.phases import StepGraph
+from alpa_lite.runtime.execute.crossing import Windows
 from alpa_lite.runtime.execute.placing import Placing
-from alpa_lite.runtime.execute.relocation import Windows
 from alpa_lite.runtime.execute.run_transfers import Transfer
 from alpa_lite.runtime.job.in_flight import Flight
 from alpa_lite.runtime.job.launch_order import in_turn

@@ -30,8 +30,7 @@ from alpa_lite.program.phases import StepGraph
 from alpa_lite.runtime.execute.aliasing import copies, donations, shared_results, with_copies
 from alpa_lite.runtime.execute.bind import Binder
 from alpa_lite.runtime.execute.compile import Tell, concat_units, precompile, task_units, zeros_units
-from alpa_lite.runtime.execute.delivery import Delivery, Result, wanted
-from alpa_lite.runtime.execute.exchange import Blanks, warm
+from alpa_lite.runtime.execute.exchange import Blanks, Delivery, Result, wanted, warm
 from alpa_lite.runtime.execute.placing import Alone, InJob
 from alpa_lite.runtime.execute.run_transfers import compile_transfers
 from alpa_lite.runtime.execute.stacked import Leaves
