@@ -39,7 +39,7 @@ from alpa_lite.plan.progress import Progress, Say
 from alpa_lite.planners import Planner, PlanRequest
 from alpa_lite.runtime.calibrate.calibrate import Calibration as Calibration
 from alpa_lite.runtime.calibrate.calibrate import calibrate as calibrate
-from alpa_lite.runtime.calibrate.local_cluster import local_cluster as local_cluster
+from alpa_lite.runtime.calibrate.calibrate import local_cluster as local_cluster
 from alpa_lite.runtime.check.check_report import CheckReport as CheckReport
 from alpa_lite.runtime.check.compare import check_compiled
 from alpa_lite.runtime.checkpoint.checkpoints import Checkpoints as Checkpoints

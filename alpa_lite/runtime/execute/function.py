@@ -20,11 +20,10 @@ from alpa_lite.lower.instructions import TaskTime
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.progress import Progress
 from alpa_lite.runtime.execute.aliasing import Apart, copies
-from alpa_lite.runtime.execute.allocated import Allocated, allocated
 from alpa_lite.runtime.execute.compile import summed_costs
 from alpa_lite.runtime.execute.exchange import Blanks
 from alpa_lite.runtime.execute.execute import Executor
-from alpa_lite.runtime.execute.measure import typical_times
+from alpa_lite.runtime.execute.measure import Allocated, allocated, typical_times
 from alpa_lite.runtime.execute.placing import InJob
 from alpa_lite.runtime.job.processes import all_here, any_here, devices_of, handle
 from alpa_lite.step.split import TracedStep
