@@ -43,8 +43,8 @@ from alpa_lite.sharding.specs import Spec
 from alpa_lite.step.layers import Layers
 from alpa_lite.step.rematerialisation import Remat
 from cost_models.cluster import Cluster
+from cost_models.composed import CostModel
 from cost_models.hardware import Device
-from cost_models.interface import CostModel
 
 QUICK_GAP = 0.3
 """How close to the best the first choices within a limit are to be: their bound mostly tells if more is worth it."""

@@ -33,7 +33,7 @@ from alpa_lite.program.wiring import wiring_of
 from alpa_lite.rules.op_info import free_values
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh
 from cost_models.cluster import Cluster
-from cost_models.interface import CostModel
+from cost_models.composed import CostModel
 
 
 def least_seconds(step: StepGraph, cluster: Cluster, cost_model_for: Callable[[Cluster], CostModel]) -> float:

@@ -25,7 +25,7 @@ from alpa_lite.program.ir import Graph
 from alpa_lite.program.phases import StepGraph
 from alpa_lite.rules.dims import DimClasses
 from alpa_lite.step.layers import make_layers
-from cost_models.interface import CostModel
+from cost_models.composed import CostModel
 
 MOST_LAYOUTS = 100_000
 """Of more layouts than so many the least memory is not looked for."""

@@ -33,8 +33,7 @@ from alpa_lite.plan.walk import Walk
 from alpa_lite.program.phases import StepGraph
 from alpa_lite.sharding.specs import Spec
 from cost_models.cluster import Cluster
-from cost_models.composed import ComposedCostModel
-from cost_models.interface import CostModel
+from cost_models.composed import ComposedCostModel, CostModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

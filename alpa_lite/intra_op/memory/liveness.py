@@ -31,7 +31,7 @@ from alpa_lite.program.phases import Phase
 from alpa_lite.program.wiring import Wiring, wiring_of
 from alpa_lite.rules.fusion import accesses, is_folded, is_fusible, is_repeatable
 from alpa_lite.rules.op_info import free_values, rule_of_op
-from cost_models.backend import Fusion
+from cost_models.hardware import Fusion
 
 Path = tuple[tuple[int, int], ...]
 """The position of a body in the graph of the step: pairs of an op id and the index of one of its bodies, outermost

@@ -36,7 +36,9 @@ from alpa_lite.runtime.calibrate.probes import (
 from alpa_lite.runtime.calibrate.timing import Stopwatch, TimedProgram, Timing, num_samples, time_programs
 from alpa_lite.runtime.job.consensus import agreed_number
 from alpa_lite.runtime.job.processes import host_rows
-from cost_models.cluster import Cluster, Device, Link
+from cost_models.cluster import Cluster
+from cost_models.hardware import Device
+from cost_models.link import Link
 
 Progress = Callable[[str, int, int], None]
 """Callback: the current activity, the number of steps done and the number of steps."""
