@@ -40,7 +40,7 @@ from alpa_lite.program.phases import StepGraph
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh
 from alpa_lite.sharding.specs import Spec
 from alpa_lite.step.layers import Layers
-from alpa_lite.step.rematerialisation import Remat
+from alpa_lite.step.recomputation import Remat
 from cost_models.cluster import Cluster
 from cost_models.composed import CostModel
 from cost_models.hardware import Device

@@ -24,7 +24,7 @@ from alpa_lite.plan.plan import Plan
 from alpa_lite.program.ir import Graph
 from alpa_lite.program.phases import StepGraph
 from alpa_lite.rules.dims import DimClasses
-from alpa_lite.step.layers import make_layers
+from alpa_lite.step.clustering import make_layers
 from cost_models.composed import CostModel
 
 MOST_LAYOUTS = 100_000

@@ -25,7 +25,7 @@ from alpa_lite.plan.plan import Plan
 from alpa_lite.planners.planner import Planner
 from alpa_lite.schedule import OneFOneB
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh
-from alpa_lite.step.layers import make_layers
+from alpa_lite.step.clustering import make_layers
 
 
 @dataclass(frozen=True, kw_only=True)
