@@ -11,8 +11,7 @@ from functools import cached_property
 
 from alpa_lite.intra_op.placements import Key, Offer, StageScope
 from alpa_lite.intra_op.stage import StageView
-from alpa_lite.program.ir import Graph, Op, Value
-from alpa_lite.program.wiring import ADDITIONS, wiring_of
+from alpa_lite.program.ir import ADDITIONS, Graph, Op, Value, wiring_of
 from alpa_lite.rules import Rule
 from alpa_lite.rules.op_info import is_zero, ranked_values, rule_of_op
 

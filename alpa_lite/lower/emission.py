@@ -40,9 +40,8 @@ from alpa_lite.lower.waiting import Gathered, once_there
 from alpa_lite.plan.plan import OpPlacement
 from alpa_lite.plan.walk import Application, Walk, body_walk, sharing_axes
 from alpa_lite.program.equations import Equation
-from alpa_lite.program.ir import Graph, Op, Value
+from alpa_lite.program.ir import Graph, Op, Value, Wiring
 from alpa_lite.program.phases import Combination, Phase, StepGraph, parameters
-from alpa_lite.program.wiring import Wiring
 from alpa_lite.sharding.specs import Move, Spec, num_shards
 from alpa_lite.trace.local_control_flow import run_control_flow
 

@@ -19,9 +19,8 @@ from alpa_lite.errors import MismatchError
 from alpa_lite.plan.plan import OpPlacement, Plan
 from alpa_lite.plan.walk import can_split
 from alpa_lite.program.equations import Equation
-from alpa_lite.program.ir import Graph, Op, Value
+from alpa_lite.program.ir import Graph, Op, Value, wiring_of
 from alpa_lite.program.phases import StepGraph
-from alpa_lite.program.wiring import wiring_of
 from alpa_lite.rules import Rule
 from alpa_lite.rules.op_info import rule_of_op
 from alpa_lite.sharding.specs import Spec, divides

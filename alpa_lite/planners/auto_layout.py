@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from alpa_lite.errors import AlpaLiteError, PlanError
-from alpa_lite.intra_op.memory.liveness import Lives, Path, lives_of
+from alpa_lite.intra_op.liveness import Lives, Path, lives_of
 from alpa_lite.intra_op.stage import StageView
 from alpa_lite.plan.plan import Plan
 from alpa_lite.program.ir import Graph

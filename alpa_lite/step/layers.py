@@ -18,9 +18,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from alpa_lite.program.ir import Graph, Op
+from alpa_lite.program.ir import MAX_TRIPS, Graph, Op, parts_of, wiring_of
 from alpa_lite.program.phases import Phase, StepGraph
-from alpa_lite.program.wiring import MAX_TRIPS, parts_of, wiring_of
 from alpa_lite.rules.op_info import rule_of_op
 from alpa_lite.step.recomputation import originals
 

@@ -18,9 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from alpa_lite.errors import PlanError
-from alpa_lite.program.ir import Graph, Op, Value
+from alpa_lite.program.ir import Graph, Op, Value, verify
 from alpa_lite.program.phases import Phase, StepGraph
-from alpa_lite.program.verify import verify
 from alpa_lite.rules.op_info import free_values
 from alpa_lite.step.recomputation import Remat as Remat
 from alpa_lite.step.recomputation import keeps_results

@@ -9,9 +9,8 @@ from alpa_lite.inspection.why.stage_problem import StageProblem
 from alpa_lite.intra_op.solve import drive
 from alpa_lite.plan.pricing import Estimator
 from alpa_lite.plan.walk import Application, Walk
-from alpa_lite.program.ir import Op, Value
+from alpa_lite.program.ir import Op, Value, Wiring
 from alpa_lite.program.phases import Phase
-from alpa_lite.program.wiring import Wiring
 from alpa_lite.sharding.specs import Move
 from alpa_lite.text import short_source
 

@@ -12,7 +12,7 @@ import pytest
 from jax import lax
 
 import alpa_lite as al
-from alpa_lite.intra_op.memory.liveness import Life, Lives, lives_of
+from alpa_lite.intra_op.liveness import Life, Lives, lives_of
 from alpa_lite.intra_op.stage import StageView
 from alpa_lite.planners import DataParallel, Hybrid, Pipeline, Planner
 from alpa_lite.rules.fusion import accesses

@@ -10,11 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alpa_lite.errors import PlanError
-from alpa_lite.intra_op.memory.liveness import lives_of
+from alpa_lite.intra_op.liveness import lives_of
 from alpa_lite.intra_op.stage import StageView
-from alpa_lite.program.ir import Value
+from alpa_lite.program.ir import Value, verify
 from alpa_lite.program.phases import Phase, StepGraph
-from alpa_lite.program.verify import verify
 from alpa_lite.rules.op_info import free_values
 from alpa_lite.step.clustering import make_layers
 from alpa_lite.step.layers import Layers, op_flops
