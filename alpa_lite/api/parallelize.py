@@ -31,8 +31,7 @@ from alpa_lite.api.plan_cache import Cache
 from alpa_lite.errors import AlpaLiteError, BatchError, NonAdditiveError
 from alpa_lite.inter_op.plan_request import OnInterrupt
 from alpa_lite.lower.instructions import Program, build_program
-from alpa_lite.lower.plan_fits import check_fits
-from alpa_lite.lower.planned_step import as_planned
+from alpa_lite.lower.planned_step import as_planned, check_fits
 from alpa_lite.lower.slices import TaskSpec
 from alpa_lite.plan.plan import BatchDims, Plan
 from alpa_lite.plan.progress import Progress, Say
