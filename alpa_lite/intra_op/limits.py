@@ -24,8 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from alpa_lite.intra_op.problem import Problem, Solution, Status, evaluate, usage_over_time
+from alpa_lite.intra_op.solvers.memory_search import Leanest, Solve, leanest, prove_leanest
 from alpa_lite.intra_op.solvers.portfolio import Portfolio
-from alpa_lite.intra_op.solvers.smallest_peak import Leanest, Solve, leanest, prove_leanest
 from alpa_lite.intra_op.solvers.solver import PROOF_TOLERANCE, Solver
 
 _LEAST_SECONDS = 1.0

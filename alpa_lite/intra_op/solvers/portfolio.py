@@ -5,7 +5,7 @@
     narrow       elimination yields the best choices without the limit: the optimum if
                  they fit, else a bound, since dropping a constraint only lowers it     ``_eliminate``
     binding      narrow problems that exceed the limit: prices on memory yield good
-                 choices and a bound in a few eliminations (memory_prices.py)           ``_priced``
+                 choices and a bound in a few eliminations (memory_search.py)           ``_priced``
     small        HiGHS on arrays, exact                                                 ``_solve_part``
     else         rounds of messages, search, recombination and fixing (rounds.py), with
                  HiGHS as soon as the rest is small                                     ``RoundSearch``
@@ -40,10 +40,9 @@ from alpa_lite.intra_op.solvers.elimination import Elimination, EliminationPlan,
 from alpa_lite.intra_op.solvers.flat_problem import flat_problem, with_finite_costs
 from alpa_lite.intra_op.solvers.highs import Highs
 from alpa_lite.intra_op.solvers.improvements import connected_parts
-from alpa_lite.intra_op.solvers.memory_prices import PricedSearch
+from alpa_lite.intra_op.solvers.memory_search import PricedSearch, smallest_peak
 from alpa_lite.intra_op.solvers.neighbourhood import Neighbourhood
 from alpa_lite.intra_op.solvers.rounds import Rounds, RoundSearch
-from alpa_lite.intra_op.solvers.smallest_peak import smallest_peak
 from alpa_lite.intra_op.solvers.solver import (
     Clock,
     Control,
