@@ -20,6 +20,7 @@ def memoized(
     is no alternative: unbounded, it would keep every graph alive, and bounded, it would evict results of a large step
     while they are still needed.
     """
+    # The name is unique per function, since functions of all modules store their results in the same `__dict__`.
     name = f"_kept_{function.__module__}.{function.__qualname__}"
 
     @wraps(function)
