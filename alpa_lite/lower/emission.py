@@ -126,6 +126,7 @@ class LocalMachine:
         earlier one by XLA, which drops barriers on some platforms. The n-th repetition therefore runs with n more
         leading dims of size 1: two collectives of different rank are never common subexpressions.
         """
+        # The ids of values in bodies repeat those of the step, so the value is also compared by identity.
         bucketed = op is None and value.id in self.buckets.numbers and value is self.step.graph.values[value.id]
         array = self.buckets.held(value.id, array) if bucketed else array
         if op is not None and self._is_parameter(value) and any(step.kind == "all_gather" for step in steps):
@@ -229,6 +230,7 @@ class LocalMachine:
                 for v, x in zip(op.operands, arrays, strict=True)
             ]
         if op.own_columns:
+            # The index vectors are the second operand of both gather and scatter.
             arrays[1] = arrays[1] - self._first_rows(op, graph).astype(arrays[1].dtype)
         return arrays
 
@@ -247,11 +249,13 @@ class LocalMachine:
         operands = self._in_micro_batch(application.op, self.graph, operands)
 
         def body(number: int, arrays: Mapping[int, Any]) -> tuple[Any, ...]:
+            # A body has units of its own: the arrays inside are tracers, which must not leak out of it.
             around = self.graph, self.gathered
             self.graph = application.op.bodies[number]
             self.gathered = Gathered(barriers_stay=self.barriers_stay)
             outputs = body_walk(application, wiring, number, walk, [arrays.get(i, x) for i, x in enumerate(operands)])
             self.graph, self.gathered = around
+            # Literals are NumPy scalars, but a body must return JAX arrays.
             return tuple(x if isinstance(x, jax.Array) else jax.numpy.asarray(x) for x in outputs)
 
         return self._noted(application, run_control_flow(application.op, wiring, body, operands))
@@ -358,9 +362,17 @@ def emit_task(
     def local(*arrays: Any) -> tuple[Any, ...]:
         microbatch = arrays[-1] if positional else 0
         machine = LocalMachine(
-            step, equations, sizes, microbatch, barriers_stay=platform != "cpu", buckets=task.buckets
+            # The CPU backend drops barriers before it eliminates common subexpressions.
+            step,
+            equations,
+            sizes,
+            microbatch,
+            barriers_stay=platform != "cpu",
+            buckets=task.buckets,
         )
         walk: Walk[Any] = Walk(graph, placements, sizes, machine)
+        # Not strict: sums and the index of the micro-batch follow the inputs. Of a partial sum, each device has one
+        # addend, at index 0 of the leading dim.
         for port, array in zip(task.inputs, arrays, strict=False):
             walk.put(port.value, port.spec, array[0] if port.spec.partial else array)
         for number, _ in enumerate(run_parts(walk, task, step)):
@@ -380,6 +392,7 @@ def emit_task(
         layouts.append(BoundaryArray(shape=(), dtype="int32", spec=PartitionSpec()))
     out_specs = (*(boundary_spec(p.spec) for p in outs), PartitionSpec())
     in_specs = tuple(x.spec for x in layouts)
+    # `check_vma` would reject results that the plan knows to be equal on several devices, which JAX cannot derive.
     sharded = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
     summed = tuple(range(len(task.inputs), len(ins)))
     return Emitted(
@@ -410,6 +423,7 @@ def _combined(step: StepGraph, value: int, old: Any, new: Any, microbatch: Any) 
     if how is Combination.SAME:
         return new
     extreme = jax.numpy.maximum if how is Combination.MAX else jax.numpy.minimum
+    # Accumulators start as zeros, which are not neutral for a maximum or minimum.
     return jax.numpy.where(jax.numpy.asarray(microbatch) == 0, new, extreme(old, new))
 
 
@@ -462,6 +476,7 @@ class Buckets:
     def reduced(self, value: int, result: jax.Array) -> None:
         """Record the reduced `value`, for which the next bucket waits."""
         number = self.numbers[value]
+        # One real number that depends on the result, whatever its dtype; complex gradients have a real part.
         first = lax.reshape(lax.slice(result, (0,) * result.ndim, (1,) * result.ndim), ()).real.astype("float32")
         self.done[number] = first + self.done[number] if number in self.done else first
 
@@ -472,6 +487,7 @@ def on_first_device(
     """Return `run(*operands)` as computed on the first device along `axes`, on all devices. Operands must be
     replicated.
     """
+    # Only shapes are needed here; running the op for them would cause its effect a second time.
     shapes = jax.eval_shape(lambda *xs: tuple(run(*xs)), *operands)
     results = lax.cond(
         block_index(axes, sizes) == 0,

@@ -110,6 +110,7 @@ def block_index(axes: Sequence[str], sizes: Mapping[str, int]) -> jax.Array:
     """Return the number of this device's block along a dim split over `axes`, major first."""
     index: Any = 0
     for axis in axes:
+        # Major first, as specs list their axes.
         index = index * sizes[axis] + lax.axis_index(axis)
     return index
 

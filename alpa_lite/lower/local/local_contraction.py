@@ -136,6 +136,7 @@ def conv_general_dilated(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
     features, batch = op.params["feature_group_count"], op.params["batch_group_count"]
     if features > 1:
         dim = numbers.lhs_spec[1]
+        # The block has the groups of its own features only.
         features = features * op.local_operand(0)[dim] // op.operand_shapes[0][dim]
     if batch > 1:
         dim = numbers.lhs_spec[0]
@@ -184,6 +185,7 @@ def reduce_window(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
         halo = window.halo(shape[d], op.result_shapes[0][d])
         if op.operand_specs[0].dims[d] and halo is not None:
             low, high = window.padding(grown[0].shape[d], local[d], halo[0])
+            # Windows beyond the block are cut off below instead of by a negative padding.
             padding[d] = (low, max(high, 0))
     results = op.bind(grown, padding=tuple(padding))
     return [lax.slice(r, [0] * r.ndim, local) for r in results]

@@ -66,6 +66,7 @@ def random_bits(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
         return op.bind(operands)
     full = _full_shape(op, 0)[keys.ndim :]
     partitionable = getattr(jax.config, "jax_threefry_partitionable", True)
+    # Only partitionable threefry derives every element from a counter of its own.
     if str(keys.dtype) != "key<fry>" or not partitionable:
         return [_own_block(op, 0, op.bind(operands, shape=full)[0], keys.ndim)]
     shape = op.local_result(0)
