@@ -115,6 +115,7 @@ class Builder:
                 usages=(Usage(node=u.node, bytes=u.sizes, start=u.start, end=u.end) for u in self.usages(in_flight)),
                 limit_bytes=limit_bytes,
             )
+            # Only the last one, since the problem of a large stage takes a lot of memory.
             self._last_problem = {key: problem}
         return self._last_problem[key]
 
@@ -136,6 +137,7 @@ class Builder:
                 if r in self.sums.crossing and (0, r) in self.offers:
                     self._add_crossing(r)
         for v in self.view.external:
+            # New state must come back in the spec in which the old state lives.
             out = aliased.get(v)
             if out is not None and (0, out) in self.offers and out != v and out not in self.view.outputs:
                 offer = self.offers[(0, v)]
@@ -143,6 +145,7 @@ class Builder:
         for out, spec in self.view.outputs.items():
             producer = graph.producer[out]
             if producer is not None:
+                # A sum leaves the loop once per step, whatever computes it.
                 runs = 1 if out in self.crossings else self.view.runs_of(graph.ops[producer])
                 self._add_edge((0, out), graph.values[out], _UNIT, (spec,), runs)
 
@@ -273,6 +276,7 @@ class Builder:
         if (penalty := self.keeping.penalty(graph, op, main, offer.specs, options)) is not None:
             self._charge(offer.node, penalty, 1.0)
         self._record(scope, op, offer.node, options)
+        # A follower takes its main operand as it comes, without an edge, unless that is gathered anew.
         self._demand(scope, graph, op, offer.node, options, runs, skip=-1 if anew else main)
 
     def _record(self, scope: int, op: Op, node: int, options: PlacementOptions) -> None:
@@ -293,6 +297,7 @@ class Builder:
         options = self.catalogue.sums(value, self.offers[(0, v)].specs, keep_partial=self.sums.feeds_sums(v))
         options = self.keeping.sums(self.view.graph, v, options)
         node = self._node(options.seconds)
+        # Each micro-batch adds to the accumulator, and so pays for the resharding to its spec.
         self._add_edge((0, v), value, node, options.stored, self.step.num_microbatches)
         self.crossings[v] = (node, options)
         self.offers[(0, v)] = Offer(node=node, specs=options.resolved)
@@ -443,6 +448,7 @@ class Builder:
             self._accumulate(offer.node, node, matrix)
 
     def _accumulate(self, u: int, v: int, matrix: FloatArray) -> None:
+        # One edge per pair of nodes, in the direction in which it was first added.
         if (v, u) in self.edges:
             (u, v), matrix = (v, u), self.arrays.transposed(matrix)
         known = self.edges.get((u, v))

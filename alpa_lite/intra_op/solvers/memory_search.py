@@ -84,6 +84,7 @@ class PricedSearch:
     def _round(self, clock: Clock) -> None:
         if self._rounds:
             before, self._prices = self._prices, self._next_prices()
+            # The model proposes the same prices again, so that another round would add a cut that it has.
             self._exhausted = np.allclose(self._prices, before, rtol=1e-6, atol=0.0)
         if self._exhausted:
             return
@@ -126,6 +127,7 @@ class PricedSearch:
 
         overruns = np.stack(self._overruns)
         priced = np.flatnonzero((overruns > 0).any(axis=0))
+        # Without an upper bound the linear program is unbounded while all choices so far exceed the limit.
         highest = _HIGHEST * max(self._costs) / max(1.0, float(self.problem.limit_bytes or 0.0))
         # Bytes are in units of the limit, so that all coefficients have a similar magnitude.
         unit = max(1.0, float(self.problem.limit_bytes or 0.0))
@@ -216,6 +218,7 @@ def leanest(problem: Problem, *, solve: Solve, time_limit_seconds: float) -> Lea
         return Leanest(choices=None, peak_bytes=math.inf, bound_bytes=bound)
     peak_bytes = evaluate(allowed, first.choices).peak_bytes
     found = Leanest(choices=first.choices, peak_bytes=peak_bytes, bound_bytes=0.0)
+    # One byte less than what was reached: if nothing is left, the first answer is the least.
     reduced = simplify(replace(allowed, limit_bytes=max(peak_bytes - 1.0, 0.0)))
     if math.isinf(reduced.offset) or peak_bytes == 0.0:
         return replace(found, bound_bytes=peak_bytes)
