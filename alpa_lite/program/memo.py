@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 Subject = TypeVar("Subject")
 Rest = ParamSpec("Rest")
@@ -31,7 +31,7 @@ def memoized(
             return subject.__dict__[name][key]
         except KeyError:
             pass
-        known: dict[Any, Answer] = subject.__dict__.setdefault(name, {})
+        known: dict[object, Answer] = subject.__dict__.setdefault(name, {})
         known[key] = found = function(subject, *rest, **options)
         return found
 
