@@ -119,6 +119,7 @@ class Binder:
                 if buffer not in self.slot:
                     self.slot[buffer] = self.num_slots
                     self.num_slots += 1
+            # Buffers of other processes have slots too, which stay empty: outputs of the program may be among them.
             if not self._runs_here(instruction):
                 continue
             actions.append((kinds[instruction.kind](number, instruction), []))
@@ -157,6 +158,8 @@ class Binder:
         take = _taker([self.slot[b] for b in instruction.reads])
         more = (self.indices[instruction.stage][instruction.microbatch or 0],) if executable.takes_microbatch else ()
 
+        # All that the function needs is a local of its closure: look-ups of attributes add up over thousands of
+        # launches.
         def run(slots: Slots) -> None:
             *results, token = compiled(*take(slots), *more)
             for i, result in zip(writes, results, strict=True):
@@ -178,6 +181,7 @@ class Binder:
             return copy
 
         def note(token: Any, *, at_source: bool) -> None:
+            # Each program counts for the devices that it runs on: their credits are apart.
             launched(other if at_source else group, number, token)
 
         def send(slots: Slots) -> None:
@@ -201,6 +205,7 @@ class Binder:
         size = self.step.graph.values[buffer.value].shape[dim]
         rows = Windows(dim=dim, start=0, size=size, count=self.step.num_microbatches)
         key = buffer.value, instruction.stage, instruction.spec
+        # The first micro-batch that is placed stages the whole array, from which all of them take their rows.
         first = key not in self.staged
         if first:
             self.staged[key] = self.num_slots
@@ -239,5 +244,6 @@ class Binder:
 def _taker(slots: Sequence[int]) -> Callable[[Slots], Sequence[Any]]:
     """Return a function that reads these slots at once."""
     if len(slots) > 1:
+        # With one index `itemgetter` returns the item itself, and without any it fails.
         return itemgetter(*slots)
     return (lambda values: (values[slots[0]],)) if slots else (lambda values: ())

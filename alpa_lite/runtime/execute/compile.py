@@ -76,9 +76,8 @@ def zeros_units(program: Program, step: StepGraph, meshes: Sequence[Mesh]) -> di
 
 
 def _zeros(layout: BoundaryArray) -> jax.Array:
-    if layout.dtype.startswith(
-        "key<"
-    ):  # every micro-batch returns the key of the whole step, so nothing is added to it
+    if layout.dtype.startswith("key<"):
+        # Every micro-batch returns the key of the whole step, so nothing is added to it.
         key = jax.random.key(0, impl=_jax.key_implementation(layout.dtype))
         return jax.numpy.broadcast_to(key, layout.shape)
     return jax.numpy.zeros(layout.shape, layout.dtype)
@@ -114,6 +113,7 @@ def _join(dim: int, runs: int, *parts: Any) -> jax.Array:
     if runs == 1:
         return jax.numpy.concatenate(parts, dim)
     shape = parts[0].shape
+    # Run r of the whole array consists of run r of each micro-batch, so the parts are joined within each run.
     cut = [part.reshape(*shape[:dim], runs, shape[dim] // runs, *shape[dim + 1 :]) for part in parts]
     whole = jax.numpy.concatenate(cut, dim + 1)
     return whole.reshape(*shape[:dim], shape[dim] * len(parts), *shape[dim + 1 :])
@@ -123,6 +123,7 @@ def _emit(function: Callable[..., Any], mesh: Mesh, ins: tuple[BoundaryArray, ..
     def run(*arrays: Any) -> Any:
         return function(*arrays)
 
+    # XLA names the module after the function, which profiles and its errors show.
     run.__name__ = name.replace(" ", "_")
     return Emitted(
         function=run,
@@ -211,6 +212,7 @@ def precompile(
         ExecutionError: XLA could not compile a unit; its name is in the message.
     """
     members: dict[Hashable, list[CompileUnit]] = {}
+    # Equal forms on meshes of one shape are one program, if they are on one platform: lowering depends on it.
     keys = [(unit.mesh.abstract_mesh, unit.mesh.devices.flat[0].platform, unit.form) for unit in units]
     for key, unit in zip(keys, units, strict=True):
         members.setdefault(key, []).append(unit)
@@ -256,6 +258,7 @@ class _Precompiler:
             for group in groups:
                 self.tell(group.name, self.done, self.num_units)
                 self._begin(group, pool)
+                # Between two tracings, so that finished units are reported, and errors raised, as soon as possible.
                 self._take(pool, timeout=0)
             while self.waiting:
                 self._take(pool, timeout=None)
@@ -286,6 +289,7 @@ class _Precompiler:
                     f"XLA could not compile {group.name} for {', '.join(map(str, devices))}: {error}. If memory ran "
                     "out, plan for less of it (al.planners.Auto(max_memory_bytes=…)); else report what XLA says."
                 ) from error
+            # Only the executable of the first unit can be loaded for the others, so these had to wait for it.
             is_first = not group.on and group.lowered is not None
             group.on[devices] = executable
             group.compiled += compiled
@@ -294,6 +298,7 @@ class _Precompiler:
             for other in list(group.uses)[1:] if is_first else ():
                 self.waiting[pool.submit(_load_or_compile, group, other)] = group, other
             if len(group.on) == len(group.uses):
+                # Modules and packed executables of a large step take much memory, and the other groups still compile.
                 group.lowered = group.packed = None
 
 
@@ -303,6 +308,7 @@ def _compile_alone(lowered: Any) -> tuple[Any, int]:
 
 def _compile_first(group: _EqualUnits, devices: Devices) -> tuple[Any, int]:
     compiled = _jax.compiled(group.lowered, device_assignment=devices)
+    # Packing costs time, and serves only to load the executable on further devices of this process.
     if len(group.uses) > 1 and all_here(devices):
         group.packed = _jax.packed(compiled, devices)
     return compiled, 1
@@ -316,5 +322,6 @@ def _load_or_compile(group: _EqualUnits, devices: Devices) -> tuple[Any, int]:
 
 
 def _num_cores() -> int:
+    # A container or a scheduler may allow fewer cores than the machine has.
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity is not None else os.cpu_count() or 1

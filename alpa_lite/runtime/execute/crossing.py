@@ -123,6 +123,7 @@ class Crossing:
         self.source, self.target = devices_of(course.source.mesh), devices_of(course.wanted.mesh)
         self.here = [at for at, device in enumerate(self.source) if is_here(device)]
         self.landing_here = [at for at, device in enumerate(self.target) if is_here(device)]
+        # A piece that is the block itself is sent as it is, without a program that copies it.
         self.whole = [
             n for n, h in enumerate(hands) if h.shape == course.held and not any(h.start) and course.resolve is None
         ]
@@ -130,6 +131,7 @@ class Crossing:
         self.cut_slots = _slots([(n, hands[n].source, hands[n].start) for n in others], hands, len(self.source))
         self.land_slots = _slots([(n, h.target, h.landing) for n, h in enumerate(hands)], hands, len(self.target))
         ends = [(self.source[h.source], self.target[h.target]) for h in hands]
+        # Pieces for other processes go through the exchange below, and those that stay need no copy.
         self.copied = [n for n, (a, b) in enumerate(ends) if a != b and is_here(a) and is_here(b)]
         self.copy = _jax.copying_to([SingleDeviceSharding(ends[n][1]) for n in self.copied])
         self.cut = compiled(_cut(course, self.cut_slots), [course.array]) if others and self.here else None
@@ -188,6 +190,7 @@ class Crossing:
         leaving = [pieces[n] for n in self.copied]
         exchanged: dict[int, Any] = {}
         if self.exchange is not None:
+            # One program over both meshes: it counts as a launch on each of them.
             exchanged, done = self.exchange(pieces)
             note(done, at_source=True)
             note(done, at_source=False)
@@ -199,6 +202,7 @@ class Crossing:
     def _landed(self, pieces: dict[int, Any], note: LaunchObserver) -> Any:
         if self._launch_land is None:
             (slot,) = self.land_slots
+            # The pieces are the blocks of the result, so no program has to assemble them.
             like = jax.ShapeDtypeStruct(self.course.shape, self.course.array.dtype, sharding=self.course.wanted)
             return joined(like, [pieces[slot.numbers[at]] for at in self.landing_here])
         parts: list[Any] = []
@@ -253,6 +257,7 @@ def _slots(pieces: Sequence[tuple[int, int, tuple[int, ...]]], hands: Sequence[H
     for number, at, offset in pieces:
         shape = hands[number].shape
         places.setdefault((shape, seen[at, shape]), {})[at] = number, offset
+        # A device with several pieces of one shape has the next one in the next slot.
         seen[at, shape] += 1
     slots: list[PieceSlot] = []
     for (shape, _), found in places.items():
@@ -276,6 +281,7 @@ def _cut(course: Course, slots: Sequence[PieceSlot]) -> Callable[..., Any]:
         cuts = [lax.dynamic_slice(x, tuple(jnp.asarray(slot.offsets)[at]), slot.shape) for slot in slots]
         return (*cuts, token())
 
+    # Without the check of replication: tokens, and scalars that differ by device, are declared replicated.
     out_specs = (*(stacked_spec(mesh, slot.shape) for slot in slots), PartitionSpec())
     return jax.shard_map(cut, mesh=mesh, in_specs=course.source.spec, out_specs=out_specs, check_vma=False)
 
@@ -290,6 +296,7 @@ def _land(course: Course, slots: Sequence[PieceSlot]) -> Callable[..., Any]:
         x = parts[0] if whole else jnp.zeros(chunk, dtype)
         for slot, part in zip(slots, () if whole else parts, strict=False):
             placed = lax.dynamic_update_slice(x, part, tuple(jnp.asarray(slot.offsets)[at]))
+            # One program runs on all devices: one without a piece in this slot was given a blank, which is dropped.
             present = np.array(slot.numbers) >= 0
             x = placed if slot.is_full else jnp.where(jnp.asarray(present)[at], placed, x)
         return x if course.gather is None else course.gather(x), token()
@@ -330,6 +337,7 @@ def course_between(array: jax.ShapeDtypeStruct, wanted: NamedSharding, windows: 
     for target, box in enumerate(landed):
         for number, first in enumerate(runs):
             moved = box if windows is None else _shifted(box, windows.dim, first)
+            # In the chunk of a device its shares of the runs lie one after the other.
             shift = tuple(number * (b - a) if windows and d == windows.dim else 0 for d, (a, b) in enumerate(box))
             for owned, part in senders.overlaps(moved):
                 landing = [a - first + by for (a, _), (first, _), by in zip(part, moved, shift, strict=True)]
@@ -381,6 +389,7 @@ class _PieceSenders:
 
         def cost(place: int) -> tuple[bool, bool, int, int]:
             device = self.devices[place]
+            # The place comes last, so that all processes choose the same among equals.
             return device != receiver, device.process_index != receiver.process_index, self.sent[place], place
 
         place = min(self.holders[owned], key=cost)

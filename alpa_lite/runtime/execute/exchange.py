@@ -91,6 +91,7 @@ class Exchange:
     def __init__(self, pieces: Sequence[Sent], dtype: Any, blanks: Blanks) -> None:
         """Compile the exchange. Collective: all processes that take part must call this at about the same time."""
         found = {device for piece in pieces for device in (piece.source, piece.target)}
+        # In an order that does not depend on the process, as all of them must build the same program.
         devices = sorted(found, key=lambda device: (device.process_index, device.id))
         self.is_here = any_here(devices)
         if not self.is_here:
@@ -150,6 +151,7 @@ def _rounds(pieces: Sequence[Sent], devices: Sequence[Any]) -> list[_Round]:
     for piece in pieces:
         source, target = place[piece.source], place[piece.target]
         existing = rounds.setdefault(piece.shape, [])
+        # Fewer rounds are fewer collectives, though this greedy choice may need more than the least possible number.
         free = next((r for r in existing if source not in r[0] and target not in r[1]), None)
         if free is None:
             free = {}, {}, []
@@ -176,6 +178,7 @@ def together(devices: Sequence[Any], run: Callable[[], Any]) -> None:
 def warm(mesh: Mesh) -> None:
     """Connect the devices of a mesh of several processes, in every group that collectives may use."""
     axes = [axis for axis, size in mesh.shape.items() if size > 1]
+    # Every set of axes is a group of its own to the collectives, with connections of its own.
     groups = [tuple(a for i, a in enumerate(axes) if chosen >> i & 1) for chosen in range(1, 1 << len(axes))]
 
     def reduce() -> tuple[jax.Array]:
@@ -220,6 +223,7 @@ def wanted(result: Result) -> bool:
     if jax.numpy.issubdtype(dtype, jax.dtypes.extended):
         return False
     small = prod(shape) * dtype.itemsize <= MAX_BYTES
+    # All processes can read a result where it is only if each of them has a replica.
     readable = result.sharding.is_fully_replicated and _count(result) == jax.process_count()
     return small and not readable and (not result.is_state or not shape)
 
@@ -236,6 +240,7 @@ class Delivery:
         self.results = tuple(results)
         if not self.results:
             return
+        # Reversed, so that of each process its first device remains.
         first = {device.process_index: device for device in reversed(devices)}
         processes = sorted(first)
         mesh = Mesh(np.array([first[p] for p in processes]), (AXIS,))

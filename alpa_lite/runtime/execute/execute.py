@@ -72,6 +72,7 @@ def device_groups(meshes: Sequence[Mesh]) -> tuple[int, ...]:
     of_device: dict[Any, int] = {}
     for number, mesh in enumerate(meshes):
         met = {of_device[d] for d in mesh.devices.flat if d in of_device}
+        # A stage may connect groups that were apart before: they become one.
         of_device.update({d: number for d, group in of_device.items() if group in met})
         of_device.update(dict.fromkeys(mesh.devices.flat, number))
     numbers = {group: i for i, group in enumerate(dict.fromkeys(of_device.values()))}
@@ -125,10 +126,13 @@ class Executor:
             for task, emitted, compiled in zip(program.tasks, made.emitted, made.compiled, strict=False)
         ]
         rest = iter(made.compiled[len(tasks) :])
+        # `zip` asks `zeros` first, and at its end takes nothing more from `rest`, which goes on with the concats.
         self._zeros, self._concats = dict(zip(zeros, rest, strict=False)), dict(zip(concats, rest, strict=True))
+        # All processes meet here, with their tasks compiled: none is late for the first program that spans several.
         self._delivery = self._connected(blanks)
         self.transfers = compile_transfers(program, step, self.meshes, blanks)
         self._groups = device_groups(self.meshes)
+        # Virtual devices run their launches in the threads of one pool, which many launches in flight would fill.
         on_cpu = any(d.platform == "cpu" for mesh in self.meshes for d in mesh.devices.flat)
         self.flight = Flight(
             1 + max(self._groups),
@@ -210,6 +214,7 @@ class Executor:
         if self._delivery is None or not self._delivery.results:
             return leaves
         found, token = self._delivery(leaves)
+        # The number after that of the last instruction stands for the delivery, as in the message on a hang.
         self.flight.launched(0, len(self.program.instructions), token)
         return found
 
@@ -236,6 +241,7 @@ class Executor:
         """Return a function that runs a single-task program on arguments in place; None for other programs."""
         instructions = [i for i in self.program.instructions if i.kind != "FREE"]
         runs = [number for number, i in enumerate(self.program.instructions) if i.kind == "RUN"]
+        # An accumulator, a transfer or a concatenation needs slots for what passes between instructions.
         if len(runs) != 1 or any(i.kind not in ("PLACE", "RUN") for i in instructions):
             return None
         if len(processes_of(devices_of(self.meshes[0]))) < jax.process_count():
@@ -285,6 +291,7 @@ class Executor:
             results = self._at_once(parts)
         else:
             slots = self.bound.slots(parts)
+            # The slots alone hold the arguments, so that each is freed as soon as nothing reads it any more.
             del parts
             if record is None:
                 self.bound.run(slots)
@@ -319,6 +326,7 @@ class Executor:
                 instruction = self.program.instructions[number]
                 launches[number] = time.perf_counter() - began
                 action(slots)
+                # A copy that launches no program leaves no token by which its end could be seen.
                 if instruction.kind == "SEND" and not self.transfers[instruction.writes[0]].num_programs:
                     watch.copied(number, slots[self.bound.slot[instruction.writes[0]]])
                 for i in free:
@@ -344,6 +352,7 @@ class Executor:
         for leaf, constant in enumerate(constants, first):
             array = constant if isinstance(constant, jax.Array) else np.asarray(constant)
             placed = self.placing.put(array, self.input_sharding(leaf))
+            # `put` returns an array that is in place as it is, still shared with the caller.
             found += copies([placed]) if array is constant else [placed]
         return found
 

@@ -66,6 +66,7 @@ class CompiledFunction:
     def run_flat(self, leaves: Sequence[Any], record: list[TaskTime] | None) -> Any:
         """Run one step on flattened dynamic arguments."""
         try:
+            # Without a look at the types: mostly all leaves are JAX arrays, and this runs before every step.
             gone = any([leaf.is_deleted() for leaf in leaves])
         except AttributeError:  # NumPy's arrays and numbers
             refuse_shapes(self.traced.name, leaves)
@@ -121,6 +122,7 @@ class CompiledFunction:
                 f"{self.traced.name} was compiled for other arguments: their structure is {structure}, it was "
                 f"{self.traced.in_tree}. Trace and compile again."
             )
+        # Whole lists are compared first, and a message is made only if they differ: this runs before every step.
         if [np.shape(leaf) for leaf in leaves] != self._shapes:
             raise PlanError(self._misfit(leaves))
         if [getattr(leaf, "dtype", None) for leaf in leaves] != self._dtypes:
@@ -259,6 +261,7 @@ def init_sharded(init_fn: Callable[..., Any], *args: Any, like: CompiledFunction
         )
     result: list[Any] = [None] * len(flat)
     leaves = jax.tree.leaves(shapes)
+    # A jitted function runs on one set of devices, so each mesh has its own; XLA drops what its arrays do not need.
     for mesh in dict.fromkeys(s.mesh for s in flat):
         mine = [i for i, s in enumerate(flat) if s.mesh == mesh]
         if not any_here(devices_of(mesh)):

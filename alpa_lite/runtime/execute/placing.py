@@ -81,6 +81,7 @@ class Placing(ABC):
                 f"An argument of shape {list(array.shape)} lies on several processes as {array.sharding}. Place it "
                 "with a jax.sharding.NamedSharding, as those of compiled.input_shardings()."
             )
+        # The same blocks on a mesh without axis types, for which the programs are compiled.
         blocks = _of_blocks(array.shape, array.dtype, on_plain_mesh(array.sharding), _jax.blocks(array))
         return self._crossing(array, sharding, windows)(blocks)
 
@@ -95,6 +96,7 @@ class Placing(ABC):
     def _moved_keys(self, keys: Any, sharding: NamedSharding, windows: Windows | None) -> Any:
         """Move typed PRNG keys as the words that store them."""
         words = jax.random.key_data(keys)
+        # The words of a key are the last dim, which stays whole.
         inner = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec, *[None] * (words.ndim - len(sharding.spec))))
         moved = self._moved(words, inner, windows)
         return None if moved is None else jax.random.wrap_key_data(moved, impl=jax.random.key_impl(keys))
@@ -130,8 +132,10 @@ class InJob(Placing):
             return _spread(array, sharding)
         if array.sharding == sharding:
             return array
+        # Another description of the same placement: the blocks stay where they are.
         if array.sharding.is_equivalent_to(sharding, array.ndim):
             return _of_blocks(array.shape, array.dtype, sharding, _jax.blocks(array))
+        # Every process that needs a part holds the whole array, so nothing has to be sent.
         wanted_by, held_by = processes_of(devices_of(sharding.mesh)), processes_of(array.sharding.device_set)
         if not (array.is_fully_replicated and {*wanted_by} <= {*held_by}):
             moved = self._moved(array, sharding, None)

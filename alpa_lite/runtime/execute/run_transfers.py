@@ -66,6 +66,7 @@ def compile_transfers(
         source, target = meshes[instruction.source_stage], meshes[instruction.stage]
         if not any_here((*devices_of(source), *devices_of(target))):
             continue
+        # Micro-batches repeat the same transfer, which then shares its programs.
         key = (planned, dtype, source, target)
         if key not in made:
             made[key] = compile_transfer(planned, dtype, source, target, shared)
@@ -151,6 +152,7 @@ class _MeshCrossing(Transfer):
             array=array,
             hands=hands,
             held=tuple(stop - start for start, stop in held[0]),
+            # Programs have one shape on all devices: a smaller chunk at the end of a dim is padded to the largest.
             chunk=tuple(max((b - a for a, b in ends), default=0) for ends in zip(*landed, strict=True)),
             shape=planned.shape,
             wanted=NamedSharding(target, boundary_spec(planned.target.spec)),

@@ -98,6 +98,7 @@ def joint_sharding(runs: Sequence[RowBlocks]) -> NamedSharding | None:
 
     first = runs[0].sharding
     meshes = {run.sharding.mesh for run in runs}
+    # A mesh can hold a device only once, so two runs on the same mesh have no joint one.
     if any(form(run) != form(runs[0]) for run in runs) or len(meshes) < len(runs):
         return None
     if len(runs) == 1:
@@ -209,12 +210,15 @@ class Stack:
         if self.joint is None:
             carried = [placing.carried(array, run.rows[0][0], run.rows[-1][1], run.sharding) for run in self.runs]
             parts = [part for run, x in zip(self.runs, carried, strict=True) for part in run.split(x.array)]
+            # The rows are on their stages now; the caller's reference would keep the original in memory for the whole
+            # step.
             if donated and all(x.is_copy for x in carried):
                 array.delete()
             return parts
         blocks, parts = iter(_jax.blocks(array)), list[Any]()
         for run in self.runs:
             shape = (run.num_rows, *array.shape[1:])
+            # The blocks of a joint array come stage by stage, since "stage" is the first axis of its mesh.
             mine = list(islice(blocks, run.num_blocks))
             whole = jax.make_array_from_single_device_arrays(shape, run.sharding, mine, dtype=array.dtype)
             parts += run.split(whole)
@@ -280,6 +284,7 @@ class Leaves:
         """
         if not self.in_parts:
             return parts
+        # Reversed, as a list is popped at its end in constant time.
         parts.reverse()
         return [
             whole.join([parts.pop() for run in whole.runs for _ in run.rows], self._placing)

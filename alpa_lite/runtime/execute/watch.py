@@ -117,6 +117,7 @@ def _waits_for(program: Program, groups: Sequence[int], numbers: Iterable[int]) 
     for number in numbers:
         instruction = program.instructions[number]
         here = groups[instruction.stage]
+        # Transfers between the same two groups share a link; they overlap with the tasks of both.
         where = {"RUN": here, "SEND": (groups[instruction.source_stage], here)}.get(instruction.kind)
         found[number] = [writer[b] for b in instruction.reads if b in writer]
         if where is not None:

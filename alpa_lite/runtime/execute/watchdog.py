@@ -117,6 +117,7 @@ class Watchdog:
         """Start without watching."""
         self._flight = weakref.ref(flight)
         self._say, self._limit = say, flight.patience
+        # So that the thread does not sleep on after the executor is gone.
         weakref.finalize(flight, _thread.wake)
 
     @property
@@ -163,6 +164,7 @@ class _Thread:
             if watchdog in self._watched:
                 return
             self._watched[watchdog] = Patience(limit)
+            # A part of the limit, so that a hang is noticed soon after it.
             pause = min(limit / 4, LONGEST_LOOK)
             if pause < self._pause:
                 self._pause = pause
@@ -185,6 +187,7 @@ class _Thread:
                     self._is_running, self._pause = False, LONGEST_LOOK
                     return
                 watched = [*self._watched.items()]
+            # Without the lock: a look may end the process, or write to a stream that blocks.
             for each, patience in watched:
                 each.look(patience)
 

@@ -53,6 +53,7 @@ def verify_order(
     at, written = dict.fromkeys(queues, 0), set[Buffer]()
     waiting = {process for process, queue in queues.items() if queue}
     while waiting:
+        # Only the heads of the queues: an instruction behind one of them has to wait for it anyway.
         ready = {number for process in waiting if _is_ready(number := queues[process][at[process]], program, written)}
         done = [number for number in ready if _all_there(number, program, processes, queues, at)]
         if not done:
