@@ -36,6 +36,7 @@ def run_check(given: argparse.Namespace) -> int:
         try:
             report, problem = check_step(step, args, kwargs, options), None
         except CheckError as error:
+            # Without a report there was nothing to compare: an error as any other.
             if error.report is None:
                 raise
             report, problem = error.report, error

@@ -109,6 +109,7 @@ def seconds(text: str) -> float:
 
 def suggests(action: argparse.Action, words: Sequence[str]) -> None:
     """Record the values that a shell may propose for an argument; other values are allowed too."""
+    # Not `choices`, which argparse would enforce.
     setattr(action, SUGGESTIONS, tuple(words))
 
 
@@ -188,6 +189,7 @@ def check_writable(path: Path | None) -> None:
     if path is None:
         return
     folder = path.parent
+    # Asked of the system rather than tried: a plan that fails later should not leave an empty file.
     if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
         reason = "it is a folder" if path.is_dir() else "may not be written to" if folder.is_dir() else "no such folder"
         raise OutputError(f"{path} cannot be written: {reason}. Give a file in an existing folder.")
@@ -223,6 +225,7 @@ def blamed(error: BaseException) -> str:
         if isinstance(error, SyntaxError)
         else _type_and_message(error)
     )
+    # The innermost lines are kept: they are next to the cause.
     left_out = [f"  … {len(lines) - _MAX_LINES} more"] if len(lines) > _MAX_LINES else []
     return "\n".join([said, *left_out, *lines[-_MAX_LINES:]])
 

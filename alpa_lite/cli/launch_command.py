@@ -31,6 +31,7 @@ def run_launch(given: argparse.Namespace) -> int:
         environment=dict(os.environ) if per_process is None else _with_virtual_devices(per_process),
         port=given.port,
         grace_seconds=given.grace,
+        # The output must be JSON alone.
         out=sys.stderr.buffer if given.json else None,
     )
     if given.json:

@@ -20,6 +20,7 @@ from alpa_lite.text import show_seconds
 def run_calibrate(given: argparse.Namespace) -> int:
     """Run `alpa_lite.calibrate` and write the file that `alpa_lite.local_cluster` reads."""
     if given.devices is not None:
+        # In a new process: JAX has fixed the number of devices of this one already.
         options = ["--seconds", str(given.seconds), *(["--out", str(given.out)] if given.out else [])]
         words = ["calibrate", *options, *(["--json"] if given.json else [])]
         return run_module("alpa_lite.cli", words, virtual_environment(given.devices))

@@ -74,9 +74,11 @@ def read_pins(path: str | Path) -> PinFile:
     path = Path(path)
     try:
         with path.open("rb") as file:
+            # One byte more than allowed shows that there is more, without reading all of it.
             text = file.read(_MAX_BYTES + 1)
         if len(text) > _MAX_BYTES:
             raise ValueError(f"it has more than {_MAX_BYTES >> 10} KiB")
+        # Nodes instead of values: they know their lines, and a repeated key is seen.
         root = yaml.compose(text.decode("utf-8"), Loader=yaml.SafeLoader)
     except RecursionError as error:
         raise PlanError(f"{path}: this nests too deeply. For each pin {_FORM}.") from error
@@ -163,6 +165,7 @@ class _PlanArguments:
 
 def run_plan(given: argparse.Namespace) -> int:
     """Run `alpa_lite.plan` and return the exit code. Ctrl-C ends the search with the best plan so far, if any."""
+    # Before the search, which may take minutes.
     check_writable(given.output)
     step, args, kwargs = load_example(given.step)
     clusters = _clusters(given)
@@ -199,6 +202,7 @@ def _plan(given: argparse.Namespace, asked: _PlanArguments, cluster: Cluster | N
 def _plan_with_pins(given: argparse.Namespace, asked: _PlanArguments, cluster: Cluster | None) -> int:
     file = read_pins(given.pins)
     pinned_planner = _with_pins(asked.planner, file, given.planner)
+    # The free plan first: its traced step is needed to check the pins, and its cost to compare with.
     free = asked.planned(cluster)
     file.check(free.function.step(1).step, axes_of_search=isinstance(asked.planner, al.planners.Auto))
     plan = asked.planned(free.last_plan.cluster, pinned_planner).last_plan

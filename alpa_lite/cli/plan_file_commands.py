@@ -91,6 +91,7 @@ def _diff_arguments(parser: argparse.ArgumentParser) -> None:
 def run_simulate(given: argparse.Namespace) -> int:
     """Print the predicted timeline of a plan; with `--step`, simulate its program, and with `--measure` run it too."""
     check_writable(given.html)
+    # Before the work, which may take minutes.
     check_writable(given.trace)
     plan = al.Plan.load(given.plan)
     if given.step is None:

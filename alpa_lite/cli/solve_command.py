@@ -34,6 +34,7 @@ _SOLVE_SHARE = 0.97
 
 def run_solve(given: argparse.Namespace) -> int:
     """Run `intra_op.solve_file.solve_file` and return the exit code. Ctrl-C ends it with the best choices so far."""
+    # A line that is redrawn would fill a log file.
     show = sys.stderr.isatty() and not given.json
     solution = solve_file(
         given.file,
@@ -62,6 +63,7 @@ def _until_interrupted(report: Callable[[SolveProgress], None]) -> Iterator[Cont
     stopped = threading.Event()
 
     def stop(number: int, frame: FrameType | None) -> None:
+        # The solver ends at its next look; who presses Ctrl-C again does not want to wait for that.
         if stopped.is_set():
             raise KeyboardInterrupt
         stopped.set()

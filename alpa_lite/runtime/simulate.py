@@ -157,6 +157,7 @@ def price_task(task: TaskSpec, step: StepGraph, placements: Any, pricer: Pricer)
     for port in task.inputs:
         walk.put(port.value, port.spec, Estimator.NOTHING)
     for _ in run_parts(walk, task, step):
+        # What an earlier phase made is an input here; its work is priced in that phase.
         for known in walk.arrays.values():
             known.update(dict.fromkeys(known, Estimator.NOTHING))
         walk.machine = estimator()
@@ -214,7 +215,9 @@ class _StepSimulation:
     def run(self, instruction: Instruction) -> tuple[float, float]:
         """Return the span of a task, which starts when its devices are free and its inputs have arrived."""
         row, price = self.row_of[instruction.stage], self.prices[instruction.task]
+        # Virtual devices take turns on one processor.
         free = max(self.free) if self.plan.cluster.shared_processor else self.free[row]
+        # When it could start if transfers took no time: a later start is exposed communication.
         could = max([free, self.issue(instruction.stage), *(self.made[b] for b in instruction.reads)])
         start = max([could, *(self.ready[b] for b in instruction.reads)])
         seconds = price.seconds + self.dispatch
@@ -228,6 +231,7 @@ class _StepSimulation:
         """Return the time at which the host of a stage has launched its next program."""
         host = self.plan.stages[stage].submesh.first_device // self.plan.cluster.devices_per_host
         begins = self.issued.get(host, 0.0)
+        # A cluster with a dispatch time pays it within each task, so the host pays nothing in addition.
         self.issued[host] = begins + (0.0 if self.dispatch else self.model.launch_seconds())
         return begins
 
@@ -237,6 +241,7 @@ class _StepSimulation:
         """
         a, b = instruction.source_stage, instruction.stage
         way, transfer, source = (self.row_of[a], self.row_of[b]), instruction.transfer, instruction.reads[0]
+        # As if the transfer took no time; `run` compares with this.
         self.made[instruction.writes[0]] = self.made[source]
         if transfer is None or transfer.is_trivial:
             return self.ready[source], self.ready[source]
@@ -259,6 +264,7 @@ def _peaks(program: Program, plan: Plan, step: StepGraph, clock: _StepSimulation
         row = clock.row_of[instruction.stage]
         taken_over = _taken_over(program, step, instruction, after)
         for buffer in instruction.writes:
+            # The first writer allocates; later ones, as of a gradient sum, write into the same memory.
             if buffer not in last:
                 start = time.end_seconds if buffer in taken_over else time.start_seconds
                 changes[clock.row_of[buffer.stage]].append((start, sizes.get(buffer, 0.0)))

@@ -102,6 +102,7 @@ _PAGE = """<!doctype html>
 
 def page_html(title: str, fragment: str) -> str:
     """Return a whole page from its title and a `<div class="alpa-lite">` with its style."""
+    # The fragment may hold braces: only the template's own are replaced.
     return _PAGE.format(title=escape(title), fragment=fragment)
 
 

@@ -79,6 +79,7 @@ def _draw_spans(axes: Any, plan: Plan, spans: Sequence[Any], longest: float) -> 
         row = row_of[span.stage]
         bars.setdefault((kind, row), []).append((span.start_seconds / scale, length / scale))
         microbatch = getattr(span, "microbatch", None)
+        # A number on a narrow bar would cover its neighbours.
         if microbatch is not None and kind != "receive" and length > _SMALL * longest:
             middle = (span.start_seconds + span.end_seconds) / 2 / scale
             axes.text(middle, row, str(microbatch), ha="center", va="center", fontsize=6, color="white")
@@ -140,6 +141,7 @@ def memory_figure(plan: Plan) -> Figure:
         held = [size / scale for size in (*track.bytes, track.bytes[-1])]
         colour = stage_colour(track.stages[0])
         axes.fill_between(times, held, step="post", facecolor=colour, alpha=0.35, edgecolor=colour, linewidth=0.6)
+        # A capacity far above would leave the memory as a flat line at the bottom.
         if capacity < 3 * top:
             axes.axhline(capacity / scale, color="#b3261e", linestyle="dashed", linewidth=0.8)
         axes.set_ylabel(f"stage {row_name(track.stages)}\n{show_bytes(track.peak_bytes)}", fontsize=7, rotation=0)
@@ -166,8 +168,10 @@ def _legend(figure: Any, kinds: Sequence[str]) -> None:
 
 
 def _figure(height: float) -> Any:
+    # Not by trying to import it: an error inside of an installed matplotlib should be seen as it is.
     if util.find_spec("matplotlib") is None:
         raise FigureError("Figures are drawn by matplotlib, which is not installed: pip install 'alpa_lite[viz]'.")
     from matplotlib.figure import Figure  # an optional extra
 
+    # Without pyplot, which would choose a backend and keep the figure alive.
     return Figure(figsize=(_WIDTH, height), layout="constrained")

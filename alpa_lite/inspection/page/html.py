@@ -71,6 +71,7 @@ def page_data(
 
 def safe_json(data: Any) -> str:
     """Return JSON that is safe inside a `<script>` element: names of the user cannot end it or begin a comment."""
+    # The HTML parser ends a script at `</script`, even inside of a string of JSON.
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
@@ -105,6 +106,7 @@ def _tasks(spans: Sequence[Any], tick: float) -> list[int]:
         start, end = round(span.start_seconds / tick), round(span.end_seconds / tick)
         microbatch = getattr(span, "microbatch", None)
         kind = _KINDS.index(kind_class(_words(span)))
+        # A task that is shorter than a tick must still be seen and found.
         flat += [kind, span.stage, -1 if microbatch is None else microbatch, start - before, max(1, end - start)]
         before = start
     return flat
@@ -117,6 +119,7 @@ def _words(span: Any) -> str:
 
 
 def _memory(track: MemoryTrack, tick: float) -> dict[str, Any]:
+    # The scale of the drawing: a plan that does not fit goes above the capacity.
     full = max(track.capacity_bytes, track.peak_bytes, 1.0)
     points = _thinned([(round(t / tick), b) for t, b in zip(track.seconds, track.bytes, strict=True)])
     flat: list[int] = []
@@ -144,8 +147,10 @@ def _thinned(points: Sequence[tuple[int, float]]) -> Sequence[tuple[int, float]]
     kept: list[tuple[int, float]] = []
     for first in range(0, len(points), size):
         part = points[first : first + size]
+        # Both extremes of a part: a mean would hide the peak for which the line is looked at.
         both = {min(part, key=lambda point: point[1]), max(part, key=lambda point: point[1])}
         kept += sorted(both)
+    # The line begins at time zero, whatever the extremes of its first part are.
     return [points[0], *kept[1:]] if kept[0][0] == points[0][0] else [points[0], *kept]
 
 

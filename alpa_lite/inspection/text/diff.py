@@ -132,6 +132,7 @@ def _specs(plan: Plan, other: Plan) -> tuple[Difference, ...]:
     owners = {**others.owners, **arguments.owners}
     changed: dict[tuple[str, str], list[Argument]] = {}
     for name, (old, new) in texts.items():
+        # Optimizer state that changes exactly as its parameter does says nothing new.
         if old != new and (name not in owners or texts[owners[name]] != (old, new)):
             argument = before.get(name) or after[name]
             # One spec for all, so that only the change decides what is grouped.
@@ -165,6 +166,7 @@ def _kind_text(uses: Sequence[CollectiveUse], kind: str) -> str:
 
 def _buys(before: float, after: float) -> str:
     times = f"{show_seconds(before)} → {show_seconds(after)} per step (predicted)"
+    # Below this the figures, which have three or four digits, are printed alike.
     if before <= 0 or after <= 0 or abs(after - before) < 5e-4 * before:
         return f"{times}, the same."
     word, ratio = ("faster", before / after) if after < before else ("slower", after / before)

@@ -91,6 +91,7 @@ class Arguments:
     def owners(self) -> Mapping[str, str]:
         """For the path of each optimizer array that belongs to a parameter, the path of this parameter."""
         by_suffix: dict[tuple[str, ...], str] = {}
+        # Of several parameters that end alike, the one with the shortest path is taken for the owner.
         for argument in sorted(self.plain, key=lambda a: a.name.count("/")):
             parts = tuple(argument.name.split("/"))
             for start in range(len(parts)):
@@ -127,6 +128,7 @@ def is_optimizer_state(name: str) -> bool:
 def parameter_of(name: str, by_suffix: Mapping[tuple[str, ...], str]) -> str | None:
     """Return the parameter of an optimizer array: the one whose path ends in the longest suffix of its path."""
     parts = tuple(name.split("/"))
+    # Optimizers nest, so the path of the parameter begins after the last of their names.
     last = max(i for i, part in enumerate(parts[:-1]) if part in OPTIMIZER_NAMES)
     tails = (parts[start:] for start in range(last + 1, len(parts)))
     return next((by_suffix[tail] for tail in tails if tail in by_suffix), None)
@@ -141,6 +143,7 @@ def group_arguments(arguments: Iterable[Argument]) -> tuple[ArgumentGroup, ...]:
         stems = _stems(argument.name)
         alike[stems] = alike.get(stems, 0) + 1
         groups.setdefault((stems, argument.spec), []).append(argument)
+    # Groups of one path stand together, where its first array stands.
     order = {stems: number for number, stems in enumerate(alike)}
     return tuple(
         ArgumentGroup(pattern=_pattern(members, whole=len(members) == alike[stems]), members=tuple(members))

@@ -112,6 +112,7 @@ def predicted_timeline(plan: Plan) -> PredictedTimeline:
     )
     updates = tuple(stage.update_seconds + (0.0 if whole else dispatch) for stage in stages)
     rows = plan.stages_together
+    # On a shared processor all updates follow each other, not only those on the same devices.
     in_turn = [tuple(range(len(stages)))] if plan.cluster.shared_processor else rows
     row_of = {stage: row for row, numbers in enumerate(rows) for stage in numbers}
     bars = (*_bars(timeline, row_of), *_updates(updates, in_turn, timeline.makespan_seconds, row_of))
@@ -168,6 +169,7 @@ def _apart(spans: Iterable[Any]) -> list[list[Any]]:
     """Distribute spans over lists in which none begins before the previous one has ended."""
     lists: list[list[Any]] = []
     for span in sorted(spans, key=lambda span: (span.start_seconds, span.end_seconds)):
+        # The first list that is free takes the span, so that there are as few rows as overlap at any time.
         free = (found for found in lists if found[-1].end_seconds <= span.start_seconds)
         if (found := next(free, None)) is None:
             lists.append([span])
@@ -356,6 +358,7 @@ def _changes(bar: Bar, stage: StagePlan, *, with_backward: bool) -> Iterator[tup
     elif bar.kind == TaskKind.BACKWARD.value:
         yield end, -stage.activation_bytes
     elif bar.kind == TaskKind.INPUT_GRADIENT.value:
+        # The saved values end here, except for those that the second part of the backward pass still reads.
         yield end, stage.handed_bytes - stage.activation_bytes
     elif bar.kind == TaskKind.WEIGHT_GRADIENT.value:
         yield end, -stage.handed_bytes
@@ -366,4 +369,5 @@ def _steps(changes: Iterable[tuple[float, float]]) -> tuple[tuple[float, ...], t
     ordered = sorted(changes)
     sums = list(accumulate(change for _, change in ordered))
     last = {seconds: number for number, (seconds, _) in enumerate(ordered)}
+    # Rounding may leave a sum a little below zero.
     return tuple(last), tuple(max(0.0, sums[number]) for number in last.values())

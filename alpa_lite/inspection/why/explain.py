@@ -63,6 +63,7 @@ def deciding_ops(repricing: Repricing, wanted: str) -> dict[int, Key]:
             found[number] = max(fitting, key=lambda key: _work_of(*stage.op(key)))
     if not found:
         return {}
+    # Alternatives are priced for all of these ops together, so they must have the same placements.
     kinds = {number: _kind_of(*repricing.stages[number].op(key)) for number, key in found.items()}
     return {number: key for number, key in found.items() if kinds[number] == kinds[min(kinds)]}
 
@@ -388,11 +389,13 @@ def _find_group(arguments: Arguments, wanted: str) -> ArgumentGroup | None:
         return None
     pattern = wanted.replace("[*]", "[[]*]")  # the parts of a stack, as they are printed
     tests = (
+        # From the strictest test to the loosest; the first that any path passes decides.
         lambda name: fnmatchcase(name, pattern) or fnmatchcase(name, f"*/{pattern}"),
         lambda name: name.endswith(f"/{wanted}"),
         lambda name: f"/{wanted}/" in f"/{name}/",
         lambda name: wanted in name,
     )
+    # Parameters first: a part of a path mostly means one of them, and its optimizer state ends alike.
     for candidates in (arguments.plain, arguments.optimizer):
         for test in tests:
             found = group_arguments(a for a in candidates if test(a.name))
@@ -409,6 +412,7 @@ def _find_group(arguments: Arguments, wanted: str) -> ArgumentGroup | None:
 
 def _unknown(plan: Plan, arguments: Arguments, wanted: str) -> str:
     names = [group.pattern for group in group_arguments(arguments.all)]
+    # Reversed, so that of several paths with one part the first is named.
     parts = {part: name for name in reversed(names) for part in name.split("/")}
     lines = sorted({short_source(use.source) for use in plan.prediction.collectives if use.source})
     last = wanted.rsplit("/", 1)[-1]

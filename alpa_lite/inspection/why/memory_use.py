@@ -111,6 +111,7 @@ class MemoryUse:
             numeric=frozenset(columns[1:]),
             note="saved: micro-batches in flight × what each keeps for its backward pass",
         )
+        # By their share: where devices differ, the largest number of bytes need not fill the most of its device.
         fullest = sorted(self.stages, key=lambda each: -each.peak_bytes / each.capacity_bytes)
         details = [_details(each) for each in fullest[:MAX_DETAILED] if each.alive]
         lines = [f"{self.plan}: what devices hold at most (predicted)."]
@@ -200,6 +201,7 @@ def _at_peak(stage: StageProblem) -> tuple[str, tuple[LiveValues, ...]]:
     usages = stage.usages
     if not usages:
         return "", ()
+    # The sum of all sizes over time, from their beginnings and ends alone.
     changes = np.zeros(1 + max(usage.end for usage in usages))
     for usage in usages:
         changes[usage.start] += usage.sizes[0]

@@ -145,6 +145,7 @@ def advice_on_waiting(plan: Plan) -> str:
     count = plan.num_microbatches
     busy = [count * (s.forward_seconds + s.backward_seconds) + s.update_seconds for s in plan.stages]
     mean, longest = sum(busy) / len(busy), max(range(len(busy)), key=busy.__getitem__)
+    # Twice as many micro-batches, if each could be half as long.
     now, then = bubble_at(plan, count), bubble_at(plan, 2 * count)
     if busy[longest] - mean > (now - then) * plan.prediction.step_seconds:
         more = show_percent(busy[longest] / mean - 1.0)
@@ -272,6 +273,7 @@ def time_use(plan: Plan) -> TimeUse:
         step_seconds=step,
         compute_seconds=total,
         collective_seconds=in_all,
+        # What a device works beyond its compute; rounding must not make it more than all communication.
         exposed_seconds=min(in_all, max(0.0, busy - total)),
         waiting_seconds=waiting,
         by_line=plan.request is not None,
@@ -337,6 +339,7 @@ def _compute_of_phases(plan: Plan, weights: Sequence[float]) -> list[TimeItem]:
 
 
 def _collectives(plan: Plan, weights: Sequence[float]) -> list[TimeItem]:
+    # Weighted before they are grouped, as the stages of a group have different weights.
     uses = (replace(use, seconds=weights[use.stage] * use.seconds) for use in plan.prediction.collectives)
     return [
         TimeItem(

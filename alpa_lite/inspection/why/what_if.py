@@ -127,6 +127,7 @@ class PinsCost:
         if abs(self.fraction) < 5e-4:
             return f"{what} {verb} nothing: {after} per step with and without."
         if self.fraction < 0:
+            # Possible as the free search ends within a gap, or by heuristics.
             gained = show_percent(-self.fraction)
             return f"{what} made the search find a plan that is {gained} faster: {before} → {after} per step."
         return f"{what} {verb} {show_percent(self.fraction)}: {before} per step without, {after} with."

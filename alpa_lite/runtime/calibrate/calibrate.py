@@ -88,6 +88,7 @@ def make_private(folder: Path) -> None:
     """Create a folder, and missing ones above it, readable by this user only. An existing folder stays as it is."""
     if not folder.is_dir():
         make_private(folder.parent)
+        # Another process of the user may make it at the same time.
         folder.mkdir(mode=0o700, exist_ok=True)
 
 
@@ -194,6 +195,7 @@ def calibrate(
     found = tuple(jax.devices() if devices is None else devices)
     progress("a first look", 0, 1)
     first = quick_cluster(found)
+    # All devices compute at the same time, and then each gets its share of a shared processor.
     rate = first.device.peak("float32") / (len(found) if first.shared_processor else 1)
     sizes = thorough_sizes(first.device.memory_bytes, rate)
     guess = replace(first.device, peak_flops={**first.device.peaks, **_peaks(sizes.sides, first.device)})
@@ -243,6 +245,7 @@ def conclude(
     dispatch, *shares = timings[: len(dispatch_and_blocks)]
     timings = timings[len(dispatch_and_blocks) :]
     measurements = [_measurement(probe, timing) for probe, timing in zip(probes, timings, strict=True)]
+    # Measured directly, and known before the fit of the rest.
     guess = replace(guess, device=replace(guess.device, dispatch_seconds=dispatch.seconds))
     if shares:
         guess = replace(guess, device_share=_device_share(shares[0].seconds, shares[1].seconds, guess.devices_per_host))
@@ -271,6 +274,7 @@ def _measurement(probe: Probe, timing: Timing) -> Measurement:
 
 def _device_share(alone_seconds: float, together_seconds: float, num_devices: int) -> float:
     """Return the throughput of one device on its own, as a fraction of that of all devices together."""
+    # Noise may put the ratio outside of what is possible: between an equal share and the whole processor.
     return min(1.0, max(1.0 / num_devices, together_seconds / alone_seconds))
 
 
@@ -345,6 +349,7 @@ def local_cluster(path: str | Path | None = None, *, devices: Sequence[Any] | No
 
 def _local_cluster(path: str | Path | None, found: tuple[Any, ...]) -> Cluster:
     several = jax.process_count() > 1
+    # The first process alone decides: others may have another file, or none.
     cluster = _of_first_process(path, found) if several else _described(path, found)
     if cluster is not None:
         return cluster
@@ -376,6 +381,7 @@ def _described(path: str | Path | None, found: tuple[Any, ...]) -> Cluster | Non
     if path is not None:
         return _checked(load_cluster(str(path)), path, found)
     kept = path_for(fingerprint(found))
+    # Without a warning: mostly nobody has calibrated.
     if not kept.exists():
         return None
     try:

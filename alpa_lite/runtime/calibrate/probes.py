@@ -159,6 +159,7 @@ def dispatch_program(devices: Sequence[Any]) -> TimedProgram:
     """Return a nearly empty program on a task's usual number of arrays."""
     mesh = Mesh(np.array(devices), ("x",))
     sharding = NamedSharding(mesh, PartitionSpec("x"))
+    # JAX checks and passes each array, so a launch takes longer the more there are.
     arrays = [_filled((len(devices),), "float32", sharding) for _ in range(_ARRAYS_PER_TASK)]
     compiled = jax.jit(lambda *xs: [x + 1.0 for x in xs], out_shardings=sharding).lower(*arrays).compile()
     return _called("dispatch", compiled, *arrays)
@@ -181,6 +182,7 @@ def link_probes(devices: Sequence[Any], sizes: ProbeSizes) -> list[Probe]:
 def probe_groups(rows: list[list[Any]], *, every: bool) -> list[tuple[np.ndarray, Group]]:
     """Return arrays of devices [siblings, members], each with the cost model's group for one row."""
     hosts, per_host = len(rows), len(rows[0])
+    # Axes of logical meshes mostly have powers of two as sizes.
     inside = [g for g in range(2, per_host + 1) if per_host % g == 0 and g & (g - 1) == 0]
     inside = sorted({*inside, per_host} - {1}) if every else [per_host][: per_host > 1]
     grid = np.array(rows)
@@ -224,6 +226,7 @@ _COLLECTIVES = (
 
 def _collective_probe(kind: _Kind, grid: np.ndarray, group: Group, elements: int) -> Probe:
     size = group.num_devices
+    # Rounded up, so that scattering divides it evenly.
     width = -(-elements // size) * size
     where = f"{size} devices, {group.num_hosts} hosts" if group.num_hosts > 1 else f"{size} devices"
     series = f"{kind.name} over {where}"
@@ -279,6 +282,7 @@ def _convolution_work(stride: int, channels: int) -> Work:
     rows = _IMAGES * (_SIDE // stride) ** 2
     product = Product(rows=rows, columns=channels, depth=9 * channels)
     moved = _ITEM_BYTES * (rows * channels + _IMAGES * _SIDE**2 * channels + 9.0 * channels**2)
+    # Each gradient of a convolution has as many FLOPs as the convolution.
     return Work(flops=product.flops, bytes=moved, kind="convolution", product=product) * 3
 
 

@@ -110,6 +110,7 @@ class _StepComparison:
         given = jax.tree.leaves(flatten_arguments(self.args, self.kwargs, traced.static_argnums))
         want_tree = self._held(given)
         want = jax.tree.leaves(want_tree)
+        # The step takes over the memory of donated arguments, which `jax.jit` still needs for the perturbed runs.
         got_tree = self.compiled.run_flat(
             [copied(leaf) if gone else leaf for leaf, gone in zip(self.leaves, traced.donated, strict=True)], None
         )
@@ -135,6 +136,7 @@ class _StepComparison:
         self.leaves = held(given, device, self.seed)
         want = self.reference(self.leaves)
         if any(map(is_drawn, given)) and (lost := _num_lost(want)):
+            # A root or a logarithm of a random argument is the usual reason.
             others = held(given, device, self.seed, positive=True)
             again = self.reference(others)
             if _num_lost(again) < lost:
@@ -146,6 +148,7 @@ class _StepComparison:
         allowed.
         """
         if unit not in self._noisy:
+            # Another seed than the arguments', so that signs do not depend on the values that they change.
             rng, found = np.random.default_rng(self.seed + 1), list[tuple[list[Any], list[Any]]]()
             for ulps in (*[1.0] * NUM_DRAWS, allowed_steps(unit)):
                 leaves = [perturbed(leaf, unit, ulps, rng) for leaf in self.leaves]
@@ -200,6 +203,7 @@ class _StepComparison:
             moved = change(outputs[number], want)
             if follows is not None and before is not None:
                 after = _on_host(jnp.asarray(leaves[follows]))
+                # A weight moves with its perturbed old value, which would hide an error in its update.
                 moved = min(moved, change(outputs[number] - after, want - before))
             noise = max(noise, moved / (1.0 if draw < NUM_DRAWS else allowed_steps(unit)))
         return noise
@@ -227,6 +231,7 @@ def coarsest_units(jaxpr: Any) -> list[float]:
         return _unit(atom) if isinstance(atom, _jax.Literal) else known.get(atom, _unit(atom))
 
     for eqn in jaxpr.eqns:
+        # A loop or a call may compute in lower precision inside, whatever its results have.
         inside = max(map(_coarsest_inside, _jax.inner_jaxprs(eqn)), default=0.0)
         before = max(map(of, eqn.invars), default=0.0)
         known |= {var: max(before, inside, _unit(var)) for var in eqn.outvars}
@@ -248,12 +253,14 @@ def change(a: Any, b: Any) -> float:
     """Return the largest difference between two host arrays; without floats the share of elements that differ."""
     if a.size == 0:
         return 0.0
+    # Numbers that are not finite must be the same on both sides; NaN is the only one that differs from itself.
     same = (a == b) | ((a != a) & (b != b))
     if not is_inexact(b):
         return float(np.mean(~same))
     finite = np.isfinite(a) & np.isfinite(b)
     if not np.all(finite | same):
         return float("inf")
+    # The others are replaced by zero first, as infinity minus infinity is not a number.
     return float(np.max(np.abs(np.where(finite & ~same, a, 0) - np.where(finite & ~same, b, 0)), initial=0.0))
 
 
@@ -358,6 +365,7 @@ def perturbed(leaf: Any, unit: float, ulps: float, rng: np.random.Generator) -> 
     own = jnp.result_type(leaf)
     relative = ulps * max(unit, float(jnp.finfo(own).eps))
     wide = np.complex128 if jnp.issubdtype(own, jnp.complexfloating) else np.float64
+    # In double precision, where one unit in the last place of the leaf can be added.
     values = np.asarray(leaf).astype(wide)
     if wide is np.complex128:
         moved = _moved(values.real, relative, rng) + 1j * _moved(values.imag, relative, rng)
@@ -367,6 +375,7 @@ def perturbed(leaf: Any, unit: float, ulps: float, rng: np.random.Generator) -> 
         return type(leaf)(moved[()])
     with np.errstate(over="ignore"):
         narrow = moved.astype(own)
+    # The largest numbers of a dtype would become infinite: they stay as they are.
     narrow = np.where(np.isfinite(narrow), narrow, values.astype(own))
     return _weak(jnp.asarray(narrow), leaf) if isinstance(leaf, jax.Array) else narrow
 

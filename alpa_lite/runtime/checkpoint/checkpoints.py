@@ -146,6 +146,7 @@ class Checkpoints:
                 folder; earlier checkpoints stay.
         """
         number = _whole(step)
+        # Before anything else, so that a state that cannot be saved disturbs no running save.
         content = stored(state)
         beside = {"leaves.json": write_leaves(content.leaves)}
         if plan is not None:
@@ -155,12 +156,14 @@ class Checkpoints:
         unfinished = self._unfinished = self._make_way(number)
         self._pending = number
         try:
+            # Its threads are started once, by the first save; a program that only restores has none.
             self._writer = self._writer or store.Writer()
             publish = partial(self._files.publish, unfinished, number)
             with busy("saving a checkpoint"):
                 self._writer.start(unfinished, store.Content(arrays=content.arrays, beside=beside, publish=publish))
         except Exception as error:
             problem = error
+        # Not before all processes are here: one that raised alone would leave the others waiting.
         self._raise_if_failed(number, problem)
         if not self._asynchronous:
             self.wait()
@@ -190,6 +193,7 @@ class Checkpoints:
         self.wait()
         leaves, structure = _wanted(like, argument)
         asked = [step] if step in self._files.branch() else []
+        # The first process's view counts: on a network file system others may see a folder late.
         there = agreed_data(self.steps[::-1] if step is None else asked)
         if not there:
             raise CheckpointError(self._none(step))
@@ -204,6 +208,7 @@ class Checkpoints:
                 return number, state
             refused.append(f"The checkpoint of step {number} in {self._where} is damaged: {problem}.")
             if step is None:
+                # It is set aside by the next save; a step that was asked for by its number stays as it is.
                 self._damaged.add(number)
         left = "No other is left" if step is None else "Leave step= out to have the newest one that is undamaged"
         raise CheckpointError(f"{_some(refused)} {left}.")
@@ -247,6 +252,7 @@ class Checkpoints:
         except Exception as error:
             problem = error
         self._raise_if_failed(step, problem)
+        # Only a save that is complete on all processes becomes the parent of the next one.
         self._pending, self._last = None, step
         self._on_first(lambda: self._files.settle(step, self._keep, self._damaged))
 
@@ -312,6 +318,7 @@ class Checkpoints:
             saved = read_leaves(there.path / "leaves.json")
         except CheckpointError as error:
             is_small = not isinstance(error.__cause__, TooLargeError)
+            # The checksum tells a changed file from one of a later version; a huge one is not read for that.
             changed = damage(there.path, names=("leaves.json",)) if verify and is_small else []
             return changed or [shown(reason_of(error), _REASON_LETTERS)]
         try:
@@ -352,6 +359,7 @@ class Checkpoints:
         )
         made = self._on_first(lambda: str(self._files.prepare(step, parent, self._damaged)))
         self._raise_if_failed(step, made.problem)
+        # `prepare` has renamed them, so that they are no steps of the folder any more.
         self._damaged.clear()
         return Path(made.value)
 

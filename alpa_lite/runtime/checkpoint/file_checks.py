@@ -57,6 +57,7 @@ def check_headers(folder: Path, wanted: Sequence[Wanted], saved: Mapping[str, Le
     names = [each.name for each in wanted if not each.leaf.is_empty]
     for start in range(0, len(names), _AT_ONCE):
         group = names[start : start + _AT_ONCE]
+        # All reads of a group run at once; a bounded number of answers is in memory.
         reading = [store.read(_header_key(name)) for name in group]
         for name, each in zip(group, reading, strict=True):
             if problem := _header_problem(each.result().value, saved[name]):
@@ -80,6 +81,7 @@ def _header_problem(data: bytes, leaf: Leaf) -> str:
     if shape != [*form.shape] or not _is_dtype(dtype, form.dtype):
         return f"its shape is {shown(shape)}, its dtype {shown(dtype)}"
     if not plain:
+        # Its size on disk would say nothing about the memory that reading it takes.
         return "it is compressed"
     if not isinstance(chunks, list) or len(chunks) != len(shape) or not all(map(_fits, chunks, shape)):
         return f"its chunks have the shape {shown(chunks)}"

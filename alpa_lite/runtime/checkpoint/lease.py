@@ -78,6 +78,7 @@ class Lease:
     def check(self) -> None:
         """Raise `CheckpointError` unless the lease is still this process's."""
         held = self._held
+        # A forked process inherits this object, but not the right to write.
         if held is None or held.process != os.getpid():
             raise CheckpointError(f"This process does not own the right to save into {shown(self.folder, 300)}.")
         if held.is_mine():
@@ -113,8 +114,10 @@ class Lease:
         first, told = self._seen, False
         while (seen := self._seen) is not None and first is not None and seen[0] == number:
             owner, silent = _owner(seen[1]), time.monotonic() - seen[2]
+            # The kernel knows at once, while another host can only be awaited.
             if _is_here(owner):
                 return owner if _runs(owner) else None
+            # Its number was raised since the first look: whoever does that is alive.
             if seen != first:
                 return owner
             if silent >= EXPIRY_SECONDS:
@@ -137,6 +140,7 @@ class Lease:
         me = _myself(self.token)
         _open_here[self.token] = self  # registered before others can see the file
         try:
+            # Of several processes that try this number the file system lets one succeed.
             disk.create(path, json.dumps(me).encode())
         except FileExistsError:
             return False
@@ -145,6 +149,7 @@ class Lease:
             with suppress(OSError):
                 disk.unlink(path)
             return False
+        # A reader takes the largest number, so older files only take space.
         for older in (each for each in _numbers(self.folder) if each < number):
             with suppress(FileNotFoundError):
                 disk.unlink(_path(self.folder, older))
@@ -175,6 +180,7 @@ class _Held:
         """Write a sign of life into the existing file: a removed one is not made again."""
         self.beats += 1
         self.me |= {"beat": _beat_text(self.beats), "heard": _now()}
+        # All contents of a lease have one length, so nothing of the old one remains behind the new one.
         with self.path.open("r+b") as file:
             file.write(json.dumps(self.me).encode())
 
@@ -297,6 +303,7 @@ def _began(process: int) -> str:
 def _runs(owner: Mapping[str, Any]) -> bool:
     """Return True if a process on this machine is alive; for this process, if the holder of the lease exists."""
     process = owner.get("process")
+    # The start time tells whether the id belongs to another process by now; the content may be anything.
     if type(process) is not int or not 0 < process < 2**31 or _began(process) not in (owner.get("began"), "hidden"):
         return False
     if process != os.getpid():

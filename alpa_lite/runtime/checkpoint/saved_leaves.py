@@ -83,6 +83,7 @@ class Leaf:
 
     def fits(self, other: Leaf) -> bool:
         """Return True if one can be restored as the other."""
+        # A Python number has no width, so any number of its kind will do.
         alike = self.kind == other.kind if self.is_number or other.is_number else self.dtype == other.dtype
         return alike and self.shape == other.shape
 
@@ -97,6 +98,7 @@ class Leaf:
         shape, dtype = data["shape"], data["dtype"]
         if not (isinstance(shape, list) and len(shape) <= _MOST_DIMS and all(map(_is_size, shape))):
             raise ValueError(f"{shown(shape)} is no shape")
+        # Checked by its letters first, as NumPy parses names of dtypes as expressions.
         if not (isinstance(dtype, str) and _DTYPE.fullmatch(dtype)):
             raise ValueError(f"{shown(dtype)} is no dtype")
         if not dtype.startswith("key<") and not _is_of_numbers(dtype):
@@ -146,6 +148,7 @@ def write_leaves(leaves: Mapping[str, Leaf]) -> bytes:
     """
     data = {"format": FORMAT, "leaves": {name: leaf.to_json() for name, leaf in leaves.items()}}
     text = json.dumps(data, allow_nan=False).encode()
+    # What could not be read back must fail now, while the state still exists.
     if len(leaves) > _MOST_LEAVES or len(text) > _MOST_BYTES:
         raise CheckpointError(
             f"The state has {len(leaves)} leaves, described in {len(text)} bytes, but a checkpoint holds at most "
@@ -220,6 +223,7 @@ def _keys(data: Any, implementation: str) -> Any:
 def _placed(name: str, array: Any, form: jax.ShapeDtypeStruct, sharding: Any) -> jax.Array:
     """Return an array in a sharding, made from one that every process has on its host; each puts its own blocks."""
     converted = np.asarray(array).astype(form.dtype)
+    # A Python number of any size may have been saved where an array of narrow integers is wanted.
     if jnp.issubdtype(form.dtype, np.integer) and (converted != array).any():
         raise CheckpointError(f"it holds {shown(array)} for {shown(name)}, which is too large for {form.dtype}")
     return jax.make_array_from_callback(form.shape, sharding, lambda index: converted[index], dtype=form.dtype)
@@ -303,4 +307,5 @@ def _can_be_stored(dtype: Any) -> bool:
         return dtype is not None
     if not any(jnp.issubdtype(dtype, kind) for kind in _KINDS):
         return False
+    # No long doubles, whose size and layout differ between machines.
     return np.dtype(dtype).itemsize <= _LARGEST_BYTES.get(np.dtype(dtype).kind, 8)
