@@ -8,9 +8,9 @@ from functools import partial
 from alpa_lite.api.parallelize import TracedFunction
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.program.phases import StepGraph
-from cost_models.backend import Backend
 from cost_models.cluster import Cluster
 from cost_models.composed import ComposedCostModel
+from cost_models.hardware import Backend
 
 
 def request_of(

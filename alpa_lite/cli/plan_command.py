@@ -10,7 +10,7 @@ layers/0/w: [[replica, data], null]
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -140,7 +140,7 @@ def _kind(node: yaml.Node | None) -> str:
 class _PlanArguments:
     """The planning that a command line asks for: the step with its arguments, the options, and the progress console."""
 
-    step: Any
+    step: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     planner: al.planners.Planner | al.Plan

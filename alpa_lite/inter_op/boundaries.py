@@ -17,7 +17,7 @@ from alpa_lite.program.ir import Value
 from alpa_lite.program.phases import Phase, StepGraph
 from alpa_lite.rules.op_info import free_values
 from alpa_lite.step.layers import Layers
-from cost_models.interface import CostModel
+from cost_models.composed import CostModel
 
 
 def received_values(step: StepGraph, layers: Layers, stages: Sequence[tuple[int, int]]) -> list[list[Value]]:

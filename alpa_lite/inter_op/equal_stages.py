@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from alpa_lite.inter_op.space import Space
 from alpa_lite.inter_op.stage_dp import StageChoice, StageStatus, StageTable, solve
-from cost_models.interface import CostModel
+from cost_models.composed import CostModel
 
 StageEquality = Literal["layers", "devices"]
 """What all stages may be asked to have equally many of."""

@@ -33,18 +33,15 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
-from alpa_lite.lower.gathered_parameters import Gathered
 from alpa_lite.lower.local.block import block_index
 from alpa_lite.lower.local.run_local import LocalOp, bind_local
-from alpa_lite.lower.slices import Port, TaskSpec
-from alpa_lite.lower.task_phases import run_parts
-from alpa_lite.lower.waiting import once_there
+from alpa_lite.lower.slices import Port, TaskSpec, run_parts
+from alpa_lite.lower.waiting import Gathered, once_there
 from alpa_lite.plan.plan import OpPlacement
 from alpa_lite.plan.walk import Application, Walk, body_walk, sharing_axes
 from alpa_lite.program.equations import Equation
-from alpa_lite.program.ir import Graph, Op, Value
+from alpa_lite.program.ir import Graph, Op, Value, Wiring
 from alpa_lite.program.phases import Combination, Phase, StepGraph, parameters
-from alpa_lite.program.wiring import Wiring
 from alpa_lite.sharding.specs import Move, Spec, num_shards
 from alpa_lite.trace.local_control_flow import run_control_flow
 
@@ -339,20 +336,21 @@ def emit_task(
     step: StepGraph,
     equations: Sequence[Equation],
     placements: Mapping[int, OpPlacement],
-    mesh: Mesh,
+    mesh: AbstractMesh,
     *,
     name: str,
+    platform: str,
     donated: Sequence[int] = (),
 ) -> Emitted:
     """Return a task as a function. Sums over micro-batches follow the inputs and are returned increased.
 
-    `name`: the name that profilers show. `donated`: numbers of inputs whose buffers may be reused.
+    `name`: the name that profilers show. `platform`: the one to lower for, such as "cpu" or "cuda". `donated`: numbers
+    of inputs whose buffers may be reused.
     """
     graph, sizes = step.graph, dict(mesh.shape)
     accumulate = accumulates(task, step)
     ins = [*task.inputs, *(task.sums if accumulate else ())]
     outs = [*task.outputs, *task.sums]
-    platform = _jax.lowering_platform(mesh.devices.flat[0])
     positional = step.num_microbatches > 1 and (
         any(_is_positional(graph.ops[i]) for i in task.ops) or any(p.value in step.combined for p in task.sums)
     )
@@ -381,12 +379,12 @@ def emit_task(
     if positional:
         layouts.append(BoundaryArray(shape=(), dtype="int32", spec=PartitionSpec()))
     out_specs = (*(boundary_spec(p.spec) for p in outs), PartitionSpec())
-    abstract, in_specs = mesh.abstract_mesh, tuple(x.spec for x in layouts)
-    sharded = jax.shard_map(local, mesh=abstract, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    in_specs = tuple(x.spec for x in layouts)
+    sharded = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
     summed = tuple(range(len(task.inputs), len(ins)))
     return Emitted(
         function=_named(sharded, name),
-        mesh=abstract,
+        mesh=mesh,
         platform=platform,
         ins=tuple(layouts),
         outs=out_specs,

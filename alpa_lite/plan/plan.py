@@ -32,7 +32,7 @@ from alpa_lite.program.view_registry import View, view
 from alpa_lite.schedule import Schedule
 from alpa_lite.schedule.tasks import SpanLike
 from alpa_lite.sharding.meshes import sharing
-from alpa_lite.step.rematerialisation import Remat
+from alpa_lite.step.recomputation import Remat
 from cost_models.cluster import Cluster
 
 FORMAT = 5

@@ -18,14 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from alpa_lite.errors import AlpaLiteError, PlanError
-from alpa_lite.intra_op.memory.liveness import Lives, Path, lives_of
+from alpa_lite.intra_op.liveness import Lives, Path, lives_of
 from alpa_lite.intra_op.stage import StageView
 from alpa_lite.plan.plan import Plan
 from alpa_lite.program.ir import Graph
 from alpa_lite.program.phases import StepGraph
 from alpa_lite.rules.dims import DimClasses
-from alpa_lite.step.layers import make_layers
-from cost_models.interface import CostModel
+from alpa_lite.step.clustering import make_layers
+from cost_models.composed import CostModel
 
 MOST_LAYOUTS = 100_000
 """Of more layouts than so many the least memory is not looked for."""

@@ -22,7 +22,8 @@ from alpa_lite.inter_op.loop_cuts import PipelineCut
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.inter_op.stage_costs import state_bytes
 from alpa_lite.program.phases import StepGraph
-from alpa_lite.step.layers import Layers, make_layers, natural_cut, op_flops
+from alpa_lite.step.clustering import make_layers
+from alpa_lite.step.layers import Layers, natural_cut, op_flops
 
 _ROUNDING = 1e-9
 

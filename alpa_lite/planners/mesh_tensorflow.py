@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from alpa_lite.errors import PlanError
 from alpa_lite.inter_op.plan_request import PlanRequest
-from alpa_lite.intra_op.constraints import GivenLayout, Wanted
+from alpa_lite.intra_op.stage import GivenLayout, Wanted
 from alpa_lite.intra_op.strategies import FREE_CHOICE
 from alpa_lite.plan.plan import Plan
 from alpa_lite.planners.auto_layout import NamedDims, least_memory

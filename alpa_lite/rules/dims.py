@@ -13,9 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from alpa_lite.program.ir import Graph, Op
+from alpa_lite.program.ir import Graph, Op, Wiring, wiring_of
 from alpa_lite.program.phases import StepGraph
-from alpa_lite.program.wiring import Wiring, wiring_of
 from alpa_lite.rules.op_info import rule_of_op
 from alpa_lite.rules.registry import Dims, Rule
 

@@ -23,8 +23,8 @@ from benchmarks.published.plan_of import (
 )
 from benchmarks.published.row import Row, RowError
 from benchmarks.requests import request_of
-from cost_models.backend import Backend
 from cost_models.cluster import Cluster
+from cost_models.hardware import Backend
 
 #: Sequences per replica and micro-batch that are tried where a row does not say.
 MICROBATCHES = (1, 2, 4)

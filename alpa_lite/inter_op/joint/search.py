@@ -50,7 +50,7 @@ from alpa_lite.plan.plan import Plan
 from alpa_lite.schedule import Schedule
 from alpa_lite.sharding.meshes import place_in_groups
 from alpa_lite.step.layers import Cut
-from alpa_lite.step.rematerialisation import Remat
+from alpa_lite.step.recomputation import Remat
 
 MAX_SEARCHED, MAX_IN_VAIN = 5, 2
 """For how many numbers of micro-batches the stages are searched, at most, and after the best was found."""

@@ -34,8 +34,9 @@ import numpy as np
 from alpa_lite import _jax
 from alpa_lite.errors import CheckError, ExecutionError
 from alpa_lite.runtime.check.check_report import MAX_LOW_STEPS, MAX_STEPS, CheckedLeaf, CheckReport
-from alpa_lite.runtime.execute.function import CompiledFunction, flatten_arguments
+from alpa_lite.runtime.execute.function import CompiledFunction
 from alpa_lite.trace.batch import is_key
+from alpa_lite.trace.call import Call
 
 NUM_DRAWS = 4
 """Number of random sign draws for changes of the inputs by one unit in the last place."""
@@ -96,18 +97,23 @@ class _StepComparison:
 
     @cached_property
     def reference(self) -> Callable[..., Any]:
-        """`jax.jit` of the user's function, of its dynamic arguments flattened."""
-        traced, args = self.compiled.traced, self.args
+        """`jax.jit` of the user's function, of its traced arguments flattened."""
+        traced, call = self.compiled.traced, self._call
 
         def whole(leaves: Sequence[Any]) -> Any:
-            dynamic, keywords = jax.tree.unflatten(traced.in_tree, leaves)
-            return traced.fun(*[dynamic.get(i, arg) for i, arg in enumerate(args)], **keywords)
+            arrays, _ = call.run(traced.fun, jax.tree.unflatten(traced.in_tree, leaves))
+            return arrays
 
         return jax.jit(whole)
 
+    @cached_property
+    def _call(self) -> Call:
+        traced = self.compiled.traced
+        return Call.of(traced.fun, self.args, self.kwargs, traced.static)
+
     def report(self) -> CheckReport:
         traced = self.compiled.traced
-        given = jax.tree.leaves(flatten_arguments(self.args, self.kwargs, traced.static_argnums))
+        given = jax.tree.leaves(self._call.tree)
         want_tree = self._held(given)
         want = jax.tree.leaves(want_tree)
         # The step takes over the memory of donated arguments, which `jax.jit` still needs for the perturbed runs.

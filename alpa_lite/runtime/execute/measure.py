@@ -97,6 +97,23 @@ class Allocated:
         """The sum of all three, in bytes."""
         return self.resident_bytes + self.output_bytes + self.temporary_bytes
 
+    # The names of JAX's own memory analysis, for code that reads one.
+
+    @property
+    def argument_size_in_bytes(self) -> float:
+        """See `resident_bytes`."""
+        return self.resident_bytes
+
+    @property
+    def output_size_in_bytes(self) -> float:
+        """See `output_bytes`."""
+        return self.output_bytes
+
+    @property
+    def temp_size_in_bytes(self) -> float:
+        """See `temporary_bytes`."""
+        return self.temporary_bytes
+
 
 def allocated(executor: Executor, plan: Plan) -> tuple[Allocated, ...]:
     """Return for each stage the allocation at the peak of its devices."""
