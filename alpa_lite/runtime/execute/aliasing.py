@@ -84,7 +84,7 @@ class Apart:
         arrays = {i for i in fresh if isinstance(leaves[i], jax.Array)}.difference(returned)
         return self._with_copies(leaves, arrays) if arrays else leaves
 
-    def note(self, leaves: Sequence[Any], outputs: Sequence[Any]) -> None:
+    def note(self, leaves: Sequence[Any], outputs: Sequence[jax.Array]) -> None:
         """Remember, after a step, arrays that share no buffers: its results, and arguments that were not donated."""
         if self._watched:
             self._expected = [

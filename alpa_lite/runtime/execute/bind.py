@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
+import jax
 from jax.sharding import NamedSharding
 
 from alpa_lite.lower.emission import Executable
@@ -28,7 +29,7 @@ from alpa_lite.program.phases import StepGraph
 from alpa_lite.runtime.execute.crossing import Windows
 from alpa_lite.runtime.execute.placing import Placing
 from alpa_lite.runtime.execute.run_transfers import Transfer
-from alpa_lite.runtime.job.in_flight import Flight
+from alpa_lite.runtime.job.in_flight import Flight, Token
 from alpa_lite.runtime.job.launch_order import in_turn
 from alpa_lite.runtime.job.processes import devices_of
 from alpa_lite.sharding.specs import Spec
@@ -82,11 +83,11 @@ class Binder:
     program: Program
     step: StepGraph
     executables: Sequence[Executable]
-    zeros: Mapping[int, Callable[[], Sequence[Any]]]
-    concats: Mapping[Buffer, Callable[..., Any]]
+    zeros: Mapping[int, Callable[[], Sequence[jax.Array]]]
+    concats: Mapping[Buffer, Callable[..., jax.Array]]
     transfers: Mapping[Buffer, Transfer]
     is_here: Sequence[bool]
-    indices: Sequence[Sequence[Any]]
+    indices: Sequence[Sequence[jax.Array]]
     groups: Sequence[int]
     flight: Flight
     sharding: Callable[[int, Spec | None], NamedSharding]
@@ -180,7 +181,7 @@ class Binder:
 
             return copy
 
-        def note(token: Any, *, at_source: bool) -> None:
+        def note(token: Token, *, at_source: bool) -> None:
             # Each program counts for the devices that it runs on: their credits are apart.
             launched(other if at_source else group, number, token)
 

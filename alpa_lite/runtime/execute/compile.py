@@ -27,6 +27,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from alpa_lite import _jax
+from alpa_lite._jax import Device
 from alpa_lite.errors import ExecutionError
 from alpa_lite.lower.emission import BoundaryArray, Emitted, boundary_layout, boundary_spec, emit_task
 from alpa_lite.lower.instructions import Buffer, Program
@@ -149,7 +150,7 @@ def concat_units(program: Program, step: StepGraph, meshes: Sequence[Mesh]) -> d
     return units
 
 
-def _join(dim: int, runs: int, *parts: Any) -> jax.Array:
+def _join(dim: int, runs: int, *parts: jax.Array) -> jax.Array:
     """Concatenate the samples of all micro-batches; with several runs of rows, run by run."""
     if runs == 1:
         return jax.numpy.concatenate(parts, dim)
@@ -161,7 +162,7 @@ def _join(dim: int, runs: int, *parts: Any) -> jax.Array:
 
 
 def _emit(function: Callable[..., Any], mesh: Mesh, ins: tuple[BoundaryArray, ...], outs: Any, name: str) -> Emitted:
-    def run(*arrays: Any) -> Any:
+    def run(*arrays: jax.Array) -> Any:
         return function(*arrays)
 
     # XLA names the module after the function, which profiles and its errors show.
@@ -180,7 +181,7 @@ def _emit(function: Callable[..., Any], mesh: Mesh, ins: tuple[BoundaryArray, ..
 Tell = Callable[[str, int, int], None]
 """Callback: the name of the unit being compiled, the number of units done, and the number of units."""
 
-Devices = tuple[Any, ...]
+Devices = tuple[Device, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
+from alpa_lite._jax import Device
 from alpa_lite.errors import ExecutionError
 from alpa_lite.lower.emission import Executable, boundary_spec
 from alpa_lite.lower.instructions import Program, TaskTime
@@ -49,7 +50,7 @@ WATCHDOG_SECONDS = 300.0
 """Seconds without any progress of a step before it counts as hung."""
 
 
-def stage_meshes(plan: Plan, devices: Sequence[Any] | None = None) -> tuple[Mesh, ...]:
+def stage_meshes(plan: Plan, devices: Sequence[Device] | None = None) -> tuple[Mesh, ...]:
     """Return a JAX mesh per stage. Raises `ExecutionError` if there are fewer devices than the plan uses."""
     available = host_by_host(jax.devices() if devices is None else devices)
     needed = 1 + max(device for stage in plan.stages for device in stage.submesh.devices)
@@ -69,7 +70,7 @@ def device_groups(meshes: Sequence[Mesh]) -> tuple[int, ...]:
     """Return a group number for each stage: stages that share a device, directly or through others, have the same
     number.
     """
-    of_device: dict[Any, int] = {}
+    of_device: dict[Device, int] = {}
     for number, mesh in enumerate(meshes):
         met = {of_device[d] for d in mesh.devices.flat if d in of_device}
         # A stage may connect groups that were apart before: they become one.
@@ -90,7 +91,7 @@ class Executor:
         equations: Sequence[Equation],
         *,
         donated: Sequence[bool],
-        devices: Sequence[Any] | None = None,
+        devices: Sequence[Device] | None = None,
         progress: Tell | None = None,
         watchdog_seconds: float | None = WATCHDOG_SECONDS,
         on_hang: OnHang = "auto",
@@ -197,7 +198,7 @@ class Executor:
         count = self.step.num_microbatches
         return tuple(n * count if d == dim else n for d, n in enumerate(shape))
 
-    def _complete(self, results: list[Any]) -> list[Any]:
+    def _complete(self, results: list[Any]) -> list[jax.Array]:
         """Return the results of the step, with handles for those on other processes."""
         if all(self._is_here):
             return results
@@ -210,7 +211,7 @@ class Executor:
                 found.append(handle(self._full(value, about.shape), _jax.struct((), about.dtype).dtype, sharding))
         return found
 
-    def _delivered(self, leaves: list[Any]) -> list[Any]:
+    def _delivered(self, leaves: list[jax.Array]) -> list[jax.Array]:
         if self._delivery is None or not self._delivery.results:
             return leaves
         found, token = self._delivery(leaves)
@@ -227,17 +228,17 @@ class Executor:
         stages = [processes_of(devices_of(mesh)) for mesh in self.meshes]
         return participants(self.program.instructions[instruction], stages)
 
-    def _microbatch_indices(self) -> list[list[Any]]:
+    def _microbatch_indices(self) -> list[list[jax.Array]]:
         """Return the index of each micro-batch, placed once on each stage."""
         count = self.step.num_microbatches
-        on_devices: dict[Mesh, list[Any]] = {}
+        on_devices: dict[Mesh, list[jax.Array]] = {}
         for mesh in self.meshes:
             if mesh not in on_devices:
                 whole = NamedSharding(mesh, PartitionSpec())
                 on_devices[mesh] = [self.placing.put(np.int32(i), whole) for i in range(count)]
         return [on_devices[mesh] for mesh in self.meshes]
 
-    def _as_one_task(self) -> Callable[[Sequence[Any]], list[Any]] | None:
+    def _as_one_task(self) -> Callable[[Sequence[Any]], list[jax.Array]] | None:
         """Return a function that runs a single-task program on arguments in place; None for other programs."""
         instructions = [i for i in self.program.instructions if i.kind != "FREE"]
         runs = [number for number, i in enumerate(self.program.instructions) if i.kind == "RUN"]
@@ -261,7 +262,7 @@ class Executor:
         compiled = in_turn(executable.compiled, devices_of(executable.mesh))
         launched, put_all = self.flight.launched, self.placing.put_all
 
-        def at_once(inputs: Sequence[Any]) -> list[Any]:
+        def at_once(inputs: Sequence[Any]) -> list[jax.Array]:
             arrays = inputs if all_in_order else [inputs[i] for i in places]
             *results, token = compiled(*put_all(arrays, shardings))
             launched(0, number, token)
@@ -275,7 +276,7 @@ class Executor:
 
     def __call__(
         self, inputs: Sequence[Any], record: list[TaskTime] | None = None, *, awaited: bool = True
-    ) -> list[Any]:
+    ) -> list[jax.Array]:
         """Run one step. With `record`, append the measured span of every instruction but FREE.
 
         awaited: in a recorded step, whether each instruction is awaited before the next one is launched; otherwise
@@ -343,7 +344,7 @@ class Executor:
             self._shardings[key] = NamedSharding(self.meshes[stage], partition)
         return self._shardings[key]
 
-    def own_constants(self, first: int, constants: Sequence[Any]) -> list[Any]:
+    def own_constants(self, first: int, constants: Sequence[Any]) -> list[jax.Array]:
         """Return copies, in their shardings, of captured arrays, which are inputs of the step from number `first` on.
 
         As with `jax.jit`, the caller may overwrite or donate the originals without changing the step.
@@ -356,6 +357,6 @@ class Executor:
             found += copies([placed]) if array is constant else [placed]
         return found
 
-    def place_inputs(self, inputs: Sequence[Any]) -> list[Any]:
+    def place_inputs(self, inputs: Sequence[Any]) -> list[jax.Array]:
         """Return the inputs in their shardings, so that the next call moves nothing."""
         return [self.placing.put(x, self.input_sharding(leaf)) for leaf, x in enumerate(inputs)]

@@ -48,7 +48,7 @@ def _seconds_once(executor: Executor, shapes: Sequence[jax.ShapeDtypeStruct], in
     return time.perf_counter() - started
 
 
-def _zeros(like: jax.ShapeDtypeStruct) -> Any:
+def _zeros(like: jax.ShapeDtypeStruct) -> np.ndarray | jax.Array:
     """Return an array of zeros on the host, or of PRNG keys, of a shape and dtype."""
     if not jax.numpy.issubdtype(like.dtype, jax.dtypes.prng_key):
         return np.zeros(like.shape, like.dtype)

@@ -21,6 +21,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
+from alpa_lite._jax import Device
 from alpa_lite.lower.emission import boundary_shape, boundary_spec, move
 from alpa_lite.lower.instructions import Buffer, Program
 from alpa_lite.program.phases import StepGraph
@@ -209,12 +210,12 @@ def _keeps_form(planned: PlannedTransfer) -> bool:
     return planned.in_place or (held == planned.landing_blocks() and pairs == [(i, i) for i in range(len(held))])
 
 
-def _note(sent: list[Message], array: Any, source: Any, target: Any) -> None:
+def _note(sent: list[Message], array: jax.Array, source: Device, target: Device) -> None:
     if source != target:
         sent.append(Message(source=source, target=target, bytes=array.nbytes))
 
 
-def _local(planned: PlannedTransfer, x: Any) -> Any:
+def _local(planned: PlannedTransfer, x: jax.Array) -> jax.Array:
     sizes = planned.source.mesh.axis_sizes
     x = x[0] if planned.source.spec.partial else x
     for step in planned.resolve:
@@ -222,7 +223,7 @@ def _local(planned: PlannedTransfer, x: Any) -> Any:
     return x
 
 
-def _gathered(planned: PlannedTransfer, x: Any) -> Any:
+def _gathered(planned: PlannedTransfer, x: jax.Array) -> jax.Array:
     """Return the chunks of all receivers of a block, gathered and without padding."""
     block = local_shape(planned.target.spec, planned.shape, planned.target.mesh.axis_sizes)
     for step in planned.gathers:
@@ -234,7 +235,7 @@ def _gathered(planned: PlannedTransfer, x: Any) -> Any:
 def _walk(planned: PlannedTransfer, mesh: Mesh) -> Callable[..., Any]:
     wanted = planned.target.spec
 
-    def walk(x: Any) -> Any:
+    def walk(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         x = _local(planned, x)
         return x[None] if wanted.partial else x, token()
 

@@ -21,6 +21,7 @@ from typing import Any
 import jax
 
 from alpa_lite.lower.instructions import Buffer, Program, TaskTime
+from alpa_lite.runtime.job.in_flight import Token
 
 Clock = Callable[[], float]
 
@@ -32,18 +33,18 @@ class Watch:
         """Start the measurement. `num_groups`: number of groups of devices whose launches run in order."""
         self.ends: dict[int, float] = {}
         self._clock = clock
-        self._tokens: tuple[queue.SimpleQueue[tuple[int, Any] | None], ...] = tuple(
+        self._tokens: tuple[queue.SimpleQueue[tuple[int, Token] | None], ...] = tuple(
             queue.SimpleQueue() for _ in range(num_groups)
         )
         self._threads: list[threading.Thread] = []
         for tokens in self._tokens:
             self._begin(self._wait_in_turn, tokens)
 
-    def launched(self, group: int, instruction: int, token: Any) -> None:
+    def launched(self, group: int, instruction: int, token: Token) -> None:
         """Record that a program of an instruction was launched on a group of devices."""
         self._tokens[group].put((instruction, token))
 
-    def copied(self, instruction: int, array: Any) -> None:
+    def copied(self, instruction: int, array: jax.Array) -> None:
         """Record that an instruction copies an array; return once a thread waits for it."""
         begun = threading.Event()
         self._begin(self._wait_for_copy, instruction, array, begun)
@@ -63,16 +64,16 @@ class Watch:
         self._threads.append(thread)
         thread.start()
 
-    def _wait_in_turn(self, tokens: queue.SimpleQueue[tuple[int, Any] | None]) -> None:
+    def _wait_in_turn(self, tokens: queue.SimpleQueue[tuple[int, Token] | None]) -> None:
         while (item := tokens.get()) is not None:
             instruction, token = item
             self._await(instruction, token)
 
-    def _wait_for_copy(self, instruction: int, array: Any, begun: threading.Event) -> None:
+    def _wait_for_copy(self, instruction: int, array: jax.Array, begun: threading.Event) -> None:
         begun.set()  # the waiting thread runs on into its wait: only there it releases Python's lock
         self._await(instruction, array)
 
-    def _await(self, instruction: int, array: Any) -> None:
+    def _await(self, instruction: int, array: jax.Array | Token) -> None:
         try:
             jax.block_until_ready(array)
         except RuntimeError:
