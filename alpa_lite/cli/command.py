@@ -117,23 +117,23 @@ SUGGESTIONS = "suggestions"
 """The attribute of an argparse action under which `suggests` stores the values."""
 
 
-def answer(given: argparse.Namespace, text: object, data: Callable[[], Mapping[str, Any]]) -> None:
+def answer(given: argparse.Namespace, text: object, data: Callable[[], Mapping[str, object]]) -> None:
     """Print `text`, or with `--json` the data in the envelope that all commands share."""
     print(json.dumps(enveloped(given.command, data()), indent=2, allow_nan=False) if given.json else text)
 
 
-def enveloped(command: str, data: Mapping[str, Any]) -> dict[str, Any]:
+def enveloped(command: str, data: Mapping[str, object]) -> dict[str, object]:
     """Return data with the name and version of their schema; numbers that are not finite become null."""
-    return {"schema": f"alpa-lite/{command}", "version": VERSION, **cast("dict[str, Any]", _finite(data))}
+    return {"schema": f"alpa-lite/{command}", "version": VERSION, **cast("dict[str, object]", _finite(data))}
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: object) -> object:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in cast("Mapping[Any, Any]", value).items()}
+        return {str(key): _finite(item) for key, item in cast("Mapping[object, object]", value).items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in cast("Sequence[Any]", value)]
+        return [_finite(item) for item in cast("Sequence[object]", value)]
     return value
 
 

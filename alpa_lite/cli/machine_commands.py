@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -44,7 +43,7 @@ def calibration_text(calibration: Calibration) -> str:
     return render([], [table]) + "\n\n" + render([launch, str(calibration.to_json()["notes"])])
 
 
-def calibration_data(calibration: Calibration) -> dict[str, Any]:
+def calibration_data(calibration: Calibration) -> dict[str, object]:
     """Return the content of the cluster file, and the measurements, as plain data."""
     measurements = [
         {

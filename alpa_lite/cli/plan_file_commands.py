@@ -133,7 +133,7 @@ def _planned(plan: al.Plan, name: str, progress: Progress) -> PlannedFunction:
     return al.parallelize(step, planner=plan, progress=progress).trace(*args, **kwargs).plan(cluster=plan.cluster)
 
 
-def _write_trace(path: Path | None, trace: Mapping[str, Any]) -> None:
+def _write_trace(path: Path | None, trace: Mapping[str, object]) -> None:
     if path is not None:
         with writing(path):
             path.write_text(json.dumps(trace))

@@ -22,11 +22,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate
-from typing import Any
 
 from alpa_lite.lower.instructions import Buffer, Instruction, Program, TaskTime
 from alpa_lite.lower.slices import TaskSpec, run_parts
-from alpa_lite.plan.plan import Plan
+from alpa_lite.plan.plan import OpPlacement, Plan
 from alpa_lite.plan.pricing import Estimator, Pricer, dispatch_seconds, local_bytes, transfer_seconds
 from alpa_lite.plan.walk import Walk
 from alpa_lite.program.phases import StepGraph
@@ -86,7 +85,7 @@ class SimulatedStep:
     def _available(self) -> float:
         return self.step_seconds * len(self.submeshes)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the step as JSON-compatible data."""
         fractions = {"bubble_fraction": self.bubble_fraction, "exposed_fraction": self.exposed_fraction}
         return {**asdict(self), **fractions}
@@ -142,7 +141,7 @@ def simulate_program(
     return SimulatedStep(times=listed, step_seconds=available, submeshes=tuple(uses))
 
 
-def price_task(task: TaskSpec, step: StepGraph, placements: Any, pricer: Pricer) -> TaskPrice:
+def price_task(task: TaskSpec, step: StepGraph, placements: Mapping[int, OpPlacement], pricer: Pricer) -> TaskPrice:
     """Return the price of one run of a task, with the ops, kernels and collectives of its executable, phase after
     phase.
     """

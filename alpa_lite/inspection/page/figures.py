@@ -44,7 +44,7 @@ def timeline_figure(
     plan: Plan, *, simulated: Sequence[SpanLike] | None = None, measured: Sequence[SpanLike] | None = None
 ) -> Figure:
     """Draw the predicted step over time, and below it simulated and measured spans. Raises `FigureError`."""
-    given: dict[str, Sequence[Any]] = {"predicted": predicted_timeline(plan).bars}
+    given: dict[str, Sequence[SpanLike]] = {"predicted": predicted_timeline(plan).bars}
     given |= {name: spans for name, spans in (("simulated", simulated), ("measured", measured)) if spans}
     count = len(plan.stages_together)
     figure = _figure((0.7 + 0.28 * count) * len(given) + 0.5)
@@ -66,7 +66,7 @@ def timeline_figure(
     return figure
 
 
-def _draw_spans(axes: Any, plan: Plan, spans: Sequence[Any], longest: float) -> set[str]:
+def _draw_spans(axes: Any, plan: Plan, spans: Sequence[SpanLike], longest: float) -> set[str]:
     """Draw the tasks of devices, and transfers as thin lines below; return the kinds that occur."""
     row_of = {stage: row for row, stages in enumerate(plan.stages_together) for stage in stages}
     bars: dict[tuple[str, int], list[tuple[float, float]]] = {}

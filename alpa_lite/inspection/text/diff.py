@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 from alpa_lite.inspection.text.parameter_groups import Argument, arguments_of, group_arguments
 from alpa_lite.inspection.text.tables import Table, render
@@ -63,7 +62,7 @@ class PlanDiff:
             lines.append("  The plans decide the same.")
         return tuple(lines)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return plain data for JSON."""
         return asdict(self)
 

@@ -9,7 +9,6 @@ import io
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -280,7 +279,7 @@ def alternatives_table(plan: Plan) -> Table:
     return Table(title="Plans considered", columns=columns, rows=tuple(rows), numeric=frozenset(columns[1:]))
 
 
-def plan_summary(plan: Plan) -> dict[str, Any]:
+def plan_summary(plan: Plan) -> dict[str, object]:
     """Return the numbers of `plan_text` as plain data, for JSON."""
     prediction = plan.prediction
     return {

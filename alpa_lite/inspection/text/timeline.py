@@ -80,7 +80,7 @@ class PredictedTimeline:
         end, bubble = show_seconds(self.makespan_seconds), show_percent(self.bubble_fraction)
         return render([f"predicted step {end}, bubble {bubble}", ""], [table])
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return plain data for JSON."""
         return asdict(self)
 
@@ -145,8 +145,8 @@ def chrome_trace(
                joining their `traceEvents`.
     """
     # Instructions that only free or name buffers take no time and would clutter the trace.
-    listed: Sequence[Any] = [s for s in _spans(spans) if s.kind in _SHOWN or s.end_seconds > s.start_seconds]
-    rows: dict[int, list[Any]] = {}
+    listed: Sequence[SpanLike] = [s for s in _spans(spans) if s.kind in _SHOWN or s.end_seconds > s.start_seconds]
+    rows: dict[int, list[SpanLike]] = {}
     for span in listed:
         rows.setdefault(_row(span), []).append(span)
     events: list[dict[str, Any]] = [_meta(number, "process_name", process)]
@@ -165,9 +165,9 @@ def overlaid(predicted: Iterable[SpanLike], measured: Iterable[SpanLike]) -> dic
     return {"traceEvents": [event for trace in traces for event in trace["traceEvents"]], "displayTimeUnit": "ms"}
 
 
-def _apart(spans: Iterable[Any]) -> list[list[Any]]:
+def _apart(spans: Iterable[SpanLike]) -> list[list[SpanLike]]:
     """Distribute spans over lists in which none begins before the previous one has ended."""
-    lists: list[list[Any]] = []
+    lists: list[list[SpanLike]] = []
     for span in sorted(spans, key=lambda span: (span.start_seconds, span.end_seconds)):
         # The first list that is free takes the span, so that there are as few rows as overlap at any time.
         free = (found for found in lists if found[-1].end_seconds <= span.start_seconds)
@@ -228,13 +228,13 @@ def comparison_table(rows: Sequence[TaskComparison]) -> Table:
     return Table(title="Tasks", columns=columns, rows=cells, numeric=frozenset(columns[1:]))
 
 
-def _spans(spans: Iterable[SpanLike] | Timeline | PredictedTimeline) -> Iterable[Any]:
+def _spans(spans: Iterable[SpanLike] | Timeline | PredictedTimeline) -> Iterable[SpanLike]:
     if isinstance(spans, Timeline):
         return spans.spans
     return spans.bars if isinstance(spans, PredictedTimeline) else spans
 
 
-def _event(number: int, row: int, span: Any) -> dict[str, Any]:
+def _event(number: int, row: int, span: SpanLike) -> dict[str, object]:
     kind = span.kind.value if isinstance(span.kind, enum.Enum) else str(span.kind)
     microbatch = getattr(span, "microbatch", None)
     label = getattr(span, "name", "") or kind
@@ -260,12 +260,12 @@ _FURTHER = 1_000_000
 """The distance between the numbers of rows that share a name."""
 
 
-def _row(span: Any) -> int:
+def _row(span: SpanLike) -> int:
     """Return the number of a span's row, from 1 on: viewers take thread 0 for none, or for the first one."""
     return 1 + getattr(span, "row", span.stage) + (_RECEIVING if span.kind == "SEND" else 0)
 
 
-def _meta(number: int, kind: str, name: str, row: int = 1) -> dict[str, Any]:
+def _meta(number: int, kind: str, name: str, row: int = 1) -> dict[str, object]:
     return {"name": kind, "ph": "M", "pid": number, "tid": row, "args": {"name": name}}
 
 

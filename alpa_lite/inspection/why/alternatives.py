@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from alpa_lite.inspection.text.collective_groups import group_collectives
 from alpa_lite.inspection.text.tables import Table
@@ -83,7 +82,7 @@ class Alternatives:
             note=f"… and {rest} more, which cost more" if rest else "",
         )
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return plain data for JSON."""
         return {"decision": self.decision, "rows": [asdict(row) for row in self.rows]}
 

@@ -17,7 +17,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any
 
 from alpa_lite.errors import PlanError
 from alpa_lite.inspection.text.collective_groups import CollectiveGroup, group_collectives
@@ -123,7 +122,7 @@ class Explanation:
         tables += [table] if table.rows else []
         return render((*lines, ""), tables) if tables else render(lines)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return plain data for JSON."""
         fields = ("kind", "axis", "phase", "source", "stages", "count", "bytes", "seconds")
         return {

@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import numpy as np
 
@@ -119,7 +118,7 @@ class MemoryUse:
             lines.append("Which values these are can be listed with the step: al.plan(step, *args, planner=plan).")
         return render([*lines, ""], [summary, *details])
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return plain data for JSON."""
         return {"kind": "memory", **asdict(self)}
 

@@ -15,13 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 from alpa_lite.inspection.text.collective_groups import CollectiveGroup, crosses_hosts, group_collectives
 from alpa_lite.inspection.text.parameter_groups import arguments_of
 from alpa_lite.inspection.text.tables import Table, render
 from alpa_lite.inspection.why.repricing import Repricing
-from alpa_lite.inspection.why.stage_problem import OPAQUE, PASSES, entries_of
+from alpa_lite.inspection.why.stage_problem import OPAQUE, PASSES, Entry, entries_of
 from alpa_lite.plan.plan import Plan
 from alpa_lite.program.phases import StepGraph
 from alpa_lite.schedule import passes_of, simulate
@@ -246,7 +245,7 @@ class TimeUse:
         )
         return render([*lines, ""], [table])
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return plain data for JSON."""
         return {"kind": "time", **asdict(self)}
 
@@ -285,7 +284,7 @@ def _compute(plan: Plan, weights: Sequence[float]) -> list[TimeItem]:
     """Return the kernels of each source line, by kind of kernel."""
     repricing = Repricing.of(plan, plan.request)
     opaque = {use.primitive for use in plan.opaque}
-    groups: dict[tuple[str, str], list[tuple[int, Any]]] = {}
+    groups: dict[tuple[str, str], list[tuple[int, Entry]]] = {}
     for number, stage in enumerate(repricing.stages):
         for entry in entries_of(stage, opaque):
             groups.setdefault((entry.source, entry.what), []).append((number, entry))

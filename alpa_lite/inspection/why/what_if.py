@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from alpa_lite.inspection.text.diff import PlanDiff, compare
 from alpa_lite.inspection.text.tables import Table, plan_summary, render
@@ -84,7 +83,7 @@ class ClusterComparison:
             f"{show_bytes(peak)} ({show_percent(peak / capacity)})",
         )
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return plain data for JSON."""
         return {
             "clusters": [
@@ -135,7 +134,7 @@ class PinsCost:
     def __str__(self) -> str:
         return f"{self.pinned}\n\n{self.sentence}\n\n{self.changes}"
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return plain data for JSON."""
         return {
             "pins": list(self.pins),

@@ -61,7 +61,7 @@ from cost_models.link import Link
 _VERSION = 1
 
 
-def fingerprint(devices: Sequence[Any]) -> str:
+def fingerprint(devices: Sequence[_jax.Device]) -> str:
     """Return the kinds and numbers of devices and hosts, and everything else that affects times; equal text, equal
     times.
 
@@ -179,7 +179,7 @@ class Calibration:
 
 
 def calibrate(
-    devices: Sequence[Any] | None = None,
+    devices: Sequence[_jax.Device] | None = None,
     *,
     limit_seconds: float = 60.0,
     progress: Progress = lambda *_: None,
@@ -208,7 +208,7 @@ def calibrate(
     return conclude(replace(first, device=guess), programs, probes, stopwatch, fingerprint(found), progress)
 
 
-def quick_cluster(devices: Sequence[Any]) -> Cluster:
+def quick_cluster(devices: Sequence[_jax.Device]) -> Cluster:
     """Return a cluster for these devices, measured in about three seconds."""
     found = tuple(devices)
     guess = _guess(found)
@@ -217,7 +217,7 @@ def quick_cluster(devices: Sequence[Any]) -> Cluster:
     return conclude(guess, _dispatch_and_blocks(found, guess), probes, stopwatch, fingerprint(found)).cluster
 
 
-def _dispatch_and_blocks(devices: tuple[Any, ...], cluster: Cluster) -> list[TimedProgram]:
+def _dispatch_and_blocks(devices: tuple[_jax.Device, ...], cluster: Cluster) -> list[TimedProgram]:
     return [dispatch_program(devices), *(share_programs(devices) if cluster.shared_processor else [])]
 
 
@@ -280,7 +280,7 @@ def _device_share(alone_seconds: float, together_seconds: float, num_devices: in
     return min(1.0, max(1.0 / num_devices, together_seconds / alone_seconds))
 
 
-def _guess(devices: tuple[Any, ...]) -> Cluster:
+def _guess(devices: tuple[_jax.Device, ...]) -> Cluster:
     """Return the start of the fit; only counts and the memory are right."""
     rows, first = host_rows(devices), devices[0]
     if len({len(row) for row in rows}) > 1:
@@ -315,24 +315,24 @@ def _guess(devices: tuple[Any, ...]) -> Cluster:
     )
 
 
-def _peaks(dtypes: Sequence[str] | dict[str, Any], device: Device) -> dict[str, float]:
+def _peaks(dtypes: Sequence[str] | dict[str, tuple[int, ...]], device: Device) -> dict[str, float]:
     """Return separate peak rates (flops per second) for each timed dtype; float32 products have tensorfloat32's."""
     return {dtype: device.peak("float32") for dtype in dtypes if dtype != "float32"}
 
 
-def _num_units(device: Any) -> int:
+def _num_units(device: _jax.Device) -> int:
     """Return the streaming multiprocessors of a GPU; 1 for a device that does not report them."""
     return int(getattr(device, "core_count", None) or 1) if device.platform == "gpu" else 1
 
 
-def _memory_bytes(device: Any, sharers: int) -> float:
+def _memory_bytes(device: _jax.Device, sharers: int) -> float:
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
         return float(stats["bytes_limit"])
     return 0.8 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / sharers
 
 
-def local_cluster(path: str | Path | None = None, *, devices: Sequence[Any] | None = None) -> Cluster:
+def local_cluster(path: str | Path | None = None, *, devices: Sequence[_jax.Device] | None = None) -> Cluster:
     """Return the devices of this process as a cluster.
 
     Args:
@@ -349,7 +349,7 @@ def local_cluster(path: str | Path | None = None, *, devices: Sequence[Any] | No
         return _local_cluster(path, tuple(jax.devices() if devices is None else devices))
 
 
-def _local_cluster(path: str | Path | None, found: tuple[Any, ...]) -> Cluster:
+def _local_cluster(path: str | Path | None, found: tuple[_jax.Device, ...]) -> Cluster:
     several = jax.process_count() > 1
     # The first process alone decides: others may have another file, or none.
     cluster = _of_first_process(path, found) if several else _described(path, found)
@@ -358,7 +358,7 @@ def _local_cluster(path: str | Path | None, found: tuple[Any, ...]) -> Cluster:
     return Cluster.from_json(agreed_data(_measured(found).to_json())) if several else _measured(found)
 
 
-def _of_first_process(path: str | Path | None, devices: tuple[Any, ...]) -> Cluster | None:
+def _of_first_process(path: str | Path | None, devices: tuple[_jax.Device, ...]) -> Cluster | None:
     """Return `_described` of the first process of the job on all processes, whose own files may differ."""
     answer: dict[str, Any] = {}
     if jax.process_index() == 0:
@@ -373,7 +373,7 @@ def _of_first_process(path: str | Path | None, devices: tuple[Any, ...]) -> Clus
     return None if answer["cluster"] is None else Cluster.from_json(answer["cluster"])
 
 
-def _described(path: str | Path | None, found: tuple[Any, ...]) -> Cluster | None:
+def _described(path: str | Path | None, found: tuple[_jax.Device, ...]) -> Cluster | None:
     """Return the cluster of the given file, or of the stored one if it is usable; else None.
 
     Raises:
@@ -397,7 +397,7 @@ def _described(path: str | Path | None, found: tuple[Any, ...]) -> Cluster | Non
         return None
 
 
-def _checked(cluster: Cluster, path: str | Path, devices: tuple[Any, ...]) -> Cluster:
+def _checked(cluster: Cluster, path: str | Path, devices: tuple[_jax.Device, ...]) -> Cluster:
     """Return the cluster if it describes these devices, else raise `ExecutionError`."""
     belongs_to = cluster_sources(str(path)).get("fingerprint")
     here = fingerprint(devices)
@@ -416,5 +416,5 @@ def _checked(cluster: Cluster, path: str | Path, devices: tuple[Any, ...]) -> Cl
 
 
 @functools.cache
-def _measured(devices: tuple[Any, ...]) -> Cluster:
+def _measured(devices: tuple[_jax.Device, ...]) -> Cluster:
     return quick_cluster(devices)

@@ -27,6 +27,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from alpa_lite._jax import Device
 from alpa_lite.runtime.calibrate.timing import TimedProgram
 from alpa_lite.runtime.job.processes import host_rows
 from cost_models.work import Collective, Group, Product, Work
@@ -95,7 +96,7 @@ def thorough_sizes(memory_bytes: float, matrix_flops: float) -> ProbeSizes:
     )
 
 
-def device_probes(devices: Sequence[Any], sizes: ProbeSizes) -> list[Probe]:
+def device_probes(devices: Sequence[Device], sizes: ProbeSizes) -> list[Probe]:
     """Return products and passes, on all devices at the same time."""
     found: list[Probe] = []
 
@@ -123,7 +124,7 @@ def device_probes(devices: Sequence[Any], sizes: ProbeSizes) -> list[Probe]:
     return found
 
 
-def _convolution_probe(devices: Sequence[Any], stride: int, channels: int) -> Probe:
+def _convolution_probe(devices: Sequence[Device], stride: int, channels: int) -> Probe:
     """Return a convolution that is called repeatedly from outside: XLA compiles convolutions in loops differently on
     CPU.
     """
@@ -143,7 +144,7 @@ def _convolution_probe(devices: Sequence[Any], stride: int, channels: int) -> Pr
     )
 
 
-def share_programs(devices: Sequence[Any]) -> list[TimedProgram]:
+def share_programs(devices: Sequence[Device]) -> list[TimedProgram]:
     """Return a chain of products, softmax and norm on the first device of each host, and the same work divided over
     all.
     """
@@ -154,7 +155,7 @@ def share_programs(devices: Sequence[Any]) -> list[TimedProgram]:
     ]
 
 
-def dispatch_program(devices: Sequence[Any]) -> TimedProgram:
+def dispatch_program(devices: Sequence[Device]) -> TimedProgram:
     """Return a nearly empty program on a task's usual number of arrays."""
     mesh = Mesh(np.array(devices), ("x",))
     sharding = NamedSharding(mesh, PartitionSpec("x"))
@@ -164,7 +165,7 @@ def dispatch_program(devices: Sequence[Any]) -> TimedProgram:
     return _called("dispatch", compiled, *arrays)
 
 
-def link_probes(devices: Sequence[Any], sizes: ProbeSizes) -> list[Probe]:
+def link_probes(devices: Sequence[Device], sizes: ProbeSizes) -> list[Probe]:
     """Return collectives in groups inside a host, and across hosts."""
     rows = host_rows(devices)
     if len(devices) == 1:
@@ -178,7 +179,7 @@ def link_probes(devices: Sequence[Any], sizes: ProbeSizes) -> list[Probe]:
     ]
 
 
-def probe_groups(rows: list[list[Any]], *, every: bool) -> list[tuple[np.ndarray, Group]]:
+def probe_groups(rows: list[list[Device]], *, every: bool) -> list[tuple[np.ndarray, Group]]:
     """Return arrays of devices [siblings, members], each with the cost model's group for one row."""
     hosts, per_host = len(rows), len(rows[0])
     # Axes of logical meshes mostly have powers of two as sizes.
@@ -295,7 +296,7 @@ def _block(y: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def _everywhere(
-    name: str, function: _Step, devices: Sequence[Any], shape: tuple[int, ...], dtype: str = "float32"
+    name: str, function: _Step, devices: Sequence[Device], shape: tuple[int, ...], dtype: str = "float32"
 ) -> TimedProgram:
     return _on_mesh(name, function, Mesh(np.array(devices), ("device",)), shape, dtype)
 

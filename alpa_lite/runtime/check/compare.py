@@ -32,6 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from alpa_lite import _jax
+from alpa_lite._jax import Device, Tree
 from alpa_lite.errors import CheckError, ExecutionError
 from alpa_lite.runtime.check.check_report import MAX_LOW_STEPS, MAX_STEPS, CheckedLeaf, CheckReport
 from alpa_lite.runtime.execute.function import CompiledFunction
@@ -93,14 +94,14 @@ class _StepComparison:
     kwargs: dict[str, Any]
     seed: int = _SEED
     leaves: list[Any] = field(default_factory=list[Any])
-    _noisy: dict[float, list[tuple[list[Any], list[Any]]]] = field(default_factory=dict[float, Any])
+    _noisy: dict[float, list[tuple[list[Any], list[np.ndarray]]]] = field(default_factory=dict[float, Any])
 
     @cached_property
     def reference(self) -> Callable[..., Any]:
         """`jax.jit` of the user's function, of its traced arguments flattened."""
         traced, call = self.compiled.traced, self._call
 
-        def whole(leaves: Sequence[Any]) -> Any:
+        def whole(leaves: Sequence[Any]) -> Tree:
             arrays, _ = call.run(traced.fun, jax.tree.unflatten(traced.in_tree, leaves))
             return arrays
 
@@ -133,7 +134,7 @@ class _StepComparison:
         drawn = any(map(is_drawn, given))
         return CheckReport(function=traced.name, plan=self.compiled.plan, leaves=tuple(found), drawn=drawn)
 
-    def _held(self, given: Sequence[Any]) -> Any:
+    def _held(self, given: Sequence[Any]) -> Tree:
         """Fill `leaves`; return the results of `jax.jit` for them.
 
         If random arguments give numbers that are not finite, their absolute values are tried.
@@ -149,20 +150,20 @@ class _StepComparison:
                 self.leaves, want = others, again
         return want
 
-    def _perturbed(self, unit: float) -> list[tuple[list[Any], list[Any]]]:
+    def _perturbed(self, unit: float) -> list[tuple[list[Any], list[np.ndarray]]]:
         """Return perturbed arguments with the results of `jax.jit`, by draw; the last moves by all units that are
         allowed.
         """
         if unit not in self._noisy:
             # Another seed than the arguments', so that signs do not depend on the values that they change.
-            rng, found = np.random.default_rng(self.seed + 1), list[tuple[list[Any], list[Any]]]()
+            rng, found = np.random.default_rng(self.seed + 1), list[tuple[list[Any], list[np.ndarray]]]()
             for ulps in (*[1.0] * NUM_DRAWS, allowed_steps(unit)):
                 leaves = [perturbed(leaf, unit, ulps, rng) for leaf in self.leaves]
                 found.append((leaves, [*map(_on_host, jax.tree.leaves(self.reference(leaves)))]))
             self._noisy[unit] = found
         return self._noisy[unit]
 
-    def _compared(self, number: int, got: Any, want: Any, unit: float) -> CheckedLeaf:
+    def _compared(self, number: int, got: jax.Array, want: jax.Array, unit: float) -> CheckedLeaf:
         """Return the comparison of one leaf."""
         name = self.compiled.traced.out_names[number]
         shape, dtype = tuple(jnp.shape(want)), str(want.dtype)
@@ -195,12 +196,12 @@ class _StepComparison:
             note=_note(got, want, b, step, difference),
         )
 
-    def _step(self, number: int, want: Any, scale: float, unit: float) -> float:
+    def _step(self, number: int, want: np.ndarray, scale: float, unit: float) -> float:
         """Return one absolute rounding step of a leaf; for leaves without floats a share of elements."""
         own = float(jnp.finfo(self.compiled.traced.out_leaves[number].dtype).eps) if is_inexact(want) else 0.0
         return max(own * scale, self._noise(number, want, unit))
 
-    def _noise(self, number: int, want: Any, unit: float) -> float:
+    def _noise(self, number: int, want: np.ndarray, unit: float) -> float:
         """Return how far `jax.jit` moves a leaf when its inputs move by one unit in the last place."""
         follows = self.compiled.traced.aliases.get(number)
         before = _on_host(jnp.asarray(self.leaves[follows])) if follows is not None and is_inexact(want) else None
@@ -255,7 +256,7 @@ def _unit(atom: Any) -> float:
     return float(jnp.finfo(dtype).eps) if dtype is not None and jnp.issubdtype(dtype, jnp.inexact) else 0.0
 
 
-def change(a: Any, b: Any) -> float:
+def change(a: np.ndarray, b: np.ndarray) -> float:
     """Return the largest difference between two host arrays; without floats the share of elements that differ."""
     if a.size == 0:
         return 0.0
@@ -270,13 +271,13 @@ def change(a: Any, b: Any) -> float:
     return float(np.max(np.abs(np.where(finite & ~same, a, 0) - np.where(finite & ~same, b, 0)), initial=0.0))
 
 
-def _scale(want: Any) -> float:
+def _scale(want: np.ndarray) -> float:
     if not is_inexact(want):
         return 1.0
     return float(np.max(np.abs(np.where(np.isfinite(want), want, 0)), initial=0.0))
 
 
-def _on_host(leaf: Any) -> Any:
+def _on_host(leaf: jax.Array) -> np.ndarray:
     """Return a leaf as a NumPy array: floats in float64, keys as their words."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
@@ -286,12 +287,12 @@ def _on_host(leaf: Any) -> Any:
     return array.astype(np.float64) if jnp.issubdtype(array.dtype, jnp.floating) else array
 
 
-def _num_lost(outputs: Any) -> int:
+def _num_lost(outputs: Tree) -> int:
     """Return the count of numbers in some outputs that are not finite."""
     return sum(int(np.sum(~np.isfinite(_on_host(x)))) for x in jax.tree.leaves(outputs) if is_inexact(x))
 
 
-def _note(got: Any, want: Any, host: Any, step: float, difference: float) -> str:
+def _note(got: jax.Array, want: jax.Array, host: np.ndarray, step: float, difference: float) -> str:
     notes: list[str] = []
     if is_inexact(host) and host.size and not np.any(np.isfinite(host)):
         notes.append("not finite anywhere: nothing was compared")
@@ -317,7 +318,7 @@ def is_drawn(leaf: Any) -> bool:
     return isinstance(leaf, jax.ShapeDtypeStruct)
 
 
-def draw(shape: jax.ShapeDtypeStruct, rng: np.random.Generator, *, positive: bool) -> Any:
+def draw(shape: jax.ShapeDtypeStruct, rng: np.random.Generator, *, positive: bool) -> jax.Array:
     """Return a random array for a shape. `positive`: absolute values of floats, for steps that take roots of their
     arguments.
     """
@@ -337,13 +338,13 @@ def draw(shape: jax.ShapeDtypeStruct, rng: np.random.Generator, *, positive: boo
     return _weak(jnp.asarray(values, shape.dtype), shape)
 
 
-def held(leaves: Sequence[Any], device: Any, seed: int, *, positive: bool = False) -> list[Any]:
+def held(leaves: Sequence[Any], device: Device, seed: int, *, positive: bool = False) -> list[Any]:
     """Return the leaves with values, on one device: copies of arrays, random values for shapes."""
     rng = np.random.default_rng(seed)
     return [draw(leaf, rng, positive=positive) if is_drawn(leaf) else _on_one(leaf, device) for leaf in leaves]
 
 
-def _on_one(leaf: Any, device: Any) -> Any:
+def _on_one(leaf: Any, device: Device) -> Any:
     """Return a leaf on one device; a leaf that is no JAX array is returned as it is."""
     if not isinstance(leaf, jax.Array):
         return leaf
@@ -386,7 +387,7 @@ def perturbed(leaf: Any, unit: float, ulps: float, rng: np.random.Generator) -> 
     return _weak(jnp.asarray(narrow), leaf) if isinstance(leaf, jax.Array) else narrow
 
 
-def _moved(values: Any, relative: float, rng: np.random.Generator) -> Any:
+def _moved(values: np.ndarray, relative: float, rng: np.random.Generator) -> np.ndarray:
     """Return real numbers, each moved by a multiple of the last place: 2^exponent · relative precision."""
     values = np.asarray(values)
     with np.errstate(invalid="ignore"):

@@ -31,7 +31,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from alpa_lite.errors import CheckpointError
 from alpa_lite.runtime.checkpoint import disk
@@ -94,7 +93,7 @@ def files_of(folder: Path) -> list[str]:
     return found
 
 
-def _digest(data: dict[str, Any]) -> str:
+def _digest(data: dict[str, object]) -> str:
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 

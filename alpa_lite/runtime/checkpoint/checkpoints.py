@@ -23,7 +23,9 @@ from types import ModuleType
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding
 
+from alpa_lite._jax import Tree
 from alpa_lite.errors import AlpaLiteError, CheckpointError, UnusableFileWarning
 from alpa_lite.plan.codec import MAX_BYTES
 from alpa_lite.plan.plan import Plan
@@ -135,7 +137,7 @@ class Checkpoints:
             raise CheckpointError(self._none(step))
         return None if found.record is None else found.record.parent
 
-    def save(self, step: int, state: Any, *, plan: Plan | None = None) -> None:
+    def save(self, step: int, state: Tree, *, plan: Plan | None = None) -> None:
         """Save a state, a pytree of arrays and numbers, together with its `plan`.
 
         A checkpoint of the same step is replaced; those of later steps are set aside once this one is complete. A save
@@ -170,13 +172,13 @@ class Checkpoints:
 
     def restore(
         self,
-        like: Any,
+        like: CompiledFunction | Tree,
         *,
         step: int | None = None,
         argument: Argument | Sequence[Argument] = 0,
         partial: bool = False,
         verify: bool = True,
-    ) -> tuple[int, Any]:
+    ) -> tuple[int, Tree]:
         """Return a step and its state, each array in its sharding; every device reads the blocks that it needs.
 
         Args:
@@ -415,7 +417,7 @@ def _whole(step: Any) -> int:
     return number
 
 
-def _wanted(like: Any, argument: Argument | Sequence[Argument]) -> tuple[list[Wanted], Any]:
+def _wanted(like: CompiledFunction | Tree, argument: Argument | Sequence[Argument]) -> tuple[list[Wanted], Any]:
     """Return the leaves to restore, and the structure of their pytree."""
     if not isinstance(like, CompiledFunction):
         return wanted(like), jax.tree.structure(like)
@@ -434,11 +436,11 @@ def _wanted(like: Any, argument: Argument | Sequence[Argument]) -> tuple[list[Wa
     return wanted(chosen, jax.tree.leaves(shardings)), jax.tree.structure(chosen)
 
 
-def _shardings(like: CompiledFunction) -> list[Any]:
+def _shardings(like: CompiledFunction) -> list[NamedSharding]:
     return [like.executor.input_sharding(leaf) for leaf in range(len(like.traced.leaves))]
 
 
-def _argument(tree: Any, which: Argument) -> Any:
+def _argument(tree: Tree, which: Argument) -> Tree:
     positional, keywords = tree
     return positional[which] if isinstance(which, int) else keywords[which]
 

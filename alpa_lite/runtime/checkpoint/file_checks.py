@@ -12,7 +12,6 @@ import math
 import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 import tensorstore as ts
@@ -88,11 +87,11 @@ def _header_problem(data: bytes, leaf: Leaf) -> str:
     return ""
 
 
-def _fits(chunk: Any, size: int) -> bool:
+def _fits(chunk: object, size: int) -> bool:
     return type(chunk) is int and 0 < chunk <= size
 
 
-def _is_dtype(text: Any, dtype: Any) -> bool:
+def _is_dtype(text: object, dtype: object) -> bool:
     try:
         return isinstance(text, str) and len(text) < 40 and jnp.dtype(text) == dtype
     except (TypeError, ValueError, SyntaxError):  # NumPy parses names of dtypes as expressions

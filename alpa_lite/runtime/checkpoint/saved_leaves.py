@@ -24,6 +24,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from alpa_lite import _jax
+from alpa_lite._jax import Tree
 from alpa_lite.errors import CheckpointError
 from alpa_lite.runtime.checkpoint.untrusted import read_bounded, shown
 from alpa_lite.trace.trace import unique
@@ -87,9 +88,9 @@ class Leaf:
         alike = self.kind == other.kind if self.is_number or other.is_number else self.dtype == other.dtype
         return alike and self.shape == other.shape
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return JSON-compatible data."""
-        data: dict[str, Any] = {"shape": list(self.shape), "dtype": self.dtype}
+        data: dict[str, object] = {"shape": list(self.shape), "dtype": self.dtype}
         return {**data, "is_number": True} if self.is_number else data
 
     @staticmethod
@@ -119,7 +120,7 @@ class Stored:
     arrays: Mapping[str, Any]
 
 
-def stored(state: Any) -> Stored:
+def stored(state: Tree) -> Stored:
     """Return a state as it is written. Raises `CheckpointError` for a leaf that is no array and no number."""
     leaves: dict[str, Leaf] = {}
     arrays: dict[str, Any] = {}
@@ -172,7 +173,7 @@ def read_leaves(path: Path) -> dict[str, Leaf]:
         ) from error
 
 
-def _is_size(size: Any) -> bool:
+def _is_size(size: object) -> bool:
     return type(size) is int and 0 <= size < _LARGEST_SIZE
 
 
@@ -216,7 +217,7 @@ class Wanted:
         return array
 
 
-def _keys(data: Any, implementation: str) -> Any:
+def _keys(data: jax.Array, implementation: str) -> jax.Array:
     return jax.random.wrap_key_data(data, impl=implementation)
 
 
@@ -229,7 +230,7 @@ def _placed(name: str, array: Any, form: jax.ShapeDtypeStruct, sharding: Any) ->
     return jax.make_array_from_callback(form.shape, sharding, lambda index: converted[index], dtype=form.dtype)
 
 
-def wanted(like: Any, shardings: Sequence[Sharding] | None = None) -> list[Wanted]:
+def wanted(like: Tree, shardings: Sequence[Sharding] | None = None) -> list[Wanted]:
     """Return the leaves of a pytree like the state to be restored: arrays, `jax.ShapeDtypeStruct`s, numbers.
 
     shardings: of each leaf; None: those of the arrays or structs; leaves without one go to the first device.
@@ -278,7 +279,7 @@ def _listed(what: str, names: Sequence[str]) -> list[str]:
     return [f"{what} {', '.join(map(shown, sorted(names)[:_SHOWN]))}{more}"] if names else []
 
 
-def _named(tree: Any) -> list[tuple[str, Any]]:
+def _named(tree: Tree) -> list[tuple[str, Any]]:
     """Return the leaves by their paths; of paths that read alike the later ones are numbered."""
     paths, _ = jax.tree_util.tree_flatten_with_path(tree)
     names = unique(jax.tree_util.keystr(path, simple=True, separator="/") or "state" for path, _ in paths)
