@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 import alpa_lite as al
-from alpa_lite.api.parallelize import PlannedFunction
+from alpa_lite.api.stages import PlannedFunction
 from alpa_lite.cli.command import Command, Exit, answer, check_writable, suggests, writing
 from alpa_lite.cli.user_step import load_example
 from alpa_lite.errors import AlpaLiteError, InfeasibleError, PlanError

@@ -24,7 +24,7 @@ import optax
 from rich.table import Table
 
 import alpa_lite as al
-from alpa_lite.api.parallelize import TracedFunction
+from alpa_lite.api.stages import TracedFunction
 from alpa_lite.planners import Hybrid
 from benchmarks.models.feed_forward import Experts
 from benchmarks.models.optimizers import adam, with_master_weights

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import alpa_lite as al
-from alpa_lite.api.parallelize import LoweredFunction
+from alpa_lite.api.stages import LoweredFunction
 from alpa_lite.lower.instructions import SUM, Buffer
 from alpa_lite.planners import DataParallel, Hybrid, Pipeline, Planner
 from alpa_lite.runtime.simulate import SimulatedStep
