@@ -43,16 +43,16 @@ def cluster_svg(plan: Plan) -> str:
     height = _HEAD + ceil(devices / across) * (cell + _GAP) - _GAP + _PAD
     # So many columns that the whole drawing is about 2.6 times as wide as it is high, as the page is.
     columns = _columns(hosts, sqrt(hosts * height / width * 2.6))
-    runs = _stages_by_device(plan)
+    stages_of = _stages_by_device(plan)
     drawn: list[str] = []
     for host in range(hosts):
         x, y = (host % columns) * (width + 8), (host // columns) * (height + 8)
         drawn.append(f'<rect class="host" x="{x:.4g}" y="{y:.4g}" width="{width:.4g}" height="{height:.4g}" rx="4"/>')
         drawn.append(f'<text class="small" x="{x + _PAD:.4g}" y="{y + 11:.4g}">host {host}</text>')
-        for first, length in _runs(plan, host * devices, across, runs):
-            line, place = divmod(first - host * devices, across)
+        for run in _runs(plan, host * devices, across, stages_of):
+            line, place = divmod(run.start - host * devices, across)
             corner = x + _PAD + place * (cell + _GAP), y + _HEAD + line * (cell + _GAP)
-            drawn.append(_devices(plan, first, length, runs, corner, cell))
+            drawn.append(_devices(plan, run, stages_of, corner, cell))
     total_width, total_height = columns * (width + 8) - 8, ceil(hosts / columns) * (height + 8) - 8
     label = f"{show_count(hosts, 'host')} with {show_count(devices, 'device')} each, in the colours of their stages"
     # At most as large as it is drawn: a single device would else fill the page.
@@ -80,29 +80,25 @@ def _stages_by_device(plan: Plan) -> Mapping[int, tuple[int, ...]]:
     }  # fmt: skip
 
 
-def _runs(plan: Plan, first: int, across: int, stages: Mapping[int, Sequence[int]]) -> Iterator[tuple[int, int]]:
-    """Yield the first device and the length of each run of a host's devices that is drawn as one square."""
+def _runs(plan: Plan, first: int, across: int, stages: Mapping[int, Sequence[int]]) -> Iterator[range]:
+    """Yield each run of a host's devices that is drawn as one square."""
     devices = plan.cluster.devices_per_host
     if plan.cluster.num_devices <= _BIG:
-        yield from ((first + place, 1) for place in range(devices))
+        yield from (range(first + place, first + place + 1) for place in range(devices))
         return
     for line in range(0, devices, across):
         listed = range(first + line, first + min(line + across, devices))
         # One element for neighbours of one stage: browsers are slow with tens of thousands of elements.
         for _, run in groupby(listed, key=lambda device: stages.get(device)):
             members = list(run)
-            yield members[0], len(members)
+            yield range(members[0], members[-1] + 1)
 
 
 def _devices(
-    plan: Plan,
-    device: int,
-    count: int,
-    runs: Mapping[int, Sequence[int]],
-    corner: tuple[float, float],
-    cell: float,
+    plan: Plan, devices: range, stages_of: Mapping[int, Sequence[int]], corner: tuple[float, float], cell: float
 ) -> str:
-    (x, y), stages = corner, runs.get(device, ())
+    (x, y), device, count = corner, devices.start, len(devices)
+    stages = stages_of.get(device, ())
     name = f"device {device}" if count == 1 else f"devices {device}–{device + count - 1}"
     title = f"{name}: no stage"
     if stages and count > 1:

@@ -43,6 +43,7 @@ from alpa_lite.runtime.calibrate.fit import Measurement, fit_cluster, measured_c
 from alpa_lite.runtime.calibrate.probes import (
     QUICK,
     Probe,
+    ProbeSizes,
     device_probes,
     dispatch_program,
     link_probes,
@@ -202,51 +203,63 @@ def calibrate(
     sizes = thorough_sizes(first.device.memory_bytes, rate)
     guess = replace(first.device, peak_flops={**first.device.peaks, **_peaks(sizes.sides, first.device)})
     progress("compiling", 0, 1)
-    probes = [*device_probes(found, sizes), *link_probes(found, sizes)]
+    programs = _programs(found, sizes, shared_processor=first.shared_processor)
     stopwatch = Stopwatch(limit_seconds=limit_seconds, agree=agreed_number)
-    programs = _dispatch_and_blocks(found, first)
-    return conclude(replace(first, device=guess), programs, probes, stopwatch, fingerprint(found), progress)
+    return conclude(replace(first, device=guess), programs, stopwatch, fingerprint(found), progress)
 
 
 def quick_cluster(devices: Sequence[_jax.Device]) -> Cluster:
     """Return a cluster for these devices, measured in about three seconds."""
     found = tuple(devices)
     guess = _guess(found)
-    probes = [*device_probes(found, QUICK), *link_probes(found, QUICK)]
-    stopwatch = replace(_QUICK_STOPWATCH, agree=agreed_number)
-    return conclude(guess, _dispatch_and_blocks(found, guess), probes, stopwatch, fingerprint(found)).cluster
+    programs = _programs(found, QUICK, shared_processor=guess.shared_processor)
+    return conclude(guess, programs, replace(_QUICK_STOPWATCH, agree=agreed_number), fingerprint(found)).cluster
 
 
-def _dispatch_and_blocks(devices: tuple[_jax.Device, ...], cluster: Cluster) -> list[TimedProgram]:
-    return [dispatch_program(devices), *(share_programs(devices) if cluster.shared_processor else [])]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrationPrograms:
+    """The programs that describe devices.
+
+    Attributes:
+        dispatch: a nearly empty program.
+        blocks: for a shared processor, a block on one device of each host, and the same divided over all; else none.
+        probes: products, passes and collectives.
+    """
+
+    dispatch: TimedProgram
+    blocks: Sequence[TimedProgram]
+    probes: Sequence[Probe]
+
+
+def _programs(devices: tuple[_jax.Device, ...], sizes: ProbeSizes, *, shared_processor: bool) -> CalibrationPrograms:
+    return CalibrationPrograms(
+        probes=[*device_probes(devices, sizes), *link_probes(devices, sizes)],
+        dispatch=dispatch_program(devices),
+        blocks=share_programs(devices) if shared_processor else (),
+    )
 
 
 def conclude(
     guess: Cluster,
-    dispatch_and_blocks: Sequence[TimedProgram],
-    probes: Sequence[Probe],
+    programs: CalibrationPrograms,
     stopwatch: Stopwatch,
     devices_fingerprint: str,
     progress: Progress = lambda *_: None,
 ) -> Calibration:
-    """Time the programs and return the cluster like `guess` that explains them.
-
-    `dispatch_and_blocks`: an empty program and, for a shared processor, a block on one device of each host and divided
-    over all devices.
-    """
-    programs = [*dispatch_and_blocks, *[probe.program for probe in probes]]
-    total, done = num_samples(len(programs), stopwatch), 0
+    """Time the programs and return the cluster like `guess` that explains them."""
+    timed = [programs.dispatch, *programs.blocks, *[probe.program for probe in programs.probes]]
+    total, done = num_samples(len(timed), stopwatch), 0
 
     def step(name: str) -> None:
         nonlocal done
         progress(name, done, total)
         done += 1
 
-    timings = time_programs(programs, stopwatch, step)
+    timings = time_programs(timed, stopwatch, step)
     progress("fitting", total, total)
-    dispatch, *shares = timings[: len(dispatch_and_blocks)]
-    timings = timings[len(dispatch_and_blocks) :]
-    measurements = [_measurement(probe, timing) for probe, timing in zip(probes, timings, strict=True)]
+    dispatch, *others = timings
+    shares, timings = others[: len(programs.blocks)], others[len(programs.blocks) :]
+    measurements = [_measurement(probe, timing) for probe, timing in zip(programs.probes, timings, strict=True)]
     # Measured directly, and known before the fit of the rest.
     guess = replace(guess, device=replace(guess.device, dispatch_seconds=dispatch.seconds))
     if shares:

@@ -33,7 +33,6 @@ from alpa_lite.lower.emission import BoundaryArray, Emitted, boundary_layout, bo
 from alpa_lite.lower.instructions import Buffer, Program
 from alpa_lite.lower.same_task import task_form
 from alpa_lite.lower.slices import TaskSpec
-from alpa_lite.plan.parts import OpPlacement
 from alpa_lite.plan.plan import Plan
 from alpa_lite.program.equations import Equation
 from alpa_lite.program.phases import StepGraph
@@ -53,22 +52,12 @@ def task_units(
     for number, task in enumerate(program.tasks):
         mesh, placements, given = meshes[task.stage], plan.stages[task.stage].ops, donated.get(number, ())
         form = task_form(task, step, equations, placements, dict(mesh.shape), given)
-        emit = partial(_emit_task, task, step, equations, placements, mesh, given)
+        platform = _jax.lowering_platform(mesh.devices.flat[0])
+        emit = partial(
+            emit_task, task, step, equations, placements, mesh.abstract_mesh, platform=platform, donated=given
+        )
         units.append(CompileUnit(name=task.name, mesh=mesh, form=form, emit=emit))
     return units
-
-
-def _emit_task(
-    task: TaskSpec,
-    step: StepGraph,
-    equations: Sequence[Equation],
-    placements: Mapping[int, OpPlacement],
-    mesh: Mesh,
-    given: Sequence[int],
-    name: str,
-) -> Emitted:
-    platform = _jax.lowering_platform(mesh.devices.flat[0])
-    return emit_task(task, step, equations, placements, mesh.abstract_mesh, name=name, platform=platform, donated=given)
 
 
 def lowered_tasks(
@@ -186,12 +175,12 @@ Devices = tuple[Device, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompileUnit:
-    """A program to compile for a mesh. Units of equal forms are the same program; `emit` makes it, under a name."""
+    """A program to compile for a mesh. Units of equal forms are the same program; `emit(name=…)` makes it."""
 
     name: str
     mesh: Mesh
     form: Hashable
-    emit: Callable[[str], Emitted]
+    emit: Callable[..., Emitted]
 
     @property
     def devices(self) -> Devices:
@@ -280,7 +269,7 @@ def _group(alike: Sequence[CompileUnit]) -> _EqualUnits:
     name = alike[0].name + more
     return _EqualUnits(
         name=name,
-        emitted=alike[0].emit(name),
+        emitted=alike[0].emit(name=name),
         meshes={unit.devices: unit.mesh for unit in alike if any_here(unit.devices)},
         uses=Counter(unit.devices for unit in alike if any_here(unit.devices)),
     )
