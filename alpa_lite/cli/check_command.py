@@ -24,6 +24,7 @@ def run_check(given: argparse.Namespace) -> int:
     if given.devices is not None:
         return run_module("alpa_lite.cli", _words_without_devices(given), virtual_environment(given.devices))
     step, args, kwargs = load_example(given.step, decorated=True)
+    # Without either option the planner counts that the step was decorated with.
     named = given.planner is not None or given.option
     with planning_progress(Console(stderr=True, quiet=given.json)) as progress:
         options = {

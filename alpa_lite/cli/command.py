@@ -40,6 +40,7 @@ class Exit(IntEnum):
     ERROR = 1
     USAGE = 2
     INFEASIBLE = 3
+    # As shells tell of a process that SIGINT (2) or SIGPIPE (13) ended: 128 plus the number of the signal.
     INTERRUPTED = 130
     PIPE_CLOSED = 141
 
@@ -68,6 +69,7 @@ class Command:
             help=self.about,
             description=f"{self.about[0].upper()}{self.about[1:]}.",
             epilog=self.example_text,
+            # Otherwise argparse would join the lines of the example.
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         parser.add_argument("--json", action="store_true", help="print JSON")
@@ -91,6 +93,7 @@ def count(text: str) -> int:
 
 
 def _at_least(text: str, least: int) -> int:
+    # `int` alone also reads "-3", "1_000" and blanks.
     if not text.isdecimal() or int(text) < least:
         raise argparse.ArgumentTypeError(f"{text!r} was given; it must be a whole number of at least {least}")
     return int(text)
@@ -102,6 +105,7 @@ def seconds(text: str) -> float:
         found = float(text)
     except ValueError:
         found = math.nan
+    # Put in this way so that it refuses NaN too.
     if not 0 < found < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} was given; it must be a number of seconds above 0")
     return found
@@ -143,6 +147,7 @@ def ended(name: str, run: Callable[[], int]) -> int:
     Exceptions of the user's code are printed with the user's lines. Any other exception is a defect, and raised.
     """
     try:
+        # The output is flushed here, so that a reader who left is noticed now, and not at the exit of Python.
         code = run()
         sys.stdout.flush()
         return code
@@ -209,6 +214,7 @@ _LIBRARY_FOLDERS = tuple(
     f"{Path(folder)}{os.sep}"
     for folder in (
         *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+        # A checkout does not lie in the folders of installed packages.
         *(Path(__file__).parents[2] / package for package in ("alpa_lite", "cost_models", "benchmarks")),
     )
 )
@@ -241,11 +247,13 @@ def _user_lines(error: BaseException) -> Iterator[str]:
         if _is_user_file(code.co_filename):
             text = linecache.getline(code.co_filename, number).strip()
             yield f"  {_short(code.co_filename)}:{number} in {code.co_qualname}" + (f": {text}" if text else "")
+    # The file with the error was never run, so that no frame of the traceback is in it.
     if isinstance(error, SyntaxError) and error.filename and _is_user_file(error.filename):
         yield f"  {_short(error.filename)}:{error.lineno}" + (f": {error.text.strip()}" if error.text else "")
 
 
 def _is_user_file(file: str) -> bool:
+    # Names such as <string> or <frozen runpy> stand for code without a file.
     return not file.startswith((*_LIBRARY_FOLDERS, "<"))
 
 

@@ -64,6 +64,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE", help="run a module, with all that follows"
     )
+    # All that follows belongs to the program, also what looks like an option.
     parser.add_argument("program", nargs=argparse.REMAINDER, metavar="PROGRAM.py", help="with its arguments")
 
 

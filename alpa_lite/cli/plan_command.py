@@ -112,6 +112,7 @@ def _entry(node: yaml.Node, where: str, name: str) -> str | tuple[str, ...] | No
     if node.tag == _TAG + "null":
         return None
     nodes: Sequence[yaml.Node] = node.value if _is_list(node) else [node]
+    # Unquoted, a number, a date or "yes" is no string in YAML, and so no name of an axis.
     odd = [each for each in nodes if each.tag != _TAG + "str"]
     if odd:
         raise PlanError(f"{where}: the pin of {name!r} has the entry {_kind(odd[0])}; {_FORM}.")
@@ -267,6 +268,7 @@ def make_planner(name: str, options: Sequence[str]) -> al.planners.Planner | al.
 
 
 def _count_or_auto(text: str) -> int | str:
+    # A negative number passes here: planning refuses it, in the words of its own error.
     if text != "auto" and not text.lstrip("-").isdecimal():
         raise argparse.ArgumentTypeError(f'{text!r} was given; it must be a whole number or "auto"')
     return text if text == "auto" else int(text)

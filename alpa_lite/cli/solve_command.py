@@ -45,6 +45,7 @@ def run_solve(given: argparse.Namespace) -> int:
     )
     if show:
         print("\r\033[K", end="", file=sys.stderr)
+    # What follows gets a moment even if solving has taken all of the time.
     left = max(_seconds_left(given), 0.1)
     front = () if given.pareto is None else front_of_file(given.file, num_points=given.pareto, time_limit_seconds=left)
     points = {} if given.pareto is None else {"pareto": [point_data(point) for point in front]}

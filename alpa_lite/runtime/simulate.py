@@ -74,6 +74,7 @@ class SimulatedStep:
     @property
     def bubble_fraction(self) -> float:
         """Fraction of the devices' time spent waiting for other stages."""
+        # A program without cost has no time to share.
         return sum(use.bubble_seconds for use in self.submeshes) / max(self._available, 1e-30)
 
     @property
@@ -289,6 +290,7 @@ def _taken_over(
         return frozenset()
     task, values, freed = program.tasks[instruction.task], step.graph.values, frozenset(after.reads)
     read = zip(instruction.reads, task.inputs, strict=False)
+    # The FREE after a task lists what the task was the last to read.
     dying = Counter((values[p.value].shape, values[p.value].dtype, p.spec) for b, p in read if b in freed)
     found = set[Buffer]()
     for buffer, port in zip(instruction.writes, task.outputs, strict=False):

@@ -38,6 +38,7 @@ KINDS = {
 
 def stage_class(stage: int) -> str:
     """Return the CSS class of a stage, as `stage-3`."""
+    # There are as many classes as colours, whatever the number of stages.
     return f"stage-{stage % len(STAGES)}"
 
 

@@ -104,6 +104,7 @@ def submesh_figure(plan: Plan) -> Figure:
         above.broken_barh([(place + 0.04, 0.92)], (host + 0.06, 0.88), facecolors=colour)
     above.set_xlim(0, devices)
     above.set_ylim(hosts, 0)
+    # At most about 16 names, which would otherwise overlap.
     named = range(0, hosts, max(1, hosts // 16))
     above.set_xticks([])
     above.set_yticks([host + 0.5 for host in named], [f"host {host}" for host in named], fontsize=7)

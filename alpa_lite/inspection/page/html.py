@@ -56,6 +56,7 @@ def page_data(
     predicted = predicted_timeline(plan)
     listed = {"predicted": predicted.bars, "simulated": simulated, "measured": measured}
     shown = {name: _shown(found or ()) for name, found in listed.items()}
+    # Simulated and measured spans are optional, and a plan may predict none.
     spans: dict[str, Sequence[SpanLike]] = {name: found for name, found in shown.items() if found}
     # Never zero, since it is the divisor of all times.
     longest = max((span.end_seconds for found in spans.values() for span in found), default=0.0) or 1e-12

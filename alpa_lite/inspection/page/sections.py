@@ -229,6 +229,7 @@ def _cards(plan: Plan) -> list[str]:
             f"{show_number(round(number))} per step, {show_seconds(prediction.collective_seconds)} in all",
         ),
     ]
+    # Plans that do not fit have an infinite time.
     others = [(seconds, name) for name, seconds in plan.alternatives if math.isfinite(seconds)]
     if others and step > 0:
         seconds, name = min(others)

@@ -114,6 +114,7 @@ def _cluster(plan: Plan) -> str:
 
 
 def _stage(plan: Plan, number: int) -> str:
+    # One plan may have more stages than the other.
     if number >= len(plan.stages):
         return "–"
     stage = plan.stages[number]

@@ -21,6 +21,7 @@ OPTIMIZER_NAMES = frozenset(
 )
 """Path components that mark optimizer state in optax, flax and most hand-written train steps."""
 
+# The numbers of layer_1 and layer_2, or of 1 and 2, are places in a list; w1 and w2 are different names.
 _NUMBER = re.compile(r"^(?P<stem>|.*_)(?P<number>\d+)$")
 _ROWS = re.compile(r"^(?P<stem>.+)\[(?P<rows>\d+:\d+)\]$")
 
@@ -122,6 +123,7 @@ def _argument(name: str, number: int, stage: StagePlan) -> Argument:
 
 def is_optimizer_state(name: str) -> bool:
     """Whether a path goes through optimizer state."""
+    # Not by the name of the array itself: a parameter may be called mu.
     return any(part in OPTIMIZER_NAMES for part in name.split("/")[:-1])
 
 

@@ -271,6 +271,7 @@ def undivided_table(plan: Plan) -> Table:
 def alternatives_table(plan: Plan) -> Table:
     """Return the other plans that the search priced; a manual plan has none."""
     chosen = plan.prediction.step_seconds
+    # With nothing to compare, the chosen plan alone makes no table.
     rows = [(f"{plan.name} (chosen)", show_milliseconds(chosen), show_ratio(1.0))] if plan.alternatives else []
     for name, seconds in plan.alternatives:
         works, ratio = math.isfinite(seconds), show_ratio(seconds / chosen) if chosen > 0 else ""

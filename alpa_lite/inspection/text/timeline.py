@@ -98,6 +98,7 @@ def predicted_timeline(plan: Plan) -> PredictedTimeline:
     whole = len(stages) == 1 and count == 1
     tasks = plan.schedule.tasks(len(stages), count)
     each = dispatch / len(tasks[0]) if whole else dispatch
+    # Neighbouring stages on one submesh pass arrays on in place.
     apart = [float(a.submesh != b.submesh) for a, b in pairwise(stages)]
     passes = len(passes_of(tasks[0]))
     transfer = plan.prediction.transfer_seconds / (passes * count * sum(apart)) if any(apart) else 0.0
@@ -151,6 +152,7 @@ def chrome_trace(
         rows.setdefault(_row(span), []).append(span)
     events: list[dict[str, Any]] = [_meta(number, "process_name", process)]
     for row, members in sorted(rows.items()):
+        # Viewers sort rows by number, so transfers come below all tasks.
         does = " receives" if row >= _RECEIVING else ""
         name = f"stage {row_name(sorted({span.stage for span in members}))}{does}"
         for more, part in enumerate(_apart(members)):

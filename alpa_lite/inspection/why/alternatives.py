@@ -301,6 +301,7 @@ def _alternative(repricing: Repricing, change: _GivenStages) -> Alternative:
     solved = repricing.solve_all(change.stages)
     failed = [number for number, solution in solved.items() if solution.choice is None]
     if failed:
+        # With most micro-batches in flight, it has the least memory left, which is the usual reason.
         worst = max(failed, key=lambda number: change.stages[number][0].in_flight)
         return Alternative(
             what=change.what,
@@ -357,6 +358,7 @@ def _deciding_cost(
     # The cost that explains the sign of the change: others may have changed more in the other direction.
     pick = max if slower else min
     what, seconds = pick(changes.items(), key=lambda item: item[1], default=("", 0.0))
+    # No single cost has the sign of the whole change: then none is named.
     if abs(seconds) < 1e-9 or (seconds > 0) != slower:
         return ""
     return f"{'+' if seconds > 0 else '−'}{show_milliseconds(abs(seconds))} ms {what}"

@@ -195,6 +195,7 @@ def _explain_stage(plan: Plan, number: int, repricing: Repricing | None) -> Expl
 
 def _limit_sentences(plan: Plan, number: int, repricing: Repricing | None) -> list[str]:
     """Return a sentence on the cost of a stage's memory limit, computed only if the stage is nearly full."""
+    # Far below its memory a stage would hardly gain from more, and the question costs a solve.
     nearly = _NEARLY_FULL * plan.capacity_bytes(number)
     if repricing is None or plan.prediction.peak_bytes[number] < nearly:
         return []
@@ -282,6 +283,7 @@ def _explain_parameter(
     sentences.extend(_optimizer_sentences(arguments, first))
     uses = [use for use in plan.prediction.collectives if use.stage in group.stages]
     sentences.append(_axis_sentence(plan, group, uses))
+    # Gradients are summed over the axes that do not split the array, so those of the update count as well.
     related = [use for use in uses if not axes or spec.axes & set(use.axis.split("·")) or use.phase == "update"]
     return Explanation(
         subject=group.pattern if len(group.members) == 1 else f"{group.pattern} ({same})",

@@ -116,6 +116,7 @@ class Repricing:
             limit_bytes=max(0.0, float(here.device.memory_bytes) - others),
             in_two=splits_backward(tasks),
             placed=stage if same else None,
+            # With another border the axes keep the uses that they have in the plan; another mesh has other axes.
             restriction=None if same or mesh != stage.mesh_shape else self.stages[number].used_restriction,
         )
 

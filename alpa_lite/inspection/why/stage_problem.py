@@ -319,6 +319,7 @@ class Ledger:
     def apply(self, application: Application, operands: list[int]) -> list[int]:
         """Price one op and record its entry."""
         estimator, op = self.estimator, application.op
+        # The estimator only adds up, so the cost of an op is a difference.
         seconds, flops = estimator.compute_seconds, estimator.flops
         made = estimator.apply(application, operands)
         times = estimator.trips * estimator.runs

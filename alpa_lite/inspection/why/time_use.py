@@ -57,6 +57,7 @@ def _on_products(plan: Plan, spent: Spent) -> str:
     device = plan.cluster.device
     peak = device.peak(spent.dtype)
     reached = spent.flops / (spent.seconds * peak) if spent.seconds > 0 else 0.0
+    # Of the peak rates, as nobody knows what the same product would reach in another type.
     gain = device.peak("bfloat16") / peak
     if spent.dtype == "float32" and gain >= _MUCH_FASTER:
         return f"in float32; {device.name} multiplies 16-bit floats up to {gain:.0f} times as fast (bfloat16, float16)"
@@ -146,10 +147,12 @@ def advice_on_waiting(plan: Plan) -> str:
     mean, longest = sum(busy) / len(busy), max(range(len(busy)), key=busy.__getitem__)
     # Twice as many micro-batches, if each could be half as long.
     now, then = bubble_at(plan, count), bubble_at(plan, 2 * count)
+    # Whichever costs more is named: unequal stages, or a bubble that more micro-batches would make smaller.
     if busy[longest] - mean > (now - then) * plan.prediction.step_seconds:
         more = show_percent(busy[longest] / mean - 1.0)
         return f"stage {longest} takes {more} longer than the mean: move layers away from it, or give it more devices"
     size = None if plan.request is None else plan.request.batch_size
+    # Twice as many micro-batches do not divide this batch.
     if size is not None and size % (2 * count):
         return f"a bubble of {show_percent(now)}; a larger batch, in more micro-batches, makes it smaller"
     return (

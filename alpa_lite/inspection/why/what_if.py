@@ -48,6 +48,7 @@ class ClusterComparison:
     @property
     def fastest(self) -> Plan | None:
         """The plan with the shortest step; None if no cluster has a plan."""
+        # A cluster on which nothing fits is still listed, with its reason.
         plans = [candidate.plan for candidate in self.candidates if candidate.plan is not None]
         return min(plans, key=lambda plan: plan.prediction.step_seconds, default=None)
 

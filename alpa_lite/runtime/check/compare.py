@@ -121,6 +121,7 @@ class _StepComparison:
         got_tree = self.compiled.run_flat(
             [copied(leaf) if gone else leaf for leaf, gone in zip(self.leaves, traced.donated, strict=True)], None
         )
+        # The step was traced for the plan, and is traced again here: it may depend on something that has changed.
         if jax.tree.structure(got_tree) != jax.tree.structure(want_tree):
             raise CheckError(
                 f"{traced.name} returned {jax.tree.structure(got_tree)} by the plan, but "
@@ -237,6 +238,7 @@ def coarsest_units(jaxpr: Any) -> list[float]:
     def of(atom: Any) -> float:
         return _unit(atom) if isinstance(atom, _jax.Literal) else known.get(atom, _unit(atom))
 
+    # In the order of the equations, so that the precision on the path to each operand is known.
     for eqn in jaxpr.eqns:
         # A loop or a call may compute in lower precision inside, whatever its results have.
         inside = max(map(_coarsest_inside, _jax.inner_jaxprs(eqn)), default=0.0)
@@ -281,6 +283,7 @@ def _on_host(leaf: jax.Array) -> np.ndarray:
     """Return a leaf as a NumPy array: floats in float64, keys as their words."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
+    # Below, floats are widened: a difference of two 16-bit floats would itself be rounded.
     array = np.asarray(leaf)
     if jnp.issubdtype(array.dtype, jnp.complexfloating):
         return array.astype(np.complex128)

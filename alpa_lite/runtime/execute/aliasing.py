@@ -39,6 +39,7 @@ def copies(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """Return copies of arrays in the same shardings. Only devices of this process take part."""
     # `device_put` takes only arrays whose devices all belong to this process; of the others each block is copied.
     if all(array.is_fully_addressable for array in arrays):
+        # A buffer of its own is the point: without this JAX returns an array that is in place as it is.
         return jax.device_put(list(arrays), [array.sharding for array in arrays], may_alias=False)
     return [_copy_of_blocks(array) for array in arrays]
 
@@ -87,6 +88,7 @@ class Apart:
     def note(self, leaves: Sequence[Any], outputs: Sequence[jax.Array]) -> None:
         """Remember, after a step, arrays that share no buffers: its results, and arguments that were not donated."""
         if self._watched:
+            # By weak references: watching an array must not keep it alive.
             self._expected = [
                 *[weakref.ref(outputs[i]) for i in self._results],
                 *[_reference(leaves[i]) for i in self._kept],

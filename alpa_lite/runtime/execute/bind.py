@@ -175,7 +175,7 @@ class Binder:
         source, target = self.slot[instruction.reads[0]], self.slot[instruction.writes[0]]
         group, other = self.groups[instruction.stage], self.groups[instruction.source_stage]
         if not transfer.num_programs:
-
+            # No program is launched, so there is nothing to count or to wait for.
             def copy(slots: Slots) -> None:
                 slots[target] = transfer(slots[source])
 

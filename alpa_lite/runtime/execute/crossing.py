@@ -139,6 +139,7 @@ class Crossing:
         self.cut = compiled(_cut(course, self.cut_slots), [course.array]) if others and self.here else None
         self._compile_landing(blanks)
         dtype = course.array.dtype
+        # Between processes only, where nothing but a collective can send.
         sent = [
             Sent(number=n, shape=hands[n].shape, source=a, target=b)
             for n, (a, b) in enumerate(ends)

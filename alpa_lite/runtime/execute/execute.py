@@ -52,6 +52,7 @@ WATCHDOG_SECONDS = 300.0
 
 def stage_meshes(plan: Plan, devices: Sequence[Device] | None = None) -> tuple[Mesh, ...]:
     """Return a JAX mesh per stage. Raises `ExecutionError` if there are fewer devices than the plan uses."""
+    # Plans number devices host by host, which JAX's own order need not be.
     available = host_by_host(jax.devices() if devices is None else devices)
     needed = 1 + max(device for stage in plan.stages for device in stage.submesh.devices)
     if needed > len(available):
@@ -304,6 +305,7 @@ class Executor:
             slots.clear()
         results = self._complete(with_copies(results, self._shared))
         leaves = self._delivered(self.outputs.join(results))
+        # From now on the caller may wait for results, where only the thread of the watchdog sees a hang.
         self.watchdog.watch()
         return leaves
 

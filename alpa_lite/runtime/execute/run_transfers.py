@@ -128,6 +128,7 @@ class _InPlace(Transfer):
         return 1
 
     def __call__(self, array: Any, sent: list[Message] | None = None, launched: LaunchObserver | None = None) -> Any:
+        # Source and target are one mesh, so the program counts once.
         moved, done = self._launch(array)
         if launched is not None:
             launched(done, at_source=True)
@@ -175,6 +176,7 @@ class _OfKeys(Transfer):
     """A transfer of typed PRNG keys as the words that store them."""
 
     def __init__(self, planned: PlannedTransfer, dtype: str, source: Mesh, target: Mesh, blanks: Blanks) -> None:
+        # Blocks of typed keys cannot be reached, while their words are an array as any other.
         self.words = compile_transfer(planned, "uint32", source, target, blanks)
         (outside, sent), (wanted, landed) = (
             [NamedSharding(mesh, boundary_spec(spec)) for spec in (Spec(layout.spec.dims[:-1]), layout.spec)]

@@ -205,6 +205,7 @@ class Stack:
 
     def split(self, array: Any, placing: Placing, *, donated: bool) -> list[jax.Array]:
         """Return the parts, each on its stage. `donated`: the array is not needed any more."""
+        # The first step gets the array as the user made it; later ones get it as this class has returned it.
         if not isinstance(array, jax.Array) or array.sharding != self.sharding:
             return [self._part(array, a, b, run, placing) for run in self.runs for a, b in run.rows]
         if self.joint is None:
