@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 
 from alpa_lite.api.stages import TracedFunction
-
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.program.phases import StepGraph
 from cost_models.cluster import Cluster

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field, replace
 from math import lcm
 from typing import Any
 
-from alpa_lite.api.stages import TracedFunction
-
 import alpa_lite as al
+from alpa_lite.api.stages import TracedFunction
 from alpa_lite.errors import AlpaLiteError
 from alpa_lite.planners.hybrid import Hybrid
 from benchmarks.published.cluster_of import cluster_of

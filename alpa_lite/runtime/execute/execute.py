@@ -3,7 +3,7 @@
     before the first step   every executable is compiled (compile), every instruction is bound (bind)
     in a step               launches only, with a bounded number in flight per group of devices (in_flight); nothing is
                             fetched from devices
-    on a hang               an error names the instruction (in_flight within a step, watchdog after it)
+    on a hang               an error names the instruction (in_flight within a step, watch after it)
 
 A step that is one task on one micro-batch needs no list of instructions: its arguments go directly to the executable
 (`Executor._as_one_task`).
@@ -35,8 +35,7 @@ from alpa_lite.runtime.execute.exchange import Blanks, Delivery, Result, wanted,
 from alpa_lite.runtime.execute.placing import Alone, InJob
 from alpa_lite.runtime.execute.run_transfers import compile_transfers
 from alpa_lite.runtime.execute.stacked import Leaves
-from alpa_lite.runtime.execute.watch import Watch, spans
-from alpa_lite.runtime.execute.watchdog import Watchdog, explanation, short_name
+from alpa_lite.runtime.execute.watch import Watch, Watchdog, explanation, short_name, spans
 from alpa_lite.runtime.job.in_flight import CPU_CREDITS, CREDITS, Flight
 from alpa_lite.runtime.job.launch_order import in_turn, participants, verify_order
 from alpa_lite.runtime.job.processes import all_here, any_here, devices_of, handle, host_by_host, processes_of
