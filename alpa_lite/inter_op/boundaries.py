@@ -1,21 +1,38 @@
-"""What stages receive from earlier ones per micro-batch, each value straight from the stage that makes it.
+"""What crosses the boundaries of stages: values in each micro-batch, and rows of stacked arguments in each step.
 
-A value that is read far above where it is made (a skip connection) is sent once to each stage that reads it, not
-through those between.
+A stage receives values from earlier ones once per micro-batch, each straight from the stage that makes it. A value that
+is read far above where it is made (a skip connection) is sent once to each stage that reads it, not through those
+between.
+
+Stacked arguments between steps: where all stages hold equally many rows in one form, on devices of their own, the array
+lies over these devices as it is. Else its rows lie in equal blocks (`alpa_lite.sharding.stacked_rest`), and move:
+
+    before a step   the devices of a stage distribute their rows among each other, a copy to each device that reads one
+    after a step    they bring one copy of each row together                                        `seconds_of_rows`
+
+Rows of blocks on another stage come from there (`stacks_at_rest`). The stage search charges a stage for its rows like
+for its update.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 from numpy.typing import NDArray
 
-from alpa_lite.inter_op.space import Space
-from alpa_lite.plan.pricing import dispatch_seconds
+from alpa_lite.inter_op.space import PlacedStage, Space
+from alpa_lite.inter_op.stage_costs import StageCosts
+from alpa_lite.intra_op.solve import StageSolution
+from alpa_lite.plan.pricing import crosses_hosts, dispatch_seconds
 from alpa_lite.program.ir import Value
 from alpa_lite.program.phases import Phase, StepGraph
 from alpa_lite.rules.op_info import free_values
+from alpa_lite.sharding.meshes import LogicalMesh, Submesh
+from alpa_lite.sharding.specs import Spec, num_shards
+from alpa_lite.sharding.stacked_rest import Resting, resting
 from alpa_lite.step.layers import Layers
 from cost_models.interface import CostModel
 
@@ -96,3 +113,128 @@ def _forward_values(step: StepGraph, layers: Layers) -> Iterator[tuple[Value, in
 def _seconds(model: CostModel, size: float, count: int, *, crosses_hosts: bool, num_links: int) -> float:
     moved = model.transfer_seconds(size, crosses_hosts=crosses_hosts, num_links=num_links)
     return moved + count * dispatch_seconds(model.cluster)
+
+
+def seconds_of_rows(
+    costs: StageCosts, first: int, last: int, submesh: Submesh, mesh: LogicalMesh, solution: StageSolution
+) -> float:
+    """Of a stage that holds its rows as its solution says, per step; none where it is all of the step."""
+    landing, leaving = 0.0, 0.0
+    chosen = solution.choice.inputs if solution.choice is not None else dict[int, Spec]()
+    if last - first + 1 < costs.layers.num_layers:
+        for rows, home in _rows(costs):
+            if first <= home <= last:
+                shards = num_shards(chosen[rows.id], mesh.axis_sizes) if rows.id in chosen else submesh.num_devices
+                leaving += rows.bytes
+                landing += rows.bytes * submesh.num_devices / shards
+    return sum(dealing_seconds(costs.cost_model, size, submesh) for size in (landing, leaving))
+
+
+def least_seconds_of_rows(costs: StageCosts, space: Space) -> NDArray[np.float64]:
+    """[layers, layers, kinds]: that of stages from one layer to another, if each row is read by one device."""
+    count = costs.layers.num_layers
+    of_layers = np.zeros(count)
+    for rows, home in _rows(costs):
+        of_layers[home] += rows.bytes
+    ends = np.concatenate([[0.0], np.cumsum(of_layers)])
+    sizes, where = np.unique(np.maximum(0.0, ends[None, 1:] - ends[:-1, None]), return_inverse=True)
+    found = np.zeros((count, count, len(space.kinds)))
+    for kind in range(len(space.kinds)):
+        submesh = space.submesh(kind)
+        seconds = np.array([2 * dealing_seconds(costs.cost_model, size, submesh) for size in sizes.tolist()])
+        found[..., kind] = seconds[where].reshape(count, count)
+    found[0, count - 1] = 0.0
+    return found
+
+
+def _rows(costs: StageCosts) -> Iterator[tuple[Value, int]]:
+    """The inputs of the graph that are rows of stacked arguments, each with the layer that holds it."""
+    step = costs.step
+    for part, v, home in zip(step.input_parts, step.graph.inputs, costs.layers.of_input, strict=True):
+        if part.rows is not None:
+            yield step.graph.values[v], home
+
+
+def dealing_seconds(cost_model: CostModel, size: float, submesh: Submesh) -> float:
+    """Time to bring so many bytes from devices of a submesh to others of it."""
+    return cost_model.transfer_seconds(size, crosses_hosts=submesh.num_hosts > 1, num_links=submesh.num_devices)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AtRest:
+    """Stacked arguments of a step between steps.
+
+    seconds       to bring them to the stages before a step, and back after it
+    state_bytes   what a device of each submesh holds of all arguments then
+    """
+
+    seconds: float
+    state_bytes: Mapping[Submesh, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rows:
+    """The rows of a stacked argument that lie elsewhere: the bytes of one, the submesh that reads each, and into how
+    many different blocks each is cut there; `at`: where they lie."""
+
+    row_bytes: float
+    readers: tuple[Submesh, ...]
+    num_shards: tuple[int, ...]
+    at: Resting
+
+
+def stacks_at_rest(cost_model: CostModel, step: StepGraph, layers: Layers, stages: Sequence[PlacedStage]) -> AtRest:
+    """Where the stacked arguments of a step lie between steps, if its stages are these."""
+    submeshes = list(dict.fromkeys(stage.submesh for stage in stages))
+    state = {submesh: sum(s.solution.state_bytes for s in stages if s.submesh == submesh) for submesh in submeshes}
+    landing, leaving = dict.fromkeys(submeshes, 0.0), dict.fromkeys(submeshes, 0.0)
+    away, moved = 0.0, 0
+    for rows in _stacked(step, layers, stages, submeshes):
+        moved += 1
+        for row, (reader, shards) in enumerate(zip(rows.readers, rows.num_shards, strict=True)):
+            holder = submeshes[rows.at.holder_of(row)]
+            landing[reader] += rows.row_bytes * reader.num_devices / shards
+            leaving[reader] += rows.row_bytes
+            away += rows.row_bytes if holder != reader else 0.0
+            state[reader] -= rows.row_bytes / shards
+        for holder in {*rows.at.holders}:
+            state[submeshes[holder]] += rows.row_bytes * rows.at.rows_per_block / rows.at.group_size
+    if not moved:
+        return AtRest(seconds=0.0, state_bytes=state)
+    cluster = cost_model.cluster
+    inside = sum(max(dealing_seconds(cost_model, each[s], s) for s in submeshes) for each in (landing, leaving))
+    apart = any(crosses_hosts(cluster, submeshes[0], other) for other in submeshes[1:])
+    between = 2 * cost_model.transfer_seconds(away, crosses_hosts=apart) if away else 0.0
+    # A program of the devices that have the rows, and one of those that get them, there and back.
+    return AtRest(seconds=inside + between + 4 * moved * cost_model.launch_seconds(), state_bytes=state)
+
+
+def _stacked(
+    step: StepGraph, layers: Layers, stages: Sequence[PlacedStage], submeshes: Sequence[Submesh]
+) -> Iterator[_Rows]:
+    """The stacked arguments that do not lie as the stages read them."""
+    graph, num_devices = step.graph, tuple(submesh.num_devices for submesh in submeshes)
+    inputs = zip(step.input_parts, graph.inputs, layers.of_input, strict=True)
+    for _, members in groupby((m for m in inputs if m[0].rows is not None), key=lambda member: member[0].leaf):
+        runs: list[tuple[PlacedStage, Spec | None, int]] = []
+        value = None
+        for _, v, home in members:
+            stage = next(s for s in stages if s.first <= home <= s.last)
+            spec = stage.solution.choice.inputs.get(v) if stage.solution.choice else None
+            value, before = graph.values[v], runs[-1] if runs else None
+            if before is not None and before[0] is stage and before[1] == spec:
+                runs[-1] = (stage, spec, before[2] + value.shape[0])
+            else:
+                runs.append((stage, spec, value.shape[0]))
+        assert value is not None
+        if len({(stage.mesh, spec, rows) for stage, spec, rows in runs}) == 1:
+            if len({stage.submesh for stage, _, _ in runs}) == len(runs):
+                continue
+        readers = tuple(stage.submesh for stage, _, rows in runs for _ in range(rows))
+        shards = (num_shards(spec, stage.mesh.axis_sizes) if spec is not None else 1 for stage, spec, _ in runs)
+        yield _Rows(
+            row_bytes=value.bytes / value.shape[0],
+            readers=readers,
+            num_shards=tuple(n for n, (_, _, rows) in zip(shards, runs, strict=True) for _ in range(rows)),
+            at=resting((len(readers), *value.shape[1:]), tuple(map(submeshes.index, readers)), num_devices),
+        )

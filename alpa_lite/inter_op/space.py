@@ -1,31 +1,40 @@
-"""What the search chooses from: kinds of submesh, logical shapes over them, and which layers may go on which.
+"""What the search chooses from: kinds of submesh, logical meshes over them, and which layers may go on which.
 
-A shape has one axis that does anything; or an axis that splits the batch (and may split state) and one inside a host
-that splits everything else; or, of several hosts, one that splits the batch between them and leaves state whole on each
-beside these two inside a host. What crosses hosts in every layer is too slow to be worth its time in the search.
+A logical mesh has one axis that does anything; or an axis that splits the batch (and may split state) and one inside a
+host that splits everything else; or, of several hosts, one that splits the batch between them and leaves state whole on
+each, next to these two inside a host. What crosses hosts in every layer is too slow to be worth its time in the search.
 
 The devices of a mixed cluster count by the rate of their matrix units when layers are shared out.
 
-A stage of a plan in the making.
+Where stages are to be alike, `ways` enumerates the sets of stages that a plan may consist of. `PlacedStage` is a stage
+of a plan in the making.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, reduce
+from itertools import product
 from math import prod
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from alpa_lite.inter_op.stage_costs import BATCH_AXES
 from alpa_lite.intra_op.solve import StageSolution
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh, SubmeshKind, cluster_kinds, first_submesh, logical_shapes
 from cost_models.cluster import Cluster
 
+BATCH_AXES = ("replica", "data")
+"""The axes of the search's logical meshes that split the batch."""
+
 IMBALANCE = 4.0
 """A stage may have at most this many times its devices' share of the work, and at least the inverse of its square."""
+
+
+StageEquality = Literal["layers", "devices"]
+"""What all stages may be asked to have equally many of."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,6 +217,54 @@ def _over_hosts(hosts: int, per_host: int, model: int) -> LogicalMesh:
     sizes = {"replica": hosts, "data": per_host // model, "model": model}
     axes = {name: size for name, size in sizes.items() if size > 1}
     return LogicalMesh(axis_names=tuple(axes), shape=tuple(axes.values()))
+
+
+def ways(
+    space: Space, num_layers: int, equal: Collection[StageEquality], *, one_mesh: bool, repeats: int
+) -> Iterator[NDArray[np.bool_]]:
+    """Which stages a plan may consist of, one way after the other: masks that broadcast to [layers, layers, kinds,
+    configurations].
+
+    `equal`: what its stages have equally many of. `one_mesh`: whether they have one logical mesh. `repeats`: how many
+    times the configurations of a kind repeat its shapes.
+    """
+    found: list[list[NDArray[np.bool_]]] = []
+    if one_mesh:
+        found.append([np.tile(mask, repeats) for mask in _in_one_mesh(space)])
+    if "devices" in equal:
+        devices = np.array(space.devices)
+        found.append([(devices == n)[:, None] for n in dict.fromkeys(space.devices)])
+    if "layers" in equal:
+        number = np.arange(num_layers)
+        length = (number[None, :] - number[:, None] + 1)[..., None, None]
+        found.append([length == n for n in range(1, num_layers + 1) if num_layers % n == 0])
+    for masks in product(*found):
+        yield reduce(np.logical_and, masks, np.ones((), dtype=np.bool_))
+
+
+def equal_parts(space: Space, num_layers: int) -> NDArray[np.bool_]:
+    """[layers, layers, kinds]: which stages are some of equal ones."""
+    found = np.zeros((num_layers, num_layers, len(space.kinds)), dtype=np.bool_)
+    for first, last, kind in np.argwhere(space.in_order(num_layers)).tolist():
+        found[first, last, kind] = number_of_equal(space, num_layers, first, last, kind) is not None
+    return found
+
+
+def number_of_equal(space: Space, num_layers: int, first: int, last: int, kind: int) -> int | None:
+    """Of how many stages, equal in layers and devices, some layers are one; None if they are not."""
+    length, devices = last + 1 - first, space.devices[kind]
+    count = num_layers // length
+    aligned = num_layers % length == 0 and first % length == 0
+    return count if aligned and count * devices == space.cluster.num_devices else None
+
+
+def _in_one_mesh(space: Space) -> Iterator[NDArray[np.bool_]]:
+    """[kinds, shapes]: where each logical mesh is."""
+    for mesh in dict.fromkeys(mesh for of_kind in space.meshes for mesh in of_kind):
+        found = np.zeros((len(space.kinds), space.most_shapes), dtype=np.bool_)
+        for kind, of_kind in enumerate(space.meshes):
+            found[kind, : len(of_kind)] = [each == mesh for each in of_kind]
+        yield found
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,20 +1,23 @@
-"""Stage costs: any layer range on any submesh in any logical shape, equal stages solved once.
+"""Stage costs: any layer range on any submesh in any logical mesh; equal stages are solved once.
 
-`StageCosts` answers for one step, cost model and restriction; solutions are kept by the stage's structure
-(`StageView.signature`), so that repeated layers cost one solve. A solution that was the best with more room is the best
-with less, if it still fits: fewer micro-batches in flight are to be asked for first (`_fits`).
+`StageCosts` answers a `Question` for one step, cost model and restriction. Solutions are kept by the structure of the
+stage (`StageView.signature`), so that repeated layers cost one solve.
+
+With M micro-batches in flight and L bytes per device, what was solved with M' <= M and L' >= L had as much memory or
+more. If the best solution there keeps to M and L, it is the best here (`_fits`), so that fewer micro-batches in flight
+are to be solved first. A bound there is a bound here: what keeps to M and L and is close to it is close to the best.
 
 On a logical mesh of one axis every op may use it for anything. Of several, "replica" splits the batch and leaves state
 whole, "data" splits the batch and may split state, as ZeRO does, and "model" splits everything else, as in Alpa: more
 freedom multiplies the strategies and has bought nothing on the models tried.
 
-Questions about stages that workers answer before they are asked.
+`expect` passes questions to worker processes, which answer them before the search gets there.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -23,7 +26,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from alpa_lite.inter_op.stage_cache import MeshKey, Question, SolvedStage, answer_among
 from alpa_lite.inter_op.workers import Likely, Workers
 from alpa_lite.intra_op.constraints import NO_LAYOUT, GivenLayout
 from alpa_lite.intra_op.formulate import Builders
@@ -46,11 +48,76 @@ from cost_models.cluster import Cluster
 from cost_models.hardware import Device
 from cost_models.interface import CostModel
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshKey:
+    """What a submesh is, the groups of hosts that it spans, by number, and the logical mesh over it."""
+
+    num_hosts: int
+    devices_per_host: int
+    groups: tuple[int, ...]
+    mesh: LogicalMesh
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """Which layers are to be solved, on what, within how many bytes per device, and to which gap."""
+
+    first: int
+    last: int
+    submesh: Submesh
+    mesh: LogicalMesh
+    in_flight: int
+    limit_bytes: float
+    gap: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SolvedStage:
+    """A stage as it was solved: within so many bytes per device, with so many micro-batches in flight, and to which
+    gap; or, where that was not reached, to which it was to be solved."""
+
+    view: StageView
+    kind: MeshKey
+    submesh: Submesh
+    in_flight: int
+    limit_bytes: float
+    gap: float
+    solution: StageSolution
+
+
+def answer_among(solved: Sequence[SolvedStage], asked: Question) -> SolvedStage | None:
+    """What answers a question about the same layers on the same kind of mesh, with a bound for what was asked; None if
+    nothing does."""
+    found = next((s for s in solved if s.gap <= asked.gap and _fits(s, asked)), None)
+    if found is None:
+        bound = max((s.solution.bound for s in solved if _is_roomier(s, asked)), default=-math.inf)
+        close = (s for s in solved if _has_room(s, asked) and bound >= s.solution.objective * (1 - asked.gap))
+        closest = min(close, key=lambda s: s.solution.objective, default=None)
+        found = closest and replace(closest, solution=replace(closest.solution, bound=bound))
+    return found
+
+
+def _fits(solved: SolvedStage, asked: Question) -> bool:
+    """True when the best with as much room or more keeps to less room: then nothing is better there."""
+    if (solved.in_flight, solved.limit_bytes) == (asked.in_flight, asked.limit_bytes):
+        return True
+    return _is_roomier(solved, asked) and _has_room(solved, asked)
+
+
+def _is_roomier(solved: SolvedStage, asked: Question) -> bool:
+    """Whether it was solved with as much room as there is, or more."""
+    return solved.in_flight <= asked.in_flight and solved.limit_bytes >= asked.limit_bytes
+
+
+def _has_room(solved: SolvedStage, asked: Question) -> bool:
+    """Whether there is a choice, and it keeps to the room that there is."""
+    solution = solved.solution
+    return solution.choice is not None and solution.bytes_in_flight(asked.in_flight) <= asked.limit_bytes
+
+
 QUICK_GAP = 0.3
 """How close to the best the first choices within a limit are to be: their bound mostly tells if more is worth it."""
-
-BATCH_AXES = ("replica", "data")
-"""The axes of the search's logical meshes that split the batch."""
 
 _ROLES = {
     "replica": AxisRole.REPLICA,
@@ -67,21 +134,6 @@ def free_restriction(mesh: LogicalMesh) -> Restriction:
         return FREE_CHOICE
     roles = {axis: _ROLES[axis] for axis in mesh.axis_names if axis in _ROLES}
     return Restriction(roles=roles, optimizer=BatchSplit.MAY, parameters=BatchSplit.MAY)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tight:
-    """Layers that do not fit: the least bytes per `device` that they were found to need, and why.
-
-    `in_flight`: with so many micro-batches in flight, of which fewer would fit; None: with any number.
-    """
-
-    first: int
-    last: int
-    in_flight: int | None
-    peak_bytes: float
-    device: Device
-    shortage: Shortage | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,9 +327,13 @@ class StageCosts:
             self._alike[view] = self.structures.setdefault(view.signature, object())
         return self._alike[view]
 
+    def device(self, submesh: Submesh) -> Device:
+        """The device that a submesh consists of."""
+        return self._model(submesh).cluster.device
+
     def room_bytes(self, submesh: Submesh) -> float:
         """The memory of a device of a submesh."""
-        return float(self._model(submesh).cluster.device.memory_bytes)
+        return float(self.device(submesh).memory_bytes)
 
     def _kind(self, submesh: Submesh, mesh: LogicalMesh) -> MeshKey:
         per_host, ends = self.cost_model.cluster.devices_per_host, [0]
@@ -311,48 +367,8 @@ class StageCosts:
         return explain_shortage(builder, limit_bytes=self.room_bytes(submesh), in_flight=in_flight)
 
     @property
-    def tightest_tried(self) -> bool:
-        """Whether something was solved within a limit."""
-        return bool(self._within_memory())
-
-    def tightest(self, *, explain: bool) -> Tight | None:
-        """Of the shortest stages that did not fit where they were tried, the one with the most state, and its needs.
-
-        Where all fitted with fewer micro-batches in flight, one that did not with more. None when nothing was tried, or
-        all of it fitted. `explain`: with what it needs its memory for.
-        """
-        fitted = {(s.view.first, s.view.last) for s in self._within_memory() if s.solution.choice is not None}
-        failed = [solved for solved in self._within_memory() if solved.solution.choice is None]
-        if not failed:
-            return None
-        held = np.concatenate([[0.0], np.cumsum(state_bytes(self.step, self.layers))])
-
-        def order(solved: SolvedStage) -> tuple[float, ...]:
-            first, last = solved.view.first, solved.view.last
-            fits_with_fewer = (first, last) in fitted
-            devices = solved.submesh.num_devices
-            return (fits_with_fewer, last - first, held[first] - held[last + 1], -devices, solved.in_flight)
-
-        solved = min(failed, key=order)
-        first, last = solved.view.first, solved.view.last
-        submesh, mesh = solved.submesh, solved.kind.mesh
-        needs = replace(self, seeks_peaks=True, _solved={}).solution(
-            first, last, submesh, mesh, in_flight=solved.in_flight, limit_bytes=solved.limit_bytes
-        )
-        shortage = self.shortage(first, last, submesh, mesh, in_flight=solved.in_flight) if explain else None
-        in_flight = solved.in_flight if (first, last) in fitted else None
-        device = self._model(submesh).cluster.device
-        return Tight(
-            first=first,
-            last=last,
-            in_flight=in_flight,
-            peak_bytes=needs.peak_bytes,
-            device=device,
-            shortage=shortage,
-        )
-
-    def _within_memory(self) -> list[SolvedStage]:
-        """What was solved within a limit."""
+    def solved_within_memory(self) -> list[SolvedStage]:
+        """The stages that were solved within a limit of memory."""
         return [solved for alike in self._solved.values() for solved in alike if math.isfinite(solved.limit_bytes)]
 
 

@@ -1,5 +1,8 @@
 """The stage dynamic program of Alpa (OSDI'22, section 5.2 and appendix) on plain arrays.
 
+`StageTable` holds what every possible stage costs, `evaluate` is the objective, and `solve` finds the stages that
+minimise it.
+
 Cut layers 0..L-1 into stages, give each a submesh and a configuration, and use all devices of each of G groups, D_1 to
 D_G. With t the seconds of one micro-batch in a stage, B micro-batches, and p stages,
 
@@ -28,10 +31,14 @@ F(tau_a) = F(tau_b), or if max(F(tau_b), tau) + (B-1)*tau already reaches the be
 Stages that share one processor never overlap; then T* = B * min of the sum of t, which is F(infinity)      `solve`
 """
 
+from __future__ import annotations
+
 import enum
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import gcd, prod
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,10 +53,114 @@ from alpa_lite.inter_op.stage_kernels import (
     fill,
     trace,
 )
-from alpa_lite.inter_op.stage_table import StageAssignment as StageAssignment
-from alpa_lite.inter_op.stage_table import StageTable as StageTable
-from alpa_lite.inter_op.stage_table import devices_by_group
-from alpa_lite.inter_op.stage_table import evaluate as evaluate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StageTable:
+    """The cost of every possible stage.
+
+    Attributes:
+        seconds: [L, L, S, C], per micro-batch, of the stage of layers i..j on submesh kind s with configuration c;
+            infinite where that is impossible. Entries with j < i are ignored.
+        max_following_stages: [L, L, S, C], how many stages may follow it given its memory; -1 if it never fits.
+        submesh_devices: the number of devices of each submesh kind.
+        submesh_groups: the group of devices that each kind belongs to, None for one that is the whole cluster; ()
+            where there is one group.
+        inflow_seconds: [L, S, S], per micro-batch, that a stage from layer i on takes on top if the stage before is on
+            the first kind and it is on the second; None for nothing. Entries with i = 0 are ignored.
+    """
+
+    seconds: NDArray[np.float64]
+    max_following_stages: NDArray[Any]
+    submesh_devices: tuple[int, ...]
+    submesh_groups: tuple[int | None, ...] = ()
+    inflow_seconds: NDArray[np.float64] | None = None
+
+    def __post_init__(self) -> None:
+        shape, kinds = self.seconds.shape, len(self.submesh_devices)
+        if len(shape) != 4 or shape[0] != shape[1] or shape[2] != kinds or shape != self.max_following_stages.shape:
+            raise PlanError(
+                f"A stage table for {kinds} submesh kinds needs two arrays [layers, layers, {kinds}, configurations],"
+                f" but their shapes are {shape} and {self.max_following_stages.shape}."
+            )
+        if 0 in shape or min(self.submesh_devices) < 1 or not bool(np.all(self.seconds >= 0)):
+            raise PlanError("A stage table needs layers, submeshes of at least one device, and seconds of at least 0.")
+        if self.submesh_groups and (
+            len(self.submesh_groups) != kinds or any((g or 0) < 0 for g in self.submesh_groups)
+        ):
+            raise PlanError(
+                f"A stage table for {kinds} submesh kinds needs the group of each, counted from 0 (None for the whole"
+                f" cluster), but {self.submesh_groups} was given."
+            )
+        self._check_inflow((shape[0], kinds, kinds))
+
+    def _check_inflow(self, shape: tuple[int, int, int]) -> None:
+        inflow = self.inflow_seconds
+        if inflow is not None and (inflow.shape != shape or not bool(np.all((inflow >= 0) & (inflow < np.inf)))):
+            raise PlanError(
+                f"inflow_seconds needs the shape {shape}, by first layer, kind before and kind, and finite seconds of"
+                f" at least 0, but an array of shape {inflow.shape} was given."
+            )
+
+    @property
+    def num_layers(self) -> int:
+        return self.seconds.shape[0]
+
+    @property
+    def groups(self) -> tuple[int | None, ...]:
+        """The group of each kind, written out."""
+        return self.submesh_groups or (0,) * len(self.submesh_devices)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageAssignment:
+    """Layers `first_layer` to `last_layer` (inclusive) on one submesh kind, in one of its configurations."""
+
+    first_layer: int
+    last_layer: int
+    submesh: int
+    configuration: int
+
+
+def devices_by_group(num_devices: int | Sequence[int]) -> tuple[int, ...]:
+    """The devices of each group; a single number is one group."""
+    return (num_devices,) if isinstance(num_devices, int) else tuple(num_devices)
+
+
+def evaluate(
+    table: StageTable,
+    stages: Sequence[StageAssignment],
+    *,
+    num_devices: int | Sequence[int],
+    num_microbatches: int,
+    serialized: bool,
+) -> float:
+    """Seconds of a step with these stages, by the formula; infinite where they do not fit together or into memory."""
+    next_layer, devices = 0, devices_by_group(num_devices)
+    used = Counter[int]()
+    times: list[float] = []
+    for index, stage in enumerate(stages):
+        entry = (stage.first_layer, stage.last_layer, stage.submesh, stage.configuration)
+        in_order = stage.first_layer == next_layer <= stage.last_layer
+        if not in_order or table.max_following_stages[entry] < len(stages) - 1 - index:
+            return np.inf
+        next_layer = stage.last_layer + 1
+        used.update(_taken(table, stage.submesh, devices))
+        times.append(float(table.seconds[entry]))
+        if table.inflow_seconds is not None and index > 0:
+            times[-1] += float(table.inflow_seconds[stage.first_layer, stages[index - 1].submesh, stage.submesh])
+    if next_layer != table.num_layers or used != Counter(dict(enumerate(devices))):
+        return np.inf
+    return num_microbatches * sum(times) if serialized else sum(times) + (num_microbatches - 1) * max(times)
+
+
+def _taken(table: StageTable, submesh: int, devices: tuple[int, ...]) -> dict[int, int]:
+    """The devices that a kind of submesh takes, by group; more than there are for a kind that is no whole cluster."""
+    size, group = table.submesh_devices[submesh], table.groups[submesh]
+    if group is not None:
+        return {group: size}
+    return dict(enumerate(devices)) if size == sum(devices) else {0: size + devices[0]}
+
 
 BOTTLENECK_GAP = 1e-6
 """Relative distance below which two bottlenecks count as one; the result is optimal up to this factor."""
@@ -151,7 +262,7 @@ class _StageDp:
     sums: BottleneckSums
 
     @staticmethod
-    def of(table: StageTable, *, devices: tuple[int, ...], min_stages: int, max_stages: int) -> "_StageDp":
+    def of(table: StageTable, *, devices: tuple[int, ...], min_stages: int, max_stages: int) -> _StageDp:
         kinds = _usable_kinds(table, devices)
         seconds = np.array(table.seconds[:, :, kinds], dtype=np.float64, order="C")
         following = np.array(table.max_following_stages[:, :, kinds], dtype=np.int64, order="C")

@@ -15,23 +15,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from alpa_lite.inter_op.equal_stages import BestStages, StageEquality, equal_parts, number_of_equal, ways
-from alpa_lite.inter_op.layer_profile import summed
-from alpa_lite.inter_op.space import Space
-from alpa_lite.inter_op.stacked_arguments import least_seconds_of_rows, seconds_of_rows
-from alpa_lite.inter_op.stage_cache import Question
-from alpa_lite.inter_op.stage_costs import StageCosts, expect
-from alpa_lite.inter_op.stage_dp import StageChoice
+from alpa_lite.inter_op.boundaries import least_seconds_of_rows, seconds_of_rows
+from alpa_lite.inter_op.space import Space, StageEquality, equal_parts, number_of_equal, ways
+from alpa_lite.inter_op.stage_costs import Question, StageCosts, expect
+from alpa_lite.inter_op.stage_dp import StageChoice, StageStatus, StageTable, solve
+from alpa_lite.inter_op.survey import summed
 from alpa_lite.intra_op.problem import Status
 from alpa_lite.intra_op.solve import RELATIVE_GAP, StageSolution
 from alpa_lite.plan.pricing import dispatch_seconds
 from alpa_lite.schedule import Schedule
 from alpa_lite.sharding.meshes import LogicalMesh
 from alpa_lite.step.rematerialisation import Remat
+from cost_models.interface import CostModel
 
 MANY = 3
 """How many stages on a logical mesh must take longer than guessed before others are guessed to do so."""
@@ -44,6 +44,12 @@ SPARED = 1 / 3
 
 STILL = 1 / 4
 """The part of what was done that is taken to be left where the search takes more than mostly."""
+
+
+_NOTHING = StageChoice(stages=(), seconds=np.inf, status=StageStatus.INFEASIBLE, reason="No equal stages are possible.")
+
+_ROUNDING = 1e-9
+"""Sums that are the same may differ by so much."""
 
 
 class StageSearch:
@@ -347,7 +353,7 @@ class StageSearch:
         return solution.forward_seconds + solution.backward_seconds + update
 
     def _for_rows(self, first: int, last: int, kind: int, configuration: int, solution: StageSolution) -> float:
-        """Seconds per step to move rows of stacked arguments, where any move; see `rows`."""
+        """Seconds per step to move rows of stacked arguments, where any move; see `boundaries`."""
         if not self._least_for_rows[first, last, kind]:
             return 0.0
         costs, first, last = self._asked(first, last, kind, configuration)
@@ -366,3 +372,69 @@ def _entries(found: StageChoice) -> list[tuple[int, int, int, int]]:
 def _has_work(guessed: NDArray[np.float64]) -> NDArray[np.bool_]:
     """Where a ratio to the guess tells something: not where nothing can run, nor where there is nothing to do."""
     return np.isfinite(guessed) & (guessed > 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BestStages:
+    """Chooses stages of one step; its calls take [layers, layers, kinds, configurations], see `StageTable`.
+
+    ways          which stages a plan may consist of, one way after the other; see `space.ways`
+    slower        [layers, kinds, kinds]: `StageTable.inflow_seconds`
+    num_stages    how many stages to make; None for the best number
+    """
+
+    space: Space
+    cost_model: CostModel
+    num_microbatches: int
+    ways: Sequence[NDArray[np.bool_]]
+    slower: NDArray[np.float64]
+    num_stages: int | None
+
+    def __call__(self, seconds: NDArray[np.float64], following: NDArray[np.int64]) -> StageChoice:
+        """The best of all ways; of equally good ones the first."""
+        # The first stage runs for every micro-batch: no stages of a way take less than the fastest first one.
+        masks = [np.broadcast_to(way, seconds.shape) for way in self.ways]
+        least = (1 - _ROUNDING) * self.num_microbatches
+        bounds = [least * float(np.where(mask[0], seconds[0], np.inf).min()) for mask in masks]
+        best, number = _NOTHING, len(masks)
+        for n in sorted(range(len(masks)), key=bounds.__getitem__):
+            if bounds[n] > best.seconds or math.isinf(bounds[n]):
+                break
+            other = self._dispatched(self._chosen(np.where(masks[n], seconds, np.inf), following))
+            if (other.seconds, n) < (best.seconds, number):
+                best, number = other, n
+        return best
+
+    def why_impossible(self, seconds: NDArray[np.float64], following: NDArray[np.int64]) -> str:
+        """Why there are no such stages, as a sentence; empty if there are."""
+        found = [self._chosen(np.where(way, seconds, np.inf), following, explain=True) for way in self.ways]
+        return "" if any(each.stages for each in found) else (found or [_NOTHING])[0].reason
+
+    def _chosen(
+        self, seconds: NDArray[np.float64], following: NDArray[np.int64], *, explain: bool = False
+    ) -> StageChoice:
+        return solve(
+            StageTable(
+                seconds=seconds,
+                max_following_stages=following,
+                submesh_devices=self.space.devices,
+                submesh_groups=self.space.groups,
+                inflow_seconds=self.slower,
+            ),
+            num_devices=self.space.devices_of_groups,
+            num_microbatches=self.num_microbatches,
+            min_stages=self.num_stages or 1,
+            max_stages=self.num_stages,
+            serialized=self.space.cluster.shared_processor,
+            explain=explain,
+        )
+
+    def _dispatched(self, found: StageChoice) -> StageChoice:
+        """Stages take no less than their host needs to dispatch all of their tasks; hosts wait for each other once."""
+        cluster = self.space.cluster
+        if not found.stages:
+            return found
+        beside = max(1, cluster.devices_per_host // self.space.devices[found.stages[0].submesh])
+        tasks = 2 * self.num_microbatches * min(len(found.stages), beside)
+        dispatched = max(found.seconds, self.cost_model.launch_seconds() * tasks)
+        return replace(found, seconds=dispatched + cluster.skew_seconds)

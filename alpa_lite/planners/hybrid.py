@@ -29,7 +29,7 @@ from alpa_lite.inter_op.joint.what_would_fit import (
     show_bytes,
     show_shortage,
 )
-from alpa_lite.inter_op.loop_cuts import PipelineCut, cut_into_stages
+from alpa_lite.inter_op.loop_cuts import PipelineCut, cut_into_blocks, cut_into_stages
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.inter_op.shared_devices import Together, held_at_peak, solve_together
 from alpa_lite.inter_op.space import PlacedStage
@@ -38,7 +38,6 @@ from alpa_lite.intra_op.shortage import Shortage
 from alpa_lite.intra_op.solve import StageSolution
 from alpa_lite.intra_op.strategies import AxisRole, BatchSplit, Restriction
 from alpa_lite.plan.plan import Plan
-from alpa_lite.planners.block_partition import cut_into_blocks
 from alpa_lite.planners.planner import Planner
 from alpa_lite.planners.weights import weights_layout
 from alpa_lite.program.phases import StepGraph

@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 
 import alpa_lite as al
-from alpa_lite.inter_op.layer_profile import Profile
 from alpa_lite.inter_op.space import Space
 from alpa_lite.inter_op.stage_costs import StageCosts
 from alpa_lite.inter_op.stage_dp import StageChoice, StageTable, solve
 from alpa_lite.inter_op.stage_search import StageSearch
-from alpa_lite.inter_op.survey import Survey
+from alpa_lite.inter_op.survey import Profile, Survey
 from alpa_lite.inter_op.workers import Likely, Workers
 from alpa_lite.plan.progress import Progress
 from alpa_lite.schedule import OneFOneB

@@ -8,7 +8,7 @@ chunks      the layers in several times as many parts, dealt out over the same s
 Stages that agree on how rows of stacked arguments lie.
 
 A step returns one array for a stacked argument. If every stage holds equally many of its rows in one form, the array
-lies over their devices as it is; if not, the rows are brought together after each step (`stacked.stacks_at_rest`).
+lies over their devices as it is; if not, the rows are brought together after each step (`boundaries.stacks_at_rest`).
 Stages are solved one by one, and what is as good for one may be another form for the next. Here the stages that differ
 are solved again with the form of one of them given.
 """
@@ -21,11 +21,11 @@ from dataclasses import dataclass, replace
 
 from alpa_lite.errors import InfeasibleError, PlanError
 from alpa_lite.inter_op.assembly import predict
+from alpa_lite.inter_op.boundaries import stacks_at_rest
 from alpa_lite.inter_op.joint.stage_cost_cache import StageCostCache
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.inter_op.shared_devices import device_peak, solve_together
 from alpa_lite.inter_op.space import PlacedStage
-from alpa_lite.inter_op.stacked_arguments import stacks_at_rest
 from alpa_lite.inter_op.stage_costs import StageCosts
 from alpa_lite.intra_op.solve import RELATIVE_GAP, StageSolution
 from alpa_lite.plan.plan import Prediction

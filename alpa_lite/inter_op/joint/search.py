@@ -1,9 +1,9 @@
 """The joint search: micro-batches, stages, submeshes, logical meshes and shardings together.
 
-    numbers    of micro-batches that divide the batch, each well above the one before            `numbers`
+    numbers    of micro-batches that divide the batch, each well above the one before            `microbatch_counts`
     survey     a few layers, solved at a few of these numbers: what all layers would take        `inter_op.survey`
     guess      the time of the best stages at each number, as far as the survey tells            `JointSearch._guess_at`
-    order      the number that is likely the best, then those around it while they are better    `numbers`
+    order      the number that is likely the best, then those around it while they are better    `microbatch_counts`
     search     of one number: guesses become costs where the best stages depend on them          `inter_op.stage_search`
 
 With one micro-batch a pipeline has nothing to overlap: then the step is one stage, if no other number of stages is
@@ -33,18 +33,16 @@ from alpa_lite.errors import (
 )
 from alpa_lite.inter_op.assembly import assemble
 from alpa_lite.inter_op.boundaries import inflows, slower_inflows
-from alpa_lite.inter_op.equal_stages import StageEquality
 from alpa_lite.inter_op.joint.microbatch_counts import NEAR, Guess, next_numbers, numbers_to_search, surveyed_numbers
 from alpa_lite.inter_op.joint.refine import Found, agreeing, made_to_fit, refined, rescheduled
 from alpa_lite.inter_op.joint.stage_cost_cache import StageCostCache
 from alpa_lite.inter_op.joint.what_would_fit import tightest_stage
-from alpa_lite.inter_op.layer_profile import Profile
 from alpa_lite.inter_op.plan_request import PlanRequest
-from alpa_lite.inter_op.space import PlacedStage, Space, hosts_of_groups
+from alpa_lite.inter_op.space import PlacedStage, Space, StageEquality, hosts_of_groups
 from alpa_lite.inter_op.stage_costs import StageCosts
 from alpa_lite.inter_op.stage_dp import StageChoice
 from alpa_lite.inter_op.stage_search import StageSearch
-from alpa_lite.inter_op.survey import Beyond, Survey
+from alpa_lite.inter_op.survey import Beyond, Profile, Survey
 from alpa_lite.intra_op.solve import RELATIVE_GAP
 from alpa_lite.plan.plan import Plan
 from alpa_lite.schedule import Schedule

@@ -1,7 +1,7 @@
 """The step of a request in layers, at numbers of micro-batches, under policies of rematerialisation, with stage costs.
 
-    of        every layer under one policy: what stages would take if they followed it               `Steps.of`
-    mixed     each layer under a policy of its own, for stages that were chosen                      `Steps.mixed`
+    of        every layer under one policy: what stages would take if they followed it            `StageCostCache.of`
+    mixed     each layer under a policy of its own, for stages that were chosen                   `StageCostCache.mixed`
 
 Policies are those of parts of layers of about a block each (`layers.subdivided`), so that a backward pass holds the
 insides of one block at a time. What a stage of one policy takes does not depend on the policies of the others.
@@ -16,8 +16,7 @@ from functools import cached_property
 from alpa_lite.inter_op.loop_cuts import is_even, parts_that_may_do
 from alpa_lite.inter_op.pins import Pins, pinned_specs
 from alpa_lite.inter_op.plan_request import PlanRequest
-from alpa_lite.inter_op.stage_cache import MeshKey
-from alpa_lite.inter_op.stage_costs import StageCosts
+from alpa_lite.inter_op.stage_costs import MeshKey, StageCosts
 from alpa_lite.intra_op.formulate import Builders
 from alpa_lite.program.phases import Phase, StepGraph
 from alpa_lite.program.wiring import MAX_TRIPS

@@ -10,13 +10,14 @@ import numpy as np
 
 from alpa_lite.errors import AlpaLiteError
 from alpa_lite.inter_op.joint.stage_cost_cache import StageCostCache
-from alpa_lite.inter_op.layer_profile import Profile
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.inter_op.space import Space
-from alpa_lite.inter_op.stage_costs import StageCosts, state_bytes
+from alpa_lite.inter_op.stage_costs import SolvedStage, StageCosts, state_bytes
+from alpa_lite.inter_op.survey import Profile
 from alpa_lite.intra_op.shortage import Shortage, show_seconds
 from alpa_lite.plan.plan import Plan
 from alpa_lite.step.layers import Cut
+from cost_models.hardware import Device
 from cost_models.varied import with_times_the_hosts
 
 #: How many larger numbers of micro-batches, and how many doublings of the cluster, are tried.
@@ -81,6 +82,21 @@ def _predicted(change: Remedy) -> float | None:
         return None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tight:
+    """Layers that do not fit: the least bytes per `device` that they were found to need, and why.
+
+    `in_flight`: with so many micro-batches in flight, of which fewer would fit; None: with any number.
+    """
+
+    first: int
+    last: int
+    in_flight: int | None
+    peak_bytes: float
+    device: Device
+    shortage: Shortage | None
+
+
 def tightest_stage(
     request: PlanRequest, steps: StageCostCache, space: Space, number: int, cut: Cut, profiles: Collection[Profile]
 ) -> str:
@@ -89,10 +105,10 @@ def tightest_stage(
     `number`: of micro-batches; `cut`: the layers of which one is tried if nothing was; `profiles`: of the layers under
     each policy that they may follow.
     """
-    if not any(costs.tightest_tried for costs in steps.at(number)):
+    if not any(costs.solved_within_memory for costs in steps.at(number)):
         _try_hardest(steps.of(number, cut), space)
     for costs in steps.at(number):
-        tight = costs.tightest(explain=request.advise)
+        tight = _tightest(costs, explain=request.advise)
         if tight is not None:
             where = f"layer {tight.first}" if tight.first == tight.last else f"layers {tight.first}..{tight.last}"
             held = f" with {tight.in_flight} micro-batches in flight" if tight.in_flight is not None else ""
@@ -105,6 +121,44 @@ def tightest_stage(
     least = min(profiles, key=lambda profile: profile.saved_bytes.sum())
     needed = _needed_by_all(request, least, number)
     return f"No plan fits into memory at num_microbatches={number}, though each layer does by itself: {needed}"
+
+
+def _tightest(costs: StageCosts, *, explain: bool) -> Tight | None:
+    """Of the shortest stages that did not fit where they were tried, the one with the most state, and its needs.
+
+    Where all fitted with fewer micro-batches in flight, one that did not with more. None when nothing was tried, or
+    all of it fitted. `explain`: with what it needs its memory for.
+    """
+    tried = costs.solved_within_memory
+    fitted = {(s.view.first, s.view.last) for s in tried if s.solution.choice is not None}
+    failed = [solved for solved in tried if solved.solution.choice is None]
+    if not failed:
+        return None
+    held = np.concatenate([[0.0], np.cumsum(state_bytes(costs.step, costs.layers))])
+
+    def order(solved: SolvedStage) -> tuple[float, ...]:
+        first, last = solved.view.first, solved.view.last
+        fits_with_fewer = (first, last) in fitted
+        devices = solved.submesh.num_devices
+        return (fits_with_fewer, last - first, held[first] - held[last + 1], -devices, solved.in_flight)
+
+    solved = min(failed, key=order)
+    first, last = solved.view.first, solved.view.last
+    submesh, mesh = solved.submesh, solved.kind.mesh
+    # The search only sees that a stage does not fit; the least memory that it could do with is looked for here, once.
+    needs = replace(costs, seeks_peaks=True, _solved={}).solution(
+        first, last, submesh, mesh, in_flight=solved.in_flight, limit_bytes=solved.limit_bytes
+    )
+    shortage = costs.shortage(first, last, submesh, mesh, in_flight=solved.in_flight) if explain else None
+    in_flight = solved.in_flight if (first, last) in fitted else None
+    return Tight(
+        first=first,
+        last=last,
+        in_flight=in_flight,
+        peak_bytes=needs.peak_bytes,
+        device=costs.device(submesh),
+        shortage=shortage,
+    )
 
 
 def _needed_by_all(request: PlanRequest, profile: Profile, number: int) -> str:
