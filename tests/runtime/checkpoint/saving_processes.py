@@ -112,6 +112,7 @@ def fail(folder: str, here: bool) -> dict[str, object]:
         disk.make_folder = no_folder
     told("no folder", lambda: checkpoints.save(2, state), checkpoints.wait)
     disk.make_folder = make_folder
+    multihost_utils.sync_global_devices("failed")  # the first process removes what it began once all have been told
     found["left"] = sorted(path.name for path in checkpoints.folder.iterdir())
     checkpoints.save(2, state, plan=plan)
     checkpoints.wait()
