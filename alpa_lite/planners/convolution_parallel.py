@@ -28,8 +28,7 @@ from alpa_lite.planners.planner import Planner
 from alpa_lite.planners.weights import WeightSplit, layout_of_kinds, named_kinds
 from alpa_lite.program.ir import Graph
 from alpa_lite.program.phases import StepGraph
-from alpa_lite.rules.dim_names import batch_dims_of, dim_names
-from alpa_lite.rules.dims import DimClasses, major_factor
+from alpa_lite.rules.dims import DimClasses, batch_dims_of, dim_names, major_factor
 from alpa_lite.rules.op_info import rule_of_op
 
 _SPACE = ("height", "width")

@@ -66,8 +66,8 @@ class Hybrid(Planner):
         context: devices that share the positions of each sequence (context parallelism), beside "data".
         expert: of "data", how many devices may hold different experts: they split the batch, or the dim of a
             contraction that its weights share with all its arrays.
-        split: names of dims (`rules.dim_names`; of kernels also "channel" and "filter"), each with the axis that must
-            split the weights that have one along it.
+        split: names of dims (`rules.dims.dim_names`; of kernels also "channel" and "filter"), each with the axis that
+            must split the weights that have one along it.
         sequence_parallel: whether sums over "model" may stay scattered over it between products.
         equal: what stages have equal shares of: "flops", or the "loops" over layers (`lax.scan`) as they are written;
             or "layer_flops" or "layer_bytes" of whole layers (`block_partition`).

@@ -24,8 +24,7 @@ from alpa_lite.planners.on_mesh import plan_on_mesh
 from alpa_lite.planners.planner import Planner
 from alpa_lite.program.ir import Graph
 from alpa_lite.program.phases import StepGraph
-from alpa_lite.rules.dim_names import Contraction, batch_dims_of, contractions
-from alpa_lite.rules.dims import DimClasses
+from alpa_lite.rules.dims import Contraction, DimClasses, batch_dims_of, contractions
 from alpa_lite.rules.op_info import rule_of_op
 
 AXIS = "x"

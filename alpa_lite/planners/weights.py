@@ -15,8 +15,7 @@ from alpa_lite.errors import PlanError
 from alpa_lite.intra_op.constraints import NO_LAYOUT, GivenLayout, Wanted
 from alpa_lite.program.ir import Graph
 from alpa_lite.program.phases import StepGraph
-from alpa_lite.rules.dim_names import batch_dims_of, contractions, dim_names
-from alpa_lite.rules.dims import DimClasses, major_factor
+from alpa_lite.rules.dims import DimClasses, batch_dims_of, contractions, dim_names, major_factor
 from alpa_lite.rules.op_info import rule_of_op
 
 

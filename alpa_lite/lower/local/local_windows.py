@@ -16,8 +16,7 @@ import numpy as np
 from jax import lax
 
 from alpa_lite.lower.local.block import LocalOp, block_index, local_lowering
-from alpa_lite.rules.convolution import spatial_dims
-from alpa_lite.rules.windows import windows_of
+from alpa_lite.rules.convolution import spatial_dims, windows_of
 
 
 def _grown(op: LocalOp, operands: Sequence[Any], fills: Sequence[Any]) -> list[Any]:
