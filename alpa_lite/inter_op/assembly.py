@@ -1,8 +1,7 @@
 """Assemble a `Plan` and its prediction from stages that have been solved.
 
-Dims of arguments that the devices do not divide stay whole; here is what padding them would buy.
-
-A dim of local size s on an axis of n unused devices, padded to p = ⌈s / n⌉ · n, would save
+Dims of arguments that the devices do not divide stay whole. The plan says what padding them would save
+(`undivided_dims`). A dim of local size s on an axis of n unused devices, padded to p = ⌈s / n⌉ · n, would save
 
     bytes    = local bytes · (1 - p / (s n))
     seconds  = Σ over the contractions that read the argument: seconds · runs per step · (1 - p / (s n))
@@ -52,7 +51,7 @@ def assemble(
     schedule: Schedule,
     started: float,
 ) -> Plan:
-    """A `Plan` with its prediction, from solved stages."""
+    """Return a `Plan` with its prediction, from solved stages; ``started``: when planning began (`perf_counter`)."""
     plans = tuple(_stage_plan(request, step, layers, stage) for stage in stages)
     statuses = {stage.solution.status.value for stage in stages}
     prediction = predict(request, step, layers, stages, schedule)
@@ -83,19 +82,19 @@ def assemble(
 
 
 def schedule_for(step: StepGraph, schedule: Schedule) -> Schedule:
-    """The schedule that was asked for, or that of inference where a step has no backward pass to be scheduled."""
+    """Return the schedule, or the one of inference if a step has no backward pass."""
     forward_alone = Phase.BACKWARD not in step.phases and schedule.stages_per_processor == 1
     return Inference() if forward_alone else schedule
 
 
 def with_microbatches(plan: Plan) -> str:
-    """The name of a plan, and how many micro-batches it has."""
+    """Return the name of a plan with its number of micro-batches, if it has several."""
     count = plan.num_microbatches
     return plan.name if count == 1 else f"{plan.name}, {count} micro-batches"
 
 
 def relative_gap(seconds: float, bound: float) -> float:
-    """How much less than `seconds` the best can take at most, relative to it."""
+    """Return the largest possible saving over `seconds`, relative to it, given a lower bound."""
     return max(0.0, (seconds - bound) / seconds) if seconds > 0 else 0.0
 
 
@@ -113,7 +112,7 @@ def _undivided(
 
 
 def opaque_uses(step: StepGraph) -> tuple[OpaqueUse, ...]:
-    """The ops of a step that no rule can split, by primitive, the largest first."""
+    """Return the ops of a step that have no rule, grouped by primitive, the largest group first."""
     groups: dict[str, list[tuple[float, str]]] = {}
     for graph, op in opaque_ops(step.graph):
         size = float(sum(v.bytes for v in graph.results(op)))
@@ -135,6 +134,7 @@ def _stage_plan(request: PlanRequest, step: StepGraph, layers: Layers, stage: Pl
     if solution.choice is None:
         raise PlanError("A stage without a solution cannot become part of a plan.")
     choice = solution.choice
+    # Inputs that are no arguments are arrays that the function captured.
     homes = {
         v: home
         for v, part, home in zip(graph.inputs, step.input_parts, layers.of_input, strict=True)
@@ -167,7 +167,7 @@ def _stage_plan(request: PlanRequest, step: StepGraph, layers: Layers, stage: Pl
 def predict(
     request: PlanRequest, step: StepGraph, layers: Layers, stages: Sequence[PlacedStage], schedule: Schedule
 ) -> Prediction:
-    """Simulate the schedule on the stages' times; add the update, the skew of hosts, and what dispatching takes."""
+    """Simulate the schedule on the times of the stages; add the update, the skew of hosts, and dispatching."""
     with request.progress.during("simulate"):
         return _predicted(request, step, layers, stages, schedule)
 
@@ -182,7 +182,7 @@ def _predicted(
     together = sharing([stage.submesh for stage in stages])
     whole = count == 1 and m == 1
     tasks = schedule.tasks(count, m)
-    overhead = launch if not whole else launch / len(tasks[0])  # all of the step is one program
+    overhead = launch if not whole else launch / len(tasks[0])  # the whole step is one program
     timeline = simulate(
         tasks,
         [s.forward_seconds for s in solutions],
@@ -197,6 +197,7 @@ def _predicted(
         stages[numbers[0]].submesh: device_peak({i: solutions[i] for i in numbers}, tasks[numbers[0] % len(tasks)])
         for numbers in together
     }
+    # Stages on the same devices update in turn, those on other devices at the same time; virtual devices never overlap.
     in_turn = [sum(updates[i] for i in numbers) for numbers in together]
     update = sum(in_turn) if request.cluster.shared_processor else max(in_turn)
     stacks = stacks_at_rest(request.cost_model, step, layers, stages)
@@ -222,7 +223,10 @@ def _predicted(
 def inflows_between(
     request: PlanRequest, step: StepGraph, layers: Layers, stages: Sequence[PlacedStage]
 ) -> list[float]:
-    """What each stage but the first takes to receive, per micro-batch; nothing from one on the same devices."""
+    """Return the seconds per micro-batch in which each stage but the first receives its inputs.
+
+    Nothing is sent between stages on the same devices.
+    """
     received = received_values(step, layers, [(stage.first, stage.last) for stage in stages[1:]])
     return [
         inflow_seconds(
@@ -238,15 +242,15 @@ def inflows_between(
 
 
 LEAST_SHARE = 0.01
-"""Arguments below this share of the largest one are not worth a line."""
+"""Arguments below this share of the largest one are not reported."""
 
 
 def undivided_dims(
     step: StepGraph, stage: int, choice: Choice, pricer: Pricer, arguments: Sequence[int]
 ) -> tuple[UndividedDim, ...]:
-    """The dims of a stage's arguments that an axis would split if it divided them, the most bytes first.
+    """Return the dims of a stage's arguments that an axis would split if it divided them, the most bytes first.
 
-    Only axes count that split some argument here: others are not for state in this plan.
+    Only axes count that split some argument of this stage: the plan does not split state over the others.
     """
     values = [step.graph.values[v] for v in arguments if step.batch_dims[v] is None and v in choice.inputs]
     used = {axis for v in values for axis in choice.inputs[v.id].axes}
@@ -268,11 +272,12 @@ def _of_value(
         count = sizes[axis]
         blocks = [n // prod(sizes[a] for a in axes) for n, axes in zip(value.shape, spec.dims, strict=True)]
         if any(block % count == 0 for block in blocks):
-            continue  # it stays whole by choice
+            continue  # the axis could split another dim: the value stays whole by choice
         for dim, block in enumerate(blocks):
             if block < count:
                 continue
             padded = ceil(block / count) * count
+            # A device would then hold padded / count of the block's positions instead of all.
             share = 1 - padded / (block * count)
             yield UndividedDim(
                 name=value.name,
@@ -288,7 +293,7 @@ def _of_value(
 
 
 def _contraction_seconds(step: StepGraph, value: Value, dim: int, spec: Spec, choice: Choice, pricer: Pricer) -> float:
-    """Seconds per step of the contractions that read this dim of a value whole."""
+    """Return the seconds per step of the contractions that read this dim of a value as it is split now."""
     graph, total = step.graph, 0.0
     for op in (graph.ops[c] for c in graph.consumers[value.id]):
         rule = rule_of_op(graph, op.id)

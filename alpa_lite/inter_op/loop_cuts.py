@@ -29,9 +29,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from alpa_lite.errors import BatchError, NonAdditiveError, PlanError, TraceError
 from alpa_lite.inter_op.plan_request import PlanRequest
-from alpa_lite.inter_op.stage_costs import state_bytes
 from alpa_lite.program.ir import Graph, Op
 from alpa_lite.program.phases import Phase, StepGraph
 from alpa_lite.program.wiring import MAX_TRIPS, parts_of, wiring_of
@@ -48,7 +50,7 @@ _ROUNDING = 1 + 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineCut:
-    """A step and its stages, one layer each."""
+    """A step and its layers, each of which is a stage."""
 
     step: StepGraph
     layers: Layers
@@ -65,11 +67,12 @@ def cut_into_stages(
 ) -> PipelineCut:
     """Cut the step into `count` stages, with the first of some numbers of micro-batches that works.
 
-    Stages have about equal FLOPs, or FLOPs in proportion to `shares`, or `by_loops` equal numbers of the loops of the
-    forward pass. `written_out`: trip by trip, for who wants to take the backward pass of a trip apart.
+    Stages have about equal FLOPs, or FLOPs in proportion to `shares`, or (`by_loops`) equal numbers of the loops of the
+    forward pass. `written_out`: cut loops into single trips, so that the backward pass of a trip can be split.
 
-    Raises PlanError when the model is too short or has other loops or there are not as many positive shares as stages,
-    and what tracing raises for a number that the user asked for.
+    Raises:
+        PlanError: the model is too short, has other loops, or there are not as many positive shares as stages.
+        AlpaLiteError: tracing fails at a number of micro-batches that the user gave.
     """
     if shares and (len(shares) != count or min(shares) <= 0 or by_loops):
         raise PlanError(
@@ -100,7 +103,7 @@ def cut_into_stages(
             return PipelineCut(step=step, layers=layers)
         num_parts = parts_that_may_do(step, count, shares)
     except (NonAdditiveError, BatchError, TraceError, PlanError):
-        pass  # what is wrong with it is said when it is asked for in parts
+        pass  # tracing it in parts raises the same problem, below
     try:
         return _in_parts(request, microbatches, shares, num_parts)
     except PlanError as error:
@@ -110,7 +113,7 @@ def cut_into_stages(
 def _in_parts(
     request: PlanRequest, microbatches: Sequence[int], shares: Sequence[float], num_parts: int
 ) -> PipelineCut:
-    """The cut with loops in as many parts as it takes, from so many on; at last they are written out."""
+    """Cut loops into `num_parts` parts, or twice as many, and so on until stages are even; at most into trips."""
     while True:
         step = request.best_step(microbatches, loop_parts=num_parts)
         layers = make_layers(step, len(shares), imbalance=IMBALANCE, shares=shares)
@@ -120,7 +123,7 @@ def _in_parts(
 
 
 def is_even(step: StepGraph, layers: Layers, shares: Sequence[float] = ()) -> bool:
-    """True when more parts of loops could hardly give stages that are closer to their shares; without them, equal."""
+    """Return True if more parts of loops could hardly bring stages closer to their shares (by default equal ones)."""
     shares = shares or (1.0,) * layers.num_layers
     loops, totals = _trips(step), [0.0] * layers.num_layers
     for op, (flops, count) in loops.items():
@@ -131,8 +134,11 @@ def is_even(step: StepGraph, layers: Layers, shares: Sequence[float] = ()) -> bo
 
 
 def parts_that_may_do(step: StepGraph, num_parts: int, shares: Sequence[float]) -> int:
-    """The first number of parts of loops with which a cut of a step can be even: `num_parts`, or twice as many, and so
-    on. `step`: with its loops whole."""
+    """Return the first number of parts of loops with which a cut can be even: `num_parts`, or twice as many, and so on.
+
+    `step` has its loops whole.
+    """
+    # Each number of parts that is tried takes a trace; this estimate skips those that cannot succeed.
     loops = _trips(step)
     allowed = _allowed(loops, shares) * _ROUNDING
     while num_parts < MAX_TRIPS:
@@ -144,7 +150,7 @@ def parts_that_may_do(step: StepGraph, num_parts: int, shares: Sequence[float]) 
 
 
 def _trips(step: StepGraph) -> dict[int, tuple[float, int]]:
-    """Of each op of the forward pass, the FLOPs of a trip, and how many trips there are that can be taken apart."""
+    """Return for each op of the forward pass the FLOPs of a trip, and the number of trips that can be separated."""
     flops, found = op_flops(step), dict[int, tuple[float, int]]()
     for op in step.graph.ops:
         if step.phases[op.id] is Phase.FORWARD:
@@ -156,13 +162,14 @@ def _trips(step: StepGraph) -> dict[int, tuple[float, int]]:
 
 
 def _allowed(loops: Mapping[int, tuple[float, int]], shares: Sequence[float]) -> float:
-    """How many FLOPs for each share the largest stage may have."""
+    """Return how many FLOPs per share the largest stage may have."""
     trips = [flops for flops, count in loops.values() for _ in range(count)]
     return max((1 + UNEVEN) * sum(trips) / sum(shares), least_largest(trips, shares) * _ROUNDING)
 
 
 def least_largest(sizes: Sequence[float], shares: Sequence[float]) -> float:
-    """The least x so that `sizes` are consecutive runs, one per share, of sums of at most x · share (by bisection)."""
+    """Return the least x for which `sizes` form consecutive runs, one per share, of sums of at most x · share."""
+    # By bisection; the lower end is exact where the sizes divide evenly, which is the usual case.
     low, high = sum(sizes) / sum(shares), sum(sizes) / shares[0]
     if _fit(sizes, shares, low * _ROUNDING):
         return low
@@ -173,7 +180,8 @@ def least_largest(sizes: Sequence[float], shares: Sequence[float]) -> float:
 
 
 def _fit(sizes: Sequence[float], shares: Sequence[float], limit: float) -> bool:
-    """Whether runs of at most limit · share hold all sizes; filling them up in turn never needs more of them."""
+    """Return True if runs of at most limit · share hold all sizes."""
+    # Filling the runs in turn is optimal: each ends as late as it can.
     run, room = 0, limit * shares[0]
     for size in sizes:
         while size > room:
@@ -186,7 +194,7 @@ def _fit(sizes: Sequence[float], shares: Sequence[float], limit: float) -> bool:
 
 
 def _reads_rows_apart(step: StepGraph, layers: Layers) -> bool:
-    """True when several layers read an argument by slices of their own, as they do the rows of stacked weights."""
+    """Return True if several layers read slices of one argument, as they do with the rows of stacked weights."""
     graph = step.graph
     for v in graph.inputs:
         slices = [graph.ops[c] for c in graph.consumers[v] if graph.ops[c].primitive in ("slice", "dynamic_slice")]
@@ -197,7 +205,7 @@ def _reads_rows_apart(step: StepGraph, layers: Layers) -> bool:
 
 
 def _layers_of(graph: Graph, layers: Layers, op: Op) -> set[int]:
-    """The layers that run an op; of one that is repeated, those of its readers."""
+    """Return the layers that run an op; for an op that is repeated where it is read, the layers of its readers."""
     found, seen, waiting = set[int](), {op.id}, [op]
     while waiting:
         op = waiting.pop()
@@ -214,13 +222,13 @@ def _layers_of(graph: Graph, layers: Layers, op: Op) -> set[int]:
 _BLOCK_ROUNDING = 1e-9
 
 By = Literal["layer_flops", "layer_bytes"]
-"""What layers cost: floating-point operations of both passes, or bytes of what lives in them."""
+"""The cost of a layer: floating-point operations of both passes, or bytes of the arguments that live in it."""
 
 
 def block_partition(costs: Sequence[float], count: int) -> tuple[int, ...]:
-    """How many of the costs, in order, each of `count` blocks holds.
+    """Return how many of the costs, in order, each of `count` blocks holds.
 
-    Raises `PlanError` when there are fewer costs than blocks.
+    Raises `PlanError` if there are fewer costs than blocks.
     """
     if not 0 < count <= len(costs):
         raise PlanError(f"{len(costs)} layers cannot be cut into {count} blocks. Ask for 1 to {len(costs)}.")
@@ -234,7 +242,7 @@ def block_partition(costs: Sequence[float], count: int) -> tuple[int, ...]:
         given = False
         while not given:
             sums, moves = _sums(scaled, ends), moves + 1
-            # What goes on for long goes in circles, for sums that are equal but for rounding.
+            # With rounding the moves may go in circles between equal sums. After so many the bound is relaxed.
             if sums[dearest] <= min(sums) + 1 + (_BLOCK_ROUNDING if moves > 10 * count * len(costs) else 0):
                 return tuple(b - a for a, b in pairwise(ends))
             cheapest = _cheapest(sums, ends, dearest)
@@ -247,7 +255,7 @@ def block_partition(costs: Sequence[float], count: int) -> tuple[int, ...]:
 
 
 def _cheapest(sums: Sequence[float], ends: Sequence[int], dearest: int) -> int:
-    """The first of the cheapest blocks whose neighbour towards the dearest block has a layer to give."""
+    """Return the first of the cheapest blocks whose neighbour towards the dearest block has a layer to give."""
     for block in (i for i, cost in enumerate(sums) if cost == min(sums)):
         beside = block + 1 if block < dearest else block - 1
         if ends[beside] < ends[beside + 1]:
@@ -275,8 +283,17 @@ def cut_into_blocks(request: PlanRequest, microbatches: Sequence[int], count: in
     return PipelineCut(step=step, layers=merged)
 
 
+def state_bytes(step: StepGraph, layers: Layers) -> NDArray[np.float64]:
+    """[layers]: bytes of the arguments without a batch that live in each layer, over all devices."""
+    totals = np.zeros(layers.num_layers)
+    for v, home in zip(step.graph.inputs, layers.of_input, strict=True):
+        if step.batch_dims[v] is None:
+            totals[home] += step.graph.values[v].bytes
+    return totals
+
+
 def _flops(step: StepGraph, layers: Layers) -> list[float]:
-    """Of each layer in both passes."""
+    """Return the FLOPs of each layer in both passes."""
     totals = [0.0] * layers.num_layers
     for op, flops, layer in zip(step.graph.ops, op_flops(step), layers.of_op, strict=True):
         if layer is not None and step.phases[op.id].in_loop:

@@ -104,11 +104,12 @@ class StageTable:
 
     @property
     def num_layers(self) -> int:
+        """The number of layers L."""
         return self.seconds.shape[0]
 
     @property
     def groups(self) -> tuple[int | None, ...]:
-        """The group of each kind, written out."""
+        """The group of each kind; 0 for all where there is one group."""
         return self.submesh_groups or (0,) * len(self.submesh_devices)
 
 
@@ -123,7 +124,7 @@ class StageAssignment:
 
 
 def devices_by_group(num_devices: int | Sequence[int]) -> tuple[int, ...]:
-    """The devices of each group; a single number is one group."""
+    """Return the number of devices of each group; a single number is one group."""
     return (num_devices,) if isinstance(num_devices, int) else tuple(num_devices)
 
 
@@ -135,13 +136,14 @@ def evaluate(
     num_microbatches: int,
     serialized: bool,
 ) -> float:
-    """Seconds of a step with these stages, by the formula; infinite where they do not fit together or into memory."""
+    """Return the seconds of a step with these stages; infinite if they do not fit together or into memory."""
     next_layer, devices = 0, devices_by_group(num_devices)
     used = Counter[int]()
     times: list[float] = []
     for index, stage in enumerate(stages):
         entry = (stage.first_layer, stage.last_layer, stage.submesh, stage.configuration)
         in_order = stage.first_layer == next_layer <= stage.last_layer
+        # Under 1F1B a stage holds one micro-batch more than the number of stages that follow it.
         if not in_order or table.max_following_stages[entry] < len(stages) - 1 - index:
             return np.inf
         next_layer = stage.last_layer + 1
@@ -155,7 +157,10 @@ def evaluate(
 
 
 def _taken(table: StageTable, submesh: int, devices: tuple[int, ...]) -> dict[int, int]:
-    """The devices that a kind of submesh takes, by group; more than there are for a kind that is no whole cluster."""
+    """Return the devices that a kind of submesh takes from each group.
+
+    A kind without a group must be the whole cluster; for another size the result exceeds the devices that there are.
+    """
     size, group = table.submesh_devices[submesh], table.groups[submesh]
     if group is not None:
         return {group: size}
@@ -167,7 +172,7 @@ BOTTLENECK_GAP = 1e-6
 
 
 class StageStatus(enum.Enum):
-    """How a search ended."""
+    """Outcome of the dynamic program."""
 
     OPTIMAL = "optimal"
     INFEASIBLE = "infeasible"
@@ -177,7 +182,7 @@ class StageStatus(enum.Enum):
 class StageChoice:
     """The best stages. If there are none, `seconds` is infinite and `reason` is a sentence that says why.
 
-    `num_bottlenecks` is the number of bottlenecks that had to be considered, `num_evaluated` that of dynamic programs.
+    `num_bottlenecks` is the number of values of tau, `num_evaluated` the number of those for which F was computed.
     """
 
     stages: tuple[StageAssignment, ...]
@@ -199,7 +204,7 @@ def solve(
     serialized: bool = False,
     explain: bool = True,
 ) -> StageChoice:
-    """The stages of least total time that use all devices.
+    """Return the stages of least total time that use all devices.
 
     Args:
         table: what each stage would cost.
@@ -238,8 +243,10 @@ def solve(
             totals[index] = dp.total(float(taus[index]))
         return totals[index]
 
+    # F falls as tau grows: if the largest tau admits no stages, none does.
     if taus.size == 0 or sum_at(taus.size - 1) == np.inf:
         return _infeasible(_why_infeasible(dp) if explain else "")
+    # On a shared processor the slowest stage does not matter, and the largest tau restricts nothing.
     best = taus.size - 1 if serialized else _search(sum_at, taus, num_microbatches, early_stop=early_stop)
     stages = dp.stages(float(taus[best]))
     seconds = evaluate(table, stages, num_devices=devices, num_microbatches=num_microbatches, serialized=serialized)
@@ -263,10 +270,13 @@ class _StageDp:
 
     @staticmethod
     def of(table: StageTable, *, devices: tuple[int, ...], min_stages: int, max_stages: int) -> _StageDp:
+        """Build the arrays of the kernels, as small as the table allows."""
         kinds = _usable_kinds(table, devices)
         seconds = np.array(table.seconds[:, :, kinds], dtype=np.float64, order="C")
         following = np.array(table.max_following_stages[:, :, kinds], dtype=np.int64, order="C")
         cheapest = cheapest_of(seconds, following, max_stages)
+        # If only memory limits the number of stages, g is the same for all r from some r on, and one level stands for
+        # all of these.
         open_ended = max_stages == min(table.num_layers, sum(devices))
         if open_ended:
             changes = (cheapest[1:] != cheapest[:-1]).any(axis=(1, 2, 3))
@@ -295,11 +305,11 @@ class _StageDp:
         )
 
     def total(self, tau: float) -> float:
-        """F(tau); infinite if no choice stays below tau."""
+        """Return F(tau); infinite if no stages stay below tau."""
         return float(fill(self.arrays, tau, self.sums)[self.min_stages :].min())
 
     def stages(self, tau: float) -> tuple[StageAssignment, ...]:
-        """Stages that attain F(tau), read off the recurrence from the first layer on."""
+        """Return stages that attain F(tau), read off the recurrence from the first layer on."""
         totals = fill(self.arrays, tau, self.sums)[self.min_stages :]
         rows = trace(self.arrays, tau, self.sums, self.min_stages + int(totals.argmin()))
         found: list[StageAssignment] = []
@@ -307,6 +317,7 @@ class _StageDp:
         for number, row in enumerate(rows):
             last, kind = int(row[0]), self.kinds[int(row[1])]
             entry = (first, last, kind)
+            # g only tells the least seconds. Any configuration of so many with enough memory attains them.
             fits = self.table.max_following_stages[entry] >= len(rows) - 1 - number
             configuration = int(np.where(fits, self.table.seconds[entry], np.inf).argmin())
             found.append(StageAssignment(first_layer=first, last_layer=last, submesh=kind, configuration=configuration))
@@ -315,7 +326,7 @@ class _StageDp:
 
 
 def _usable_kinds(table: StageTable, devices: tuple[int, ...]) -> list[int]:
-    """The kinds that some stage can be on."""
+    """Return the kinds that some stage can be on; the state of the dynamic program grows with the others too."""
     layers = np.arange(table.num_layers)
     possible = (table.max_following_stages >= 0) & np.isfinite(table.seconds)
     possible &= (layers[:, None] <= layers[None, :])[:, :, None, None]
@@ -330,7 +341,7 @@ def _usable_kinds(table: StageTable, devices: tuple[int, ...]) -> list[int]:
 def _sender_classes(
     table: StageTable, kinds: list[int], possible: NDArray[np.bool_]
 ) -> tuple[FloatArray, NDArray[np.int64]]:
-    """Inflow by [first layer, kind, sender class], and the sender class of each kind; `possible` is [L, L, S]."""
+    """Return the inflow by [first layer, kind, sender class], and the class of each kind; `possible` is [L, L, S]."""
     if table.inflow_seconds is None or not kinds:
         return np.zeros((table.num_layers, len(kinds), 1)), np.zeros(len(kinds), dtype=np.int64)
     received = table.inflow_seconds[:, kinds][:, :, kinds]
@@ -346,12 +357,13 @@ def _sender_classes(
 def _states(
     table: StageTable, kinds: list[int], devices: tuple[int, ...]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
-    """`shift` and `block` of each kind, and the number of states; see `stage_kernels`."""
+    """Return `shift` and `block` of each kind, and the number of states; see `stage_kernels`."""
     sizes, groups = table.submesh_devices, table.groups
     units = [gcd(size, *(sizes[k] for k in kinds if groups[k] == group)) for group, size in enumerate(devices)]
     digits = [size // unit + 1 for size, unit in zip(devices, units, strict=True)]
     steps = [prod(digits[group + 1 :]) for group in range(len(digits))]
     num_states = prod(digits)
+    # A kind that is the whole cluster takes all digits at once.
     shift, block = np.full(len(kinds), num_states - 1), np.full(len(kinds), num_states)
     for index, kind in enumerate(kinds):
         group = groups[kind]
@@ -362,13 +374,14 @@ def _states(
 
 
 def _bottlenecks(arrays: StageArrays) -> NDArray[np.float64]:
-    """The seconds that a stage can take, ascending; of values within `BOTTLENECK_GAP` the largest, which admits all."""
+    """Return the seconds that a stage can take, ascending; of values within `BOTTLENECK_GAP` only the largest."""
     cheapest = arrays.cheapest
     # A value of g counts once, at the first r that it belongs to.
     new = np.isfinite(cheapest)
     new[1:] &= cheapest[1:] != cheapest[:-1]
     _, first, _, kind = np.nonzero(new)
     values = np.unique(cheapest[new][:, None] + arrays.inflow[first, kind])
+    # The largest of a bin admits all stages of the others. A stage may take 0 s, whose logarithm is a bin of its own.
     with np.errstate(divide="ignore"):
         bins = np.floor(np.log(values) / np.log1p(BOTTLENECK_GAP))
     return values[np.append(bins[1:] != bins[:-1], True)] if values.size else values
@@ -377,7 +390,7 @@ def _bottlenecks(arrays: StageArrays) -> NDArray[np.float64]:
 def _search(
     sum_at: Callable[[int], float], taus: NDArray[np.float64], num_microbatches: int, *, early_stop: bool
 ) -> int:
-    """The index of the best bottleneck, where `sum_at` of the last one is finite."""
+    """Return the index of the best bottleneck; `sum_at` of the last one must be finite."""
     last = taus.size - 1
     totals: dict[int, float] = {}
 
@@ -390,8 +403,10 @@ def _search(
         visit(index)
     while pending:
         low, high = pending.pop()
+        # Between equal sums the smallest tau is the best, and that one was visited.
         if high - low < 2 or (low >= 0 and sum_at(low) == sum_at(high)):
             continue
+        # Nothing in between beats this bound: F is at least that of `high`, and a sum is at least its largest part.
         tau = float(taus[low + 1])
         if max(sum_at(high), tau) + (num_microbatches - 1) * tau >= min(totals.values()):
             continue
@@ -413,7 +428,7 @@ def _infeasible(reason: str) -> StageChoice:
 
 
 def _why_infeasible(dp: _StageDp) -> str:
-    """The first limit that rules everything out, found by lifting the limits one by one."""
+    """Return a sentence about the limit that rules everything out; the limits are lifted one by one."""
     table = dp.table
     count = f"{dp.min_stages} to {dp.max_stages} stages" if dp.min_stages < dp.max_stages else f"{dp.max_stages} stages"
     plan = f"{count} for the {table.num_layers} layers on {_show(dp.devices)} devices"

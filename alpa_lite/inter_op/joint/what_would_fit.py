@@ -1,4 +1,4 @@
-"""When nothing fits into memory: what needs the most, and which change is the cheapest that would do."""
+"""Advice if no plan fits into memory: the stage that needs the most, and the cheapest change that would help."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import numpy as np
 
 from alpa_lite.errors import AlpaLiteError
 from alpa_lite.inter_op.joint.stage_cost_cache import StageCostCache
+from alpa_lite.inter_op.loop_cuts import state_bytes
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.inter_op.space import Space
-from alpa_lite.inter_op.stage_costs import SolvedStage, StageCosts, state_bytes
+from alpa_lite.inter_op.stage_costs import SolvedStage, StageCosts
 from alpa_lite.inter_op.survey import Profile
 from alpa_lite.intra_op.shortage import Shortage, show_seconds
 from alpa_lite.plan.plan import Plan
@@ -20,12 +21,12 @@ from alpa_lite.step.layers import Cut
 from cost_models.hardware import Device
 from cost_models.varied import with_times_the_hosts
 
-#: How many larger numbers of micro-batches, and how many doublings of the cluster, are tried.
+#: Number of larger numbers of micro-batches, and of doublings of the cluster, that are tried.
 MAX_TRIES = 4
 
 
 class MakesPlans(Protocol):
-    """What a planner does, so that this room need not know planners."""
+    """The interface of a planner; `planners` imports this package, and not the other way round."""
 
     def plan(self, request: PlanRequest) -> Plan:
         """Raises `PlanError` when there is no plan."""
@@ -34,7 +35,7 @@ class MakesPlans(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Remedy:
-    """A change to a request or planner, in words, and what to try."""
+    """A change to a request or planner: its description, and the planner and request to try."""
 
     text: str
     planner: MakesPlans
@@ -42,7 +43,7 @@ class Remedy:
 
 
 def more_microbatches(planner: MakesPlans, request: PlanRequest, tried: int) -> Iterator[Remedy]:
-    """The same planner with more micro-batches than `tried`."""
+    """Yield the same planner with more micro-batches than `tried`."""
     size = request.batch_size or 1
     larger = [m for m in range(tried + 1, size + 1) if size % m == 0]
     steps = sorted({larger[i * (len(larger) - 1) // (MAX_TRIES - 1)] for i in range(MAX_TRIES)}) if larger else []
@@ -51,7 +52,7 @@ def more_microbatches(planner: MakesPlans, request: PlanRequest, tried: int) -> 
 
 
 def more_hosts(planner: MakesPlans, request: PlanRequest) -> Iterator[Remedy]:
-    """The same planner on two, four, … times as many hosts."""
+    """Yield the same planner on two, four, … times as many hosts."""
     for doubling in range(1, MAX_TRIES + 1):
         cluster = with_times_the_hosts(request.cluster, 1 << doubling)
         text = f"{cluster.num_hosts} hosts instead of {request.cluster.num_hosts}"
@@ -59,7 +60,7 @@ def more_hosts(planner: MakesPlans, request: PlanRequest) -> Iterator[Remedy]:
 
 
 def cheapest_fit(without_hardware: Sequence[Remedy], with_hardware: Iterator[Remedy]) -> str:
-    """A sentence that names the fastest of the changes that fit, or the fewest more hosts that do."""
+    """Return a sentence that names the fastest of the changes that fit, or the fewest additional hosts that suffice."""
     fits: list[tuple[float, str]] = []
     for change in without_hardware:
         seconds = _predicted(change)
@@ -84,9 +85,9 @@ def _predicted(change: Remedy) -> float | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tight:
-    """Layers that do not fit: the least bytes per `device` that they were found to need, and why.
+    """A range of layers that does not fit: the least bytes per `device` that it needs, and why.
 
-    `in_flight`: with so many micro-batches in flight, of which fewer would fit; None: with any number.
+    `in_flight`: the number of micro-batches in flight, of which fewer would fit; None if no number fits.
     """
 
     first: int
@@ -100,9 +101,9 @@ class Tight:
 def tightest_stage(
     request: PlanRequest, steps: StageCostCache, space: Space, number: int, cut: Cut, profiles: Collection[Profile]
 ) -> str:
-    """The part of the step that needs the most memory even at its best, as a sentence.
+    """Return a sentence about the part of the step that needs the most memory even at its best.
 
-    `number`: of micro-batches; `cut`: the layers of which one is tried if nothing was; `profiles`: of the layers under
+    `number`: of micro-batches; `cut`: layers of which one is tried if no stage was; `profiles`: of the layers under
     each policy that they may follow.
     """
     if not any(costs.solved_within_memory for costs in steps.at(number)):
@@ -124,10 +125,10 @@ def tightest_stage(
 
 
 def _tightest(costs: StageCosts, *, explain: bool) -> Tight | None:
-    """Of the shortest stages that did not fit where they were tried, the one with the most state, and its needs.
+    """Return the shortest stage that did not fit, of several the one with the most state, and its needs.
 
-    Where all fitted with fewer micro-batches in flight, one that did not with more. None when nothing was tried, or
-    all of it fitted. `explain`: with what it needs its memory for.
+    Stages that fit with fewer micro-batches in flight come last. None if no stage was tried, or all fitted. `explain`:
+    say what needs the memory.
     """
     tried = costs.solved_within_memory
     fitted = {(s.view.first, s.view.last) for s in tried if s.solution.choice is not None}
@@ -145,7 +146,7 @@ def _tightest(costs: StageCosts, *, explain: bool) -> Tight | None:
     solved = min(failed, key=order)
     first, last = solved.view.first, solved.view.last
     submesh, mesh = solved.submesh, solved.kind.mesh
-    # The search only sees that a stage does not fit; the least memory that it could do with is looked for here, once.
+    # The search only sees that a stage does not fit. Its least memory takes longer to find, and is found for one stage.
     needs = replace(costs, seeks_peaks=True, _solved={}).solution(
         first, last, submesh, mesh, in_flight=solved.in_flight, limit_bytes=solved.limit_bytes
     )
@@ -162,7 +163,7 @@ def _tightest(costs: StageCosts, *, explain: bool) -> Tight | None:
 
 
 def _needed_by_all(request: PlanRequest, profile: Profile, number: int) -> str:
-    """What all layers need together at least, beside what all devices have."""
+    """Return a clause that compares the least memory of all layers with that of all devices."""
     size, cluster = (request.batch_size or 1) / number, request.cluster
     fixed = float(profile.state_bytes.sum()) + (float(profile.sums_bytes.sum()) if number > 1 else 0.0)
     kept = float(profile.saved_bytes.sum()) * size
@@ -179,7 +180,7 @@ def _needed_by_all(request: PlanRequest, profile: Profile, number: int) -> str:
 
 
 def _try_hardest(costs: StageCosts, space: Space) -> None:
-    """Solve the layer with the most state on the largest submesh that is worth it, to see what it needs."""
+    """Solve the layer with the most state on the largest submesh that makes sense for it, to learn its needs."""
     layer = int(state_bytes(costs.step, costs.layers).argmax())
     count = costs.layers.num_layers
     useful = np.flatnonzero(space.worthwhile(np.full(count, 1 / count))[layer, layer])
@@ -188,13 +189,13 @@ def _try_hardest(costs: StageCosts, space: Space) -> None:
 
 
 def show_shortage(shortage: Shortage | None) -> str:
-    """What needs so much memory, as a sentence with a space after it; empty when nothing is known."""
+    """Return a sentence about the values that need the memory, followed by a space; empty if nothing is known."""
     sentence = shortage.sentence(show_bytes=show_bytes) if shortage is not None else ""
     return f"{sentence} " if sentence else ""
 
 
 def show_bytes(count: float) -> str:
-    """`1.50 GiB`-like text."""
+    """Return a number of bytes with a binary unit and two digits after the point, such as `1.50 GiB`."""
     for unit, size in (("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10)):
         if count >= size:
             return f"{count / size:.2f} {unit}"
