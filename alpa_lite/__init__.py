@@ -7,7 +7,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from alpa_lite.inspection import views
+from alpa_lite.inspection import register as _register_views
 
 if TYPE_CHECKING:  # type checkers and editors see the public names here; `__getattr__` imports them at run time
     from alpa_lite import errors, planners, schedule
@@ -105,4 +105,4 @@ class _Package(ModuleType):
 
 
 sys.modules[__name__].__class__ = _Package
-views.register()
+_register_views()

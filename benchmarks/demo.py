@@ -28,8 +28,7 @@ from rich.table import Table
 
 import alpa_lite as al
 from alpa_lite.api.doctor import virtual_environment
-from alpa_lite.cli.child_process import run_module
-from alpa_lite.cli.command import Screen, count, ended, positive
+from alpa_lite.cli.command import Screen, count, ended, positive, run_module
 from alpa_lite.errors import PlanError
 from alpa_lite.planners import DataParallel, Megatron, Pipeline, Planner
 from alpa_lite.text import show_seconds

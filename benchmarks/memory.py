@@ -2,7 +2,7 @@
 
 Models under each recomputation policy are planned by each planner for virtual CPU devices, and compiled. The program is
 then interpreted, instruction by instruction, with the sizes of its buffers and XLA's figures for each executable
-(`alpa_lite.runtime.execute.allocated`), and compared with the plan's prediction for the same devices.
+(`alpa_lite.runtime.execute.measure.allocated`), and compared with the plan's prediction for the same devices.
 
 Temporaries of the CPU backend differ from a GPU's: it fuses less, copies operands of products into other layouts and
 computes them in float32. `--published` compares with peaks that were measured on GPUs (`benchmarks.published.peaks`).

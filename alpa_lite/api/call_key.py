@@ -1,7 +1,7 @@
 """The key of a compiled step: everything by which `jax.jit` tells calls apart, and the difference of two keys in words.
 
-structure      the pytree of the dynamic arguments
-static         static arguments with their types: 1, True and 1.0 are equal, but are three values
+structure      the pytree of the traced arguments
+static         constants with their types: 1, True and 1.0 are equal, but are three values
 leaves         shape, dtype and weak type of each array
 configuration  the settings of JAX that decide how a function is traced (64 bits, precision, meshes, …)
 """
@@ -16,11 +16,8 @@ import jax
 import numpy as np
 
 from alpa_lite import _jax
-from alpa_lite.errors import TraceError
-from alpa_lite.trace.trace import argument_name, aval_of, leaf_name
-
-Static = tuple[tuple[int, type, Any], ...]
-"""Position, type and value of each static argument."""
+from alpa_lite.trace.call import Static, argument_name
+from alpa_lite.trace.trace import aval_of, leaf_name
 
 _LONGEST = 60
 """The greatest number of characters of a value in a log line."""
@@ -42,21 +39,6 @@ class CallKey:
         """Whether the arguments of both calls have the same structure, shapes and dtypes, whatever else differs."""
         mine, others = ([leaf[:2] for leaf in key.leaves] for key in (self, other))
         return self.structure == other.structure and mine == others
-
-
-def static_values(fun: Callable[..., Any], args: Sequence[Any], numbers: Sequence[int]) -> Static:
-    """Return the static arguments as calls compare them. Raises `TraceError` for one without a hash."""
-    found = tuple([(i, type(args[i]), args[i]) for i in numbers])
-    for i in numbers:
-        try:
-            hash(args[i])
-        except TypeError as error:
-            raise TraceError(
-                f"{argument_name(fun, i)} is a static argument, whose value is part of the key of a compiled step, but "
-                f"the {type(args[i]).__name__} given has no hash. Pass a value that has one (a tuple, a frozen "
-                "dataclass), or take the argument out of static_argnums."
-            ) from error
-    return found
 
 
 def form_of(leaf: Any) -> Any:

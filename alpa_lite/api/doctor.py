@@ -26,8 +26,7 @@ from alpa_lite.api.parallelize import plan as make_plan
 from alpa_lite.errors import UnusableFileWarning
 from alpa_lite.inspection.text.tables import Table, render
 from alpa_lite.planners.data_parallel import DataParallel
-from alpa_lite.runtime.calibrate.device_fingerprint import fingerprint, path_for
-from alpa_lite.runtime.calibrate.local_cluster import local_cluster
+from alpa_lite.runtime.calibrate.calibrate import fingerprint, local_cluster, path_for
 
 LIMIT_SECONDS = 10.0
 """Seconds without progress after which the self-test takes a step to hang, and fails."""

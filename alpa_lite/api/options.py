@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from os import PathLike, fspath
 from typing import Any, TypeVar, get_args
@@ -15,7 +15,7 @@ from alpa_lite.plan.progress import Progress, Say
 from alpa_lite.planners import Auto, Planner
 from alpa_lite.planners.by_name import planner_by_name
 from alpa_lite.planners.replay import Replay
-from alpa_lite.runtime.calibrate.local_cluster import local_cluster
+from alpa_lite.runtime.calibrate.calibrate import local_cluster
 from alpa_lite.runtime.execute.execute import WATCHDOG_SECONDS, OnHang
 from alpa_lite.schedule.tasks import MOST_MICROBATCHES
 from alpa_lite.step.split import OnNonAdditive
@@ -33,8 +33,10 @@ class Options:
     cluster: Cluster | None = None
     planner: Planner = field(default_factory=Auto)
     num_microbatches: int | str = "auto"
-    donate_argnums: int | tuple[int, ...] = ()
-    static_argnums: int | tuple[int, ...] = ()
+    donate_argnums: tuple[int, ...] = ()
+    donate_argnames: tuple[str, ...] = ()
+    static_argnums: tuple[int, ...] = ()
+    static_argnames: tuple[str, ...] = ()
     batch_argnums: BatchArgnums = None
     on_non_additive: OnNonAdditive = "refuse"
     progress: Progress = field(default_factory=Progress)
@@ -50,8 +52,10 @@ class Options:
         cluster: Cluster | str | PathLike[str] | None = None,
         planner: Planner | type[Planner] | Plan | str | None = None,
         num_microbatches: int | str = "auto",
-        donate_argnums: int | Sequence[int] = (),
-        static_argnums: int | Sequence[int] = (),
+        donate_argnums: int | Sequence[int] | None = (),
+        donate_argnames: str | Iterable[str] | None = (),
+        static_argnums: int | Sequence[int] | None = (),
+        static_argnames: str | Iterable[str] | None = (),
         batch_argnums: BatchArgnums = None,
         on_non_additive: OnNonAdditive = "refuse",
         progress: Say | Progress | None = None,
@@ -66,8 +70,10 @@ class Options:
             cluster=None if cluster is None else cluster_of(cluster),
             planner=planner_of(planner),
             num_microbatches=check_microbatches(num_microbatches),
-            donate_argnums=as_numbers(donate_argnums),
-            static_argnums=as_numbers(static_argnums),
+            donate_argnums=_numbers(donate_argnums),
+            donate_argnames=_names(donate_argnames),
+            static_argnums=_numbers(static_argnums),
+            static_argnames=_names(static_argnames),
             batch_argnums=batch_argnums,
             on_non_additive=_checked("on_non_additive", on_non_additive, OnNonAdditive),
             progress=Progress.of(progress),
@@ -146,6 +152,9 @@ def _patience(seconds: float | None) -> float | None:
     raise PlanError(f"watchdog_seconds={seconds!r} was given; it must be a positive number of seconds, or None.")
 
 
-def as_numbers(value: int | Sequence[int]) -> tuple[int, ...]:
-    """Return one argument number or several as a tuple."""
-    return (value,) if isinstance(value, int) else tuple(value)
+def _numbers(value: int | Sequence[int] | None) -> tuple[int, ...]:
+    return (value,) if isinstance(value, int) else tuple(value or ())
+
+
+def _names(value: str | Iterable[str] | None) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(value or ())

@@ -12,39 +12,42 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import types
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from os import PathLike
-from typing import Any
+from typing import Any, Generic, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 import jax
 
 from alpa_lite import _jax
-from alpa_lite.api.call_key import CallKey, Static, difference, form_of, key_of_call, static_values
+from alpa_lite.api.call_key import CallKey, difference, form_of, key_of_call
 from alpa_lite.api.job import check_same_program, planned_together
 from alpa_lite.api.options import Options as Options
-from alpa_lite.api.options import as_numbers, check_microbatches, cluster_of, planner_of
+from alpa_lite.api.options import check_microbatches, cluster_of, planner_of
 from alpa_lite.api.plan_cache import Cache
 from alpa_lite.errors import AlpaLiteError, BatchError, NonAdditiveError
 from alpa_lite.inter_op.plan_request import OnInterrupt
 from alpa_lite.lower.instructions import Program, build_program
 from alpa_lite.lower.plan_fits import check_fits
 from alpa_lite.lower.planned_step import as_planned
+from alpa_lite.lower.slices import TaskSpec
 from alpa_lite.plan.plan import BatchDims, Plan
 from alpa_lite.plan.progress import Progress, Say
 from alpa_lite.planners import Planner, PlanRequest
 from alpa_lite.runtime.calibrate.calibrate import Calibration as Calibration
 from alpa_lite.runtime.calibrate.calibrate import calibrate as calibrate
-from alpa_lite.runtime.calibrate.local_cluster import local_cluster as local_cluster
+from alpa_lite.runtime.calibrate.calibrate import local_cluster as local_cluster
 from alpa_lite.runtime.check.check_report import CheckReport as CheckReport
 from alpa_lite.runtime.check.compare import check_compiled
 from alpa_lite.runtime.checkpoint.checkpoints import Checkpoints as Checkpoints
+from alpa_lite.runtime.execute.compile import lowered_tasks, summed_costs
 from alpa_lite.runtime.execute.execute import WATCHDOG_SECONDS, Executor, OnHang
 from alpa_lite.runtime.execute.function import (
     CompiledFunction,
     compiling,
-    flatten_arguments,
     refuse_shapes,
     refuse_tracing,
     with_own_constants,
@@ -54,10 +57,14 @@ from alpa_lite.runtime.execute.measure import step_seconds
 from alpa_lite.runtime.job.activity import busy
 from alpa_lite.runtime.simulate import SimulatedStep, simulate_program
 from alpa_lite.step.split import OnNonAdditive, TracedStep, split_step
-from alpa_lite.trace.batch import BatchArgnums, argument_number
+from alpa_lite.trace.batch import BatchArgnums
+from alpa_lite.trace.call import Call, NamedArguments
 from alpa_lite.trace.trace import Traced, trace
 from cost_models.cluster import Cluster, load_cluster
 from cost_models.composed import ComposedCostModel
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _logger = logging.getLogger("alpa_lite")
 
@@ -207,6 +214,33 @@ class LoweredFunction:
         """Simulate the program on the cost model of the plan's cluster: times and memory of its instructions."""
         return simulate_program(self.program, self.planned.last_plan, self.step.step)
 
+    def as_text(self, *, platform: str | None = None) -> str:
+        """Return the StableHLO of each task, equal ones once, with a line of comment before it; no devices are needed.
+
+        platform: the platform to lower for, such as "cpu", "cuda" or "tpu"; default: that of this process.
+        """
+        texts: dict[int, tuple[list[str], Any]] = {}
+        for task, lowered in self._tasks(platform):
+            texts.setdefault(id(lowered), ([], lowered))[0].append(task.name)
+        return "\n".join(f"// {', '.join(names)}\n{lowered.as_text()}" for names, lowered in texts.values())
+
+    def cost_analysis(self, *, platform: str | None = None) -> dict[str, float]:
+        """Return XLA's estimates for the lowered tasks ("flops", "bytes accessed"), summed over the runs of a step."""
+        runs = Counter(i.task for i in self.program.instructions if i.kind == "RUN")
+        return summed_costs(
+            (lowered.cost_analysis(), runs[number]) for number, (_, lowered) in enumerate(self._tasks(platform))
+        )
+
+    def _tasks(self, platform: str | None) -> list[tuple[TaskSpec, Any]]:
+        with _jax.no_mesh(), busy("lowering"):
+            return lowered_tasks(
+                self.program,
+                self.planned.last_plan,
+                self.step.step,
+                self.step.equations,
+                platform or _jax.lowering_platform(jax.devices()[0]),
+            )
+
     def compile(self, *, devices: Sequence[Any] | None = None) -> CompiledFunction:
         """Compile executables for the devices of this process (default: `jax.devices()`)."""
         traced = self.planned.function.traced
@@ -231,7 +265,7 @@ class LoweredFunction:
         return str(self.program)
 
 
-class ParallelFunction:
+class ParallelFunction(Generic[P, R]):
     """The callable that `parallelize` returns: call it like the function, or go through the pipeline with `trace`.
 
     fun           the plain function
@@ -240,7 +274,7 @@ class ParallelFunction:
     last_check    the report of the last comparison with `jax.jit` (`parallelize(check=True)`); None before the first
     """
 
-    def __init__(self, fun: Callable[..., Any], options: Options) -> None:
+    def __init__(self, fun: Callable[P, R], options: Options) -> None:
         """Wrap a function; see `parallelize`."""
         functools.update_wrapper(self, fun)
         self.fun = fun
@@ -248,54 +282,106 @@ class ParallelFunction:
         self.last_plan: Plan | None = None
         self.__name__ = getattr(self, "__name__", type(fun).__name__)
         self.last_check: CheckReport | None = None
+        self._static = NamedArguments.of("static_argnames", fun, options.static_argnums, options.static_argnames)
+        self._donated = NamedArguments.of("donate_argnames", fun, options.donate_argnums, options.donate_argnames)
         self._compiled: dict[CallKey, CompiledFunction] = {}
         self._last: tuple[Any, CompiledFunction] | None = None
         self._last_key: CallKey | None = None
+        self._methods: dict[int, tuple[Any, ParallelFunction[..., R]]] = {}
 
-    def trace(self, *args: Any, **kwargs: Any) -> TracedFunction:
+    def trace(self, *args: P.args, **kwargs: P.kwargs) -> TracedFunction:
         """Trace the function for these arguments (arrays or `jax.ShapeDtypeStruct`s)."""
+        return self._trace(args, kwargs)
+
+    def _trace(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> TracedFunction:
         options = self.options
         with busy("tracing"), options.progress.during("trace"):
             traced = trace(
                 self.fun,
                 args,
                 kwargs,
-                static_argnums=options.static_argnums,
-                donate_argnums=options.donate_argnums,
+                static=self._static,
+                donate=self._donated,
                 batch_argnums=options.batch_argnums,
             )
         return TracedFunction(traced=traced, options=options)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def lower(self, *args: P.args, **kwargs: P.kwargs) -> LoweredFunction:
+        """Trace, plan and lower the function for these arguments (arrays or `jax.ShapeDtypeStruct`s)."""
+        return self.trace(*args, **kwargs).plan().lower()
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run one step; the first call with a new key (see `call_key`) traces, plans, lowers and compiles.
 
-        Raises `TraceError` while JAX is tracing another function, and for shapes given in place of arrays.
+        While JAX traces or transforms another function (`jax.jit`, `jax.grad`, `jax.vmap`, `jax.eval_shape`, …), and
+        under `jax.disable_jit`, it is the plain function.
+
+        Raises `TraceError` for shapes given in place of arrays.
         """
-        refuse_tracing(self.__name__)
+        if _jax.is_tracing() or getattr(jax.config, "jax_disable_jit", False):
+            return self.fun(*args, **kwargs)
+        if self._static.numbers or self._static.names:
+            return self._call(args, kwargs)
         configuration = _jax.configuration()
-        tree, static = self._dynamic(args, kwargs)
-        leaves, structure = jax.tree.flatten(tree)
-        # Arrays that the step before returned have the very avals of the call before: this compares pointers.
+        leaves, structure = jax.tree.flatten((dict(enumerate(args)), kwargs))
         try:
-            seen = (structure, static, [x.aval for x in leaves], configuration)
+            # Arrays that the step before returned have the very avals of the call before: this compares pointers.
+            seen = (structure, (), [x.aval for x in leaves], configuration)  # type: ignore[union-attr]
         except AttributeError:
-            seen = (structure, static, [form_of(x) for x in leaves], configuration)
+            return self._call(args, kwargs)
         if self._last is None or self._last[0] != seen:
-            if getattr(jax.config, "jax_disable_jit", False):
-                return self.fun(*args, **kwargs)  # as jax.jit does: one operation after the other, for debugging
-            refuse_shapes(self.__name__, leaves)
-            key = key_of_call(self.fun, structure, static, leaves, configuration)
-            self._last = seen, self._compiled_for(key, args, kwargs)
+            return self._call(args, kwargs)
         compiled = self._last[1]
         self.last_plan = compiled.plan
         return compiled.run_flat(leaves, None)
 
-    def compiled(self, *args: Any, **kwargs: Any) -> CompiledFunction:
+    def _call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run one step whose arguments have to be read first."""
+        call = Call.of(self.fun, args, kwargs, self._static)
+        configuration = _jax.configuration()
+        leaves, structure = jax.tree.flatten(call.tree)
+        seen = (structure, call.static, [form_of(x) for x in leaves], configuration)
+        if self._last is not None and self._last[0] == seen:
+            compiled = self._last[1]
+        else:
+            refuse_shapes(self.__name__, leaves)
+            key = key_of_call(self.fun, structure, call.static, leaves, configuration)
+            compiled = self._compiled_for(key, args, kwargs)
+            self._last = seen, compiled
+        self.last_plan = compiled.plan
+        return compiled.finish(compiled.run_flat(leaves, None), call)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """Return the step bound to an object, when a method is decorated.
+
+        If the object is a pytree (a module), or `static_argnums` names it, it is the first argument of the step;
+        otherwise it is a constant, as for `jax.jit(instance.method)`.
+        """
+        if instance is None:
+            return self
+        if 0 in self._static.numbers or not jax.tree_util.all_leaves([instance]):
+            return BoundParallelFunction(self, instance)
+        if id(instance) not in self._methods:
+            moved = {
+                f"{kind}_argnums": tuple(n - 1 if n > 0 else n for n in getattr(self.options, f"{kind}_argnums") if n)
+                for kind in ("static", "donate")
+            }
+            bound = ParallelFunction(types.MethodType(self.fun, instance), replace(self.options, **moved))
+            self._methods[id(instance)] = instance, bound
+        return self._methods[id(instance)][1]
+
+    def clear_cache(self) -> None:
+        """Forget all compiled steps, so that the next call traces, plans and compiles anew."""
+        self._compiled.clear()
+        self._methods.clear()
+        self._last = self._last_key = None
+
+    def compiled(self, *args: P.args, **kwargs: P.kwargs) -> CompiledFunction:
         """Return the compiled function for these arguments, without running it; `jax.ShapeDtypeStruct`s will do."""
         refuse_tracing(self.__name__)
-        tree, static = self._dynamic(args, kwargs)
-        leaves, structure = jax.tree.flatten(tree)
-        key = key_of_call(self.fun, structure, static, leaves, _jax.configuration())
+        call = Call.of(self.fun, args, kwargs, self._static)
+        leaves, structure = jax.tree.flatten(call.tree)
+        key = key_of_call(self.fun, structure, call.static, leaves, _jax.configuration())
         return self._compiled_for(key, args, kwargs)
 
     def _compiled_for(self, key: CallKey, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CompiledFunction:
@@ -306,8 +392,7 @@ class ParallelFunction:
                 _logger.info(
                     "%s is traced and compiled again, since the call differs from the last: %s", self.__name__, told
                 )
-            planned = self._planned(key, self.trace(*args, **kwargs))
-            made = planned.lower().compile()
+            made = self._planned(key, self._trace(args, kwargs)).lower().compile()
             if self.options.check:
                 self.last_check = check_compiled(made, args, kwargs)
             self._compiled[key] = made
@@ -325,12 +410,64 @@ class ParallelFunction:
                     return traced.plan(planner=compiled.plan)
         return traced.plan()
 
-    def _dynamic(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Static]:
-        """Return the dynamic arguments as one pytree, and the static ones."""
-        if not self.options.static_argnums:
-            return flatten_arguments(args, kwargs, ()), ()
-        numbers = sorted({argument_number(i, len(args)) for i in as_numbers(self.options.static_argnums)})
-        return flatten_arguments(args, kwargs, numbers), static_values(self.fun, args, numbers)
+
+class BoundParallelFunction(Generic[R]):
+    """A decorated method of an object that is an argument of the step; its attributes are those of the function."""
+
+    def __init__(self, function: ParallelFunction[..., R], instance: Any) -> None:
+        """Bind the first argument."""
+        self._function, self._instance = function, instance
+        functools.update_wrapper(self, function)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> R:
+        """Run one step."""
+        return self._function(self._instance, *args, **kwargs)
+
+    def trace(self, *args: Any, **kwargs: Any) -> TracedFunction:
+        """See `ParallelFunction.trace`."""
+        return self._function.trace(self._instance, *args, **kwargs)
+
+    def lower(self, *args: Any, **kwargs: Any) -> LoweredFunction:
+        """See `ParallelFunction.lower`."""
+        return self._function.lower(self._instance, *args, **kwargs)
+
+    def compiled(self, *args: Any, **kwargs: Any) -> CompiledFunction:
+        """See `ParallelFunction.compiled`."""
+        return self._function.compiled(self._instance, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the decorated function."""
+        return getattr(self._function, name)
+
+
+class ParallelizeOptions(TypedDict, total=False):
+    """The options of `parallelize`, which documents them."""
+
+    cluster: Cluster | str | PathLike[str] | None
+    planner: Planner | type[Planner] | Plan | str | None
+    num_microbatches: int | str
+    donate_argnums: int | Sequence[int] | None
+    donate_argnames: str | Iterable[str] | None
+    static_argnums: int | Sequence[int] | None
+    static_argnames: str | Iterable[str] | None
+    batch_argnums: BatchArgnums
+    on_non_additive: OnNonAdditive
+    progress: Say | Progress | None
+    cache: Cache
+    watchdog_seconds: float | None
+    on_hang: OnHang
+    on_interrupt: OnInterrupt
+    check: bool
+
+
+@overload
+def parallelize(fun: Callable[P, R], **options: Unpack[ParallelizeOptions]) -> ParallelFunction[P, R]: ...
+
+
+@overload
+def parallelize(
+    fun: None = None, **options: Unpack[ParallelizeOptions]
+) -> Callable[[Callable[P, R]], ParallelFunction[P, R]]: ...
 
 
 def parallelize(
@@ -339,8 +476,10 @@ def parallelize(
     cluster: Cluster | str | PathLike[str] | None = None,
     planner: Planner | type[Planner] | Plan | str | None = None,
     num_microbatches: int | str = "auto",
-    donate_argnums: int | Sequence[int] = (),
-    static_argnums: int | Sequence[int] = (),
+    donate_argnums: int | Sequence[int] | None = None,
+    donate_argnames: str | Iterable[str] | None = None,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Iterable[str] | None = None,
     batch_argnums: BatchArgnums = None,
     on_non_additive: OnNonAdditive = "refuse",
     progress: Say | Progress | None = None,
@@ -358,8 +497,11 @@ def parallelize(
         cluster: the cluster to plan for, or its name; default: the devices of this process.
         planner: the planner; default `planners.Auto()`. A `Plan` is replayed.
         num_microbatches: a number that divides the batch, or "auto".
-        donate_argnums: arguments whose buffers may be reused, as in `jax.jit`.
-        static_argnums: arguments that are not arrays, as in `jax.jit`.
+        donate_argnums: arguments whose buffers may be reused, by position, as in `jax.jit`.
+        donate_argnames: the same, by name.
+        static_argnums: arguments that are not arrays, by position, as in `jax.jit`. Functions and other constants among
+            the leaves of an Equinox module need not be named.
+        static_argnames: the same, by name.
         batch_argnums: the arguments that hold the batch, by position, name or path ("state/carry"), with the batch as
             their leading dim; a mapping gives another dim. Most steps do not need it: the batch is detected.
         on_non_additive: the treatment of a step that is not a sum over its samples, as with batch norm, when it is to
@@ -384,29 +526,14 @@ def parallelize(
     Raises:
         PlanError: an option has a value that is not allowed.
     """
-    if fun is None:
-        return functools.partial(
-            parallelize,
-            cluster=cluster,
-            planner=planner,
-            num_microbatches=num_microbatches,
-            donate_argnums=donate_argnums,
-            static_argnums=static_argnums,
-            batch_argnums=batch_argnums,
-            on_non_additive=on_non_additive,
-            progress=progress,
-            cache=cache,
-            watchdog_seconds=watchdog_seconds,
-            on_hang=on_hang,
-            on_interrupt=on_interrupt,
-            check=check,
-        )
     options = Options.of(
         cluster=cluster,
         planner=planner,
         num_microbatches=num_microbatches,
         donate_argnums=donate_argnums,
+        donate_argnames=donate_argnames,
         static_argnums=static_argnums,
+        static_argnames=static_argnames,
         batch_argnums=batch_argnums,
         on_non_additive=on_non_additive,
         progress=progress,
@@ -416,7 +543,7 @@ def parallelize(
         on_interrupt=on_interrupt,
         check=check,
     )
-    return ParallelFunction(fun, options)
+    return functools.partial(ParallelFunction, options=options) if fun is None else ParallelFunction(fun, options)
 
 
 def plan(
@@ -425,7 +552,8 @@ def plan(
     cluster: Cluster | str | PathLike[str] | None = None,
     planner: Planner | type[Planner] | Plan | str | None = None,
     num_microbatches: int | str = "auto",
-    static_argnums: int | Sequence[int] = (),
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Iterable[str] | None = None,
     batch_argnums: BatchArgnums = None,
     on_non_additive: OnNonAdditive = "refuse",
     on_interrupt: OnInterrupt = "raise",

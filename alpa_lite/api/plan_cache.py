@@ -43,7 +43,7 @@ from alpa_lite.planners.replay import Replay
 from alpa_lite.program.ir import Graph
 from alpa_lite.program.phases import StepGraph
 from alpa_lite.rules.registry import only_own_rules
-from alpa_lite.runtime.calibrate.device_fingerprint import cache_folder, make_private
+from alpa_lite.runtime.calibrate.calibrate import cache_folder, make_private
 
 VARIABLE = "ALPA_LITE_CACHE"
 """The environment variable that gives another folder, or "off"; the `cache` options of functions override it."""

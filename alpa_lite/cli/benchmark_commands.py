@@ -6,8 +6,7 @@ import argparse
 import json
 import os
 
-from alpa_lite.cli.child_process import run_module
-from alpa_lite.cli.command import Command, enveloped
+from alpa_lite.cli.command import Command, enveloped, run_module
 
 
 def run_benchmark(given: argparse.Namespace) -> int:

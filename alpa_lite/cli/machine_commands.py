@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 import alpa_lite as al
 from alpa_lite.api.doctor import diagnose, virtual_environment
-from alpa_lite.cli.child_process import run_module
-from alpa_lite.cli.command import Command, Exit, answer, positive, seconds
-from alpa_lite.inspection.text.calibration_report import CalibrationProgress, calibration_data, calibration_text
+from alpa_lite.cli.command import Command, Exit, answer, positive, run_module, seconds
+from alpa_lite.inspection.text.progress_bar import CalibrationProgress
+from alpa_lite.inspection.text.tables import Table, render
+from alpa_lite.runtime.calibrate.calibrate import Calibration
+from alpa_lite.text import show_seconds
 
 
 def run_calibrate(given: argparse.Namespace) -> int:
@@ -26,6 +29,32 @@ def run_calibrate(given: argparse.Namespace) -> int:
     text = "" if given.json else f"{calibration_text(found)}\nWritten to {path}."
     answer(given, text, lambda: {**calibration_data(found), "path": str(path)})
     return Exit.DONE
+
+
+def calibration_text(calibration: Calibration) -> str:
+    """Return a table of the measurements, and sentences on the fit."""
+    rows = [
+        (m.name, show_seconds(m.seconds), str(m.num_samples), f"{calibration.ratio(m):.2f}")
+        for m in calibration.measurements
+    ]
+    columns = ("what", "measured", "median of", "predicted / measured")
+    table = Table(title=calibration.cluster.name, columns=columns, rows=tuple(rows), numeric=frozenset(columns[1:]))
+    launch = f"Launching a program takes {show_seconds(calibration.dispatch.seconds)}."
+    return render([], [table]) + "\n\n" + render([launch, str(calibration.to_json()["notes"])])
+
+
+def calibration_data(calibration: Calibration) -> dict[str, Any]:
+    """Return the content of the cluster file, and the measurements, as plain data."""
+    measurements = [
+        {
+            "name": m.name,
+            "seconds": m.seconds,
+            "num_samples": m.num_samples,
+            "predicted_over_measured": calibration.ratio(m),
+        }
+        for m in calibration.measurements
+    ]
+    return {"cluster": calibration.to_json(), "measurements": measurements}
 
 
 def _calibrate_arguments(parser: argparse.ArgumentParser) -> None:

@@ -2,5 +2,47 @@
 
 Input: a plan, and for some views a lowered program. Output: tables and timelines (`text/`), the reasons behind a
 decision (`why/`), and pages and figures (`page/`).
-Read `text/tables` first; `views` connects these functions with the methods of plans.
+Read `text/tables` first.
+
+Programs, plans and instruction lists show themselves by the functions that `register` enters into
+`alpa_lite.program.view_registry`. Each function is imported when it is first called: drawing pages and repricing plans
+need modules that planning and running do without.
 """
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+from alpa_lite.program.view_registry import View, register_views
+
+_FUNCTIONS = {
+    View.GRAPH_HTML: ("page.notebook", "graph_html"),
+    View.GRAPH_TEXT: ("page.notebook", "graph_text"),
+    View.GRAPH_SUMMARY: ("page.notebook", "graph_summary"),
+    View.INSTRUCTIONS_HTML: ("page.notebook", "program_html"),
+    View.INSTRUCTIONS_TEXT: ("page.notebook", "program_text"),
+    View.INSTRUCTIONS_SUMMARY: ("page.notebook", "program_summary"),
+    View.PLAN_TEXT: ("text.tables", "plan_text"),
+    View.PLAN_PAGE: ("page.html", "plan_html"),
+    View.PLAN_FRAGMENT: ("page.html", "plan_fragment"),
+    View.PLAN_EXPLANATION: ("why.explain", "explain"),
+    View.PLAN_TIME: ("why.time_use", "time_use"),
+    View.PLAN_MEMORY: ("why.memory_use", "memory_use"),
+    View.PLAN_DIFF: ("text.diff", "diff"),
+}
+
+
+def register() -> None:
+    """Register all views; called once, when the package is imported."""
+    register_views({kind: _later(*place) for kind, place in _FUNCTIONS.items()})
+
+
+def _later(module: str, name: str) -> Callable[..., str]:
+    """Return a function that imports another one when it is called, and converts its result into text."""
+
+    def show(*arguments: Any, **options: Any) -> str:
+        return str(getattr(import_module(f"alpa_lite.inspection.{module}"), name)(*arguments, **options))
+
+    return show

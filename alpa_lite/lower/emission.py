@@ -339,20 +339,21 @@ def emit_task(
     step: StepGraph,
     equations: Sequence[Equation],
     placements: Mapping[int, OpPlacement],
-    mesh: Mesh,
+    mesh: AbstractMesh,
     *,
     name: str,
+    platform: str,
     donated: Sequence[int] = (),
 ) -> Emitted:
     """Return a task as a function. Sums over micro-batches follow the inputs and are returned increased.
 
-    `name`: the name that profilers show. `donated`: numbers of inputs whose buffers may be reused.
+    `name`: the name that profilers show. `platform`: the one to lower for, such as "cpu" or "cuda". `donated`: numbers
+    of inputs whose buffers may be reused.
     """
     graph, sizes = step.graph, dict(mesh.shape)
     accumulate = accumulates(task, step)
     ins = [*task.inputs, *(task.sums if accumulate else ())]
     outs = [*task.outputs, *task.sums]
-    platform = _jax.lowering_platform(mesh.devices.flat[0])
     positional = step.num_microbatches > 1 and (
         any(_is_positional(graph.ops[i]) for i in task.ops) or any(p.value in step.combined for p in task.sums)
     )
@@ -381,12 +382,12 @@ def emit_task(
     if positional:
         layouts.append(BoundaryArray(shape=(), dtype="int32", spec=PartitionSpec()))
     out_specs = (*(boundary_spec(p.spec) for p in outs), PartitionSpec())
-    abstract, in_specs = mesh.abstract_mesh, tuple(x.spec for x in layouts)
-    sharded = jax.shard_map(local, mesh=abstract, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    in_specs = tuple(x.spec for x in layouts)
+    sharded = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
     summed = tuple(range(len(task.inputs), len(ins)))
     return Emitted(
         function=_named(sharded, name),
-        mesh=abstract,
+        mesh=mesh,
         platform=platform,
         ins=tuple(layouts),
         outs=out_specs,

@@ -24,7 +24,8 @@ import jax
 import numpy as np
 
 from alpa_lite import _jax
-from alpa_lite.errors import BatchError, TraceError
+from alpa_lite.errors import BatchError
+from alpa_lite.trace.call import argument_number
 
 BatchArgnums = int | str | Sequence[int | str] | Mapping[int | str, int] | None
 """The arguments that hold the batch, by position, name or path (`"state/carry"`); a mapping also gives their dims."""
@@ -105,19 +106,6 @@ def resized(leaf: jax.ShapeDtypeStruct, dim: int, size: int, batch_size: int | N
 def is_key(leaf: jax.ShapeDtypeStruct) -> bool:
     """Return whether a leaf holds random keys: typed keys, or one legacy key (`uint32[2]`)."""
     return jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key) or (leaf.dtype == np.uint32 and leaf.shape == (2,))
-
-
-def argument_number(index: int, count: int) -> int:
-    """Return the index of a positional argument; negative indices count from the end of `count` arguments.
-
-    Raises:
-        TraceError: the index is out of range.
-    """
-    if not -count <= index < count:
-        raise TraceError(
-            f"Argument number {index} was named, but the function was called with {count} positional ones."
-        )
-    return index % count
 
 
 # --- named ------------------------------------------------------------------------------------------------------------

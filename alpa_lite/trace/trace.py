@@ -21,13 +21,13 @@ from alpa_lite.trace.batch import (
     ArgumentLeaves,
     Batch,
     BatchArgnums,
-    argument_number,
     by_exclusion,
     by_name,
     by_trial,
     resized,
     without_state,
 )
+from alpa_lite.trace.call import Call, NamedArguments, Owner, Results, argument_name, function_name, is_array
 from alpa_lite.trace.passes.drop_meshes import without_meshes
 from cost_models.untrusted_text import printable
 
@@ -52,7 +52,9 @@ class Traced:
         aliases: output leaf → the input leaf that it replaces in the next step.
         batch_assumed: whether the batch was inferred and not named by the user.
         donated: for each leaf whether the caller donates it.
-        static_argnums: positions of the static arguments, ascending.
+        static: the arguments that the user named as constants of the trace.
+        call: the arguments that the function was traced for.
+        results: how the results of a call are made of the outputs.
         jaxpr: closed jaxpr of the function on flat arguments at the full batch.
     """
 
@@ -71,7 +73,9 @@ class Traced:
     aliases: Mapping[int, int]
     batch_assumed: bool
     donated: tuple[bool, ...]
-    static_argnums: tuple[int, ...]
+    static: NamedArguments
+    call: Call
+    results: Results
     jaxpr: Any
     _flat: Callable[..., Any] = field(repr=False)
     _mesh: Any = field(default=None, repr=False, compare=False)
@@ -120,8 +124,8 @@ def trace(
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None = None,
     *,
-    static_argnums: int | Sequence[int] = (),
-    donate_argnums: int | Sequence[int] = (),
+    static: NamedArguments | None = None,
+    donate: NamedArguments | None = None,
     batch_argnums: BatchArgnums = None,
 ) -> Traced:
     """Trace `fun(*args, **kwargs)`; arguments may be arrays or `ShapeDtypeStruct`s.
@@ -130,8 +134,8 @@ def trace(
         fun: the function to trace.
         args: positional arguments.
         kwargs: keyword arguments.
-        static_argnums: positions of arguments that are constants of the trace.
-        donate_argnums: positions of arguments whose buffers the caller gives up.
+        static: arguments that are constants of the trace.
+        donate: arguments whose buffers the caller gives up.
         batch_argnums: the arguments that hold the batch; None infers them (see `alpa_lite.trace.batch`).
 
     Raises:
@@ -139,10 +143,9 @@ def trace(
         BatchError: `batch_argnums` names an argument or dim that does not exist.
     """
     _check_call(fun, args, kwargs or {})
-    static = {argument_number(i, len(args)) for i in _as_tuple(static_argnums)}
-    dynamic = {i: arg for i, arg in enumerate(args) if i not in static}
-    tree = (dynamic, dict(kwargs or {}))
-    paths, in_tree = jax.tree_util.tree_flatten_with_path(tree)
+    static = static or NamedArguments()
+    call = Call.of(fun, args, kwargs or {}, static)
+    paths, in_tree = jax.tree_util.tree_flatten_with_path(call.tree)
     names = unique(leaf_name(fun, path) for path, _ in paths)
     leaves = tuple(aval_of(leaf, name) for (_, leaf), name in zip(paths, names, strict=True))
     empty = [_has_no_bytes(leaf) for _, leaf in paths]
@@ -150,9 +153,8 @@ def trace(
 
     def flat(*held: Any) -> list[Any]:
         given = [np.zeros(x.shape, jax.dtypes.float0) if e else x for x, e in zip(held, empty, strict=True)]
-        arguments, keywords = jax.tree.unflatten(in_tree, given)
-        full = [args[i] if i in static else arguments[i] for i in range(len(args))]
-        out_paths, box["tree"] = jax.tree_util.tree_flatten_with_path(fun(*full, **keywords))
+        arrays, box["results"] = call.run(fun, jax.tree.unflatten(in_tree, given))
+        out_paths, box["tree"] = jax.tree_util.tree_flatten_with_path(arrays)
         box["names"] = unique(_path(path) for path, _ in out_paths)
         _check_outputs(fun, box["names"], [leaf for _, leaf in out_paths])
         box["empty"] = [_has_no_bytes(leaf) for _, leaf in out_paths]
@@ -161,7 +163,7 @@ def trace(
     mesh = _jax.context_mesh()
     jaxpr = plain_jaxpr(flat, leaves, mesh)
     out_leaves = tuple(_struct(aval) for aval in jaxpr.out_avals)
-    donate = {argument_number(i, len(args)) for i in _as_tuple(donate_argnums)}
+    donated = (donate or NamedArguments()).among(len(args), kwargs or {}) - call.unchanged(box["results"])
     owner = tuple(_owner(path) for path, _ in paths)
     positional, keywords = jax.tree.unflatten(in_tree, [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in jaxpr.in_avals])
     aliases = match_state({**positional, **keywords}, jax.tree.unflatten(box["tree"], out_leaves))
@@ -169,21 +171,23 @@ def trace(
     arguments = ArgumentLeaves(avals=leaves, names=names, owner=owner, num_args=len(args), state=state)
     traced = Traced(
         fun=fun,
-        name=_name_of(fun),
+        name=function_name(fun),
         in_tree=in_tree,
         out_tree=box["tree"],
         leaves=leaves,
         out_leaves=tuple(_float0(x) if e else x for x, e in zip(out_leaves, box["empty"], strict=True)),
         names=names,
-        arguments=tuple(argument_name(fun, i) for i in dynamic),
+        arguments=tuple(argument_name(fun, i) for i in positional),
         out_names=box["names"],
         batch_leaves=(None,) * len(leaves),
         batch_size=None,
         batch_problem="",
         batch_assumed=True,
         aliases=aliases,
-        donated=tuple(key in donate for key in owner),
-        static_argnums=tuple(sorted(static)),
+        donated=tuple(key in donated for key in owner),
+        static=static,
+        call=call,
+        results=box["results"],
         jaxpr=jaxpr,
         _flat=flat,
         _mesh=mesh,
@@ -246,24 +250,19 @@ def _check_call(fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
     except TypeError as error:
         named = f" and {', '.join(kwargs)}" if kwargs else ""
         raise TraceError(
-            f"{_name_of(fun)}{signature} cannot be called with {len(args)} positional arguments{named}: {error}."
+            f"{function_name(fun)}{signature} cannot be called with {len(args)} positional arguments{named}: {error}."
         ) from error
 
 
 def _check_outputs(fun: Callable[..., Any], names: Sequence[str], outputs: Sequence[Any]) -> None:
     """Raise `TraceError` for an output that is no array."""
     for name, leaf in zip(names, outputs, strict=True):
-        is_array = hasattr(leaf, "dtype") or hasattr(leaf, "__jax_array__")
-        if not is_array and not isinstance(leaf, (bool, int, float, complex)):
+        if not is_array(leaf) and not isinstance(leaf, (bool, int, float, complex)):
             where = f" at {name}" if name else ""
             raise TraceError(
-                f"{_name_of(fun)} returns a {type(leaf).__name__}{where}, which is no array. Return arrays, numbers "
-                "and pytrees of them alone."
+                f"{function_name(fun)} returns a {type(leaf).__name__}{where}, which is no array. Return arrays, "
+                "numbers and pytrees of them alone."
             )
-
-
-def _name_of(fun: Callable[..., Any]) -> str:
-    return printable(getattr(fun, "__name__", type(fun).__name__))
 
 
 def _works_at_other_sizes(traced: Traced) -> bool:
@@ -275,11 +274,7 @@ def _works_at_other_sizes(traced: Traced) -> bool:
     return True
 
 
-def _as_tuple(value: Any) -> tuple[Any, ...]:
-    return (value,) if isinstance(value, (int, str)) else tuple(value)
-
-
-def _owner(path: tuple[Any, ...]) -> int | str:
+def _owner(path: tuple[Any, ...]) -> Owner:
     """Return the position or keyword of the argument that a leaf belongs to."""
     return path[1].key
 
@@ -308,15 +303,6 @@ def unique(names: Iterable[str]) -> tuple[str, ...]:
 
 def _path(path: tuple[Any, ...]) -> str:
     return printable(jax.tree_util.keystr(path, simple=True, separator="/"))
-
-
-def argument_name(fun: Callable[..., Any], owner: int | str) -> str:
-    """Return the name of an argument given by position or keyword; `argument N` if Python does not record it."""
-    if isinstance(owner, str):
-        return owner
-    code = getattr(getattr(fun, "__wrapped__", fun), "__code__", None)
-    names = code.co_varnames[: code.co_argcount] if code is not None else ()
-    return names[owner] if owner < len(names) else f"argument {owner}"
 
 
 def aval_of(leaf: Any, name: str) -> jax.ShapeDtypeStruct:

@@ -13,8 +13,7 @@ from rich.console import Console
 
 import alpa_lite as al
 from alpa_lite.api.doctor import virtual_environment
-from alpa_lite.cli.child_process import run_module
-from alpa_lite.cli.command import Screen, ended, writing
+from alpa_lite.cli.command import Screen, ended, run_module, writing
 from alpa_lite.errors import PlanError
 from alpa_lite.inspection.text.tables import render
 from alpa_lite.runtime.calibrate.calibrate import calibrate

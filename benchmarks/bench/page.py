@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from alpa_lite.inspection.page.html import STYLE, page_html, table_html
+from alpa_lite.inspection.page.elements import STYLE, page_html, table_html
 from alpa_lite.text import show_milliseconds
 from benchmarks.bench.chart import bars, kind, rate
 from benchmarks.bench.report import (

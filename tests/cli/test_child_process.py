@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from alpa_lite.cli.child_process import run_module
-from alpa_lite.cli.command import Exit
+from alpa_lite.cli.command import Exit, run_module
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,7 +43,7 @@ def test_a_program_that_was_killed_has_the_code_of_its_signal(environment):
 def test_an_interrupt_of_this_process_alone_ends_the_program_too(environment, tmp_path, default_interrupt):
     sign = tmp_path / "sign"
     code = (
-        "import os, sys; from alpa_lite.cli.child_process import run_module\n"
+        "import os, sys; from alpa_lite.cli.command import run_module\n"
         f"sys.exit(run_module('program', ['wait', {str(sign)!r}], os.environ))"
     )
     running = subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.DEVNULL)

@@ -22,7 +22,7 @@ from alpa_lite.api import plan_cache
 from alpa_lite.cli import benchmark_commands, machine_commands, plan_command, solve_command
 from alpa_lite.cli.command import Exit
 from alpa_lite.cli.user_step import load_example
-from alpa_lite.runtime.calibrate import device_fingerprint as fingerprints
+from alpa_lite.runtime.calibrate import calibrate as calibrating
 from tests.cli.schema import documented
 from tests.cli.steps import step_module
 from tests.runtime.calibrate.test_calibrate import simulate
@@ -230,9 +230,9 @@ def test_calibrate_writes_a_cluster(calibrated, tmp_path, capsys):
 
 
 def test_calibrate_writes_where_local_cluster_looks(calibrated, tmp_path, monkeypatch, capsys, devices):
-    found = replace(calibrated, fingerprint=fingerprints.fingerprint(devices))
+    found = replace(calibrated, fingerprint=calibrating.fingerprint(devices))
     monkeypatch.setattr(al, "calibrate", lambda **options: found)
-    monkeypatch.setattr(fingerprints, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(calibrating, "cache_folder", lambda: tmp_path)
     assert "measured quickly" in run_json(capsys, "doctor", "--quick")["calibration"]
     assert run(capsys, "calibrate")[0] == 0
     assert al.local_cluster() == calibrated.cluster

@@ -10,7 +10,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alpa_lite.cli.pin_file import read_pins
+from alpa_lite.cli.plan_command import read_pins
 from alpa_lite.errors import PlanError
 from tests.mutations import damaged, mutated
 

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import alpa_lite as al
 from alpa_lite.runtime.execute.exchange import Blanks, Exchange, Sent, token
-from alpa_lite.runtime.job.cpu_order import in_turn
+from alpa_lite.runtime.job.launch_order import in_turn
 from alpa_lite.runtime.job.processes import devices_of, is_here
 
 NUM_LAUNCHES, IN_FLIGHT, SIZE = 300, 14, 3000

@@ -248,14 +248,36 @@ TRANSFORMED = {
 
 
 @pytest.mark.parametrize("name", TRANSFORMED)
-@pytest.mark.parametrize("compiled", [False, True])
-def test_under_a_transformation_there_is_a_sentence(name: str, compiled: bool, devices: Any) -> None:
+def test_under_a_transformation_the_step_is_the_plain_function(name: str, devices: Any) -> None:
     p, x, step = {"w": jnp.eye(4)}, jnp.asarray(X), _parallel(_simple)
-    called = step.compiled(p, x) if compiled else step
-    with pytest.raises(TraceError, match=r"_simple.*outside of the transformation.*_simple.fun"):
-        TRANSFORMED[name](called, p, x)
-    TRANSFORMED[name](step.fun, p, x)
+    got, want = (jax.tree.leaves(TRANSFORMED[name](f, p, x)) for f in (step, step.fun))
+    assert len(got) == len(want) and not step._compiled
+    for a, b in zip(got, want, strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        if name != "eval_shape":
+            np.testing.assert_array_equal(a, b)
     step(p, x)
+
+
+def test_without_jit_the_step_is_the_plain_function(devices: Any) -> None:
+    seen: list[Any] = []
+
+    def step(p: Any, x: Any) -> Any:
+        seen.append(type(x))
+        return _simple(p, x)
+
+    with jax.disable_jit():
+        _parallel(step)({"w": jnp.eye(4)}, jnp.asarray(X))
+    assert issubclass(seen[0], jax.Array) and not issubclass(seen[0], jax.core.Tracer)
+
+
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_a_compiled_step_under_a_transformation_says_what_to_do(name: str, devices: Any) -> None:
+    p, x, step = {"w": jnp.eye(4)}, jnp.asarray(X), _parallel(_simple)
+    compiled = step.compiled(p, x)
+    with pytest.raises(TraceError, match=r"_simple.*outside of the transformation.*_simple.fun"):
+        TRANSFORMED[name](compiled, p, x)
+    compiled(p, x)
 
 
 def test_shapes_in_the_place_of_arrays_are_refused_before_planning(devices: Any) -> None:

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 from alpa_lite.errors import FigureError
 from alpa_lite.inspection.page.drawings import kind_class
 from alpa_lite.inspection.page.elements import KINDS, stage_colour
-from alpa_lite.inspection.page.memory_timeline import memory_over_time
-from alpa_lite.inspection.text.timeline import predicted_timeline, row_name
+from alpa_lite.inspection.text.timeline import memory_over_time, predicted_timeline, row_name
 from alpa_lite.plan.plan import Plan
 from alpa_lite.schedule.tasks import SpanLike
 from alpa_lite.text import show_bytes, show_count, show_seconds

@@ -21,11 +21,7 @@ from importlib.resources import files
 from typing import Any
 
 from alpa_lite.inspection.page.drawings import cluster_svg, kind_class, layers_svg, timeline_svg
-from alpa_lite.inspection.page.elements import KINDS, fragment_html
-from alpa_lite.inspection.page.elements import STYLE as STYLE
-from alpa_lite.inspection.page.elements import page_html as page_html
-from alpa_lite.inspection.page.elements import table_html as table_html
-from alpa_lite.inspection.page.memory_timeline import MemoryTrack, memory_over_time
+from alpa_lite.inspection.page.elements import KINDS, STYLE, fragment_html, page_html, table_html
 from alpa_lite.inspection.page.sections import (
     KEYS,
     Section,
@@ -39,7 +35,7 @@ from alpa_lite.inspection.page.sections import (
     timeline_section,
 )
 from alpa_lite.inspection.text.tables import headline, plan_tables
-from alpa_lite.inspection.text.timeline import predicted_timeline, row_name
+from alpa_lite.inspection.text.timeline import MemoryTrack, memory_over_time, predicted_timeline, row_name
 from alpa_lite.plan.plan import Plan
 from alpa_lite.schedule.tasks import SpanLike
 

@@ -21,7 +21,7 @@ from alpa_lite.inspection.page.drawings import (
     stage_names,
 )
 from alpa_lite.inspection.page.elements import KINDS, table_html
-from alpa_lite.inspection.text.axis_traffic import AxisUse, axis_uses
+from alpa_lite.inspection.text.collective_groups import AxisUse, axis_uses
 from alpa_lite.inspection.text.parameter_groups import (
     Argument,
     ArgumentGroup,

@@ -1,7 +1,8 @@
-"""A progress bar for planning and other long work: what is being done, the elapsed time, and the time left.
+"""Progress bars on terminals: for planning and other long work, and for the measurement of devices.
 
-It appears after `PATIENCE_SECONDS`, on a terminal only, and is removed at the end. While the amount of work is unknown,
-it shows no time left. The bar never moves back; the estimate of the time left is renewed with each change.
+The bar of planning shows the current activity, the elapsed time, and the time left. It appears after
+`PATIENCE_SECONDS`, on a terminal only, and is removed at the end. While the amount of work is unknown, it shows no time
+left. The bar never moves back; the estimate of the time left is renewed with each change.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import threading
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
+from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -99,3 +101,28 @@ def planning_progress(console: Console) -> Generator[Progress]:
         yield Progress(None, bar)
     finally:
         bar.stop()
+
+
+class CalibrationProgress:
+    """A progress bar that is redrawn while devices are measured; silent without a terminal."""
+
+    def __init__(self, console: Console) -> None:
+        """Create a bar that draws on `console` inside its `with` block."""
+        columns = (TextColumn("measuring"), BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+        self._bar = Bar(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._task = self._bar.add_task("", total=None)
+
+    def __enter__(self) -> CalibrationProgress:
+        """Start drawing."""
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop drawing and remove the bar."""
+        self._bar.stop()
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        """Show what is being measured, and how many of the measurements are done; called by `runtime.calibrate`."""
+        self._bar.update(self._task, description=what, completed=done, total=total)

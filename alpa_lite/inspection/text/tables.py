@@ -15,9 +15,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table as RichTable
 
+from alpa_lite.inspection.text.collective_groups import CollectiveGroup, group_collectives
 from alpa_lite.inspection.text.parameter_groups import ArgumentGroup, Arguments, arguments_of, group_arguments
 from alpa_lite.plan.codec import encode
-from alpa_lite.plan.plan import CollectiveUse, Plan, StagePlan
+from alpa_lite.plan.plan import Plan, StagePlan
 from alpa_lite.text import (
     short_source,
     show_bytes,
@@ -50,26 +51,6 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
     numeric: frozenset[str] = frozenset()
     note: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CollectiveGroup:
-    """Collectives of one kind, axis and phase that arise on one source line.
-
-    stages     the stages that run them
-    count      runs per step
-    bytes      bytes of all runs in a step
-    seconds    predicted seconds of all runs in a step
-    """
-
-    kind: str
-    axis: str
-    phase: str
-    source: str
-    stages: tuple[int, ...]
-    count: float
-    bytes: float
-    seconds: float
 
 
 def plan_text(plan: Plan) -> str:
@@ -214,49 +195,14 @@ def _optimizer_note(arguments: Arguments) -> str:
     return "optimizer state: " + ", ".join(filter(None, (like, differ, other)))
 
 
-def group_collectives(uses: Iterable[CollectiveUse]) -> tuple[CollectiveGroup, ...]:
-    """Group collectives by kind, axis, phase and source line, the longest first."""
-    groups: dict[tuple[str, ...], list[CollectiveUse]] = {}
-    for use in uses:
-        groups.setdefault((use.kind, use.axis, use.phase, source_of(use)), []).append(use)
-    found = [
-        CollectiveGroup(
-            kind=kind,
-            axis=axis,
-            phase=phase,
-            source=source,
-            stages=tuple(sorted({use.stage for use in members})),
-            count=sum(use.count for use in members),
-            bytes=sum(use.bytes * use.count for use in members),
-            seconds=sum(use.seconds * use.count for use in members),
-        )
-        for (kind, axis, phase, source), members in groups.items()
-    ]
-    return tuple(sorted(found, key=lambda group: -group.seconds))
-
-
-def source_of(use: CollectiveUse) -> str:
-    """Return the user's source line, shortened; for a collective that belongs to no line, its purpose."""
-    if use.source:
-        return short_source(use.source)
-    if use.phase == "update":
-        return "(gradients, summed)" if use.kind in ("all_reduce", "reduce_scatter") else "(new state)"
-    return "(between lines)"
-
-
 def collectives_table(plan: Plan, max_rows: int = MAX_COLLECTIVE_ROWS) -> Table:
     """Return the collectives that cost most."""
-    groups = group_collectives(plan.prediction.collectives)
-    rows = collective_rows(groups[:max_rows])
-    rest = groups[max_rows:]
-    note = f"… and {len(rest)} more, {show_seconds(sum(g.seconds for g in rest))} in all" if rest else ""
-    columns = ("kind", "axis", "phase", "stages", "count", "bytes each", "ms per step", "source")
-    return Table(title="Collectives by time", columns=columns, rows=rows, numeric=frozenset(columns[4:7]), note=note)
+    return groups_table("Collectives by time", group_collectives(plan.prediction.collectives), max_rows)
 
 
-def collective_rows(groups: Sequence[CollectiveGroup]) -> tuple[tuple[str, ...], ...]:
-    """Return the cells of `collectives_table`."""
-    return tuple(
+def groups_table(title: str, groups: Sequence[CollectiveGroup], max_rows: int) -> Table:
+    """Return a row per group of collectives, the first `max_rows` of them."""
+    rows = tuple(
         (
             group.kind,
             group.axis,
@@ -267,8 +213,12 @@ def collective_rows(groups: Sequence[CollectiveGroup]) -> tuple[tuple[str, ...],
             show_milliseconds(group.seconds),
             group.source,
         )
-        for group in groups
+        for group in groups[:max_rows]
     )
+    rest = groups[max_rows:]
+    note = f"… and {len(rest)} more, {show_seconds(sum(g.seconds for g in rest))} in all" if rest else ""
+    columns = ("kind", "axis", "phase", "stages", "count", "bytes each", "ms per step", "source")
+    return Table(title=title, columns=columns, rows=rows, numeric=frozenset(columns[4:7]), note=note)
 
 
 def opaque_table(plan: Plan) -> Table:

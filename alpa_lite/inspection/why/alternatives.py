@@ -16,7 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from alpa_lite.inspection.text.tables import Table, group_collectives
+from alpa_lite.inspection.text.collective_groups import group_collectives
+from alpa_lite.inspection.text.tables import Table
 from alpa_lite.inspection.why.repricing import Repricing, placed_stage
 from alpa_lite.inspection.why.stage_problem import Given, StageProblem
 from alpa_lite.inter_op.space import meshes_of

@@ -20,8 +20,9 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from alpa_lite.errors import PlanError
+from alpa_lite.inspection.text.collective_groups import CollectiveGroup, group_collectives
 from alpa_lite.inspection.text.parameter_groups import Argument, ArgumentGroup, Arguments, arguments_of, group_arguments
-from alpa_lite.inspection.text.tables import CollectiveGroup, Table, collective_rows, group_collectives, render
+from alpa_lite.inspection.text.tables import groups_table, render
 from alpa_lite.inspection.why.alternatives import (
     Alternatives,
     of_layer,
@@ -114,15 +115,7 @@ class Explanation:
     alternatives: Alternatives | None = None
 
     def __str__(self) -> str:
-        columns = ("kind", "axis", "phase", "stages", "count", "bytes each", "ms per step", "source")
-        rest = self.collectives[_MAX_COLLECTIVES:]
-        table = Table(
-            title="Collectives",
-            columns=columns,
-            rows=collective_rows(self.collectives[:_MAX_COLLECTIVES]),
-            numeric=frozenset(columns[4:7]),
-            note=f"… and {len(rest)} more, {show_seconds(sum(c.seconds for c in rest))} in all" if rest else "",
-        )
+        table = groups_table("Collectives", self.collectives, _MAX_COLLECTIVES)
         more = () if self.alternatives is None else self.alternatives.sentences
         lines = (self.subject, *(f"  {sentence}" for sentence in (*self.sentences, *more)))
         tables = [] if self.alternatives is None else [self.alternatives.table()]

@@ -17,11 +17,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from alpa_lite.inspection.text.axis_traffic import crosses_hosts
+from alpa_lite.inspection.text.collective_groups import CollectiveGroup, crosses_hosts, group_collectives
 from alpa_lite.inspection.text.parameter_groups import arguments_of
-from alpa_lite.inspection.text.tables import CollectiveGroup, Table, group_collectives, render
-from alpa_lite.inspection.why.op_costs import OPAQUE, PASSES, entries_of
+from alpa_lite.inspection.text.tables import Table, render
 from alpa_lite.inspection.why.repricing import Repricing
+from alpa_lite.inspection.why.stage_problem import OPAQUE, PASSES, entries_of
 from alpa_lite.plan.plan import Plan
 from alpa_lite.program.phases import StepGraph
 from alpa_lite.schedule import passes_of, simulate

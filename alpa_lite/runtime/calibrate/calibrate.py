@@ -1,28 +1,44 @@
-"""Describe devices by measuring them: the programs of `probes`, timed by `timing`, explained by `fit`.
+"""Describe this process's devices as a `Cluster`: the programs of `probes`, timed by `timing`, explained by `fit`.
 
     dispatch_seconds = median time of a program that does next to nothing, awaited
     device_share     = seconds of a block divided over all devices / seconds of the whole block on one, on a shared
                        processor only
     the rest         = the constants under which the cost model predicts the measurements          (fit.fit_cluster)
 
-In a job of several processes, all of them take part and the first one's times count, so that all describe the same
-cluster.
+`local_cluster` reads or makes such a description:
+
+    1. the file that the caller names, if any;
+    2. else the one that `alpa-lite calibrate` wrote for such devices (`path_for`), unless damaged;
+    3. else measured now, in about three seconds, once per process.
+
+In a job of several processes, all of them take part and the first one's times and files count, so that all describe the
+same cluster.
+
+Virtual CPU devices share one processor and are described as such (`Cluster.shared_processor`): their times add up
+instead of overlapping.
 """
 
 from __future__ import annotations
 
 import datetime
+import functools
+import hashlib
 import json
 import os
+import platform
+import sys
+import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from alpa_lite.errors import ExecutionError
-from alpa_lite.runtime.calibrate.device_fingerprint import fingerprint, make_private, path_for
+from alpa_lite import _jax
+from alpa_lite.errors import ExecutionError, UnusableFileWarning
 from alpa_lite.runtime.calibrate.fit import Measurement, fit_cluster, measured_constants, predicted_seconds
 from alpa_lite.runtime.calibrate.probes import (
     QUICK,
@@ -34,9 +50,52 @@ from alpa_lite.runtime.calibrate.probes import (
     thorough_sizes,
 )
 from alpa_lite.runtime.calibrate.timing import Stopwatch, TimedProgram, Timing, num_samples, time_programs
-from alpa_lite.runtime.job.consensus import agreed_number
+from alpa_lite.runtime.job.consensus import agreed_data, agreed_number
 from alpa_lite.runtime.job.processes import host_rows
-from cost_models.cluster import Cluster, Device, Link
+from cost_models.cluster import Cluster, Device, Link, cluster_sources, load_cluster
+from cost_models.errors import ClusterError
+
+#: Raised when the measured constants come to mean something else.
+_VERSION = 1
+
+
+def fingerprint(devices: Sequence[Any]) -> str:
+    """Return the kinds and numbers of devices and hosts, and everything else that affects times; equal text, equal
+    times.
+
+    CPU devices of all machines look the same to JAX, so the machine's name and its number of processors count there.
+    """
+    kinds = Counter(f"{device.platform} {device.device_kind}" for device in devices)
+    hosts = len({device.process_index for device in devices})
+    parts = [f"{count} × {kind}" for kind, count in sorted(kinds.items())]
+    parts += [f"{hosts} host{'s' if hosts > 1 else ''}", f"jax {metadata.version('jax')}"]
+    if any(device.platform == "cpu" for device in devices):
+        parts.append(f"{platform.node()} with {os.cpu_count()} processors")
+    return ", ".join([*parts, f"calibration {_VERSION}"])
+
+
+def cache_folder() -> Path:
+    """Return the folder for the user's caches."""
+    home = Path.home()
+    if sys.platform == "darwin":
+        return home / "Library" / "Caches" / "alpa_lite"
+    if sys.platform == "win32":
+        return home / "AppData" / "Local" / "alpa_lite"
+    return Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "alpa_lite"
+
+
+def make_private(folder: Path) -> None:
+    """Create a folder, and missing ones above it, readable by this user only. An existing folder stays as it is."""
+    if not folder.is_dir():
+        make_private(folder.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)
+
+
+def path_for(devices_fingerprint: str) -> Path:
+    """Return the file that `alpa-lite calibrate` writes and `local_cluster` reads for devices with this fingerprint."""
+    digest = hashlib.sha256(devices_fingerprint.encode()).hexdigest()[:16]
+    return cache_folder() / f"{digest}.json"
+
 
 Progress = Callable[[str, int, int], None]
 """Callback: the current activity, the number of steps done and the number of steps."""
@@ -265,3 +324,89 @@ def _memory_bytes(device: Any, sharers: int) -> float:
     if stats and "bytes_limit" in stats:
         return float(stats["bytes_limit"])
     return 0.8 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / sharers
+
+
+def local_cluster(path: str | Path | None = None, *, devices: Sequence[Any] | None = None) -> Cluster:
+    """Return the devices of this process as a cluster.
+
+    Args:
+        path: a file from `alpa-lite calibrate --out`, or written by hand; None looks for the one that
+            `alpa-lite calibrate` stored for these devices, and measures quickly if there is none.
+        devices: default `jax.devices()`.
+
+    Raises:
+        ExecutionError: the given file was measured on other devices, or describes another number of them.
+        ClusterError: the given file cannot be read.
+    """
+    # The programs that are timed lie on the devices, whatever mesh the caller has set.
+    with _jax.no_mesh():
+        return _local_cluster(path, tuple(jax.devices() if devices is None else devices))
+
+
+def _local_cluster(path: str | Path | None, found: tuple[Any, ...]) -> Cluster:
+    several = jax.process_count() > 1
+    cluster = _of_first_process(path, found) if several else _described(path, found)
+    if cluster is not None:
+        return cluster
+    return Cluster.from_json(agreed_data(_measured(found).to_json())) if several else _measured(found)
+
+
+def _of_first_process(path: str | Path | None, devices: tuple[Any, ...]) -> Cluster | None:
+    """Return `_described` of the first process of the job on all processes, whose own files may differ."""
+    answer: dict[str, Any] = {}
+    if jax.process_index() == 0:
+        try:
+            cluster = _described(path, devices)
+            answer = {"cluster": None if cluster is None else cluster.to_json()}
+        except (ExecutionError, ClusterError) as error:
+            answer = {"error": str(error)}
+    answer = agreed_data(answer)
+    if "error" in answer:
+        raise ExecutionError(answer["error"])
+    return None if answer["cluster"] is None else Cluster.from_json(answer["cluster"])
+
+
+def _described(path: str | Path | None, found: tuple[Any, ...]) -> Cluster | None:
+    """Return the cluster of the given file, or of the stored one if it is usable; else None.
+
+    Raises:
+        ExecutionError: see `local_cluster`.
+        ClusterError: the given file cannot be read.
+    """
+    if path is not None:
+        return _checked(load_cluster(str(path)), path, found)
+    kept = path_for(fingerprint(found))
+    if not kept.exists():
+        return None
+    try:
+        return _checked(load_cluster(str(kept)), kept, found)
+    except (ClusterError, ExecutionError) as error:
+        sentence = (
+            f"What was measured on these devices cannot be used, and they are measured quickly: {error} Run "
+            "`alpa-lite calibrate` again, or delete the file."
+        )
+        warnings.warn(sentence, UnusableFileWarning, stacklevel=3)
+        return None
+
+
+def _checked(cluster: Cluster, path: str | Path, devices: tuple[Any, ...]) -> Cluster:
+    """Return the cluster if it describes these devices, else raise `ExecutionError`."""
+    belongs_to = cluster_sources(str(path)).get("fingerprint")
+    here = fingerprint(devices)
+    if belongs_to is not None and belongs_to != here:
+        raise ExecutionError(
+            f"The cluster file {str(path)!r} was measured on other devices ({belongs_to}) than these ({here}). Run "
+            "`alpa-lite calibrate` here; to plan for the other devices, give the file as alpa_lite.cluster(path)."
+        )
+    if cluster.num_devices != len(devices):
+        raise ExecutionError(
+            f"The cluster file {str(path)!r} describes {cluster.num_devices} devices, but there are {len(devices)} "
+            "here. Run `alpa-lite calibrate` here; to plan for the other devices, give the file as "
+            "alpa_lite.cluster(path)."
+        )
+    return cluster
+
+
+@functools.cache
+def _measured(devices: tuple[Any, ...]) -> Cluster:
+    return quick_cluster(devices)

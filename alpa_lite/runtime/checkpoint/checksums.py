@@ -24,7 +24,7 @@ LIST = "SHA256SUMS"
 """The file with the digests; those of a subfolder are in `SHA256SUMS.<its name>` until the whole list is written."""
 
 OLD, NEW = "old", "new"
-"""Results of `list_kind` for lists without and with the record of a checkpoint (`record.py`)."""
+"""Results of `list_kind` for lists without and with the record of a checkpoint (`checkpoint_folder.Record`)."""
 
 _FIRST_LINES = {NEW: "# alpa_lite checkpoint, sha256 of the lines below: ", OLD: "# sha256 of the lines below: "}
 _LINE = re.compile(r"([0-9a-f]{64})  (\S.*)")

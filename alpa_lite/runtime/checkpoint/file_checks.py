@@ -17,7 +17,7 @@ from typing import Any
 import jax.numpy as jnp
 import tensorstore as ts
 
-from alpa_lite.runtime.checkpoint.record import files_of, is_own
+from alpa_lite.runtime.checkpoint.checkpoint_folder import files_of, is_own
 from alpa_lite.runtime.checkpoint.saved_leaves import Leaf, Wanted
 from alpa_lite.runtime.checkpoint.untrusted import read_bounded, shown
 from cost_models.untrusted_text import parse_json

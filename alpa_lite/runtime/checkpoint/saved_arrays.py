@@ -1,6 +1,6 @@
 """Checkpoints on disk, through Orbax. The only module that imports it, itself imported only where checkpoints are used.
 
-    folder/<step>/alpa_lite_checkpoint.json             the record, which is written first (`record.py`)
+    folder/<step>/alpa_lite_checkpoint.json             the record, which is written first (`checkpoint_folder`)
                   manifest.ocdbt, d, ocdbt.process_*    the arrays by name, in chunks of at most 16 MiB (Orbax)
                   leaves.json                           their shapes and dtypes (`saved_leaves.py`)
                   plan.json                             how they were sharded; `Plan.load` reads it

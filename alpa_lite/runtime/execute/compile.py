@@ -17,20 +17,22 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from alpa_lite import _jax
 from alpa_lite.errors import ExecutionError
 from alpa_lite.lower.emission import BoundaryArray, Emitted, boundary_layout, boundary_spec, emit_task
 from alpa_lite.lower.instructions import Buffer, Program
 from alpa_lite.lower.same_task import task_form
+from alpa_lite.lower.slices import TaskSpec
+from alpa_lite.plan.parts import OpPlacement
 from alpa_lite.plan.plan import Plan
 from alpa_lite.program.equations import Equation
 from alpa_lite.program.phases import StepGraph
@@ -55,8 +57,47 @@ def task_units(
     return units
 
 
-def _emit_task(task: Any, step: Any, equations: Any, placements: Any, mesh: Any, given: Any, name: str) -> Emitted:
-    return emit_task(task, step, equations, placements, mesh, name=name, donated=given)
+def _emit_task(
+    task: TaskSpec,
+    step: StepGraph,
+    equations: Sequence[Equation],
+    placements: Mapping[int, OpPlacement],
+    mesh: Mesh,
+    given: Sequence[int],
+    name: str,
+) -> Emitted:
+    platform = _jax.lowering_platform(mesh.devices.flat[0])
+    return emit_task(task, step, equations, placements, mesh.abstract_mesh, name=name, platform=platform, donated=given)
+
+
+def lowered_tasks(
+    program: Program, plan: Plan, step: StepGraph, equations: Sequence[Equation], platform: str
+) -> list[tuple[TaskSpec, Any]]:
+    """Return each task with its lowered program (`jax.stages.Lowered`), without devices; equal tasks share one."""
+    lowered: dict[Hashable, Any] = {}
+    found: list[tuple[TaskSpec, Any]] = []
+    for task in program.tasks:
+        stage = plan.stages[task.stage]
+        mesh = AbstractMesh(stage.mesh_shape.shape, stage.mesh_shape.axis_names)
+        form = mesh, task_form(task, step, equations, stage.ops, dict(mesh.shape), ())
+        if form not in lowered:
+            emitted = emit_task(task, step, equations, stage.ops, mesh, name=task.name, platform=platform)
+            lowered[form] = emitted.lower()
+        found.append((task, lowered[form]))
+    return found
+
+
+def summed_costs(costs: Iterable[tuple[Mapping[str, float] | None, int]]) -> dict[str, float]:
+    """Return the sum of XLA's cost analyses, each of them so many times; utilisations, which are no sums, are left out.
+
+    costs: pairs of an analysis, None where the platform has none, and its number of runs.
+    """
+    total: Counter[str] = Counter()
+    for analysis, runs in costs:
+        for key, value in (analysis or {}).items():
+            if not key.startswith(("utilization", "optimal_seconds")):
+                total[key] += value * runs  # type: ignore[assignment]
+    return dict(total)
 
 
 def zeros_units(program: Program, step: StepGraph, meshes: Sequence[Mesh]) -> dict[int, CompileUnit]:

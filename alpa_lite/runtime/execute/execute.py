@@ -30,16 +30,14 @@ from alpa_lite.program.phases import StepGraph
 from alpa_lite.runtime.execute.aliasing import copies, donations, shared_results, with_copies
 from alpa_lite.runtime.execute.bind import Binder
 from alpa_lite.runtime.execute.compile import Tell, concat_units, precompile, task_units, zeros_units
-from alpa_lite.runtime.execute.delivery import Delivery, Result, wanted
-from alpa_lite.runtime.execute.exchange import Blanks, warm
+from alpa_lite.runtime.execute.exchange import Blanks, Delivery, Result, wanted, warm
 from alpa_lite.runtime.execute.placing import Alone, InJob
 from alpa_lite.runtime.execute.run_transfers import compile_transfers
 from alpa_lite.runtime.execute.stacked import Leaves
 from alpa_lite.runtime.execute.watch import Watch, spans
 from alpa_lite.runtime.execute.watchdog import Watchdog, explanation, short_name
-from alpa_lite.runtime.job.cpu_order import in_turn
 from alpa_lite.runtime.job.in_flight import CPU_CREDITS, CREDITS, Flight
-from alpa_lite.runtime.job.launch_order import participants, verify_order
+from alpa_lite.runtime.job.launch_order import in_turn, participants, verify_order
 from alpa_lite.runtime.job.processes import all_here, any_here, devices_of, handle, host_by_host, processes_of
 from alpa_lite.runtime.job.shutdown import at_work, end_hung, is_watched
 from alpa_lite.sharding.specs import Spec

@@ -5,6 +5,7 @@ initialisation of its state directly in the step's shardings (`init_sharded`).
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,14 +20,16 @@ from alpa_lite.lower.instructions import TaskTime
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.progress import Progress
 from alpa_lite.runtime.execute.aliasing import Apart, copies
-from alpa_lite.runtime.execute.allocated import Allocated, allocated
+from alpa_lite.runtime.execute.compile import summed_costs
 from alpa_lite.runtime.execute.exchange import Blanks
 from alpa_lite.runtime.execute.execute import Executor
-from alpa_lite.runtime.execute.measure import typical_times
+from alpa_lite.runtime.execute.measure import Allocated, allocated, typical_times
 from alpa_lite.runtime.execute.placing import InJob
 from alpa_lite.runtime.job.processes import all_here, any_here, devices_of, handle
 from alpa_lite.step.split import TracedStep
+from alpa_lite.trace.call import Call
 from alpa_lite.trace.trace import Traced, aval_of
+from cost_models.untrusted_text import printable
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -40,12 +43,14 @@ class CompiledFunction:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step and return its outputs."""
-        return self.run_flat(self._leaves(args, kwargs), None)
+        call = self._call(args, kwargs)
+        return self.finish(self.run_flat(self._leaves(call), None), call)
 
     def timed(self, *args: Any, **kwargs: Any) -> tuple[Any, list[TaskTime]]:
         """Run one step with every instruction awaited; return the outputs and the measured spans."""
         record: list[TaskTime] = []
-        return self.run_flat(self._leaves(args, kwargs), record), record
+        call = self._call(args, kwargs)
+        return self.finish(self.run_flat(self._leaves(call), record), call), record
 
     def measure(self, *, awaited: bool | None = None) -> tuple[TaskTime, ...]:
         """Return the span of each instruction of a step on arguments of zeros.
@@ -64,8 +69,29 @@ class CompiledFunction:
         """Return the peak allocation on a device of each stage, as XLA reports it for the executables; nothing runs."""
         return allocated(self.executor, self.plan)
 
+    def as_text(self) -> str:
+        """Return XLA's optimised program of each executable, equal ones once, with a line of comment before it."""
+        # Stages of other processes have no executable here.
+        texts: dict[int, tuple[list[str], Any]] = {}
+        for each in self.executor.executables:
+            texts.setdefault(id(each.compiled), ([], each.compiled))[0].append(each.task.name)
+        programs = [(names, compiled) for names, compiled in texts.values() if compiled is not None]
+        return "\n".join(f"// {', '.join(names)}\n{compiled.as_text()}" for names, compiled in programs)
+
+    def cost_analysis(self) -> dict[str, float]:
+        """Return XLA's estimates ("flops", "bytes accessed") for one device of each stage, summed over all stages and
+        micro-batches of a step.
+        """
+        runs = Counter(i.task for i in self.executor.program.instructions if i.kind == "RUN")
+        tasks = enumerate(self.executor.executables)
+        return summed_costs((each.compiled.cost_analysis(), runs[i]) for i, each in tasks if each.compiled is not None)
+
+    def memory_analysis(self) -> Allocated:
+        """Return the peak allocation on the device that needs most, as XLA reports it; see `allocated` for all."""
+        return max(self.allocated(), key=lambda stage: stage.peak_bytes)
+
     def run_flat(self, leaves: Sequence[Any], record: list[TaskTime] | None) -> Any:
-        """Run one step on flattened dynamic arguments."""
+        """Run one step on flattened traced arguments; return the pytree of all arrays that come out."""
         try:
             gone = any([leaf.is_deleted() for leaf in leaves])
         except AttributeError:  # NumPy's arrays and numbers
@@ -87,12 +113,18 @@ class CompiledFunction:
         self._apart.note(leaves, outputs)
         return jax.tree.unflatten(self.traced.out_tree, outputs)
 
+    def finish(self, arrays: Any, call: Call) -> Any:
+        """Return the results of a call, made of the arrays that come out of a step; see `Results.finish`."""
+        results = self.traced.results
+        return arrays if results.is_plain else results.finish(arrays, call)
+
     def place(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Return the positional arguments on their planned devices, where state stays from then on."""
+        call = self._call(args, kwargs)
         with _jax.no_mesh():
-            leaves = self.executor.place_inputs(self._leaves(args, kwargs))
-        positional, _ = jax.tree.unflatten(self.traced.in_tree, leaves)
-        return tuple(positional.get(i, arg) for i, arg in enumerate(args))
+            leaves = self.executor.place_inputs(self._leaves(call))
+        placed = call.with_values(jax.tree.unflatten(self.traced.in_tree, leaves))
+        return tuple(placed[i] for i in range(len(args)))
 
     def input_shardings(self) -> Any:
         """The arguments' pytrees with a `NamedSharding` in place of each array."""
@@ -113,14 +145,23 @@ class CompiledFunction:
         leaves = enumerate(self.traced.out_leaves)
         return [(i, _finishing(leaf)) for i, leaf in leaves if leaf.weak_type or leaf.dtype == jax.dtypes.float0]
 
-    def _leaves(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    def _call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
         refuse_tracing(self.traced.name)
-        tree = flatten_arguments(args, kwargs, self.traced.static_argnums)
-        leaves, structure = jax.tree.flatten(tree)
+        return Call.of(self.traced.fun, args, kwargs, self.traced.static)
+
+    def _leaves(self, call: Call) -> list[Any]:
+        """Return the traced arguments of a call, flattened. Raises `PlanError` for others than were compiled for."""
+        leaves, structure = jax.tree.flatten(call.tree)
         if structure != self.traced.in_tree:
             raise PlanError(
                 f"{self.traced.name} was compiled for other arguments: their structure is {structure}, it was "
                 f"{self.traced.in_tree}. Trace and compile again."
+            )
+        if call.static != self.traced.call.static:
+            raise PlanError(
+                f"{self.traced.name} was compiled for other static arguments or constants: they are "
+                f"{printable(str(call.static))}, and were {printable(str(self.traced.call.static))}. Trace and compile "
+                "again."
             )
         if [np.shape(leaf) for leaf in leaves] != self._shapes:
             raise PlanError(self._misfit(leaves))
@@ -208,11 +249,6 @@ def with_own_constants(step: TracedStep, executor: Executor, first: int) -> Trac
     # A program that precomputes constants reads several of them, which must then lie on the devices of one stage.
     own = (copies([x])[0] if isinstance(x, jax.Array) else np.array(x) for x in step.constants)
     return replace(step, constants=tuple(own))
-
-
-def flatten_arguments(args: Sequence[Any], kwargs: Mapping[str, Any], static: Sequence[int]) -> Any:
-    """Return the dynamic arguments as the pytree that `trace` flattens."""
-    return {i: arg for i, arg in enumerate(args) if i not in static}, dict(kwargs)
 
 
 def compiling(progress: Progress) -> Callable[[str, int, int], None]:

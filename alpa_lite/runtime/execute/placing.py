@@ -24,9 +24,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from alpa_lite import _jax
 from alpa_lite.errors import ExecutionError
-from alpa_lite.runtime.execute.crossing import Crossing
+from alpa_lite.runtime.execute.crossing import Crossing, Windows, on_plain_mesh, relocation
 from alpa_lite.runtime.execute.exchange import Blanks
-from alpa_lite.runtime.execute.relocation import Windows, on_plain_mesh, relocation
 from alpa_lite.runtime.job.processes import any_here, devices_of, handle, processes_of
 
 

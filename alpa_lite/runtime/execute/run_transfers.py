@@ -26,7 +26,7 @@ from alpa_lite.lower.instructions import Buffer, Program
 from alpa_lite.program.phases import StepGraph
 from alpa_lite.runtime.execute.crossing import Course, Crossing, Hand, LaunchObserver, Message, compiled
 from alpa_lite.runtime.execute.exchange import Blanks, token
-from alpa_lite.runtime.job.cpu_order import in_turn
+from alpa_lite.runtime.job.launch_order import in_turn
 from alpa_lite.runtime.job.processes import all_here, any_here, devices_of
 from alpa_lite.sharding.specs import Spec, local_shape
 from alpa_lite.sharding.transfer import PlannedTransfer

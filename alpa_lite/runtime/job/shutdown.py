@@ -26,10 +26,9 @@ from typing import ClassVar, NoReturn
 import jax
 
 from alpa_lite import _jax
-from alpa_lite.runtime.job.activity import doing, dump_stacks, where
+from alpa_lite.runtime.job.activity import Neighbours, doing, dump_stacks, place, where
 from alpa_lite.runtime.job.in_flight import awaited, last_instructions
 from alpa_lite.runtime.job.launch import COORDINATOR, ENDED, HUNG
-from alpa_lite.runtime.job.neighbours import Neighbours, place
 
 LAST_WORDS_SECONDS, LAST_WORDS_SECONDS_EACH = 4.0, 0.02
 """Seconds that the first process waits for answers to a roll call, and the seconds added for each other process."""

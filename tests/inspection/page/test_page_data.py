@@ -7,8 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from alpa_lite.inspection.page.html import MAX_POINTS, TICKS, page_data, safe_json
-from alpa_lite.inspection.page.memory_timeline import memory_over_time
-from alpa_lite.inspection.text.timeline import predicted_timeline
+from alpa_lite.inspection.text.timeline import memory_over_time, predicted_timeline
 
 
 def tasks_of(row, data):

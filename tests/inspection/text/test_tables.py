@@ -3,12 +3,12 @@
 import json
 from dataclasses import replace
 
+from alpa_lite.inspection.text.collective_groups import group_collectives
 from alpa_lite.inspection.text.tables import (
     MAX_COLLECTIVE_ROWS,
     WIDTH,
     alternatives_table,
     collectives_table,
-    group_collectives,
     parameters_table,
     plan_summary,
     plan_text,

@@ -8,16 +8,15 @@ import pytest
 
 import alpa_lite as al
 from alpa_lite.errors import ExecutionError, UnusableFileWarning
-from alpa_lite.runtime.calibrate import device_fingerprint as fingerprints
-from alpa_lite.runtime.calibrate import local_cluster as module
-from alpa_lite.runtime.calibrate.device_fingerprint import fingerprint, path_for
+from alpa_lite.runtime.calibrate import calibrate as module
+from alpa_lite.runtime.calibrate.calibrate import fingerprint, path_for
 from cost_models import ClusterError, load_cluster
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     """An empty cache, and a quick measurement that is told apart."""
-    monkeypatch.setattr(fingerprints, "cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr(module, "cache_folder", lambda: tmp_path / "cache")
     measured = replace(load_cluster("p3.16xlarge"), name="measured quickly")
     monkeypatch.setattr(module, "_measured", lambda devices: measured)
     return tmp_path / "cache"

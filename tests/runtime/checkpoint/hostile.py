@@ -29,8 +29,8 @@ import tensorstore as ts
 
 import alpa_lite as al
 from alpa_lite.errors import CheckpointError
+from alpa_lite.runtime.checkpoint.checkpoint_folder import RECORD
 from alpa_lite.runtime.checkpoint.checksums import LIST
-from alpa_lite.runtime.checkpoint.record import RECORD
 from tests.plan.test_plan import planned
 from tests.runtime.checkpoint.saved_states import bits
 

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 import alpa_lite as al
 from alpa_lite.errors import CheckpointError, UnusableFileWarning
 from alpa_lite.runtime.checkpoint import disk
+from alpa_lite.runtime.checkpoint.checkpoint_folder import RECORD
 from alpa_lite.runtime.checkpoint.checksums import LIST
-from alpa_lite.runtime.checkpoint.record import RECORD
 
 
 def small(value: int) -> dict[str, Any]:

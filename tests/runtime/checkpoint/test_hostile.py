@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 import alpa_lite as al
 from alpa_lite.errors import CheckpointError
-from alpa_lite.runtime.checkpoint.record import RECORD
+from alpa_lite.runtime.checkpoint.checkpoint_folder import RECORD
 from alpa_lite.runtime.checkpoint.untrusted import shown
 from cost_models.untrusted_text import printable
 from tests.runtime.checkpoint import hostile

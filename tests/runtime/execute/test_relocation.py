@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from alpa_lite.runtime.execute.crossing import Windows, course_between, relocation
 from alpa_lite.runtime.execute.exchange import Blanks, Exchange, Sent
-from alpa_lite.runtime.execute.relocation import Windows, course, relocation
 
 SHAPE = (12, 8)
 
@@ -64,7 +64,7 @@ def test_windows_give_each_device_its_share_of_every_run(dim: int, devices: Any)
 
 def test_the_receiver_itself_sends_where_it_can(devices: Any) -> None:
     like = jax.ShapeDtypeStruct(SHAPE, np.float32, sharding=sharding(devices, 0, {"x": 4}))
-    found = course(like, sharding(devices, 2, {"x": 4}, "x"))
+    found = course_between(like, sharding(devices, 2, {"x": 4}, "x"))
     pairs = {(devices[hand.source], devices[2 + hand.target]) for hand in found.hands}
     kept = {(devices[2], devices[2]), (devices[3], devices[3])}
     assert kept < pairs

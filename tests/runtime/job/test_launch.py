@@ -16,8 +16,16 @@ import pytest
 
 from alpa_lite.errors import ExecutionError
 from alpa_lite.runtime.job import launch as launch_module
-from alpa_lite.runtime.job.launch import ENDED, HUNG, NUM_PROCESSES, PROCESS_ID, _Job, launch, reserved_port
-from alpa_lite.runtime.job.output import PIECE_BYTES
+from alpa_lite.runtime.job.launch import (
+    ENDED,
+    HUNG,
+    NUM_PROCESSES,
+    PIECE_BYTES,
+    PROCESS_ID,
+    _Job,
+    launch,
+    reserved_port,
+)
 
 NUMBER = f"import os, sys, time\nme = int(os.environ[{PROCESS_ID!r}])\n"
 

@@ -14,9 +14,8 @@ import pytest
 
 from alpa_lite import _jax
 from alpa_lite.runtime.checkpoint.shared_errors import in_words
-from alpa_lite.runtime.job import neighbours, shutdown
-from alpa_lite.runtime.job.activity import busy, doing, idle, where
-from alpa_lite.runtime.job.neighbours import Neighbours, place
+from alpa_lite.runtime.job import activity, shutdown
+from alpa_lite.runtime.job.activity import Neighbours, busy, doing, idle, place, where
 from alpa_lite.runtime.job.shutdown import STALE_SECONDS, STUCK_SECONDS, Heartbeat, RollCall, came_to_end
 
 
@@ -160,7 +159,7 @@ def test_a_neighbour_that_is_stopped_is_seen_and_told_to_go_on() -> None:
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as other:
         try:
             machine, space, _, _ = place().split()
-            started = int(neighbours._stat(other.pid)[neighbours._STARTED])
+            started = int(activity._stat(other.pid)[activity._STARTED])
             places = {
                 0: place(),
                 1: f"{machine} {space} {other.pid} {started}",

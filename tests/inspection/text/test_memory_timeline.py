@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from alpa_lite.inspection.page.memory_timeline import memory_over_time
+from alpa_lite.inspection.text.timeline import memory_over_time
 from alpa_lite.schedule import GPipe, Inference, ZeroBubbleH1
 
 

@@ -1,11 +1,66 @@
-"""The traffic of a plan's collectives over each mesh axis, and the links they use: inside hosts or between them."""
+"""The collectives of a plan, grouped in two ways.
+
+by source line    of one kind, axis and phase, the longest first                                (`group_collectives`)
+by mesh axis      bytes and seconds, and the links: inside hosts or between them                (`axis_uses`)
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from alpa_lite.plan.plan import CollectiveUse, Plan, StagePlan
-from alpa_lite.text import show_numbers
+from alpa_lite.text import short_source, show_numbers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveGroup:
+    """Collectives of one kind, axis and phase that arise on one source line.
+
+    stages     the stages that run them
+    count      runs per step
+    bytes      bytes of all runs in a step
+    seconds    predicted seconds of all runs in a step
+    """
+
+    kind: str
+    axis: str
+    phase: str
+    source: str
+    stages: tuple[int, ...]
+    count: float
+    bytes: float
+    seconds: float
+
+
+def group_collectives(uses: Iterable[CollectiveUse]) -> tuple[CollectiveGroup, ...]:
+    """Group collectives by kind, axis, phase and source line, the longest first."""
+    groups: dict[tuple[str, ...], list[CollectiveUse]] = {}
+    for use in uses:
+        groups.setdefault((use.kind, use.axis, use.phase, source_of(use)), []).append(use)
+    found = [
+        CollectiveGroup(
+            kind=kind,
+            axis=axis,
+            phase=phase,
+            source=source,
+            stages=tuple(sorted({use.stage for use in members})),
+            count=sum(use.count for use in members),
+            bytes=sum(use.bytes * use.count for use in members),
+            seconds=sum(use.seconds * use.count for use in members),
+        )
+        for (kind, axis, phase, source), members in groups.items()
+    ]
+    return tuple(sorted(found, key=lambda group: -group.seconds))
+
+
+def source_of(use: CollectiveUse) -> str:
+    """Return the user's source line, shortened; for a collective that belongs to no line, its purpose."""
+    if use.source:
+        return short_source(use.source)
+    if use.phase == "update":
+        return "(gradients, summed)" if use.kind in ("all_reduce", "reduce_scatter") else "(new state)"
+    return "(between lines)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

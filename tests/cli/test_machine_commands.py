@@ -6,7 +6,8 @@ import json
 import pytest
 from rich.console import Console
 
-from alpa_lite.inspection.text.calibration_report import CalibrationProgress, calibration_data, calibration_text
+from alpa_lite.cli.machine_commands import calibration_data, calibration_text
+from alpa_lite.inspection.text.progress_bar import CalibrationProgress
 from tests.runtime.calibrate.test_calibrate import simulate
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from alpa_lite.inspection.text.axis_traffic import axis_uses, crosses_hosts
+from alpa_lite.inspection.text.collective_groups import axis_uses, crosses_hosts
 
 
 def test_every_byte_is_counted_once(tensor_plan, pipeline_plan):
