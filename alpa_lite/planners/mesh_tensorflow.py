@@ -42,11 +42,11 @@ from alpa_lite.step.layers import make_layers
 from cost_models.interface import CostModel
 
 AUTO = "auto"
-"""The layout that is to be found."""
+"""The value of `layout` that asks for the one of the least memory."""
 
 
 MOST_LAYOUTS = 100_000
-"""Of more layouts than so many the least memory is not looked for."""
+"""Largest number of layouts among which the one of the least memory is sought."""
 
 Layout = Mapping[str, str]
 """The axis of each name of a dim that is split."""
@@ -54,14 +54,14 @@ Layout = Mapping[str, str]
 
 @dataclass(frozen=True, kw_only=True)
 class MeshTensorFlow(Planner):
-    """`layout` splits named dims over the axes of `mesh`, whose last one lies over neighbouring devices.
+    """A plan in which named dims are split over axes of a mesh.
 
     Attributes:
         layout: "name:axis" pairs between semicolons, or a mapping; "auto" for the one of all legal layouts whose plan
             holds the least memory at its peak.
-        mesh: devices per axis.
-        dims: names of one's own: for each the path of an argument and the number of its dim. They go before those that
-            are found, and name all that is the same dim.
+        mesh: devices per axis; the last axis lies over neighbouring devices.
+        dims: the user's own names, each with the path of an argument and the number of its dim. They take precedence
+            over derived names, and hold for all dims of the same class.
     """
 
     layout: str | Mapping[str, str] = field(hash=False)
@@ -76,7 +76,7 @@ class MeshTensorFlow(Planner):
         return "layout " + ";".join(f"{name}:{axis}" for name, axis in self._pairs().items())
 
     def plan(self, request: PlanRequest) -> Plan:
-        """Raises `PlanError` for unknown names and axes, and for illegal layouts, with the op and its line."""
+        """Return the plan. Raises `PlanError` for unknown names and axes, and for illegal layouts."""
         step = request.best_step((1,), loop_parts=0)
         axes = {name: size for name, size in self.mesh.items() if size > 1}
         if self.layout == AUTO:
@@ -111,7 +111,7 @@ class MeshTensorFlow(Planner):
         return DimSplit(classes=classes, names=found)
 
     def _names(self, step: StepGraph, classes: DimClasses) -> Mapping[str, Collection[int]]:
-        """The classes of each name, those of one's own first."""
+        """Return the classes of each name, the user's names first."""
         own = {name: self._class_of(step, classes, *place) for name, place in self.dims.items()}
         names = {name: nodes - set(own.values()) for name, nodes in dim_names(step, classes).items()}
         names |= {name: frozenset([node]) for name, node in own.items()}
@@ -129,16 +129,16 @@ class MeshTensorFlow(Planner):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DimSplit:
-    """For each axis the classes of dims that it splits, with their names."""
+    """The classes of dims that each axis splits, with their names."""
 
     classes: DimClasses
     names: Mapping[str, Mapping[int, str]]
 
 
 def full_layout(step: StepGraph, split: DimSplit, sizes: Mapping[str, int]) -> GivenLayout:
-    """What is wanted of every value: each axis splits the dims of its classes, and no others.
+    """Return the layout in which each axis splits the dims of its classes, and no others.
 
-    Raises `PlanError` where an axis would split two dims of a value, or one that it does not divide.
+    Raises `PlanError` if an axis would split two dims of a value, or one that it does not divide.
     """
     graphs = split.classes.graphs
     return GivenLayout(values={g: [_wanted(g, v.id, split, sizes) for v in g.values] for g in graphs})
@@ -177,14 +177,14 @@ def _origin(graph: Graph, v: int) -> str:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class NamedDims:
-    """The dims of all values of a step, each with its name: for each value of each graph the names of its dims."""
+    """The names of the dims of each value of each graph of a step; "" for dims without a name."""
 
     step: StepGraph
     of_value: Mapping[Graph, Sequence[tuple[str, ...]]]
 
     @staticmethod
     def of(step: StepGraph, classes: DimClasses, names: Mapping[str, Iterable[int]]) -> NamedDims:
-        """By the classes of each name; dims without one have an empty one."""
+        """Return the named dims, given the classes of each name."""
         of_class = {node: name for name, nodes in names.items() for node in nodes}
         found = {
             graph: [
@@ -198,7 +198,7 @@ class NamedDims:
         return NamedDims(step=step, of_value=found)
 
     def layouts(self, axes: Mapping[str, int]) -> Iterator[Layout]:
-        """All in which no value has two dims on one axis and all sizes divide."""
+        """Yield all layouts in which no value has two dims on one axis, and all axes divide their dims."""
         sizes: dict[str, set[int]] = {}
         apart = set[frozenset[str]]()
         for graph, named in self.of_value.items():
@@ -219,7 +219,7 @@ class NamedDims:
 def _assigned(
     names: Sequence[str], fitting: Mapping[str, Sequence[str]], apart: set[frozenset[str]], taken: dict[str, str]
 ) -> Iterator[Layout]:
-    """Every way to give some of the names an axis that fits, which none has that they must be apart from."""
+    """Yield every assignment of axes to some of the names in which names `apart` have different axes."""
     if not names:
         yield dict(taken)
         return
@@ -231,7 +231,7 @@ def _assigned(
 
 
 class _Memory:
-    """`least` of the module docstring: bytes over time, by the names of the dims of what holds them."""
+    """Bytes alive over time, grouped by the names of the dims of the values; `least` of the module docstring."""
 
     def __init__(self, dims: NamedDims, model: CostModel) -> None:
         step, backend = dims.step, model.backend
@@ -255,29 +255,29 @@ class _Memory:
         row[start:end] += graph.values[v].bytes
 
     def least(self, layout: Layout, axes: Mapping[str, int]) -> float:
-        """Bytes per device that plans with a layout hold at their peak, or more."""
+        """Return a lower bound on the peak bytes per device of plans with a layout."""
         parts = [np.prod([axes[layout[name]] for name in names if name in layout]) for names in self.rows]
         total = sum((row / part for row, part in zip(self.rows.values(), parts, strict=True)), np.zeros(self.end + 1))
         return float(total.max())
 
 
 def _first_read(view: StageView, lives: Lives, v: int, end: int) -> int:
-    """When the update begins to read a sum."""
+    """Return the time at which the update begins to read a sum."""
     readers = (c for c in view.graph.consumers[v] if c in view.op_set and not view.step.phases[c].in_loop)
     return min((lives.spans[(), c].start for c in readers), default=end)
 
 
 def _graph_at(graph: Graph, path: Path) -> Graph:
-    """The body at the end of a path."""
+    """Return the body at the end of a path."""
     for op, number in path:
         graph = graph.ops[op].bodies[number]
     return graph
 
 
 def least_memory(dims: NamedDims, axes: Mapping[str, int], model: CostModel, planned: Callable[[Layout], Plan]) -> Plan:
-    """The plan of the layout with the least peak memory; `planned(layout)` plans one, or raises an `AlpaLiteError`.
+    """Return the plan of the layout with the least peak memory; `planned(layout)` makes a plan.
 
-    Raises `PlanError` where there are too many layouts, and what planning raises where none works.
+    Raises `PlanError` if there are too many layouts, or the last error of `planned` if none works.
     """
     memory, found = _Memory(dims, model), list[tuple[float, int, Layout]]()
     for layout in dims.layouts(axes):
@@ -290,6 +290,7 @@ def least_memory(dims: NamedDims, axes: Mapping[str, int], model: CostModel, pla
     best: Plan | None = None
     tried, problem = list[tuple[str, float]](), None
     for least, _, layout in sorted(found, key=lambda each: each[:2]):
+        # All that follow need at least as much.
         if best is not None and least >= max(best.prediction.peak_bytes):
             break
         try:
