@@ -12,25 +12,15 @@ from alpa_lite.inspection import register as _register_views
 if TYPE_CHECKING:  # type checkers and editors see the public names here; `__getattr__` imports them at run time
     from alpa_lite import errors, planners, schedule
     from alpa_lite.api.check import check
-    from alpa_lite.api.parallelize import (
-        Calibration,
-        Checkpoints,
-        CheckReport,
-        CompiledFunction,
-        LoweredFunction,
-        ParallelFunction,
-        PlannedFunction,
-        TracedFunction,
-        calibrate,
-        cluster,
-        init_sharded,
-        local_cluster,
-        parallelize,
-        plan,
-    )
+    from alpa_lite.api.parallelize import ParallelFunction, cluster, parallelize, plan
+    from alpa_lite.api.stages import LoweredFunction, PlannedFunction, TracedFunction
     from alpa_lite.errors import AlpaLiteError
     from alpa_lite.plan.plan import Plan
     from alpa_lite.rules import register_rule
+    from alpa_lite.runtime.calibrate.calibrate import Calibration, calibrate, local_cluster
+    from alpa_lite.runtime.check.check_report import CheckReport
+    from alpa_lite.runtime.checkpoint.checkpoints import Checkpoints
+    from alpa_lite.runtime.execute.function import CompiledFunction, init_sharded
     from alpa_lite.runtime.job.processes import batch_sharding
     from alpa_lite.runtime.job.start import initialize
 
@@ -65,13 +55,27 @@ __all__ = [
 
 _SOURCES = {
     "AlpaLiteError": "errors",
+    "Calibration": "runtime.calibrate.calibrate",
+    "CheckReport": "runtime.check.check_report",
+    "Checkpoints": "runtime.checkpoint.checkpoints",
+    "CompiledFunction": "runtime.execute.function",
+    "LoweredFunction": "api.stages",
+    "ParallelFunction": "api.parallelize",
     "Plan": "plan.plan",
+    "PlannedFunction": "api.stages",
+    "TracedFunction": "api.stages",
     "batch_sharding": "runtime.job.processes",
+    "calibrate": "runtime.calibrate.calibrate",
     "check": "api.check",
+    "cluster": "api.parallelize",
+    "init_sharded": "runtime.execute.function",
     "initialize": "runtime.job.start",
+    "local_cluster": "runtime.calibrate.calibrate",
+    "parallelize": "api.parallelize",
+    "plan": "api.parallelize",
     "register_rule": "rules",
 }
-"""The modules that define public names; the others are sub-packages or come from `api.parallelize`."""
+"""The modules that define public names; the others are sub-packages."""
 
 _MODULES = ("errors", "planners", "schedule")
 
@@ -83,7 +87,7 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         value = import_module(f"{__name__}.{name}")
     else:
-        value = getattr(import_module(f"{__name__}.{_SOURCES.get(name, 'api.parallelize')}"), name)
+        value = getattr(import_module(f"{__name__}.{_SOURCES[name]}"), name)
     globals()[name] = value  # the next use finds it without this function
     return value
 

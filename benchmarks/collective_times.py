@@ -31,8 +31,8 @@ from rich.console import Console
 from rich.table import Table
 
 from cost_models import Cluster, Collective, CollectiveKind, Group, Link, known_clusters, load_cluster
-from cost_models.collective import COLLECTIVE_KINDS
 from cost_models.communication import CollectiveCost, explain_collective
+from cost_models.work import COLLECTIVE_KINDS
 
 #: The plain machine of each accelerator that measurements name; networks and instances that they state replace its own.
 GENERATIONS = {"V100": "dgx-1", "A100": "dgx-a100", "H100": "dgx-h100", "Hopper": "dgx-h100", "TPU v6e": "tpu-v6e"}

@@ -35,7 +35,7 @@ from alpa_lite.intra_op.strategy_catalogue import Catalogue
 from alpa_lite.plan.pricing import Pricer
 from alpa_lite.program.phases import StepGraph
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh
-from alpa_lite.step.layers import make_layers
+from alpa_lite.step.clustering import make_layers
 from benchmarks.models.llama import Llama
 from benchmarks.models.train import init_state, make_optimizer, make_train_step
 from cost_models.cluster import Cluster

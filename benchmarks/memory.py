@@ -27,9 +27,9 @@ from rich.table import Table
 
 import alpa_lite as al
 from alpa_lite.api.doctor import virtual_cpu_environment
-from alpa_lite.api.parallelize import CompiledFunction
 from alpa_lite.errors import AlpaLiteError
 from alpa_lite.planners import FSDP, DataParallel, Hybrid, Megatron, Pipeline, Planner
+from alpa_lite.runtime.execute.function import CompiledFunction
 from alpa_lite.text import show_bytes
 from benchmarks.demo import progress_line
 from benchmarks.models.cnn import CNN

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from alpa_lite.api.parallelize import TracedFunction
+from alpa_lite.api.stages import TracedFunction
+
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.program.phases import StepGraph
-from cost_models.backend import Backend
 from cost_models.cluster import Cluster
 from cost_models.composed import ComposedCostModel
+from cost_models.hardware import Backend
 
 
 def request_of(

@@ -11,7 +11,7 @@ import numpy as np
 
 from alpa_lite.inter_op.stage_dp import StageTable, solve
 from alpa_lite.sharding.meshes import submesh_kinds
-from alpa_lite.step.layers.forward import cluster_contiguous
+from alpa_lite.step.clustering import cluster_contiguous
 
 REPEATS = 5
 

@@ -30,9 +30,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from alpa_lite.intra_op.problem_file import read_problem, solution_data
+from alpa_lite.intra_op.problem_file import SOLVERS_BY_NAME, read_problem, solution_data
 from alpa_lite.intra_op.simplify import Size, simplify
-from alpa_lite.intra_op.solve_file import SOLVERS_BY_NAME
 from alpa_lite.intra_op.solvers import Control, Portfolio, Rounds, SolveProgress, Solver
 from alpa_lite.intra_op.solvers.compile_kernels import compile_kernels
 

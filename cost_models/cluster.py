@@ -30,10 +30,9 @@ from cost_models.catalogue import (
     without_comments,
 )
 from cost_models.catalogue import known_clusters as known_clusters
-from cost_models.checks import require_count
-from cost_models.errors import ClusterError
-from cost_models.hardware import Device as Device
-from cost_models.link import Link as Link
+from cost_models.errors import ClusterError, require_count
+from cost_models.hardware import Device
+from cost_models.link import Link
 
 #: Algorithms that a collective library may implement (see `schemes`).
 ALGORITHMS = ("ring", "tree", "double_tree", "halving_doubling", "hierarchical")

@@ -6,7 +6,7 @@
     transfer            seconds = latency + move(bytes) at                                     (transfer_seconds)
                                   min(num_links * rate inside, hosts * rate that leaves a host)
 
-`levels` derives the levels and their rates, `schemes` the schemes, `traffic` the bytes and messages of one algorithm,
+`schemes` derives the levels with their rates and the schemes, `traffic` the bytes and messages of one algorithm,
 and `link` the time move(b) of b bytes. On a shared processor all members exchange data through shared memory, at one
 barrier, and the processor serves them one after another. Each term is increasing and continuous in bytes, and so are
 sums, minima and maxima of them.
@@ -18,12 +18,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from cost_models.checks import require_amount, require_choice, require_count
 from cost_models.cluster import Cluster
-from cost_models.collective import Collective
-from cost_models.levels import levels_of, rate_of_host
+from cost_models.errors import require_amount, require_choice, require_count
 from cost_models.link import Link, moving_seconds
-from cost_models.schemes import Scheme, schemes
+from cost_models.schemes import Scheme, levels_of, rate_of_host, schemes
 from cost_models.traffic import (
     Traffic,
     butterfly_all_reduce,
@@ -34,6 +32,7 @@ from cost_models.traffic import (
     ring_all_reduce,
     tree_all_reduce,
 )
+from cost_models.work import Collective
 
 AllReduceAlgorithm = Literal[
     "auto", "ring", "halving_doubling", "tree", "double_tree", "butterfly", "naive", "parameter_server"

@@ -1,4 +1,7 @@
-"""Compose the analytic cost model from the formulas of `compute` and `communication` on a described cluster.
+"""Define the cost model protocol of planners and simulator, and the analytic model that implements it.
+
+The protocol speaks of Work, Collective, Cluster and seconds. The analytic model composes the formulas of `compute` and
+`communication` on a described cluster.
 
 n virtual devices that share one processor take max(n, 1/share) times as long as one device that could use all of it;
 share = the fraction of the processor that one device can use                 (ComposedCostModel.compute_seconds)
@@ -7,13 +10,43 @@ share = the fraction of the processor that one device can use                 (C
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from cost_models import communication, compute
-from cost_models.backend import Backend
-from cost_models.checks import require_count
 from cost_models.cluster import Cluster
-from cost_models.collective import Collective
-from cost_models.work import Work
+from cost_models.errors import require_count
+from cost_models.hardware import Backend
+from cost_models.work import Collective, Work
+
+
+class CostModel(Protocol):
+    """Price work, collectives, transfers and launches on one cluster, in seconds. Implementations are immutable."""
+
+    @property
+    def cluster(self) -> Cluster:
+        """Cluster on which this model prices."""
+        ...
+
+    @property
+    def backend(self) -> Backend:
+        """Execution properties of the software on the devices."""
+        ...
+
+    def compute_seconds(self, work: Work, *, num_active_devices: int = 1) -> float:
+        """Return the seconds in which `num_active_devices` devices, started together, each complete `work`."""
+        ...
+
+    def collective_seconds(self, collective: Collective) -> float:
+        """Return the seconds of one collective, its concurrent siblings (`Group.num_concurrent`) included."""
+        ...
+
+    def transfer_seconds(self, bytes: float, *, crosses_hosts: bool, num_links: int = 1) -> float:
+        """Return the seconds to move a total of `bytes` between submeshes over `num_links` parallel device pairs."""
+        ...
+
+    def launch_seconds(self) -> float:
+        """Return the host seconds to launch one compiled program."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

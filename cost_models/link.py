@@ -24,8 +24,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from cost_models.checks import require_amount, require_count
-from cost_models.errors import ClusterError
+from cost_models.errors import ClusterError, require_amount, require_count
 
 #: Loss factor of short messages, which move at 1 / (1 + loss) of the rate.
 _SHORT_MESSAGE_LOSS = 3.0

@@ -1,6 +1,6 @@
 """Count the bytes and messages of each collective algorithm, on n devices with equal links.
 
-M is the buffer in the byte convention of `collective`, n the number of devices, L = ceil(log2 n), a the latency of a
+M is the buffer in the byte convention of `work`, n the number of devices, L = ceil(log2 n), a the latency of a
 message, b the seconds per byte. Time is (serial messages) * a + (serial bytes) * b (Traffic.seconds), and the ramp of
 the link where it has one.
 

@@ -16,7 +16,7 @@ from alpa_lite.cli.machine_commands import CALIBRATE, DOCTOR
 from alpa_lite.cli.plan_command import PLAN
 from alpa_lite.cli.plan_file_commands import DIFF, EXPLAIN, SIMULATE
 from alpa_lite.cli.solve_command import SOLVE
-from alpa_lite.intra_op.solve_file import seconds_since_start
+from alpa_lite.intra_op.problem_file import seconds_since_start
 
 COMMANDS: tuple[Command, ...] = (
     PLAN, CHECK, EXPLAIN, DIFF, SIMULATE, SOLVE, CALIBRATE, DOCTOR, LAUNCH, BENCH, DEMO, COMPLETION,

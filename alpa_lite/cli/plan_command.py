@@ -10,7 +10,7 @@ layers/0/w: [[replica, data], null]
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 import alpa_lite as al
-from alpa_lite.api.parallelize import PlannedFunction
+from alpa_lite.api.stages import PlannedFunction
 from alpa_lite.cli.command import Command, Exit, answer, check_writable, suggests, writing
 from alpa_lite.cli.user_step import load_example
 from alpa_lite.errors import AlpaLiteError, InfeasibleError, PlanError
@@ -138,7 +138,7 @@ def _kind(node: yaml.Node | None) -> str:
 class _PlanArguments:
     """The planning that a command line asks for: the step with its arguments, the options, and the progress console."""
 
-    step: Any
+    step: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     planner: al.planners.Planner | al.Plan

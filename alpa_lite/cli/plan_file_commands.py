@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 import alpa_lite as al
-from alpa_lite.api.parallelize import PlannedFunction
+from alpa_lite.api.stages import PlannedFunction
 from alpa_lite.cli.command import Command, Exit, answer, check_writable, writing
 from alpa_lite.cli.user_step import load_example
 from alpa_lite.errors import PlanError

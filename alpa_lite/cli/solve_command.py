@@ -15,12 +15,12 @@ from types import FrameType
 
 from alpa_lite.cli.command import Command, Exit, answer, complain, positive, seconds, suggests
 from alpa_lite.intra_op.problem import Status
-from alpa_lite.intra_op.problem_file import solution_data
-from alpa_lite.intra_op.solve_file import (
+from alpa_lite.intra_op.problem_file import (
     SOLVERS_BY_NAME,
     front_of_file,
     point_data,
     point_line,
+    solution_data,
     solution_line,
     solve_file,
     solver_named,
@@ -33,7 +33,7 @@ _SOLVE_SHARE = 0.97
 
 
 def run_solve(given: argparse.Namespace) -> int:
-    """Run `intra_op.solve_file.solve_file` and return the exit code. Ctrl-C ends it with the best choices so far."""
+    """Run `intra_op.problem_file.solve_file` and return the exit code. Ctrl-C ends it with the best choices so far."""
     show = sys.stderr.isatty() and not given.json
     solution = solve_file(
         given.file,

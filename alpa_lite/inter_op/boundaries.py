@@ -34,7 +34,7 @@ from alpa_lite.sharding.meshes import LogicalMesh, Submesh
 from alpa_lite.sharding.specs import Spec, num_shards
 from alpa_lite.sharding.stacked_rest import Resting, resting
 from alpa_lite.step.layers import Layers
-from cost_models.interface import CostModel
+from cost_models.composed import CostModel
 
 
 def received_values(step: StepGraph, layers: Layers, stages: Sequence[tuple[int, int]]) -> list[list[Value]]:

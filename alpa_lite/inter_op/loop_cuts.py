@@ -34,10 +34,10 @@ from numpy.typing import NDArray
 
 from alpa_lite.errors import BatchError, NonAdditiveError, PlanError, TraceError
 from alpa_lite.inter_op.plan_request import PlanRequest
-from alpa_lite.program.ir import Graph, Op
+from alpa_lite.program.ir import MAX_TRIPS, Graph, Op, parts_of, wiring_of
 from alpa_lite.program.phases import Phase, StepGraph
-from alpa_lite.program.wiring import MAX_TRIPS, parts_of, wiring_of
-from alpa_lite.step.layers import Layers, forward_loops, make_layers, natural_cut, op_flops
+from alpa_lite.step.clustering import make_layers
+from alpa_lite.step.layers import Layers, forward_loops, natural_cut, op_flops
 
 IMBALANCE = 0.1
 """By how much a stage may exceed its share for the sake of smaller cuts."""

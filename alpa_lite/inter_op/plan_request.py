@@ -13,7 +13,7 @@ from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.progress import Progress
 from alpa_lite.program.phases import StepGraph
 from cost_models.cluster import Cluster
-from cost_models.interface import CostModel
+from cost_models.composed import CostModel
 
 OnInterrupt = Literal["raise", "best"]
 """The behaviour of a search when it is interrupted."""

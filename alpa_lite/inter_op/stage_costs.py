@@ -24,14 +24,13 @@ from itertools import pairwise
 from typing import Any
 
 from alpa_lite.inter_op.workers import Likely, Workers
-from alpa_lite.intra_op.constraints import NO_LAYOUT, GivenLayout
 from alpa_lite.intra_op.formulate import Builders
 from alpa_lite.intra_op.placements import remap
 from alpa_lite.intra_op.problem import Status
 from alpa_lite.intra_op.shortage import Shortage, explain_shortage
 from alpa_lite.intra_op.solve import RELATIVE_GAP, StageSolution, in_two_parts, solve_stage
 from alpa_lite.intra_op.solvers.portfolio import Portfolio
-from alpa_lite.intra_op.stage import StageView
+from alpa_lite.intra_op.stage import NO_LAYOUT, GivenLayout, StageView
 from alpa_lite.intra_op.strategies import FREE_CHOICE, AxisRole, BatchSplit, Restriction
 from alpa_lite.intra_op.strategy_catalogue import Catalogue
 from alpa_lite.plan.pricing import Pricer
@@ -40,10 +39,10 @@ from alpa_lite.program.phases import StepGraph
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh
 from alpa_lite.sharding.specs import Spec
 from alpa_lite.step.layers import Layers
-from alpa_lite.step.rematerialisation import Remat
+from alpa_lite.step.recomputation import Remat
 from cost_models.cluster import Cluster
+from cost_models.composed import CostModel
 from cost_models.hardware import Device
-from cost_models.interface import CostModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

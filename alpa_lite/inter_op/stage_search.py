@@ -30,8 +30,8 @@ from alpa_lite.intra_op.solve import RELATIVE_GAP, StageSolution
 from alpa_lite.plan.pricing import dispatch_seconds
 from alpa_lite.schedule import Schedule
 from alpa_lite.sharding.meshes import LogicalMesh
-from alpa_lite.step.rematerialisation import Remat
-from cost_models.interface import CostModel
+from alpa_lite.step.recomputation import Remat
+from cost_models.composed import CostModel
 
 MANY = 3
 """How many stages on a logical mesh must take longer than guessed before others are guessed to do so."""

@@ -27,13 +27,12 @@ from numpy.typing import NDArray
 
 from alpa_lite.plan.pricing import Pricer
 from alpa_lite.plan.walk import replicated_placement
-from alpa_lite.program.ir import Graph, Op
+from alpa_lite.program.ir import Graph, Op, wiring_of
 from alpa_lite.program.phases import StepGraph
-from alpa_lite.program.wiring import wiring_of
 from alpa_lite.rules.op_info import free_values
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh
 from cost_models.cluster import Cluster
-from cost_models.interface import CostModel
+from cost_models.composed import CostModel
 
 
 def least_seconds(step: StepGraph, cluster: Cluster, cost_model_for: Callable[[Cluster], CostModel]) -> float:

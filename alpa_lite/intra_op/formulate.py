@@ -36,18 +36,16 @@ from itertools import combinations
 
 from alpa_lite.intra_op.interning import FloatArray, Recent, SharedArrays
 from alpa_lite.intra_op.layout_constraints import Keeping
-from alpa_lite.intra_op.leaders import Deciding
-from alpa_lite.intra_op.memory.usages import StageLayout, UsageOf, usages_of
+from alpa_lite.intra_op.leaders import Deciding, PartialSums, is_scalar_sum
 from alpa_lite.intra_op.placements import Choice, Key, Offer, Placed, PlacedBodies, PlacedSum, StageScope, placements_of
 from alpa_lite.intra_op.problem import Edge, Problem, Usage
 from alpa_lite.intra_op.stage import StageView
 from alpa_lite.intra_op.strategies import AxisRole, BatchSplit, Restriction
 from alpa_lite.intra_op.strategy_catalogue import Catalogue, PlacementOptions, SumOptions, batch_factors
-from alpa_lite.intra_op.sums import PartialSums, is_scalar_sum
+from alpa_lite.intra_op.usages import StageLayout, UsageOf, usages_of
 from alpa_lite.plan.walk import stacked
-from alpa_lite.program.ir import Graph, Op, Value
+from alpa_lite.program.ir import Graph, Op, Value, Wiring, accumulators, wiring_of
 from alpa_lite.program.phases import Phase, parameters
-from alpa_lite.program.wiring import Wiring, accumulators, wiring_of
 from alpa_lite.rules import Rule
 from alpa_lite.rules.op_info import free_values, ranked_values, rule_of_op
 from alpa_lite.sharding.specs import Spec, replicated

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from alpa_lite.errors import PlanError
-from alpa_lite.intra_op.constraints import GivenLayout, Wanted
 from alpa_lite.intra_op.interning import FloatArray, frozen
+from alpa_lite.intra_op.stage import GivenLayout, Wanted
 from alpa_lite.intra_op.strategy_catalogue import PlacementOptions, SumOptions
 from alpa_lite.program.ir import Graph, Op, Value
 from alpa_lite.sharding.specs import Spec

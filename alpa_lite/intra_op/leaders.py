@@ -1,16 +1,171 @@
-"""Decide which ops choose their own placement (leaders), and which operand every other op follows."""
+"""Classify the ops of a stage: which choose their own placement (leaders), and which operand every other op follows.
+
+Also decided here is which results may remain partial sums, and until when: an addition, the end of a loop, or the
+update (`PartialSums`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
 
 from alpa_lite.intra_op.placements import Key, Offer, StageScope
 from alpa_lite.intra_op.stage import StageView
-from alpa_lite.intra_op.sums import PartialSums
-from alpa_lite.program.ir import Graph, Op, Value
-from alpa_lite.program.wiring import ADDITIONS
+from alpa_lite.program.ir import ADDITIONS, Graph, Op, Value, wiring_of
 from alpa_lite.rules import Rule
 from alpa_lite.rules.op_info import is_zero, ranked_values, rule_of_op
+
+
+class PartialSums:
+    """Classification of the ops of a stage, and of the bodies in it by scope number."""
+
+    def __init__(self, view: StageView, scopes: Sequence[StageScope]) -> None:
+        """Start with the builder's `scopes`, which grow while the stage is laid out."""
+        self.view = view
+        self.scopes = scopes
+        self.around: dict[int, tuple[int, Op]] = {}
+
+    def enter(self, scope: int, op: Op, inner: int) -> None:
+        """Record that scope `inner` is a body of `op`, which belongs to `scope`."""
+        self.around[inner] = (scope, op)
+
+    @cached_property
+    def crossing(self) -> frozenset[int]:
+        """The values that the loop of the stage sums over micro-batches."""
+        return frozenset(self.view.crossing)
+
+    def in_loop(self, scope: int, op: Op) -> bool:
+        """Return True for an op that runs once per micro-batch."""
+        return self.scopes[scope].in_loop if scope > 0 else self.view.step.phases[op.id].in_loop
+
+    def only_crosses(self, scope: int, op: Op) -> bool:
+        """Return True when no op inside the loop reads the result before it is summed over micro-batches."""
+        if scope > 0 or len(op.results) != 1:
+            return False
+        (result,), phases = op.results, self.view.step.phases
+        return result in self.crossing and not any(phases[c].in_loop for c in self.view.graph.consumers[result])
+
+    def stacks_up(self, scope: int, op: Op) -> bool:
+        """Return True for a result inside a loop that is stacked, trip by trip, into a sum over micro-batches.
+
+        Ops that are linear in it alone may lie between.
+        """
+        if scope == 0 or not self.in_loop(scope, op):
+            return False
+        graph, batch_dims = self.scopes[scope].graph, self.scopes[scope].batch_dims
+        while len(op.results) == 1 and batch_dims[op.results[0]] is None:
+            (v,) = op.results
+            if v in graph.outputs:
+                return graph.outputs.count(v) == 1 and not graph.consumers[v] and self._stacked_result_crosses(scope, v)
+            if len(graph.consumers[v]) != 1:
+                return False
+            op = graph.ops[graph.consumers[v][0]]
+            if op.bodies or rule_of_op(graph, op.id).linear != ((op.operands.index(v),),):
+                return False
+        return False
+
+    def _stacked_result_crosses(self, scope: int, output: int) -> bool:
+        outer, loop = self.around[scope]
+        wiring = wiring_of(loop)
+        if wiring is None or len(loop.bodies) != 1:
+            return False
+        result = wiring.outputs[0][self.scopes[scope].graph.outputs.index(output)]
+        if result is None or result not in wiring.stacked:
+            return False
+        stack = loop.results[result]
+        if outer > 0:
+            graph = self.scopes[outer].graph
+            ends = graph.outputs.count(stack) == 1 and not graph.consumers[stack]
+            return ends and self._stacked_result_crosses(outer, stack)
+        phases = self.view.step.phases
+        return stack in self.crossing and not any(phases[c].in_loop for c in self.view.graph.consumers[stack])
+
+    def feeds_addition(self, scope: int, op: Op) -> bool:
+        """Return True when one addition of this stage is the only reader of the result, which may be a partial sum
+        until then.
+        """
+        graph, result = self.scopes[scope].graph, op.results[0]
+        readers = graph.consumers[result]
+        return result not in self._leaves(scope) and len(readers) == 1 and graph.ops[readers[0]].primitive in ADDITIONS
+
+    def feeds_sum(self, scope: int, op: Op) -> bool:
+        """Return True when the result may remain a partial sum until an addition."""
+        return self.feeds_addition(scope, op) or self.feeds_gradients(scope, op)
+
+    def feeds_gradients(self, scope: int, op: Op) -> bool:
+        """Return True when the result, which has no batch, reaches an addition through ops that are linear in it
+        alone.
+        """
+        graph, batch_dims = self.scopes[scope].graph, self.scopes[scope].batch_dims
+        while len(op.results) == 1 and len(graph.consumers[op.results[0]]) == 1:
+            (v,), (reader,) = op.results, graph.consumers[op.results[0]]
+            if batch_dims[v] is not None or v in self._leaves(scope):
+                return False
+            op = graph.ops[reader]
+            if op.primitive in ADDITIONS:
+                return self.in_loop(scope, op)
+            if op.bodies or rule_of_op(graph, reader).linear != ((op.operands.index(v),),):
+                return False
+        return False
+
+    def adds_sums(self, scope: int, op: Op) -> bool:
+        """Return True for an addition in the update whose operands are all sums from the loop (several uses of one
+        weight).
+        """
+        if scope > 0 or op.primitive not in ADDITIONS or self.in_loop(scope, op):
+            return False
+        return self._pending.issuperset(op.operands)
+
+    @cached_property
+    def _pending(self) -> frozenset[int]:
+        """The sums of the loop, and values linear in one of them alone, with a single reader, which is in this stage.
+
+        Operands precede results in a program, so one pass suffices, however long a chain of additions is.
+        """
+        graph, leaves = self.view.graph, self.view.leaves
+        pending: set[int] = set()
+        for op in graph.ops:
+            if pending.isdisjoint(op.operands):
+                candidates = self.crossing.intersection(op.results)
+            else:
+                added = op.primitive in ADDITIONS and not self.in_loop(0, op) and pending.issuperset(op.operands)
+                linear = () if op.bodies else rule_of_op(graph, op.id).linear
+                alone = len(linear) == 1 and len(linear[0]) == 1 and op.operands[linear[0][0]] in pending
+                candidates = op.results if added or alone else self.crossing.intersection(op.results)
+            pending.update(v for v in candidates if v not in leaves and len(graph.consumers[v]) == 1)
+        return frozenset(pending)
+
+    def feeds_sums(self, v: int) -> bool:
+        """Return True for a sum of the loop that reaches an addition of sums through ops that are linear in it
+        alone.
+        """
+        graph = self.view.graph
+        while v in self._pending:
+            op = graph.ops[graph.consumers[v][0]]
+            if self.adds_sums(0, op):
+                return True
+            if len(op.results) != 1:
+                return False
+            (v,) = op.results
+        return False
+
+    def feeds_scalars(self, scope: int, op: Op) -> bool:
+        """Return True for a scalar that only an addition of scalars of the same micro-batch reads."""
+        if len(op.results) != 1 or not self.feeds_addition(scope, op):
+            return False
+        graph, (result,) = self.scopes[scope].graph, op.results
+        crosses = scope == 0 and result in self.crossing
+        return not crosses and is_scalar_sum(graph, graph.ops[graph.consumers[result][0]])
+
+    def _leaves(self, scope: int) -> Collection[int]:
+        return self.view.leaves if scope == 0 else self.scopes[scope].graph.outputs
+
+
+def is_scalar_sum(graph: Graph, op: Op) -> bool:
+    """Return True for additions of scalars that may be partial sums."""
+    if op.primitive not in ADDITIONS or not ranked_values(graph).isdisjoint((*op.operands, *op.results)):
+        return False
+    return bool(rule_of_op(graph, op.id).linear)
 
 
 class Deciding:

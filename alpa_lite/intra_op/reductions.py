@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from alpa_lite.intra_op.memory.memory_rows import binding_times
+from alpa_lite.intra_op.memory_rows import binding_times
 from alpa_lite.intra_op.problem import FloatArray, IntArray, Problem
 
 

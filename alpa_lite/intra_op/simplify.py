@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from alpa_lite.intra_op.dominance import drop_dominated
-from alpa_lite.intra_op.memory.memory_rows import RangeMaximum, sum_over_rows
+from alpa_lite.intra_op.memory_rows import RangeMaximum, sum_over_rows
 from alpa_lite.intra_op.problem import Edge, FloatArray, IntArray, Problem, Usage
 from alpa_lite.intra_op.reductions import NodeUsage, UndoStep, Workspace
 

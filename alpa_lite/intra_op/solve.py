@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from alpa_lite.intra_op.formulate import Builder
-from alpa_lite.intra_op.memory.liveness import lives_of
+from alpa_lite.intra_op.liveness import lives_of
 from alpa_lite.intra_op.placements import Choice
 from alpa_lite.intra_op.problem import Status
 from alpa_lite.intra_op.solvers.portfolio import Portfolio

@@ -1,21 +1,44 @@
-"""The part of a step that one stage runs: its ops in execution order, its inputs and outputs, and the runs of each
-op.
+"""The part of a step that one stage runs: its ops in execution order, its inputs and outputs, and the runs of each op.
+
+The user may constrain the layout of its values: which tensor dim a mesh axis must split, for some or all values of the
+step (`GivenLayout`). `layout_constraints` restricts the strategies of a stage to them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 
-from alpa_lite.intra_op.constraints import NO_LAYOUT, GivenLayout
 from alpa_lite.program.ir import Graph, Op
 from alpa_lite.program.memo import memoized
 from alpa_lite.program.phases import Phase, StepGraph
 from alpa_lite.rules.op_info import free_ops, free_values, op_class
 from alpa_lite.sharding.specs import Spec
 from alpa_lite.step.layers import Layers
+
+Wanted = tuple[tuple[str, int | None], ...]
+"""The layout constraint of one value: pairs of a mesh axis and the tensor dim that it must split; None means no dim."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GivenLayout:
+    """The layout constraints of all values of a step, loop bodies included.
+
+    `values` holds one constraint per value id of a graph; `exempt` holds the ids of the ops that need not satisfy the
+    constraints of their operands and results.
+    """
+
+    values: Mapping[Graph, Sequence[Wanted]] = field(default_factory=dict[Graph, Sequence[Wanted]])
+    exempt: Mapping[Graph, frozenset[int]] = field(default_factory=dict[Graph, frozenset[int]])
+
+    def of(self, graph: Graph, v: int) -> Wanted:
+        """Return the layout constraint of value `v` of a graph; it is empty if the graph has none."""
+        return self.values[graph][v] if graph in self.values else ()
+
+
+NO_LAYOUT = GivenLayout()
 
 
 @memoized
@@ -45,7 +68,7 @@ class StageView:
 
     `pins`: prescribed specs of some graph inputs. `outputs`: prescribed specs of some graph outputs. `keeps_gathered`:
     parameters that the forward pass gathers remain gathered for the backward pass. `layout`: layout constraints of any
-    values, bodies included (`constraints`).
+    values, bodies included.
     """
 
     step: StepGraph

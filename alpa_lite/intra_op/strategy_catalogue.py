@@ -32,8 +32,7 @@ from alpa_lite.intra_op.strategies import (
 from alpa_lite.plan.plan import Accumulator, OpPlacement
 from alpa_lite.plan.pricing import Pricer, cuts_of, has_own_collectives, local_bytes
 from alpa_lite.plan.walk import PlacedSpecs, placed_specs, replicated_placement
-from alpa_lite.program.ir import Graph, Op, Value
-from alpa_lite.program.wiring import ADDITIONS
+from alpa_lite.program.ir import ADDITIONS, Graph, Op, Value
 from alpa_lite.rules import Rule
 from alpa_lite.rules.op_info import LayoutClass, op_class, rule_of_op
 from alpa_lite.sharding.reshard import SpecGraph, spec_graph

@@ -33,18 +33,15 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
-from alpa_lite.lower.gathered_parameters import Gathered
 from alpa_lite.lower.local.block import block_index
 from alpa_lite.lower.local.run_local import LocalOp, bind_local
-from alpa_lite.lower.slices import Port, TaskSpec
-from alpa_lite.lower.task_phases import run_parts
-from alpa_lite.lower.waiting import once_there
+from alpa_lite.lower.slices import Port, TaskSpec, run_parts
+from alpa_lite.lower.waiting import Gathered, once_there
 from alpa_lite.plan.plan import OpPlacement
 from alpa_lite.plan.walk import Application, Walk, body_walk, sharing_axes
 from alpa_lite.program.equations import Equation
-from alpa_lite.program.ir import Graph, Op, Value
+from alpa_lite.program.ir import Graph, Op, Value, Wiring
 from alpa_lite.program.phases import Combination, Phase, StepGraph, parameters
-from alpa_lite.program.wiring import Wiring
 from alpa_lite.sharding.specs import Move, Spec, num_shards
 from alpa_lite.trace.local_control_flow import run_control_flow
 

@@ -22,9 +22,8 @@ import numpy as np
 from alpa_lite.lower.slices import Port, TaskSpec
 from alpa_lite.plan.plan import OpPlacement
 from alpa_lite.program.equations import Equation
-from alpa_lite.program.ir import Graph, Op
+from alpa_lite.program.ir import Graph, Op, wiring_of
 from alpa_lite.program.phases import StepGraph
-from alpa_lite.program.wiring import wiring_of
 from alpa_lite.rules.op_info import free_values, op_classes
 
 

@@ -43,7 +43,7 @@ from alpa_lite.schedule import Schedule
 from alpa_lite.schedule.tasks import MOST_MICROBATCHES, SpanLike
 from alpa_lite.sharding.meshes import sharing
 from alpa_lite.sharding.specs import Spec
-from alpa_lite.step.rematerialisation import Remat
+from alpa_lite.step.recomputation import Remat
 from cost_models.cluster import Cluster
 
 FORMAT = 5

@@ -19,21 +19,19 @@ from math import prod
 
 from alpa_lite.plan.plan import CollectiveUse, OpPlacement
 from alpa_lite.plan.walk import Application, Walk, body_walk, combination, reduced_axes, sharing_axes
-from alpa_lite.program.ir import Graph, Op, Value, item_bytes
+from alpa_lite.program.ir import Graph, Op, Value, Wiring, item_bytes
 from alpa_lite.program.memo import memoized
-from alpa_lite.program.wiring import Wiring
 from alpa_lite.rules import Rule
 from alpa_lite.rules.fusion import Access, accesses, on_chip
 from alpa_lite.rules.op_info import OpClass, op_class, rule_of_op
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh, axis_group
 from alpa_lite.sharding.specs import Move, Spec, num_shards
 from alpa_lite.sharding.transfer import Placement, PlannedTransfer
-from cost_models.backend import Fusion
 from cost_models.cluster import Cluster
-from cost_models.collective import Collective, Group
-from cost_models.interface import CostModel
+from cost_models.composed import CostModel
+from cost_models.hardware import Fusion
 from cost_models.overlap import Stream, StreamTask, loop_seconds, serial_seconds
-from cost_models.work import Product, Work
+from cost_models.work import Collective, Group, Product, Work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

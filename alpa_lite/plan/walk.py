@@ -18,8 +18,7 @@ from typing import Generic, Protocol, TypeVar
 
 from alpa_lite.errors import VerificationError
 from alpa_lite.plan.plan import OpPlacement
-from alpa_lite.program.ir import Graph, Op, Value, item_bytes
-from alpa_lite.program.wiring import Wiring, wiring_of
+from alpa_lite.program.ir import Graph, Op, Value, Wiring, item_bytes, wiring_of
 from alpa_lite.rules import Rule
 from alpa_lite.rules.op_info import OpClass, free_values, op_class, op_classes, rule_of_op
 from alpa_lite.sharding.reshard import reshard

@@ -32,7 +32,7 @@ from alpa_lite.planners.manual import MANUAL_PLANNERS, ManualPlans
 from alpa_lite.planners.planner import Planner
 from alpa_lite.program.collector import rare_collection
 from alpa_lite.schedule import EagerOneFOneB, GPipe, OneFOneB, Schedule, ZeroBubbleH1
-from alpa_lite.step.rematerialisation import Remat
+from alpa_lite.step.recomputation import Remat
 from cost_models.cluster import Cluster
 from cost_models.varied import with_memory_limit
 

@@ -24,7 +24,7 @@ from math import prod
 
 from alpa_lite.errors import PlanError
 from alpa_lite.inter_op.plan_request import PlanRequest
-from alpa_lite.intra_op.constraints import GivenLayout, Wanted
+from alpa_lite.intra_op.stage import GivenLayout, Wanted
 from alpa_lite.intra_op.strategies import AxisRole, Restriction
 from alpa_lite.plan.plan import Plan
 from alpa_lite.planners.on_mesh import plan_on_mesh

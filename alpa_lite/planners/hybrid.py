@@ -43,9 +43,9 @@ from alpa_lite.planners.weights import weights_layout
 from alpa_lite.program.phases import StepGraph
 from alpa_lite.schedule import OneFOneB, Schedule, Task, peak_in_flight, splits_backward
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh
-from alpa_lite.step.layers import subdivided
-from alpa_lite.step.recomputation import read_originals_across
-from alpa_lite.step.rematerialisation import Remat, rematerialise
+from alpa_lite.step.clustering import subdivided
+from alpa_lite.step.recomputation import Remat, read_originals_across
+from alpa_lite.step.rematerialisation import rematerialise
 from cost_models import Cluster
 
 

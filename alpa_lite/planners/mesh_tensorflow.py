@@ -28,9 +28,8 @@ from numpy.typing import NDArray
 
 from alpa_lite.errors import AlpaLiteError, PlanError
 from alpa_lite.inter_op.plan_request import PlanRequest
-from alpa_lite.intra_op.constraints import GivenLayout, Wanted
-from alpa_lite.intra_op.memory.liveness import Lives, Path, lives_of
-from alpa_lite.intra_op.stage import StageView
+from alpa_lite.intra_op.liveness import Lives, Path, lives_of
+from alpa_lite.intra_op.stage import GivenLayout, StageView, Wanted
 from alpa_lite.intra_op.strategies import FREE_CHOICE
 from alpa_lite.plan.plan import Plan
 from alpa_lite.planners.on_mesh import plan_on_mesh
@@ -38,8 +37,8 @@ from alpa_lite.planners.planner import Planner
 from alpa_lite.program.ir import Graph
 from alpa_lite.program.phases import StepGraph
 from alpa_lite.rules.dims import DimClasses, dim_names
-from alpa_lite.step.layers import make_layers
-from cost_models.interface import CostModel
+from alpa_lite.step.clustering import make_layers
+from cost_models.composed import CostModel
 
 AUTO = "auto"
 """The value of `layout` that asks for the one of the least memory."""

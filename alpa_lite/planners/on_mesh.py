@@ -19,13 +19,13 @@ from alpa_lite.inter_op.pins import Pins, check_results, pins_on_mesh, with_resu
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.inter_op.space import PlacedStage
 from alpa_lite.inter_op.stage_costs import StageCosts
-from alpa_lite.intra_op.constraints import NO_LAYOUT, GivenLayout
+from alpa_lite.intra_op.stage import NO_LAYOUT, GivenLayout
 from alpa_lite.intra_op.strategies import AxisRole, BatchSplit, Restriction
 from alpa_lite.plan.plan import Plan
 from alpa_lite.planners.planner import Planner
 from alpa_lite.schedule import OneFOneB
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh
-from alpa_lite.step.layers import make_layers
+from alpa_lite.step.clustering import make_layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ def plan_on_mesh(
 ) -> Plan:
     """Return a plan of one stage on all devices, which form a mesh of these axes; see `OnMesh.plan`.
 
-    `layout`: constraints on the values of `request.best_step((1,), loop_parts=0)` (`intra_op.constraints`).
+    `layout`: constraints on the values of `request.best_step((1,), loop_parts=0)` (`intra_op.stage`).
     """
     started = time.perf_counter()
     mesh, cluster = _mesh(name, request, axes), request.cluster

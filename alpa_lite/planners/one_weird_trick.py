@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from alpa_lite.errors import InfeasibleError, PlanError
 from alpa_lite.inter_op.joint.what_would_fit import show_bytes
 from alpa_lite.inter_op.plan_request import PlanRequest
-from alpa_lite.intra_op.constraints import GivenLayout, Wanted
+from alpa_lite.intra_op.stage import GivenLayout, Wanted
 from alpa_lite.intra_op.strategies import AxisRole, Restriction
 from alpa_lite.plan.plan import Plan
 from alpa_lite.planners.on_mesh import plan_on_mesh

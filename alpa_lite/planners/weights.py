@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from alpa_lite.errors import PlanError
-from alpa_lite.intra_op.constraints import NO_LAYOUT, GivenLayout, Wanted
+from alpa_lite.intra_op.stage import NO_LAYOUT, GivenLayout, Wanted
 from alpa_lite.program.ir import Graph
 from alpa_lite.program.phases import StepGraph
 from alpa_lite.rules.dims import DimClasses, batch_dims_of, contractions, dim_names, major_factor

@@ -1,18 +1,30 @@
 """Values, ops and graphs: a traced program as immutable data that does not depend on JAX.
 
-A graph is a list of ops in execution order, in static single assignment form. Values and ops are numbered densely, so
-that every table about values or ops is a tuple indexed by id. The bodies of control flow are nested graphs
-(`Op.bodies`).
+A graph is a list of ops in execution order, in static single assignment form (`verify` checks the invariants). Values
+and ops are numbered densely, so that every table about values or ops is a tuple indexed by id. The bodies of control
+flow are nested graphs (`Op.bodies`); their *wiring* says how the operands and results of an op map to the inputs and
+outputs of its bodies:
+
+    op       operands                     bodies              results
+    scan     consts ‖ carry ‖ xs          (body,)             carry ‖ stacked ys
+    while    consts ‖ consts ‖ carry      (condition, body)   carry
+    cond     index ‖ arguments            one per branch      one each
+
+A *carried* result is the last state of an operand that the body passes from iteration to iteration; it has the same
+spec in all of them. All code that looks into bodies (batch tracking, search, pricing, emission) uses `wiring_of` and
+does not depend on the primitive.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
+from itertools import pairwise
 from math import prod
 from typing import Any
 
+from alpa_lite.errors import VerificationError
 from alpa_lite.program.view_registry import View, view
 
 #: Bytes per element of the dtypes whose size does not follow from the digits of their name. JAX stores sub-byte
@@ -85,7 +97,7 @@ class Op:
 
     source        file and line of the user's code, for messages
     name_stack    the name stack of JAX, which marks transformations like `jvp(...)` and `transpose(...)`
-    bodies        nested graphs of control flow; `program.wiring` maps their inputs and outputs to operands and results
+    bodies        nested graphs of control flow; `wiring_of` maps their inputs and outputs to operands and results
     effectful     the op has a side effect (a print, a callback), so that it is never eliminated as dead
     once          ids of operands that are replaced by zeros in all micro-batches but the first
     own_columns   columns of the op's index vectors that hold positions in the full batch; in a micro-batch these must
@@ -175,3 +187,163 @@ class Graph:
             yield self, op
             for body in op.bodies:
                 yield from body.walk()
+
+
+#: Primitives that add. They are linear, so they can add partial sums and leave the reduction to the end of the loop.
+ADDITIONS = ("add", "add_any")
+
+#: The largest trip count of loops that are split into parts: longer loops run over time or samples, not over layers.
+MAX_TRIPS = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wiring:
+    """The mapping between the operands and results of one op and the inputs and outputs of its bodies.
+
+    Operands and results are given by their position in the op.
+
+    inputs    per body, for each of its inputs the position of the operand that feeds it
+    scanned   operands of which each iteration reads one slice of the leading dim
+    outputs   per body, for each of its outputs the position of the result it becomes; None for a predicate
+    stacked   results that stack one element per iteration along a new leading dim
+    carried   position of a result → position of the operand that holds its initial state
+    trips     expected number of runs of each body: the length of a scan, 1 for a while loop (its trip count is not
+              static), and 1 / number of branches for a branch, as if all branches were equally likely
+    """
+
+    inputs: tuple[tuple[int, ...], ...]
+    scanned: frozenset[int] = frozenset()
+    outputs: tuple[tuple[int | None, ...], ...]
+    stacked: frozenset[int] = frozenset()
+    carried: Mapping[int, int]
+    trips: float
+
+
+def wiring_of(op: Op) -> Wiring | None:
+    """Return the wiring of an op, or None if it has no bodies."""
+    if not op.bodies:
+        return None
+    names = {"scan": ("num_consts", "num_carry", "length"), "while": ("cond_nconsts", "body_nconsts")}
+    numbers = [op.params[name] for name in names.get(op.primitive, ())] or [len(op.bodies)]
+    return _wiring(op.primitive, len(op.operands), len(op.results), tuple(numbers))
+
+
+@lru_cache(maxsize=10_000)
+def _wiring(primitive: str, num_operands: int, num_results: int, numbers: tuple[int, ...]) -> Wiring:
+    if primitive == "scan":
+        num_consts, num_carry, length = numbers
+        return Wiring(
+            inputs=(tuple(range(num_operands)),),
+            scanned=frozenset(range(num_consts + num_carry, num_operands)),
+            outputs=(tuple(range(num_results)),),
+            stacked=frozenset(range(num_carry, num_results)),
+            carried={i: num_consts + i for i in range(num_carry)},
+            trips=length,
+        )
+    if primitive == "while":
+        condition, body = numbers
+        carry = tuple(range(condition + body, num_operands))
+        return Wiring(
+            inputs=((*range(condition), *carry), tuple(range(condition, num_operands))),
+            outputs=((None,), tuple(range(num_results))),
+            carried=dict(enumerate(carry)),
+            trips=1.0,
+        )
+    (num_branches,) = numbers
+    return Wiring(
+        inputs=(tuple(range(1, num_operands)),) * num_branches,
+        outputs=(tuple(range(num_results)),) * num_branches,
+        carried={},
+        trips=1.0 / num_branches,
+    )
+
+
+def parts_of(length: int, num_parts: int) -> list[tuple[int, int]]:
+    """Return the (start, stop) of each part when `length` iterations or rows are split into parts of nearly equal size.
+
+    There are `num_parts` parts if each gets at least two; otherwise the next larger number of equal parts, in the
+    limit parts of size one. Larger parts come first, because the ops after the last layer (the product with the
+    vocabulary, for instance) usually take longer than those before the first layer.
+    """
+    count = min(num_parts, length)
+    if length < 2 * count:
+        count = next(c for c in range(count, length + 1) if length % c == 0)
+    ends = [-(-i * length // count) for i in range(count + 1)]
+    return [*pairwise(ends)]
+
+
+def accumulators(op: Op, wiring: Wiring) -> dict[int, int]:
+    """Return the operands that a loop uses only as accumulators: position of the operand → id of the adding op.
+
+    The adding op is the one in the last body (the only one, except for the condition of a while loop). An operand is an
+    accumulator if nothing else reads it and the new sum is read by nothing but the next iteration.
+    """
+    found: dict[int, int] = {}
+    for r, i in wiring.carried.items():
+        *others, body = op.bodies
+        if any(_read(other, inputs, i) for other, inputs in zip(others, wiring.inputs, strict=False)):
+            continue
+        start, end = body.inputs[wiring.inputs[-1].index(i)], body.outputs[wiring.outputs[-1].index(r)]
+        producer = body.producer[end]
+        if producer is None or body.ops[producer].primitive not in ADDITIONS:
+            continue
+        read_elsewhere = tuple(body.consumers[start]) != (producer,) or body.consumers[end]
+        if not read_elsewhere and start not in body.outputs and body.outputs.count(end) == 1:
+            found[i] = producer
+    return found
+
+
+def accumulated(op: Op) -> tuple[int, ...]:
+    """Return the positions of the results of a loop that are accumulators: the initial value plus a sum."""
+    wiring = wiring_of(op)
+    if wiring is None or not wiring.carried:
+        return ()
+    added_to = accumulators(op, wiring)
+    return tuple(r for r, i in wiring.carried.items() if i in added_to)
+
+
+def _read(body: Graph, inputs: tuple[int, ...], operand: int) -> bool:
+    return operand in inputs and bool(body.consumers[body.inputs[inputs.index(operand)]])
+
+
+def verify(graph: Graph) -> Graph:
+    """Return the graph unchanged, or raise `VerificationError` if it is not well formed.
+
+    Ids must be dense and in order. Every value must have exactly one origin (an input, a literal or one op) and be
+    defined before it is read. Each body of control flow must have as many inputs and outputs as its wiring.
+    """
+    for numbered, what in ((graph.values, "value"), (graph.ops, "op")):
+        for position, item in enumerate(numbered):
+            if item.id != position:
+                raise VerificationError(f"The {what} at position {position} has the number {item.id}.")
+    verified = set[Graph]()
+    known = set(graph.inputs) | {v.id for v in graph.values if v.literal is not None}
+    for op in graph.ops:
+        unmade = [str(graph.values[v]) for v in op.operands if v not in known]
+        if unmade:
+            raise VerificationError(f"op {op.id} ({op.primitive}, {op.source}) reads {unmade} before they are made.")
+        twice = [str(graph.values[r]) for r in op.results if r in known]
+        if twice:
+            raise VerificationError(f"op {op.id} ({op.primitive}, {op.source}) makes {twice}, which exist already.")
+        known.update(op.results)
+        _verify_bodies(op, verified)
+    missing = [str(graph.values[v]) for v in graph.outputs if v not in known]
+    if missing:
+        raise VerificationError(f"The outputs {missing} are never made.")
+    return graph
+
+
+def _verify_bodies(op: Op, verified: set[Graph]) -> None:
+    """Verify the bodies of an op and add them to `verified`; bodies in `verified` are skipped.
+
+    Ops may share one body object: without the set, nested shared bodies would be verified exponentially often.
+    """
+    wiring = wiring_of(op)
+    for body, inputs, outputs in zip(op.bodies, wiring.inputs, wiring.outputs, strict=True) if wiring else ():
+        if body not in verified:
+            verified.add(verify(body))
+        if (len(body.inputs), len(body.outputs)) != (len(inputs), len(outputs)):
+            raise VerificationError(
+                f"A body of the {op.primitive} op {op.id} takes {len(body.inputs)} values and makes "
+                f"{len(body.outputs)}, where {len(inputs)} and {len(outputs)} are handed over."
+            )

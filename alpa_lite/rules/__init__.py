@@ -1,7 +1,7 @@
 """Factor rules: for each primitive, which dims of its operands and results are split together.
 
-Comes in: an op. Goes out: its factor rule (`registry`), and properties of whole graphs that follow from the rules of
-their ops (`op_info`, `dims`, `fusion`).
+Input: an op. Output: its factor rule (`registry`), and properties of whole graphs that follow from the rules of their
+ops (`op_info`, `dims`, `fusion`).
 Read `registry` first, then `elementwise` and `contraction`; importing this package registers all rules.
 """
 

@@ -12,9 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import prod
 
-from alpa_lite.program.ir import Graph, Op, Value
+from alpa_lite.program.ir import Graph, Op, Value, Wiring, wiring_of
 from alpa_lite.program.phases import BodyScope
-from alpa_lite.program.wiring import Wiring, wiring_of
 from alpa_lite.rules.op_info import rule_of_op
 from alpa_lite.rules.registry import FactorKind, Rule
 

@@ -51,29 +51,30 @@ class Window:
 
     @property
     def reach(self) -> int:
-        """Positions from the first tap to the last."""
+        """The number of positions from the first tap to the last."""
         return (self.size - 1) * self.dilation + 1
 
     def halo(self, length: int, num_windows: int) -> tuple[int, int] | None:
-        """Inputs that a block of windows reads before and after its own; None where blocks do not lie side by side."""
+        """Return how many inputs a block of windows reads before and after its own; None if blocks do not align."""
         if num_windows * self.stride != length * self.base_dilation:
             return None
         after = (self.reach - 1 - self.stride - self.low) // self.base_dilation + 1
         return max(self.low // self.base_dilation, 0), max(after, 0)
 
     def padding(self, length: int, num_windows: int, before: int) -> tuple[int, int]:
-        """Padding for a block of windows on `length` inputs, of which the first `before` are of its halo."""
+        """Return the padding of a block of windows on `length` inputs, the first `before` of which are its halo."""
         low = self.low - before * self.base_dilation
         covered = (num_windows - 1) * self.stride + self.reach
         return low, covered - low - ((length - 1) * self.base_dilation + 1)
 
     def reaching(self) -> tuple[int, int]:
-        """Windows before and after a block of windows that read some of its inputs (of a window without dilations)."""
+        """Return how many windows before and after a block read some of its inputs; only without dilations."""
         return max((self.reach - 1 - self.low) // self.stride, 0), max(-(-self.low // self.stride), 0)
 
 
 def shared_factor(b: RuleBuilder, one: int, other: int, kind: FactorKind) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Factors of two dims that are split alike, as finely as both can be; what is minor to that is whole."""
+    """Return factors of two dims that are split in the same way; the factors minor to the shared one are whole."""
+    # The greatest common divisor is the finest split into equally many blocks of both.
     shared = b.factor(gcd(one, other), kind)
     first, second = (
         (shared, b.factor(n // b.sizes[shared], FactorKind.REPLICATED)) if n > b.sizes[shared] else (shared,)
@@ -83,7 +84,7 @@ def shared_factor(b: RuleBuilder, one: int, other: int, kind: FactorKind) -> tup
 
 
 def windows_of(params: Mapping[str, Any]) -> list[Window]:
-    """The windows of a pooling op along each dim, from its parameters."""
+    """Return the windows of a pooling op along each dim, from its parameters."""
     ones = (1,) * len(params["window_dimensions"])
     return [
         Window(size=size, stride=stride, low=low, high=high, base_dilation=base, dilation=dilation)
@@ -99,13 +100,13 @@ def windows_of(params: Mapping[str, Any]) -> list[Window]:
 
 
 _Reads = tuple[tuple[int, int, int], ...]
-"""(operand, rows before, rows after) that a block reads of its neighbours along one dim."""
+"""(operand, rows before, rows after) for each operand of which a block reads rows of its neighbours along a dim."""
 
 
 def _pooled(
     b: RuleBuilder, wide: Sequence[int], narrow: Sequence[int], reads: Sequence[_Reads | None]
 ) -> tuple[Dims, Dims, tuple[Halo, ...]]:
-    """Factors of a pooled array and of the windows on it; dims are whole where nothing is known of what they read."""
+    """Return the factors of a pooled array and of the windows on it, and halos; without `reads` a dim is whole."""
     first, second, halos = list[tuple[int, ...]](), list[tuple[int, ...]](), list[Halo]()
     for dim, (n, m, needed) in enumerate(zip(wide, narrow, reads, strict=True)):
         if needed is None:
@@ -121,7 +122,7 @@ def _pooled(
 
 @register_rule("reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_gather_add", "reduce_window")
 def reduce_window(view: OpView) -> Rule:
-    """Pooling of one array or of several alike; operands of rank 0 are what windows start from."""
+    """Return the rule of pooling one array or several equal ones; operands of rank 0 are initial values."""
     shapes = (view.operands[0].shape, view.results[0].shape)
     reads = list[_Reads | None]()
     for window, n, m in zip(windows_of(view.params), *shapes, strict=True):
@@ -140,7 +141,7 @@ def reduce_window(view: OpView) -> Rule:
 
 @register_rule("select_and_scatter_add", "select_and_scatter")
 def select_and_scatter(view: OpView) -> Rule:
-    """Gradient of max-pooling: operands are the cotangent (one per window) and the pooled array."""
+    """Return the rule of the gradient of max-pooling, whose operands are cotangents of windows and the pooled array."""
     adds = view.primitive == "select_and_scatter_add"
     source, operand = (0, 1) if adds else (1, 0)
     shapes = (view.operands[operand].shape, view.operands[source].shape)
@@ -149,7 +150,8 @@ def select_and_scatter(view: OpView) -> Rule:
         before, after = window.reaching()
         last = (after - 1) * window.stride - window.low + window.reach
         needed = (source, before, after), (operand, before * window.stride + window.low, max(last, 0))
-        # Windows beyond the array have no cotangent; a function of the user's may make something of none.
+        # Windows of a halo beyond the array have no cotangent. Added zeros change nothing; a user's function may not
+        # ignore them.
         known = window.halo(n, m) is not None and (adds or not any((*needed[0][1:], *needed[1][1:])))
         reads.append(needed if known else None)
     b = RuleBuilder()
@@ -171,8 +173,8 @@ _Factors = tuple[int, ...]
 class SpatialDim:
     """One spatial dim: sizes of input, kernel and result, and the windows on the input.
 
-    `summed`: the kernel steps over the input (the gradient of a weight), so each of its taps is a window, and the
-    windows that it was given are what each of these reads.
+    `summed`: the kernel steps over the input, as in the gradient of a weight: each of its taps is a window, which reads
+    one position for each element of the result.
     """
 
     input: int
@@ -183,16 +185,17 @@ class SpatialDim:
 
     @property
     def num_windows(self) -> int:
-        """How many windows there are."""
+        """The number of windows."""
         return self.kernel if self.summed else self.result
 
     @property
     def halo(self) -> tuple[int, int] | None:
-        """As `Window.halo`."""
+        """The halo of a block of windows; see `Window.halo`."""
         return self.window.halo(self.input, self.num_windows)
 
     def turned(self) -> SpatialDim:
-        """The same dim with kernel and result in each other's place."""
+        """Return the same dim with kernel and result exchanged."""
+        # Result element r reads tap k at position r · stride + k · dilation: the two roles are symmetric.
         w = self.window
         window = replace(w, size=self.result, stride=w.dilation, dilation=w.stride)
         return replace(self, window=window, summed=not self.summed)
@@ -201,9 +204,9 @@ class SpatialDim:
 def spatial_dims(
     params: Mapping[str, Any], specs: Sequence[Sequence[int]], shapes: Sequence[Sequence[int]]
 ) -> list[SpatialDim]:
-    """The spatial dims of a convolution, in the order of its parameters.
+    """Return the spatial dims of a convolution, in the order of its parameters.
 
-    `specs`, `shapes`: of input, kernel and result the dims with the roles (batch, feature, spatial…), and the sizes.
+    `specs` and `shapes` are those of input, kernel and result; a spec lists dims by role (batch, feature, spatial…).
     """
     columns = zip(
         *([shape[d] for d in spec[2:]] for spec, shape in zip(specs, shapes, strict=True)),
@@ -217,6 +220,7 @@ def spatial_dims(
     for n, p, m, stride, (low, high), base, dilation in columns:
         window = Window(size=p, stride=stride, low=low, high=high, base_dilation=base, dilation=dilation)
         dim = SpatialDim(input=n, kernel=p, result=m, window=window)
+        # In a weight gradient the kernel is as long as the dim itself: it is split, and the short result is whole.
         turned = dim.turned()
         found.append(turned if turned.halo is not None and (dim.halo is None or p > m) else dim)
     return found
@@ -224,13 +228,15 @@ def spatial_dims(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Mapped:
+    """The factors of the dims of input, kernel and result with one role."""
+
     lhs: _Factors
     rhs: _Factors
     out: _Factors
 
 
 def _spatial(b: RuleBuilder, dim: SpatialDim) -> _Mapped:
-    """Factors of one spatial dim of input, kernel and result."""
+    """Return the factors of one spatial dim."""
     whole, halo = FactorKind.REPLICATED, dim.halo
     if halo is None:
         lhs, out = ((b.factor(n, FactorKind.PERMUTATION),) for n in (dim.input, dim.result))
@@ -243,21 +249,21 @@ def _spatial(b: RuleBuilder, dim: SpatialDim) -> _Mapped:
 
 
 def _channels(b: RuleBuilder, batch: int, features: int, outputs: int) -> tuple[_Mapped, _Mapped]:
-    """Factors of (batch, input features, kernel outputs) without groups: ((n, o, o), (c, c, n)) by role."""
+    """Return the factors of the batch role (n, o, n) and of the feature role (c, c, o), without groups."""
     n, o = (b.factor(batch),), (b.factor(outputs),)
     c = (b.factor(features, FactorKind.REDUCTION),)
     return _Mapped(lhs=n, rhs=o, out=n), _Mapped(lhs=c, rhs=c, out=o)
 
 
 def _feature_groups(b: RuleBuilder, groups: int, batch: int, features: int, outputs: int) -> tuple[_Mapped, _Mapped]:
-    """As `_channels` with groups of features: what is minor to the group on any side is whole."""
+    """Return the factors as `_channels` does, with groups of features: factors minor to the group are whole."""
     n, g = (b.factor(batch),), b.factor(groups)
     c, o = b.factor(features // groups, FactorKind.REPLICATED), b.factor(outputs // groups, FactorKind.REPLICATED)
     return _Mapped(lhs=n, rhs=(g, o), out=n), _Mapped(lhs=(g, c), rhs=(c,), out=(g, o))
 
 
 def _batch_groups(b: RuleBuilder, groups: int, batch: int, features: int, outputs: int) -> tuple[_Mapped, _Mapped]:
-    """As `_channels` with groups of samples, each with its own kernels."""
+    """Return the factors as `_channels` does, with groups of samples, each of which has its own kernels."""
     g = b.factor(groups)
     n, o = b.factor(batch // groups, FactorKind.REPLICATED), b.factor(outputs // groups, FactorKind.REPLICATED)
     c = (b.factor(features, FactorKind.REDUCTION),)
@@ -265,7 +271,7 @@ def _batch_groups(b: RuleBuilder, groups: int, batch: int, features: int, output
 
 
 def _placed(places: Sequence[int], factors: Sequence[_Factors]) -> Dims:
-    """Factors given in role order (batch, feature, spatial…), put where the dimension numbers say."""
+    """Return factors, given in the order of roles (batch, feature, spatial…), in the order of the dims."""
     dims: list[_Factors] = [()] * len(places)
     for place, factor in zip(places, factors, strict=True):
         dims[place] = factor
@@ -274,7 +280,7 @@ def _placed(places: Sequence[int], factors: Sequence[_Factors]) -> Dims:
 
 @register_rule("conv_general_dilated")
 def conv_general_dilated(view: OpView) -> Rule:
-    """Roles come from the dimension numbers; see the module docstring."""
+    """Return the rule of a convolution, whose dimension numbers tell the roles of dims; see the module docstring."""
     params = view.params
     specs = [ints(params["dimension_numbers"][name]) for name in ("lhs_spec", "rhs_spec", "out_spec")]
     lhs_spec, rhs_spec, out_spec = specs

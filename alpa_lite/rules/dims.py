@@ -29,9 +29,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from alpa_lite.program.ir import Graph, Op
+from alpa_lite.program.ir import Graph, Op, Wiring, wiring_of
 from alpa_lite.program.phases import Phase, StepGraph
-from alpa_lite.program.wiring import Wiring, wiring_of
 from alpa_lite.rules.op_info import rule_of_op
 from alpa_lite.rules.registry import Dims, FactorKind, Rule
 
@@ -72,12 +71,14 @@ class DimClasses:
         return next(found, None)
 
     def _root(self, node: int) -> int:
+        """Return the representative of a node, and shorten the path to it."""
         while self._parents[node] != node:
             self._parents[node] = self._parents[self._parents[node]]
             node = self._parents[node]
         return node
 
     def _join(self, a: int, b: int) -> None:
+        # The smaller number stays the representative, so that class numbers depend on the order of values alone.
         a, b = self._root(a), self._root(b)
         self._parents[max(a, b)] = min(a, b)
 
@@ -88,7 +89,7 @@ class DimClasses:
             self._join(first + dim, second + dim)
 
     def _add(self, graph: Graph) -> None:
-        if graph in self._first:
+        if graph in self._first:  # equal ops may share a body
             return
         places = self._first[graph] = []
         for value in graph.values:
@@ -134,7 +135,7 @@ Names = Mapping[str, frozenset[int]]
 
 
 class Contraction(NamedTuple):
-    """An op that multiplies arrays: the factors of each of its operands and its result, and which hold samples."""
+    """An op that multiplies arrays: the major factors of operands and result, and which of these hold samples."""
 
     graph: Graph
     op: Op
@@ -143,12 +144,12 @@ class Contraction(NamedTuple):
 
     @property
     def weights(self) -> tuple[int, ...]:
-        """Numbers of the operands without samples, where the result has some."""
+        """The numbers of the operands without samples, if the result has samples."""
         return tuple(i for i, batched in enumerate(self.batched[:-1]) if not batched) if self.batched[-1] else ()
 
 
 def contractions(step: StepGraph) -> Iterator[Contraction]:
-    """The products and convolutions of the forward pass, bodies included."""
+    """Yield the products and convolutions of the forward pass, bodies included."""
     for graph, op in _forward(step):
         rule = rule_of_op(graph, op.id)
         if op.bodies or rule.work_kind == "elementwise" or len(op.operands) != 2:
@@ -170,7 +171,7 @@ def _forward(step: StepGraph) -> Iterator[tuple[Graph, Op]]:
 
 
 def batch_dims_of(step: StepGraph, graph: Graph) -> Sequence[int | None]:
-    """The batch dim of each value of the step's graph or of a body."""
+    """Return the batch dim of each value of the step's graph or of a body."""
     if graph is step.graph:
         return step.batch_dims
     scope = step.bodies.get(graph)
@@ -178,7 +179,9 @@ def batch_dims_of(step: StepGraph, graph: Graph) -> Sequence[int | None]:
 
 
 def dim_names(step: StepGraph, classes: DimClasses) -> Names:
-    """The names that a step's dims have, each with its classes; names without any are left out."""
+    """Return the names of a step's dims, each with its classes; names without any are left out."""
+    # `made` and `summed` are the dims that contractions with weights make and sum over, in the order of the forward
+    # pass; `alone` holds the shared and the other dims of contractions without weights, which attention consists of.
     found: dict[str, set[int]] = {"batch": _batch(step, classes), "sequence": _sequence(step, classes)}
     found["vocab"] = _searched(step, classes)
     found["experts"], found["heads"], found["head_dim"] = set(), set(), set()
@@ -200,6 +203,7 @@ def dim_names(step: StepGraph, classes: DimClasses) -> Names:
             uses.update(of[f] for f in weights)
         elif all(each.batched):
             alone.append((shared, {*of.values()} - shared))
+    # Heads and their width come from weights; dims that two activations share otherwise, such as positions, do not.
     features = made | summed.keys()
     for shared, others in alone:
         if heads := shared & features:
@@ -207,6 +211,7 @@ def dim_names(step: StepGraph, classes: DimClasses) -> Names:
             found["head_dim"] |= others & features
     found["head_dim"] -= found["heads"]
     taken = set[int]().union(*found.values())
+    # The residual stream is the input or the result of most weights; of equally many the one that is summed over first.
     widths = [node for node in summed if node not in taken]
     found["d_model"] = {max(widths, key=uses.__getitem__)} if widths else set()
     found["d_ff"] = (made & summed.keys()) - taken - found["d_model"]
@@ -247,10 +252,11 @@ def _searched(step: StepGraph, classes: DimClasses) -> set[int]:
 
 
 def _spatial(each: Contraction, classes: DimClasses) -> Iterator[tuple[str, int]]:
-    """The spatial dims of the samples that a convolution reads, by their place from the last one."""
+    """Yield names and classes of the spatial dims of the samples that a convolution reads."""
     if not each.weights:
         return
     numbers = each.op.params["dimension_numbers"]
     dims = [int(d) for d in numbers["lhs_spec"][2:]]
+    # From the last one on: a convolution over one dim has a width, over two a height too.
     for name, dim in zip(SPATIAL, reversed(dims), strict=False):
         yield name, classes.of(each.graph, each.op.operands[0], dim)

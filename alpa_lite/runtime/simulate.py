@@ -25,16 +25,14 @@ from itertools import accumulate
 from typing import Any
 
 from alpa_lite.lower.instructions import Buffer, Instruction, Program, TaskTime
-from alpa_lite.lower.slices import TaskSpec
-from alpa_lite.lower.task_phases import run_parts
+from alpa_lite.lower.slices import TaskSpec, run_parts
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.pricing import Estimator, Pricer, dispatch_seconds, local_bytes, transfer_seconds
 from alpa_lite.plan.walk import Walk
 from alpa_lite.program.phases import StepGraph
 from alpa_lite.sharding.specs import Spec
 from cost_models.cluster import Cluster
-from cost_models.composed import ComposedCostModel
-from cost_models.interface import CostModel
+from cost_models.composed import ComposedCostModel, CostModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,8 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from alpa_lite.program.equations import Equation
-from alpa_lite.program.ir import Graph, Op
-from alpa_lite.program.wiring import Wiring, wiring_of
+from alpa_lite.program.ir import Graph, Op, Wiring, wiring_of
 from alpa_lite.rules.op_info import is_zero, op_class
 from alpa_lite.step import transfer_indexing, transfer_layout
 from alpa_lite.step.relations import INVARIANT, ZERO, Refusal, Relation, RelationKind, join, mixed, samples

@@ -23,7 +23,7 @@ import numpy as np
 from alpa_lite.errors import BatchError, NonAdditiveError, TraceError
 from alpa_lite.program.collector import rare_collection
 from alpa_lite.program.equations import Equation, GraphWithEquations
-from alpa_lite.program.ir import Graph, Op
+from alpa_lite.program.ir import Graph, Op, verify
 from alpa_lite.program.phases import (
     Combination,
     StepGraph,
@@ -36,7 +36,6 @@ from alpa_lite.program.phases import (
     with_own_bodies,
     without_gaps,
 )
-from alpa_lite.program.verify import verify
 from alpa_lite.rules.batch_flow import follow_batch
 from alpa_lite.step.additivity import Proof, prove
 from alpa_lite.step.interpreter import BodyMarks, Marks

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TypeVar
 
-from alpa_lite.program.ir import Graph, Op
-from alpa_lite.program.wiring import Wiring, wiring_of
+from alpa_lite.program.ir import Graph, Op, Wiring, wiring_of
 
 Same = dict[Graph, tuple[Graph, dict[int, int]]]
 """Each matched graph of the first program → its counterpart in the second, and its value ids → theirs."""

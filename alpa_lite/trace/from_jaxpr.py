@@ -27,8 +27,7 @@ from jax.extend.core import primitives
 from alpa_lite import _jax
 from alpa_lite.errors import TraceError
 from alpa_lite.program.equations import Equation, GraphWithEquations, PlainParams, without_dead_ops
-from alpa_lite.program.ir import Graph, Op, Value
-from alpa_lite.program.wiring import MAX_TRIPS, accumulated, parts_of
+from alpa_lite.program.ir import MAX_TRIPS, Graph, Op, Value, accumulated, parts_of
 from alpa_lite.trace import inserted
 
 _HEAVY = {"dot_general", "conv_general_dilated", "ragged_dot_general"}

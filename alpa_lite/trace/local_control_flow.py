@@ -12,8 +12,7 @@ from typing import Any
 
 from jax import lax
 
-from alpa_lite.program.ir import Op
-from alpa_lite.program.wiring import Wiring
+from alpa_lite.program.ir import Op, Wiring
 
 Body = Callable[[int, Mapping[int, Any]], tuple[Any, ...]]
 """A function that runs body `number`; the mapping replaces operands, by number, with their values in this trip."""

@@ -18,7 +18,7 @@ from alpa_lite.planners.planner import Planner
 from benchmarks.alpa.cases import CASES, Case
 from benchmarks.alpa.given_stages import GivenStage, GivenStages
 from benchmarks.models.transformer import Transformer
-from cost_models.backend import Backend
+from cost_models.hardware import Backend
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,7 +31,8 @@ from alpa_lite.planners.planner import Planner
 from alpa_lite.program.phases import StepGraph
 from alpa_lite.schedule import OneFOneB, Schedule, peak_in_flight, simulate
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh, place
-from alpa_lite.step.layers import Layers, make_layers
+from alpa_lite.step.clustering import make_layers
+from alpa_lite.step.layers import Layers
 from alpa_lite.step.recomputation import read_originals_across
 
 FORCED_BATCH = Restriction(

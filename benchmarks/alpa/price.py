@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
+from alpa_lite.api.stages import TracedFunction
+
 import alpa_lite as al
-from alpa_lite.api.parallelize import TracedFunction
 from alpa_lite.errors import AlpaLiteError
 from alpa_lite.plan.progress import Progress
 from alpa_lite.planners import Auto

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from alpa_lite.runtime.execute.function import CompiledFunction, flatten_arguments
+from alpa_lite.runtime.execute.function import CompiledFunction
+from alpa_lite.trace.call import Call, NamedArguments
 from benchmarks.bench.planned import Entry, Say, same_plan
 from benchmarks.bench.row import Row
 from benchmarks.bench.targets import Target
@@ -62,7 +63,8 @@ def in_turn(
 def measured_rows(target: Target, entries: Sequence[Entry], rounds: int, say: Say) -> list[Row]:
     """Return the rows with measurements. A plan that fails on the devices becomes a row with the reason."""
     # Copies on the host: what is on a device already may be given away only once.
-    leaves = [_on_host(leaf) for leaf in jax.tree.leaves(flatten_arguments(target.values(), target.keywords, ()))]
+    call = Call.of(target.step, target.values(), target.keywords, NamedArguments())
+    leaves = [_on_host(leaf) for leaf in jax.tree.leaves(call.tree)]
     rows, running = [entry.row for entry in entries], dict[int, Running]()
     same: dict[int, int] = {}
     for number, entry in enumerate(entries):

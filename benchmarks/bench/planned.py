@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from alpa_lite.api.stages import LoweredFunction, PlannedFunction, TracedFunction
+
 import alpa_lite as al
-from alpa_lite.api.parallelize import LoweredFunction, PlannedFunction, TracedFunction
 from alpa_lite.errors import AlpaLiteError, InfeasibleError
 from alpa_lite.inter_op.joint.microbatch_counts import microbatch_numbers
 from alpa_lite.planners.planner import Planner

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from benchmarks.published.predict import Predictor
-from cost_models.backend import Backend
 from cost_models.cluster import Cluster
+from cost_models.hardware import Backend
 from cost_models.link import Link
 
 

@@ -21,10 +21,10 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import optax
+from alpa_lite.api.stages import TracedFunction
 from rich.table import Table
 
 import alpa_lite as al
-from alpa_lite.api.parallelize import TracedFunction
 from alpa_lite.planners import Hybrid
 from benchmarks.models.feed_forward import Experts
 from benchmarks.models.optimizers import adam, with_master_weights

@@ -9,7 +9,7 @@ from alpa_lite.schedule import Interleaved1F1B, OneFOneB, Schedule
 from benchmarks.models.transformer import Recompute
 from benchmarks.published.cluster_of import device_name
 from benchmarks.published.row import Row
-from cost_models.backend import Backend
+from cost_models.hardware import Backend
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

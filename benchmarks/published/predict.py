@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, replace
 from math import lcm
 from typing import Any
 
+from alpa_lite.api.stages import TracedFunction
+
 import alpa_lite as al
-from alpa_lite.api.parallelize import TracedFunction
 from alpa_lite.errors import AlpaLiteError
 from alpa_lite.planners.hybrid import Hybrid
 from benchmarks.published.cluster_of import cluster_of
@@ -23,8 +24,8 @@ from benchmarks.published.plan_of import (
 )
 from benchmarks.published.row import Row, RowError
 from benchmarks.requests import request_of
-from cost_models.backend import Backend
 from cost_models.cluster import Cluster
+from cost_models.hardware import Backend
 
 #: Sequences per replica and micro-batch that are tried where a row does not say.
 MICROBATCHES = (1, 2, 4)

@@ -17,7 +17,6 @@ from cost_models import (
     load_cluster,
 )
 from cost_models.cluster import ALGORITHMS
-from cost_models.collective import COLLECTIVE_KINDS
 from cost_models.communication import (
     ALL_REDUCE_ALGORITHMS,
     AllReduceAlgorithm,
@@ -26,6 +25,7 @@ from cost_models.communication import (
     transfer_seconds,
 )
 from cost_models.schemes import ON_ONE_LEVEL
+from cost_models.work import COLLECTIVE_KINDS
 
 MB = 1e6
 kinds = st.sampled_from(COLLECTIVE_KINDS)

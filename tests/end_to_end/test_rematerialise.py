@@ -14,7 +14,7 @@ import pytest
 import alpa_lite as al
 from alpa_lite.planners import Auto, Hybrid
 from alpa_lite.schedule import GPipe
-from alpa_lite.step.rematerialisation import Remat
+from alpa_lite.step.recomputation import Remat
 from benchmarks.models.gpt import GPT
 from benchmarks.models.mlp import MLP
 from tests.end_to_end import cases

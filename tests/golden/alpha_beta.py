@@ -26,10 +26,9 @@ from math import prod
 from typing import Any
 
 import alpa_lite as al
-from cost_models.backend import Backend
 from cost_models.cluster import Cluster
-from cost_models.collective import Collective
-from cost_models.work import Work
+from cost_models.hardware import Backend
+from cost_models.work import Collective, Work
 
 #: The dim that stands for both dims at once.
 BOTH = 2

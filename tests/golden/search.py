@@ -22,7 +22,7 @@ from alpa_lite.program.ir import Graph
 from alpa_lite.rules.op_info import rule_of_op
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh
 from alpa_lite.sharding.specs import Spec
-from alpa_lite.step.layers import make_layers
+from alpa_lite.step.clustering import make_layers
 from tests.golden.alpha_beta import AlphaBeta
 from tests.golden.models import Program
 

@@ -15,7 +15,8 @@ import alpa_lite as al
 from alpa_lite.inter_op.boundaries import inflow_seconds, inflows, received_values, slower_inflows
 from alpa_lite.inter_op.space import Space
 from alpa_lite.program.phases import StepGraph
-from alpa_lite.step.layers import Layers, make_layers
+from alpa_lite.step.clustering import make_layers
+from alpa_lite.step.layers import Layers
 from cost_models.composed import ComposedCostModel
 
 WIDTH, BATCH = 8, 16

@@ -19,7 +19,7 @@ from alpa_lite.inter_op.loop_cuts import IMBALANCE, is_even, least_largest, part
 from alpa_lite.planners import Hybrid
 from alpa_lite.program.phases import Phase
 from alpa_lite.schedule import Interleaved1F1B
-from alpa_lite.step.layers import make_layers
+from alpa_lite.step.clustering import make_layers
 
 WIDTH, BATCH = 64, 64
 

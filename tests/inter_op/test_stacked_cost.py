@@ -16,7 +16,7 @@ from alpa_lite.inter_op.space import Space
 from alpa_lite.inter_op.stage_costs import StageCosts
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh
 from alpa_lite.sharding.specs import Spec
-from alpa_lite.step.layers import make_layers
+from alpa_lite.step.clustering import make_layers
 from cost_models.composed import ComposedCostModel
 
 ROWS, WIDTH = 6, 1024

@@ -13,7 +13,7 @@ import alpa_lite as al
 from alpa_lite.inter_op.stage_costs import StageCosts
 from alpa_lite.plan.progress import Progress
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh
-from alpa_lite.step.layers import make_layers
+from alpa_lite.step.clustering import make_layers
 from cost_models.composed import ComposedCostModel
 
 SUBMESH = Submesh(first_device=0, num_hosts=1, devices_per_host=4)

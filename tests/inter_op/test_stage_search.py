@@ -20,7 +20,7 @@ from alpa_lite.inter_op.survey import Profile, Survey
 from alpa_lite.inter_op.workers import Likely, Workers
 from alpa_lite.plan.progress import Progress
 from alpa_lite.schedule import OneFOneB
-from alpa_lite.step.layers import make_layers
+from alpa_lite.step.clustering import make_layers
 from cost_models.composed import ComposedCostModel
 from tests.inter_op.test_stage_costs import chain_step
 

@@ -16,7 +16,7 @@ from alpa_lite.inter_op.space import Space
 from alpa_lite.inter_op.stage_costs import StageCosts
 from alpa_lite.inter_op.survey import Beyond, Profile, Survey
 from alpa_lite.plan.progress import Progress
-from alpa_lite.step.layers import make_layers
+from alpa_lite.step.clustering import make_layers
 from cost_models.cluster import Cluster
 from cost_models.composed import ComposedCostModel
 from tests.inter_op.test_stage_costs import chain_step

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from alpa_lite.intra_op.constraints import Wanted
 from alpa_lite.intra_op.layout_constraints import agrees
+from alpa_lite.intra_op.stage import Wanted
 from alpa_lite.sharding.specs import Spec
 
 

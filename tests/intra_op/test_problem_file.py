@@ -13,8 +13,16 @@ from hypothesis import strategies as st
 
 from alpa_lite.errors import ProblemFileError
 from alpa_lite.intra_op.problem import Edge, Problem, Status, Usage, evaluate
-from alpa_lite.intra_op.problem_file import read_problem, solution_data, write_problem, write_solution
-from alpa_lite.intra_op.solve_file import seconds_since_start, solution_line, solve_file, solver_named
+from alpa_lite.intra_op.problem_file import (
+    read_problem,
+    seconds_since_start,
+    solution_data,
+    solution_line,
+    solve_file,
+    solver_named,
+    write_problem,
+    write_solution,
+)
 from alpa_lite.intra_op.solvers import BruteForce, Highs, Portfolio
 from tests.intra_op.instances import random_problem
 from tests.mutations import damaged, mutated

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alpa_lite.intra_op.memory.memory_rows import RangeMaximum
+from alpa_lite.intra_op.memory_rows import RangeMaximum
 from alpa_lite.intra_op.problem import Edge, Problem, Ragged, Status, Usage, evaluate
 from alpa_lite.intra_op.simplify import _min_plus, simplify
 from alpa_lite.intra_op.solvers import BruteForce, Portfolio

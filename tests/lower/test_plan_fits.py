@@ -14,10 +14,10 @@ import pytest
 
 import alpa_lite as al
 from alpa_lite.errors import AlpaLiteError, MismatchError
-from alpa_lite.lower.plan_fits import check_fits
+from alpa_lite.lower.planned_step import check_fits
 from alpa_lite.plan.plan import OpPlacement, Plan
 from alpa_lite.planners import Hybrid
-from alpa_lite.program.wiring import wiring_of
+from alpa_lite.program.ir import wiring_of
 from alpa_lite.rules.op_info import rule_of_op
 from alpa_lite.sharding.specs import Spec
 from tests.end_to_end.cases import Training, assert_same, eager_cluster, reference

@@ -28,7 +28,7 @@ from alpa_lite.plan.plan import Plan, check_plan
 from alpa_lite.schedule import Interleaved1F1B
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh
 from alpa_lite.sharding.specs import Spec
-from alpa_lite.step.rematerialisation import Remat
+from alpa_lite.step.recomputation import Remat
 from tests.mutations import damaged, mutated
 from tests.plan.test_plan import planned
 

@@ -20,7 +20,7 @@ from alpa_lite.planners.planner import Planner
 from alpa_lite.schedule import EagerOneFOneB, GPipe, Interleaved1F1B, OneFOneB, ZeroBubbleH1
 from alpa_lite.sharding.specs import Spec
 from alpa_lite.step.layers import natural_cut
-from alpa_lite.step.rematerialisation import Remat
+from alpa_lite.step.recomputation import Remat
 from alpa_lite.text import show_percent, show_seconds
 from cost_models.cluster import Cluster, HostGroup
 from tests.end_to_end.transformers import WIDE, Training, traced

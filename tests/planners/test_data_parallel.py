@@ -16,7 +16,7 @@ from alpa_lite.planners import DataParallel
 from alpa_lite.planners.data_parallel import buckets
 from alpa_lite.program.ir import Value
 from benchmarks.requests import request_of
-from cost_models.backend import Backend
+from cost_models.hardware import Backend
 from tests.end_to_end.cases import assert_same, eager_cluster
 from tests.end_to_end.collectives import emitted, handed_over, planned
 

@@ -17,7 +17,7 @@ import alpa_lite as al
 from alpa_lite.planners import Auto, DataParallel, Megatron, OneWeirdTrick, OnMesh, PlanRequest
 from benchmarks.models.resnet import ResNet
 from benchmarks.requests import request_of
-from cost_models.backend import Backend
+from cost_models.hardware import Backend
 from tests.end_to_end.cases import assert_same, eager_cluster
 from tests.end_to_end.collectives import emitted, handed_over, planned
 

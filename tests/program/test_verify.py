@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from alpa_lite.errors import VerificationError
-from alpa_lite.program.ir import Graph
-from alpa_lite.program.verify import verify
+from alpa_lite.program.ir import Graph, verify
 from alpa_lite.trace.from_jaxpr import from_jaxpr
 
 

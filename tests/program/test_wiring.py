@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from alpa_lite.program.wiring import accumulators, wiring_of
+from alpa_lite.program.ir import accumulators, wiring_of
 from alpa_lite.trace.from_jaxpr import from_jaxpr
 
 X = jax.ShapeDtypeStruct((4, 3), jnp.float32)

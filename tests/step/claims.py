@@ -18,8 +18,7 @@ import numpy as np
 
 from alpa_lite import _jax
 from alpa_lite.program.equations import Equation, without_dead_ops
-from alpa_lite.program.ir import Graph
-from alpa_lite.program.wiring import wiring_of
+from alpa_lite.program.ir import Graph, wiring_of
 from alpa_lite.step.additivity import Proof, prove
 from alpa_lite.step.relations import Own, Relation, RelationKind
 from alpa_lite.step.split import at_two_sizes, by_micro_batch, merge

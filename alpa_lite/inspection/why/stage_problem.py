@@ -20,7 +20,6 @@ import numpy as np
 from alpa_lite.inter_op.stage_costs import free_restriction
 from alpa_lite.intra_op.formulate import Builder
 from alpa_lite.intra_op.interning import SharedArrays
-from alpa_lite.intra_op.memory.usages import StageLayout, UsageOf, usages_of
 from alpa_lite.intra_op.placements import Choice, Key, Offer, Placed, PlacedBodies, PlacedSum
 from alpa_lite.intra_op.problem import Problem, Ragged, Solution, Status
 from alpa_lite.intra_op.solve import StageSolution, drive, in_two_parts, price_choice
@@ -28,12 +27,12 @@ from alpa_lite.intra_op.solvers.portfolio import Portfolio
 from alpa_lite.intra_op.stage import StageView
 from alpa_lite.intra_op.strategies import Restriction
 from alpa_lite.intra_op.strategy_catalogue import Catalogue, SumOptions
+from alpa_lite.intra_op.usages import StageLayout, UsageOf, usages_of
 from alpa_lite.plan.plan import OpPlacement, StagePlan
 from alpa_lite.plan.pricing import Estimator, Pricer
 from alpa_lite.plan.walk import Application, Walk
-from alpa_lite.program.ir import Graph, Op, Value
+from alpa_lite.program.ir import Graph, Op, Value, Wiring
 from alpa_lite.program.phases import Phase
-from alpa_lite.program.wiring import Wiring
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh
 from alpa_lite.sharding.specs import Move, Spec
 from alpa_lite.text import short_source

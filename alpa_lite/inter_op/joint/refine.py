@@ -32,7 +32,7 @@ from alpa_lite.schedule import Interleaved1F1B, Schedule, splits_backward
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh
 from alpa_lite.sharding.specs import Spec
 from alpa_lite.step.layers import Cut
-from alpa_lite.step.rematerialisation import Remat
+from alpa_lite.step.recomputation import Remat
 
 POLISH_SECONDS = 3.0
 """Time limit for solving a stage again."""

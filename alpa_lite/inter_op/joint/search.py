@@ -48,7 +48,7 @@ from alpa_lite.plan.plan import Plan
 from alpa_lite.schedule import Schedule
 from alpa_lite.sharding.meshes import place_in_groups
 from alpa_lite.step.layers import Cut
-from alpa_lite.step.rematerialisation import Remat
+from alpa_lite.step.recomputation import Remat
 
 MAX_SEARCHED, MAX_IN_VAIN = 5, 2
 """The most numbers of micro-batches for which stages are searched, in all and in a row without a better plan."""

@@ -18,11 +18,12 @@ from alpa_lite.inter_op.pins import Pins, pinned_specs
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.inter_op.stage_costs import MeshKey, StageCosts
 from alpa_lite.intra_op.formulate import Builders
+from alpa_lite.program.ir import MAX_TRIPS
 from alpa_lite.program.phases import Phase, StepGraph
-from alpa_lite.program.wiring import MAX_TRIPS
-from alpa_lite.step.layers import Cut, LayerBalance, Layers, forward_loops, make_layers, natural_cut, subdivided
-from alpa_lite.step.recomputation import read_originals_across
-from alpa_lite.step.rematerialisation import Remat, rematerialise
+from alpa_lite.step.clustering import make_layers, subdivided
+from alpa_lite.step.layers import Cut, LayerBalance, Layers, forward_loops, natural_cut
+from alpa_lite.step.recomputation import Remat, read_originals_across
+from alpa_lite.step.rematerialisation import rematerialise
 
 
 @dataclass(frozen=True, kw_only=True)

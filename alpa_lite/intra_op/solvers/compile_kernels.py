@@ -13,8 +13,8 @@ from alpa_lite.intra_op.reductions import Workspace
 from alpa_lite.intra_op.solvers.dual import Dual
 from alpa_lite.intra_op.solvers.elimination import cheapest_choices, elimination_plan
 from alpa_lite.intra_op.solvers.flat_problem import flat_problem
+from alpa_lite.intra_op.solvers.improvements import recombine
 from alpa_lite.intra_op.solvers.neighbourhood import Neighbourhood
-from alpa_lite.intra_op.solvers.recombine import recombine
 from alpa_lite.sharding.reshard import SpecGraph
 from alpa_lite.sharding.specs import Spec
 

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from alpa_lite.intra_op.memory.memory_rows import MemoryRow, binding_times, maximal_rows, memory_rows
+from alpa_lite.intra_op.memory_rows import MemoryRow, binding_times, maximal_rows, memory_rows
 from alpa_lite.intra_op.problem import Edge, FloatArray, Problem, Solution, Status, evaluate
 from alpa_lite.intra_op.solvers.solver import Control, Solver, no_solution, solution_of
 

@@ -36,16 +36,24 @@ import numpy as np
 
 from alpa_lite.intra_op.problem import Edge, FloatArray, IntArray, Problem, Solution, Status, evaluate
 from alpa_lite.intra_op.simplify import Simplified, simplify
-from alpa_lite.intra_op.solvers.components import connected_parts
-from alpa_lite.intra_op.solvers.cost_range import cost_span
 from alpa_lite.intra_op.solvers.elimination import Elimination, EliminationPlan, cheapest_choices
 from alpa_lite.intra_op.solvers.flat_problem import flat_problem, with_finite_costs
 from alpa_lite.intra_op.solvers.highs import Highs
+from alpa_lite.intra_op.solvers.improvements import connected_parts
 from alpa_lite.intra_op.solvers.memory_prices import PricedSearch
 from alpa_lite.intra_op.solvers.neighbourhood import Neighbourhood
 from alpa_lite.intra_op.solvers.rounds import Rounds, RoundSearch
 from alpa_lite.intra_op.solvers.smallest_peak import smallest_peak
-from alpa_lite.intra_op.solvers.solver import Clock, Control, Solver, no_halt, no_solution, run_attended, solution_of
+from alpa_lite.intra_op.solvers.solver import (
+    Clock,
+    Control,
+    Solver,
+    cost_span,
+    no_halt,
+    no_solution,
+    run_attended,
+    solution_of,
+)
 from alpa_lite.program.memo import memoized
 
 _BLOCKS = 500

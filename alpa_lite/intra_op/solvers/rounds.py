@@ -30,14 +30,22 @@ import numpy as np
 
 from alpa_lite.intra_op.problem import IntArray, Problem, Ragged, Solution, Status, evaluate
 from alpa_lite.intra_op.simplify import Simplified, simplify
-from alpa_lite.intra_op.solvers.cost_range import cost_span, largest_cost, smallest_cost
 from alpa_lite.intra_op.solvers.dual import Dual
-from alpa_lite.intra_op.solvers.exact_blocks import ExactBlocks
 from alpa_lite.intra_op.solvers.flat_problem import Flat, cost_of, flat_problem, with_finite_costs, with_rows
 from alpa_lite.intra_op.solvers.highs import Highs
+from alpa_lite.intra_op.solvers.improvements import ExactBlocks, recombine
 from alpa_lite.intra_op.solvers.neighbourhood import Neighbourhood
-from alpa_lite.intra_op.solvers.recombine import recombine
-from alpa_lite.intra_op.solvers.solver import Clock, closes, no_halt, no_solution, run_attended, solution_of
+from alpa_lite.intra_op.solvers.solver import (
+    Clock,
+    closes,
+    cost_span,
+    largest_cost,
+    no_halt,
+    no_solution,
+    run_attended,
+    smallest_cost,
+    solution_of,
+)
 
 _NAME = "Portfolio"
 _ENTRIES_PER_ROUND = 60_000_000

@@ -1,4 +1,4 @@
-"""The interface of solvers: a frozen object with its options, and ``solve(problem) -> Solution``.
+"""The interface of solvers: a frozen object with its options, and ``solve(problem) -> Solution``; what solvers share.
 
 A new solver is one module with one subclass and one entry in ``solvers.SOLVERS``; it inherits the shared tests.
 """
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from alpa_lite.errors import VerificationError
-from alpa_lite.intra_op.problem import Problem, Solution, Status, evaluate
+from alpa_lite.intra_op.problem import Problem, Ragged, Solution, Status, evaluate
 
 _POLL_SECONDS = 0.05
 
@@ -157,3 +157,25 @@ def no_solution(
 def better(first: Solution, second: Solution) -> Solution:
     """Return the cheaper of two solutions; the second if they cost the same."""
     return first if first.cost < second.cost else second
+
+
+def largest_cost(problem: Problem) -> float:
+    """Return sum_v max finite c_v + sum_uv max finite C_uv (seconds), an upper bound of every finite cost."""
+    return sum(_extremes(vectors, np.maximum, -np.inf) for vectors in (problem.node_costs, problem.edge_costs))
+
+
+def smallest_cost(problem: Problem) -> float:
+    """Return sum_v min c_v + sum_uv min C_uv (seconds), a lower bound of every cost."""
+    return sum(_extremes(vectors, np.minimum, np.inf) for vectors in (problem.node_costs, problem.edge_costs))
+
+
+def cost_span(problem: Problem) -> float:
+    """Return the largest possible difference in cost between choices of finite cost (seconds), or 1.0 if it is zero."""
+    return largest_cost(problem) - smallest_cost(problem) or 1.0
+
+
+def _extremes(vectors: Ragged, operation: np.ufunc, neutral: float) -> float:
+    if not len(vectors):
+        return 0.0
+    values = np.where(np.isfinite(vectors.values), vectors.values, neutral)
+    return math.fsum(operation.reduceat(values, vectors.starts[:-1]).tolist())

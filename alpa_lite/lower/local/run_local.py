@@ -1,10 +1,10 @@
 """Run one op of a graph on local blocks, inside `shard_map`.
 
 The rule of an op promises that any of its shardable factors can be split. This package implements the promise:
-parameters that name global sizes are made local (local_layout, local_contraction), indices are shifted to the block
-(local_indexing), windows receive what they read of other blocks (local_windows), and sources produce their block of the
-whole array (local_random). Sums over a split factor stay partial; other reductions are combined at once (combine), by
-the collective over mesh axes that `walk.combination` names:
+parameters that name global sizes are made local and indices are shifted to the block (local_indexing), windows receive
+what they read of other blocks (local_contraction), and sources produce their block of the whole array (local_random).
+Sums over a split factor stay partial; other reductions are combined at once (combine), by the collective over mesh axes
+that `walk.combination` names:
 
     sum          psum                             max, min     pmax, pmin on ordered integers
     and, or      pmin, pmax of booleans           prod, xor and bitwise and, or: all_gather, then reduce
@@ -28,9 +28,7 @@ from alpa_lite.errors import VerificationError
 from alpa_lite.lower.local import (
     local_contraction,
     local_indexing,
-    local_layout,
     local_random,
-    local_windows,
 )
 from alpa_lite.lower.local.block import LocalOp as LocalOp
 from alpa_lite.lower.local.block import lowering_of
@@ -87,7 +85,7 @@ def floats_in_order(ordered: jax.Array, dtype: Any) -> jax.Array:
     return lax.bitcast_convert_type(jnp.where(ordered < 0, ordered ^ largest, ordered), dtype)
 
 
-LOWERING_MODULES = (local_contraction, local_indexing, local_layout, local_random, local_windows)
+LOWERING_MODULES = (local_contraction, local_indexing, local_random)
 """The modules that register local lowerings; the list also keeps their imports in use."""
 
 

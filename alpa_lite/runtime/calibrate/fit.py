@@ -19,9 +19,8 @@ from itertools import product
 import numpy as np
 
 from cost_models.cluster import Cluster
-from cost_models.collective import Collective
 from cost_models.composed import ComposedCostModel
-from cost_models.work import Work
+from cost_models.work import Collective, Work
 
 _CONVOLUTION = "device.convolution_efficiency"
 

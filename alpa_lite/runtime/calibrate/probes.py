@@ -29,8 +29,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite.runtime.calibrate.timing import TimedProgram
 from alpa_lite.runtime.job.processes import host_rows
-from cost_models.collective import Collective, Group
-from cost_models.work import Product, Work
+from cost_models.work import Collective, Group, Product, Work
 
 #: FLOPs per element of `_arithmetic` by the count of the rules, and of `_pass`.
 _ARITHMETIC_FLOPS, _PASS_FLOPS = 18.0, 3.0

@@ -21,9 +21,8 @@ import numpy as np
 
 from alpa_lite import _jax
 from alpa_lite.program.equations import Equation, GraphWithEquations, without_dead_ops
-from alpa_lite.program.ir import Graph, Value
+from alpa_lite.program.ir import Graph, Value, wiring_of
 from alpa_lite.program.phases import LeafPart
-from alpa_lite.program.wiring import wiring_of
 from alpa_lite.trace.local_control_flow import run_control_flow
 from alpa_lite.trace.passes.split_stacked import PartedProgram
 

@@ -33,9 +33,8 @@ from jax.extend.core import primitives
 
 from alpa_lite import _jax
 from alpa_lite.program.equations import Equation, GraphWithEquations, PlainParams, without_dead_ops
-from alpa_lite.program.ir import Graph, Op, Value
+from alpa_lite.program.ir import Graph, Op, Value, parts_of, wiring_of
 from alpa_lite.program.phases import LeafPart
-from alpa_lite.program.wiring import parts_of, wiring_of
 from alpa_lite.rules import FactorKind, Rule
 from alpa_lite.rules.op_info import op_class, rule_of_op
 

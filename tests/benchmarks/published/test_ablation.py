@@ -9,10 +9,9 @@ import pytest
 from benchmarks.published.ablation import ABLATIONS
 from benchmarks.published.cluster_of import cluster_of
 from benchmarks.published.predict import Predictor
-from cost_models.backend import Backend
-from cost_models.collective import Collective, Group
 from cost_models.composed import ComposedCostModel
-from cost_models.work import Product, Work
+from cost_models.hardware import Backend
+from cost_models.work import Collective, Group, Product, Work
 from tests.benchmarks.published.runs import row
 
 CLUSTER = cluster_of(row(n_devices=16))

@@ -9,7 +9,7 @@ from alpa_lite.inter_op.stage_costs import StageCosts
 from alpa_lite.schedule import OneFOneB
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh
 from alpa_lite.sharding.specs import Spec
-from alpa_lite.step.layers import make_layers
+from alpa_lite.step.clustering import make_layers
 from cost_models.composed import ComposedCostModel
 from tests.planners.test_auto import _shapes, _step
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 import alpa_lite as al
 from alpa_lite.inter_op.joint.stage_cost_cache import StageCostCache
-from alpa_lite.step.layers import make_layers
+from alpa_lite.step.clustering import make_layers
 from benchmarks.requests import request_of
 from tests.inter_op.test_stage_costs import chain_step
 

@@ -12,11 +12,11 @@ import pytest
 from jax import lax
 
 import alpa_lite as al
-from alpa_lite.intra_op.memory.liveness import Life, Lives, lives_of
+from alpa_lite.intra_op.liveness import Life, Lives, lives_of
 from alpa_lite.intra_op.stage import StageView
 from alpa_lite.planners import DataParallel, Hybrid, Pipeline, Planner
 from alpa_lite.rules.fusion import accesses
-from alpa_lite.step.layers import make_layers
+from alpa_lite.step.clustering import make_layers
 from cost_models.cluster import Cluster
 
 ROWS, COLUMNS, WIDE = 16, 8, 32

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from alpa_lite.intra_op.memory.memory_rows import maximal_rows, maximal_times, memory_rows
+from alpa_lite.intra_op.memory_rows import maximal_rows, maximal_times, memory_rows
 from alpa_lite.intra_op.problem import Problem, evaluate
 from tests.intra_op.instances import random_problem
 

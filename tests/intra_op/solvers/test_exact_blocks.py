@@ -7,11 +7,10 @@ import pytest
 
 from alpa_lite.intra_op.problem import IntArray, Problem, evaluate
 from alpa_lite.intra_op.solvers import BruteForce
-from alpa_lite.intra_op.solvers.cost_range import cost_span
-from alpa_lite.intra_op.solvers.exact_blocks import ExactBlocks
 from alpa_lite.intra_op.solvers.flat_problem import flat_problem, with_finite_costs
+from alpa_lite.intra_op.solvers.improvements import ExactBlocks
 from alpa_lite.intra_op.solvers.portfolio import choices_in_haste
-from alpa_lite.intra_op.solvers.solver import Control
+from alpa_lite.intra_op.solvers.solver import Control, cost_span
 from tests.intra_op.instances import random_problem, training_step
 
 

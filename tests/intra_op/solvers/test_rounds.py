@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from alpa_lite.intra_op.problem import Edge, Problem, Solution, Status, Usage, evaluate
 from alpa_lite.intra_op.simplify import simplify
 from alpa_lite.intra_op.solvers import BruteForce, Elimination, Highs, IntegerProgram, Portfolio, Rounds
-from alpa_lite.intra_op.solvers.cost_range import largest_cost, smallest_cost
 from alpa_lite.intra_op.solvers.dual import Dual
 from alpa_lite.intra_op.solvers.flat_problem import (
     cost_of,
@@ -24,9 +23,9 @@ from alpa_lite.intra_op.solvers.flat_problem import (
     with_finite_costs,
     with_rows,
 )
+from alpa_lite.intra_op.solvers.improvements import recombine
 from alpa_lite.intra_op.solvers.neighbourhood import Neighbourhood
-from alpa_lite.intra_op.solvers.recombine import recombine
-from alpa_lite.intra_op.solvers.solver import no_solution
+from alpa_lite.intra_op.solvers.solver import largest_cost, no_solution, smallest_cost
 from tests.intra_op.instances import random_problem, training_step
 
 FORBIDDEN = 1e6

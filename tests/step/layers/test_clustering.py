@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alpa_lite.errors import PlanError
-from alpa_lite.step.layers.forward import LEAST_SHARE, RELAXATION, cluster_contiguous
+from alpa_lite.step.clustering import LEAST_SHARE, RELAXATION, cluster_contiguous
 
 
 def merit(flops, flows, bounds):

@@ -12,7 +12,8 @@ import pytest
 from alpa_lite.errors import PlanError
 from alpa_lite.program.phases import Phase, StepGraph
 from alpa_lite.rules.op_info import free_values
-from alpa_lite.step.layers import default_num_layers, make_layers, natural_cut, op_flops
+from alpa_lite.step.clustering import make_layers
+from alpa_lite.step.layers import default_num_layers, natural_cut, op_flops
 from alpa_lite.step.recomputation import originals, read_originals_across
 from alpa_lite.step.split import split_step
 from alpa_lite.trace.trace import trace

@@ -14,10 +14,10 @@ from jax import lax
 from alpa_lite import _jax
 from alpa_lite.lower.planned_step import equations_again
 from alpa_lite.program.equations import Equation
-from alpa_lite.program.ir import Graph
-from alpa_lite.program.wiring import wiring_of
-from alpa_lite.step.layers import make_layers
-from alpa_lite.step.rematerialisation import Remat, Rematerialised, rematerialise
+from alpa_lite.program.ir import Graph, wiring_of
+from alpa_lite.step.clustering import make_layers
+from alpa_lite.step.recomputation import Remat
+from alpa_lite.step.rematerialisation import Rematerialised, rematerialise
 from alpa_lite.step.split import TracedStep, split_step
 from alpa_lite.trace.local_control_flow import run_control_flow
 from alpa_lite.trace.trace import Traced, trace

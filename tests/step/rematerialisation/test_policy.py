@@ -6,7 +6,7 @@ import pytest
 
 from alpa_lite.program.ir import Op
 from alpa_lite.program.phases import Phase
-from alpa_lite.step.rematerialisation.policy import Remat, keeps_results
+from alpa_lite.step.recomputation import Remat, keeps_results
 from tests.step.rematerialisation.steps import traced_model
 
 

@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alpa_lite.errors import PlanError
-from alpa_lite.intra_op.memory.liveness import lives_of
+from alpa_lite.intra_op.liveness import lives_of
 from alpa_lite.intra_op.stage import StageView
-from alpa_lite.program.ir import Value
+from alpa_lite.program.ir import Value, verify
 from alpa_lite.program.phases import Phase, StepGraph
-from alpa_lite.program.verify import verify
 from alpa_lite.rules.op_info import free_values
-from alpa_lite.step.layers import Layers, make_layers, op_flops
-from alpa_lite.step.recomputation import originals
-from alpa_lite.step.rematerialisation import Remat, Rematerialised, rematerialise
+from alpa_lite.step.clustering import make_layers
+from alpa_lite.step.layers import Layers, op_flops
+from alpa_lite.step.recomputation import Remat, originals
+from alpa_lite.step.rematerialisation import Rematerialised, rematerialise
 from alpa_lite.step.split import split_step
 from tests.end_to_end.cases import assert_same
 from tests.step.rematerialisation.steps import COLUMNS, ROWS, WIDE, again, blocks, outputs_of, traced_model

@@ -6,9 +6,9 @@ import pytest
 
 from alpa_lite.program.ir import Op
 from alpa_lite.program.phases import Phase
-from alpa_lite.step.layers import make_layers
-from alpa_lite.step.rematerialisation import Remat
-from alpa_lite.step.rematerialisation.recomputed_trips import Looped, repeat_trips
+from alpa_lite.step.clustering import make_layers
+from alpa_lite.step.recomputation import Remat
+from alpa_lite.step.recomputed_trips import Looped, repeat_trips
 from alpa_lite.step.split import split_step
 from tests.step.rematerialisation.steps import COLUMNS, ROWS, WIDE, again, blocks, traced_model
 

@@ -14,8 +14,7 @@ from jax import lax
 import alpa_lite as al
 from alpa_lite import _jax
 from alpa_lite.program.equations import Equation, GraphWithEquations
-from alpa_lite.program.ir import Graph, Op
-from alpa_lite.program.verify import verify
+from alpa_lite.program.ir import Graph, Op, verify
 from alpa_lite.rules.op_info import free_values
 from alpa_lite.trace.from_jaxpr import from_jaxpr
 from alpa_lite.trace.passes.sink_constants import sink_free_values

@@ -29,14 +29,16 @@ from alpa_lite.errors import PlanError
 from alpa_lite.program.ir import Graph, Op
 from alpa_lite.program.phases import Phase, StepGraph
 from alpa_lite.rules.op_info import free_values
-from alpa_lite.step.layers.following import Layers, followed, readers_of
-from alpa_lite.step.layers.number import (
+from alpa_lite.step.layers import (
     MAX_LAYERS,
     LayerBalance,
+    Layers,
     contractions,
     default_num_layers,
     flops_of,
+    followed,
     forward_loops,
+    readers_of,
 )
 
 RELAXATION = 0.25

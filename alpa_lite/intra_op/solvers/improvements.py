@@ -1,4 +1,6 @@
-"""Neighbourhoods that are solved to optimality, memory rows included: they improve where tree search stalls.
+"""Improve solutions between the annealing runs of `rounds`: solve blocks exactly, and recombine two solutions.
+
+Exact blocks are neighbourhoods that are solved to optimality, memory rows included:
 
     block      nodes that are alive in one full row, and their surroundings; or the surroundings of one node   ``_draw``
     given      the nodes outside keep their strategies: their edges become costs, and their bytes are
@@ -7,22 +9,96 @@
     size       grows while reduced blocks are small, and shrinks otherwise                                  ``improve``
 
 A tree search rejects a block in which several nodes together overrun a row; here such nodes are traded off.
+
+Partition crossover combines two solutions x and y into one that is at least as good as both:
+
+    D          the nodes in which x and y differ; the parts P of D are its connected components
+    gain(P)    cost(x) - cost(x with y on P): the gains of different parts add up        ``_gains``
+    taken      the parts of positive gain, largest first, as long as memory allows       ``recombine``
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from alpa_lite.intra_op.problem import Edge, FloatArray, IntArray, Problem, Usage
 from alpa_lite.intra_op.simplify import simplify
 from alpa_lite.intra_op.solvers.elimination import Elimination, cheapest_choices
-from alpa_lite.intra_op.solvers.flat_problem import Flat, add_usage, cost_of, usage_of
+from alpa_lite.intra_op.solvers.flat_problem import Flat, add_usage, cost_of, overrun_of, usage_of
 from alpa_lite.intra_op.solvers.highs import Highs
 from alpa_lite.intra_op.solvers.solver import Control
+
+
+def connected_parts(num_nodes: int, edges: IntArray) -> list[IntArray]:
+    """Return the nodes of every connected component, ascending; ``edges`` is (E, 2): pairs of nodes."""
+    # Imported at its first use: it takes longer to import than all of this package.
+    from scipy.sparse import coo_array  # pyright: ignore
+    from scipy.sparse.csgraph import connected_components  # pyright: ignore
+
+    if num_nodes == 0:
+        return []
+    joined: Any = coo_array((np.ones(len(edges)), (edges[:, 0], edges[:, 1])), shape=(num_nodes, num_nodes))
+    part_of: IntArray = cast(Any, connected_components)(joined, directed=False)[1]
+    order = np.argsort(part_of, kind="stable").astype(np.intp)
+    ends = np.cumsum(np.bincount(part_of)).tolist()
+    return [order[first:last] for first, last in itertools.pairwise([0, *ends])]
+
+
+def _costs(problem: Problem, choices: IntArray) -> tuple[FloatArray, FloatArray]:
+    """Return the cost of each node and of each edge under the choices, in seconds."""
+    sources, targets = problem.edge_nodes.T
+    pairs = choices[sources] * problem.node_costs.sizes[targets] + choices[targets]
+    own = problem.node_costs.values[problem.node_costs.starts[:-1] + choices]
+    return own, problem.edge_costs.values[problem.edge_costs.starts[:-1] + pairs]
+
+
+def _gains(problem: Problem, first: IntArray, second: IntArray, parts: list[IntArray]) -> FloatArray:
+    """Return the seconds that each part saves when it changes from ``first`` to ``second``."""
+    part_of = np.full(problem.num_nodes, -1, dtype=np.intp)
+    for number, nodes in enumerate(parts):
+        part_of[nodes] = number
+    own, pairs = (before - after for before, after in zip(_costs(problem, first), _costs(problem, second), strict=True))
+    gains = np.zeros(len(parts) + 1)  # nodes and edges in no part have number -1, the last entry
+    np.add.at(gains, part_of, own)
+    np.add.at(gains, part_of[problem.edge_nodes].max(axis=1), pairs)
+    return gains[:-1]
+
+
+def recombine(problem: Problem, flat: Flat, first: IntArray, second: IntArray) -> IntArray:
+    """Return ``first`` with the parts of ``second`` that make it cheaper and leave it within the limit.
+
+    Both must have finite cost, and ``first`` must be within the limit.
+    """
+    parts = _parts(problem, first != second)
+    gains = _gains(problem, first, second, parts)
+    result, overrun = first.copy(), overrun_of(flat, first)
+    for part in sorted(range(len(parts)), key=lambda part: -gains[part]):
+        if gains[part] <= 0.0:
+            break
+        changed = overrun.copy()
+        for node in parts[part].tolist():
+            add_usage(flat, node, int(first[node]), -1.0, changed)
+            add_usage(flat, node, int(second[node]), 1.0, changed)
+        if (changed <= 0.0).all():
+            overrun = changed
+            result[parts[part]] = second[parts[part]]
+    return result
+
+
+def _parts(problem: Problem, differs: NDArray[np.bool_]) -> list[IntArray]:
+    nodes = np.flatnonzero(differs)
+    place = np.full(differs.size, -1, dtype=np.intp)
+    place[nodes] = np.arange(nodes.size)
+    ends = place[problem.edge_nodes]
+    return [nodes[part] for part in connected_parts(nodes.size, ends[(ends >= 0).all(axis=1)])]
+
 
 _FIRST_NODES, _LEAST_NODES, _MOST_NODES = 40.0, 6.0, 400.0
 _MOST_ENTRIES = 8_000
@@ -49,7 +125,10 @@ class ExactBlocks:
         self._random = np.random.default_rng(self.seed)
 
     def improve(self, choices: IntArray, num_blocks: int) -> IntArray:
-        """Choices that cost no more than these, which fit; others where that changes nothing."""
+        """Return choices that cost no more than the given ones, which are within the limit.
+
+        Of equally cheap choices of a block the new ones are taken, so that the search moves on plateaus.
+        """
         choices, cost = choices.copy(), cost_of(self.flat, choices)
         used = np.zeros(self.flat.room.size)
         usage_of(self.flat, choices, used)
@@ -70,7 +149,7 @@ class ExactBlocks:
         return choices
 
     def _draw(self) -> IntArray:
-        """The nodes of a block, ascending."""
+        """Return the nodes of a random block, ascending."""
         flat, random, count = self.flat, self._random, int(self._num_nodes)
         block = dict.fromkeys(self._of_a_row(count // 2) if random.random() < _OF_ROWS else ())
         if not block:
@@ -90,7 +169,7 @@ class ExactBlocks:
         return np.array(sorted(block))
 
     def _of_a_row(self, count: int) -> list[int]:
-        """Some of the nodes whose strategies differ in what they keep alive in a random row."""
+        """Return some of the nodes whose strategies differ in the bytes that they keep alive in a random row."""
         flat = self.flat
         if flat.room.size == 0:
             return []
@@ -100,7 +179,7 @@ class ExactBlocks:
         return self._random.permutation(owners)[:count].tolist()
 
     def _solve(self, problem: Problem, now: Sequence[int]) -> tuple[int, ...] | None:
-        """The best choices of a block, or none where that is too much work."""
+        """Return the best choices of a block, or None if that would take too much work."""
         reduced = simplify(problem, stop=self.stop)
         if math.isinf(reduced.offset) or self.stop():
             return None
@@ -127,7 +206,7 @@ class ExactBlocks:
 
 
 def _problem(flat: Flat, nodes: IntArray, choices: IntArray, used: FloatArray) -> Problem:
-    """That of the nodes of a block; ``used``: what the others keep alive in each row."""
+    """Return the problem of the nodes of a block; ``used``: the bytes that all other nodes keep alive in each row."""
     place = {node: index for index, node in enumerate(nodes.tolist())}
     costs: list[FloatArray] = []
     edges: list[Edge] = []
@@ -150,7 +229,7 @@ def _problem(flat: Flat, nodes: IntArray, choices: IntArray, used: FloatArray) -
 def _usages(
     flat: Flat, place: dict[int, int], sizes: Sequence[int], used: FloatArray
 ) -> tuple[list[Usage], float | None]:
-    """Of a block, over the runs of rows in which the same of its nodes are alive; and its limit."""
+    """Return the usages of a block, over the runs of rows in which the same of its nodes are alive, and its limit."""
     owned = [
         (index, run)
         for node, index in place.items()
@@ -172,6 +251,7 @@ def _usages(
         )
         for (index, run), start, end in zip(owned, starts, ends, strict=True)
     ]
+    # A problem has one limit for all rows: a row with less room gets the difference as a constant usage.
     usages += [
         Usage(node=0, bytes=np.full(sizes[0], limit - free), start=index, end=index + 1)
         for index, free in enumerate(room.tolist())

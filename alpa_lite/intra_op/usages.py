@@ -23,14 +23,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from alpa_lite.intra_op.interning import FloatArray, SharedArrays
-from alpa_lite.intra_op.memory.liveness import Life, Lives, Path, lives_of
+from alpa_lite.intra_op.liveness import Life, Lives, Path, lives_of
 from alpa_lite.intra_op.placements import Key, Offer, Placed, PlacedBodies, PlacedSum, StageScope
 from alpa_lite.intra_op.stage import StageView
 from alpa_lite.intra_op.strategy_catalogue import Catalogue, PlacementOptions, SumOptions
 from alpa_lite.plan.walk import stacked
-from alpa_lite.program.ir import Op, Value
+from alpa_lite.program.ir import Op, Value, wiring_of
 from alpa_lite.program.phases import Phase, parameters
-from alpa_lite.program.wiring import wiring_of
 from alpa_lite.sharding.specs import Spec
 
 

@@ -25,13 +25,12 @@ from functools import cached_property
 from typing import NamedTuple
 
 from alpa_lite.intra_op.stage import StageView
-from alpa_lite.program.ir import Graph, Op
+from alpa_lite.program.ir import Graph, Op, Wiring, wiring_of
 from alpa_lite.program.memo import memoized
 from alpa_lite.program.phases import Phase
-from alpa_lite.program.wiring import Wiring, wiring_of
 from alpa_lite.rules.fusion import accesses, is_folded, is_fusible, is_repeatable
 from alpa_lite.rules.op_info import free_values, rule_of_op
-from cost_models.backend import Fusion
+from cost_models.hardware import Fusion
 
 Path = tuple[tuple[int, int], ...]
 """The position of a body in the graph of the step: pairs of an op id and the index of one of its bodies, outermost

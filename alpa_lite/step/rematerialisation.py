@@ -1,8 +1,15 @@
-"""Recompute forward values of a layer outside of loops: copies of forward ops become ops of the backward pass.
+"""Rematerialise: let the backward pass of layers recompute the values of their forward pass that it reads.
+
+In loops over layers, each trip of the backward pass repeats the forward trip whose residuals it reads
+(`recomputed_trips`). Outside of loops, copies of forward ops become ops of the backward pass (`rematerialise`):
 
 read      forward values of a layer that its own backward ops read, from the last layer to the first
 stored    outputs, values that backward ops of other layers read, and values that higher layers receive
 copied    the forward ops of the layer between stored values and values that are read    (`_StepWriter._closure`)
+
+Values that a layer receives (from other layers, the batch, keys) reach the copies through `optimization_barrier`s, as
+under `jax.checkpoint`, which keeps XLA from merging copies with their originals; parameters reach them directly. The
+result is an ordinary step, so that the search, prices, memory and lowering need no special cases.
 """
 
 from __future__ import annotations
@@ -11,13 +18,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from alpa_lite.errors import PlanError
-from alpa_lite.program.ir import Graph, Op, Value
+from alpa_lite.program.ir import Graph, Op, Value, verify
 from alpa_lite.program.phases import Phase, StepGraph
-from alpa_lite.program.verify import verify
 from alpa_lite.rules.op_info import free_values
-from alpa_lite.step.rematerialisation.copying import Copier, Origin, closure
-from alpa_lite.step.rematerialisation.policy import Remat, keeps_results
-from alpa_lite.step.rematerialisation.recomputed_trips import repeat_trips
+from alpa_lite.step.recomputation import Remat as Remat
+from alpa_lite.step.recomputation import keeps_results
+from alpa_lite.step.recomputed_trips import Copier, Origin, closure, repeat_trips
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
