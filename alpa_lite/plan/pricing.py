@@ -244,7 +244,7 @@ def local_product(rule: Rule, result: Value, cuts: Sequence[int]) -> Product | N
     """
     if len(rule.operands) < 2:
         return None
-    # Batch factors occur in all three tensors, contracted ones in the operands, free ones in one operand and the result.
+    # Batch factors occur in all tensors, contracted ones in both operands, free ones in one operand and the result.
     first, second, made = ({f for factors in dims for f in factors} for dims in (*rule.operands[:2], rule.results[0]))
     blocks = [n // cut for n, cut in zip(rule.sizes, cuts, strict=True)]
     count = prod(blocks[f] for f in first & second & made)
