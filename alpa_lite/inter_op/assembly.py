@@ -1,7 +1,7 @@
 """Assemble a `Plan` and its prediction from stages that have been solved.
 
 Dims of arguments that the devices do not divide stay whole. The plan says what padding them would save
-(`undivided_dims`). A dim of local size s on an axis of n unused devices, padded to p = ⌈s / n⌉ · n, would save
+(`_PricedStage.undivided`). A dim of local size s on an axis of n unused devices, padded to p = ⌈s / n⌉ · n, would save
 
     bytes    = local bytes · (1 - p / (s n))
     seconds  = Σ over the contractions that read the argument: seconds · runs per step · (1 - p / (s n))
@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from math import ceil, prod
+from typing import NamedTuple
 
 from alpa_lite.errors import PlanError
 from alpa_lite.inter_op.boundaries import inflow_seconds, received_values, stacks_at_rest
@@ -38,7 +39,6 @@ from alpa_lite.program.phases import Phase, StepGraph
 from alpa_lite.rules.op_info import opaque_ops, rule_of_op
 from alpa_lite.schedule import Inference, Schedule, passes_of, simulate
 from alpa_lite.sharding.meshes import sharing
-from alpa_lite.sharding.specs import Spec
 from alpa_lite.step.layers import Layers
 
 
@@ -103,11 +103,12 @@ def _undivided(
 ) -> tuple[UndividedDim, ...]:
     found: list[UndividedDim] = []
     for number, stage in enumerate(stages):
+        if stage.solution.choice is None:
+            continue
         homes = zip(step.graph.inputs, layers.of_input, strict=True)
         arguments = [v for v, home in homes if stage.first <= home <= stage.last]
         pricer = Pricer(cost_model=request.cost_model, submesh=stage.submesh, mesh=stage.mesh)
-        if stage.solution.choice is not None:
-            found += undivided_dims(step, number, stage.solution.choice, pricer, arguments)
+        found += _PricedStage(step, number, stage.solution.choice, pricer).undivided(arguments)
     return tuple(found)
 
 
@@ -245,60 +246,63 @@ LEAST_SHARE = 0.01
 """Arguments below this share of the largest one are not reported."""
 
 
-def undivided_dims(
-    step: StepGraph, stage: int, choice: Choice, pricer: Pricer, arguments: Sequence[int]
-) -> tuple[UndividedDim, ...]:
-    """Return the dims of a stage's arguments that an axis would split if it divided them, the most bytes first.
+class _PricedStage(NamedTuple):
+    """A stage of a step, by number, with its shardings and their prices."""
 
-    Only axes count that split some argument of this stage: the plan does not split state over the others.
-    """
-    values = [step.graph.values[v] for v in arguments if step.batch_dims[v] is None and v in choice.inputs]
-    used = {axis for v in values for axis in choice.inputs[v.id].axes}
-    largest = max((v.bytes for v in values), default=0)
-    found = [
-        dim
-        for value in values
-        if value.bytes >= LEAST_SHARE * largest and not value.dtype.startswith("key<")
-        for dim in _of_value(step, stage, value, choice, pricer, used)
-    ]
-    return tuple(sorted(found, key=lambda dim: -dim.bytes_saved))
+    step: StepGraph
+    number: int
+    choice: Choice
+    pricer: Pricer
 
+    def undivided(self, arguments: Sequence[int]) -> tuple[UndividedDim, ...]:
+        """Return the dims of the stage's arguments that an axis would split if it divided them, the most bytes first.
 
-def _of_value(
-    step: StepGraph, stage: int, value: Value, choice: Choice, pricer: Pricer, used: set[str]
-) -> Iterator[UndividedDim]:
-    spec, sizes = choice.inputs[value.id], pricer.sizes
-    for axis in sorted(used - spec.axes):
-        count = sizes[axis]
-        blocks = [n // prod(sizes[a] for a in axes) for n, axes in zip(value.shape, spec.dims, strict=True)]
-        if any(block % count == 0 for block in blocks):
-            continue  # the axis could split another dim: the value stays whole by choice
-        for dim, block in enumerate(blocks):
-            if block < count:
-                continue
-            padded = ceil(block / count) * count
-            # A device would then hold padded / count of the block's positions instead of all.
-            share = 1 - padded / (block * count)
-            yield UndividedDim(
-                name=value.name,
-                dim=dim,
-                size=value.shape[dim],
-                axis=axis,
-                num_devices=count,
-                padded=padded * (value.shape[dim] // block),
-                bytes_saved=local_bytes(value, spec, sizes) * share,
-                seconds_saved=_contraction_seconds(step, value, dim, spec, choice, pricer) * share,
-                stage=stage,
-            )
+        Only axes count that split some argument of this stage: the plan does not split state over the others.
+        """
+        step, inputs = self.step, self.choice.inputs
+        values = [step.graph.values[v] for v in arguments if step.batch_dims[v] is None and v in inputs]
+        used = {axis for v in values for axis in inputs[v.id].axes}
+        largest = max((v.bytes for v in values), default=0)
+        found = [
+            dim
+            for value in values
+            if value.bytes >= LEAST_SHARE * largest and not value.dtype.startswith("key<")
+            for dim in self._undivided(value, used)
+        ]
+        return tuple(sorted(found, key=lambda dim: -dim.bytes_saved))
 
+    def _undivided(self, value: Value, used: set[str]) -> Iterator[UndividedDim]:
+        spec, sizes = self.choice.inputs[value.id], self.pricer.sizes
+        for axis in sorted(used - spec.axes):
+            count = sizes[axis]
+            blocks = [n // prod(sizes[a] for a in axes) for n, axes in zip(value.shape, spec.dims, strict=True)]
+            if any(block % count == 0 for block in blocks):
+                continue  # the axis could split another dim: the value stays whole by choice
+            for dim, block in enumerate(blocks):
+                if block < count:
+                    continue
+                padded = ceil(block / count) * count
+                # A device would then hold padded / count of the block's positions instead of all.
+                share = 1 - padded / (block * count)
+                yield UndividedDim(
+                    name=value.name,
+                    dim=dim,
+                    size=value.shape[dim],
+                    axis=axis,
+                    num_devices=count,
+                    padded=padded * (value.shape[dim] // block),
+                    bytes_saved=local_bytes(value, spec, sizes) * share,
+                    seconds_saved=self._contraction_seconds(value, dim) * share,
+                    stage=self.number,
+                )
 
-def _contraction_seconds(step: StepGraph, value: Value, dim: int, spec: Spec, choice: Choice, pricer: Pricer) -> float:
-    """Return the seconds per step of the contractions that read this dim of a value as it is split now."""
-    graph, total = step.graph, 0.0
-    for op in (graph.ops[c] for c in graph.consumers[value.id]):
-        rule = rule_of_op(graph, op.id)
-        if op.id in choice.ops and rule.work_kind != "elementwise":
-            factors = rule.operands[op.operands.index(value.id)][dim]
-            if any(f in rule.shardable and choice.ops[op.id].factors[f] == spec.dims[dim] for f in factors):
-                total += pricer.price(graph, op, choice.ops[op.id]).seconds * step.runs_of(op)
-    return total
+    def _contraction_seconds(self, value: Value, dim: int) -> float:
+        """Return the seconds per step of the contractions that read this dim of a value as it is split now."""
+        graph, axes, total = self.step.graph, self.choice.inputs[value.id].dims[dim], 0.0
+        for op in (graph.ops[c] for c in graph.consumers[value.id]):
+            rule, placement = rule_of_op(graph, op.id), self.choice.ops.get(op.id)
+            if placement is not None and rule.work_kind != "elementwise":
+                factors = rule.operands[op.operands.index(value.id)][dim]
+                if any(f in rule.shardable and placement.factors[f] == axes for f in factors):
+                    total += self.pricer.price(graph, op, placement).seconds * self.step.runs_of(op)
+        return total

@@ -52,6 +52,43 @@ _ROUNDING = 1e-9
 """Sums that are the same may differ by so much."""
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StageGuesses:
+    """Arrays about all possible stages, from which a search starts; seconds are per micro-batch.
+
+    layer_seconds    [policies, layers, kinds, shapes]: guess for each layer; infinite where it cannot run
+    inflow_seconds   [layers, layers, kinds]: for a layer range to receive what it reads from earlier layers
+    slower_seconds   [layers, kinds, kinds]: how much longer that takes a stage from a layer on, by the kind of submesh
+                     before it and its own
+    following        [policies, layers, layers, kinds]: how many stages may follow one given its memory, at best; -1 for
+                     none
+    roomy            [policies, layers, layers, kinds, shapes]: how many may follow where the guess allows for the
+                     memory that the stage takes; -1 for none
+    worthwhile       [layers, layers, kinds]: which stages make sense; see `Space.worthwhile`
+    """
+
+    layer_seconds: NDArray[np.float64]
+    inflow_seconds: NDArray[np.float64]
+    slower_seconds: NDArray[np.float64]
+    following: NDArray[np.int64]
+    roomy: NDArray[np.int64]
+    worthwhile: NDArray[np.bool_]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageLimits:
+    """Restrictions of the stages of a plan.
+
+    num_stages   number of stages; None for the best number
+    all_equal    only equal stages, in one logical mesh: each is solved as one of so many equal layers
+    equal        the quantities that stages have equally much of, in addition to that
+    """
+
+    num_stages: int | None = None
+    all_equal: bool = False
+    equal: Collection[StageEquality] = ()
+
+
 class StageSearch:
     """The stage DP on one step: guesses become costs where its answer depends on them; see the module.
 
@@ -64,42 +101,23 @@ class StageSearch:
         costs: StageCosts,
         num_microbatches: int,
         schedule: Schedule,
-        inflow_seconds: NDArray[np.float64],
-        slower_seconds: NDArray[np.float64],
         space: Space,
-        guess: NDArray[np.float64],
-        following: NDArray[np.int64],
-        roomy: NDArray[np.int64],
-        worthwhile: NDArray[np.bool_],
+        guesses: StageGuesses,
         *,
-        num_stages: int | None = None,
-        under: Callable[[Remat, int | None], StageCosts] | None = None,
+        limits: StageLimits = StageLimits(),
         policies: Sequence[Remat] = (Remat.NONE,),
-        equal_stages: bool = False,
-        equal: Collection[StageEquality] = (),
+        under: Callable[[Remat, int | None], StageCosts] | None = None,
     ) -> None:
         """Set up the arrays of the search; nothing is solved yet.
 
-        costs           of the layers at any number of micro-batches, for what does not depend on that or the policy
-        inflow_seconds  [layers, layers, kinds]: for the layers from one to another to receive what they read from
-                        earlier ones, per micro-batch
-        slower_seconds  [layers, kinds, kinds]: how much longer that takes a stage from a layer on, by the kind of
-                        submesh before it and its own
-        guess           [policies, layers, kinds, shapes]: seconds of a layer per micro-batch; infinite where it cannot
-                        run
-        following       [policies, layers, layers, kinds]: how many stages may follow one given its memory, at best; -1
-                        for none
-        roomy           [policies, layers, layers, kinds, shapes]: how many may follow where the guess allows for the
-                        memory that the stage takes; -1 for none
-        worthwhile      [layers, layers, kinds]: which stages make sense; see `Space.worthwhile`
-        num_stages      how many stages to make; None for the best number
-        under           the costs of all layers, or of so many equal ones, under a policy; None: `costs`
-        equal_stages    make equal stages alone, in one logical mesh: each is solved as one of so many equal layers
-        equal           what stages have equally many of, in addition to that
+        costs      of the layers at any number of micro-batches, for what does not depend on that or the policy
+        policies   the policies of `guesses`
+        under      the costs of all layers, or of so many equal ones, under a policy; None: `costs`
         """
-        self.costs, self.schedule, self.inflow_seconds, self.space = costs, schedule, inflow_seconds, space
+        self.costs, self.schedule, self.space = costs, schedule, space
+        self.inflow_seconds = guesses.inflow_seconds
         self.num_layers = costs.layers.num_layers
-        self.num_microbatches, self.all_equal = num_microbatches, equal_stages
+        self.num_microbatches, self.all_equal = num_microbatches, limits.all_equal
         self.under, self.policies = under, tuple(policies)
         self.held = self._levels()
         self.width = space.most_shapes * len(self.policies)
@@ -107,24 +125,26 @@ class StageSearch:
         self.seconds, self.following = np.full(size, np.inf), np.full(size, -1, dtype=np.int64)
         self.least, self.solved = np.zeros(size), np.zeros(size, dtype=np.bool_)
         self.update_seconds, self._shortest_refused = np.zeros(size), math.inf
-        self._possible = worthwhile & equal_parts(space, self.num_layers) if equal_stages else worthwhile
+        self._possible = guesses.worthwhile
+        if self.all_equal:
+            self._possible = self._possible & equal_parts(space, self.num_layers)
         repeats = len(self.policies) * len(self.held)
-        self._equal = tuple(equal)
-        self._at_best = np.repeat(np.moveaxis(following, 0, -1), space.most_shapes, axis=-1)
-        work = np.concatenate([summed(of_layers, self._possible) for of_layers in guess], axis=-1)
-        moved = costs.has_rows and not equal_stages
+        self._equal = tuple(limits.equal)
+        self._at_best = np.repeat(np.moveaxis(guesses.following, 0, -1), space.most_shapes, axis=-1)
+        work = np.concatenate([summed(of_layers, self._possible) for of_layers in guesses.layer_seconds], axis=-1)
+        moved = costs.has_rows and not self.all_equal
         self._least_for_rows = least_seconds_of_rows(costs, space) if moved else np.zeros(self._possible.shape)
         work += self._least_for_rows[..., None] / num_microbatches
         guessed = self._taking(work, self.inflow_seconds[..., None])
         self._guessed = np.where(self._at_best >= 0, guessed, np.inf)
-        self._roomy = np.moveaxis(roomy, 0, 3).reshape(self._guessed.shape)
+        self._roomy = np.moveaxis(guesses.roomy, 0, 3).reshape(self._guessed.shape)
         self._best_of = BestStages(
             space=space,
             cost_model=costs.cost_model,
             num_microbatches=num_microbatches,
-            ways=[*ways(space, self.num_layers, equal, one_mesh=equal_stages, repeats=repeats)],
-            slower=self._waiting_longer(slower_seconds),
-            num_stages=num_stages,
+            ways=[*ways(space, self.num_layers, limits.equal, one_mesh=self.all_equal, repeats=repeats)],
+            slower=self._waiting_longer(guesses.slower_seconds),
+            num_stages=limits.num_stages,
         )
         self._before, self._usual = costs.progress.done.get("stages", 0), float(LEAST_SOLVES)
         self._refresh()

@@ -150,7 +150,7 @@ class Hybrid(Planner):
         solved: dict[int, StageSolution] = {}
         # Fewer micro-batches in flight first: those solutions are the best for more, where they still fit.
         for part in reversed(range(self.pipeline)):
-            solved |= self._solve(costs, request, *places[part], tasks[part], step.num_microbatches)
+            solved |= self._solve(costs, request, *places[part], tasks[part])
         stages = [
             PlacedStage(first=first, last=last, submesh=submesh, mesh=mesh, solution=solved[i])
             for i, (submesh, mesh) in zip(range(self.num_stages), cycle(places), strict=False)
@@ -282,7 +282,6 @@ class Hybrid(Planner):
         submesh: Submesh,
         mesh: LogicalMesh,
         tasks: Sequence[Task],
-        microbatches: int,
     ) -> Mapping[int, StageSolution]:
         """Solve the stages of one part of the cluster, which share its memory."""
         per_stage = costs.layers.num_layers // self.num_stages
@@ -302,7 +301,7 @@ class Hybrid(Planner):
         if request.advise and lacking:
             held = held_at_peak(tasks)[lacking[0]]
             why = costs.shortage(*_layers_of(lacking[0], per_stage), submesh, mesh, in_flight=held)
-        raise InfeasibleError(self._too_large(request, submesh, found, tasks, microbatches, why))
+        raise InfeasibleError(self._too_large(request, submesh, found, tasks, costs.step.num_microbatches, why))
 
     def _too_large(
         self,

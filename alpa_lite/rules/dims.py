@@ -50,7 +50,7 @@ class DimClasses:
         self._parents: list[int] = []
         self._add(step.graph)
         for result, argument in step.aliases.items():
-            self._join_all(step.graph, argument, step.graph, result, 0, 0)
+            self._join_all(step.graph, argument, step.graph, result)
 
     @property
     def graphs(self) -> tuple[Graph, ...]:
@@ -82,9 +82,9 @@ class DimClasses:
         a, b = self._root(a), self._root(b)
         self._parents[max(a, b)] = min(a, b)
 
-    def _join_all(self, graph: Graph, v: int, other: Graph, w: int, skip: int, skip_other: int) -> None:
-        """Join the dims of two values pairwise, after skipping `skip` and `skip_other` leading dims."""
-        first, second = self._first[graph][v] + skip, self._first[other][w] + skip_other
+    def _join_all(self, graph: Graph, v: int, other: Graph, w: int, *, skip: int = 0) -> None:
+        """Join the dims of two values pairwise, after skipping `skip` leading dims of the first."""
+        first, second = self._first[graph][v] + skip, self._first[other][w]
         for dim in range(graph.values[v].rank - skip):
             self._join(first + dim, second + dim)
 
@@ -109,12 +109,12 @@ class DimClasses:
         for body, inputs, outputs in zip(op.bodies, wiring.inputs, wiring.outputs, strict=True):
             self._add(body)
             for inner, i in zip(body.inputs, inputs, strict=True):
-                self._join_all(graph, op.operands[i], body, inner, int(i in wiring.scanned), 0)
+                self._join_all(graph, op.operands[i], body, inner, skip=int(i in wiring.scanned))
             for inner, r in zip(body.outputs, outputs, strict=True):
                 if r is not None:
-                    self._join_all(graph, op.results[r], body, inner, int(r in wiring.stacked), 0)
+                    self._join_all(graph, op.results[r], body, inner, skip=int(r in wiring.stacked))
         for r, i in wiring.carried.items():
-            self._join_all(graph, op.operands[i], graph, op.results[r], 0, 0)
+            self._join_all(graph, op.operands[i], graph, op.results[r])
 
 
 def _majors(graph: Graph, op: Op) -> Iterator[tuple[int, int, int]]:

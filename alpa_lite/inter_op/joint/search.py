@@ -41,7 +41,7 @@ from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.inter_op.space import PlacedStage, Space, StageEquality, hosts_of_groups
 from alpa_lite.inter_op.stage_costs import StageCosts
 from alpa_lite.inter_op.stage_dp import StageChoice
-from alpa_lite.inter_op.stage_search import StageSearch
+from alpa_lite.inter_op.stage_search import StageGuesses, StageLimits, StageSearch
 from alpa_lite.inter_op.survey import Beyond, Profile, Survey
 from alpa_lite.intra_op.solve import RELATIVE_GAP
 from alpa_lite.plan.plan import Plan
@@ -301,22 +301,28 @@ class JointSearch:
         """Return the stage search for a schedule; `all_equal`: for equal stages alone, even if others are searched."""
         known, overlaps, natural = self.steps.known, self._overlaps(number), self.steps.natural
         size, held, profiles = self._batch / number, self._held(number, schedule), self._profiles.values()
+        guesses = StageGuesses(
+            layer_seconds=self._of_layers(survey, number, beyond),
+            inflow_seconds=self._inflows[0] * known.step.num_microbatches / number,
+            slower_seconds=self._inflows[1] * known.step.num_microbatches / number,
+            following=np.stack([profile.holds(self.space, size, number, held) - 1 for profile in profiles]),
+            roomy=np.stack([survey.holds(size, number, held, profile) - 1 for profile in profiles]),
+            worthwhile=self.space.worthwhile(survey.profile.shares),
+        )
+        limits = StageLimits(
+            num_stages=self.num_stages if overlaps else 1,
+            all_equal=all_equal or self._all_equal(known) or not overlaps,
+            equal=self.equal,
+        )
         return StageSearch(
             known,
             number,
             schedule,
-            self._inflows[0] * known.step.num_microbatches / number,
-            self._inflows[1] * known.step.num_microbatches / number,
             self.space,
-            self._of_layers(survey, number, beyond),
-            np.stack([profile.holds(self.space, size, number, held) - 1 for profile in profiles]),
-            np.stack([survey.holds(size, number, held, profile) - 1 for profile in profiles]),
-            self.space.worthwhile(survey.profile.shares),
-            num_stages=self.num_stages if overlaps else 1,
-            under=lambda policy, count: self.steps.of(number, Cut.into(count) if count else natural, policy),
+            guesses,
+            limits=limits,
             policies=tuple(self._profiles),
-            equal_stages=all_equal or self._all_equal(known) or not overlaps,
-            equal=self.equal,
+            under=lambda policy, count: self.steps.of(number, Cut.into(count) if count else natural, policy),
         )
 
     def _all_equal(self, costs: StageCosts) -> bool:
@@ -402,4 +408,4 @@ class JointSearch:
         """Return a sentence that says why nothing fits; in detail only once, since that takes time."""
         if any(isinstance(problem, InfeasibleError) for problem in self.problems):
             return f"No plan fits into memory at num_microbatches={number}."
-        return tightest_stage(self.request, self.steps, self.space, number, self.steps.natural, self._profiles.values())
+        return tightest_stage(self.steps, self.space, number, self._profiles.values())

@@ -17,7 +17,6 @@ from alpa_lite.inter_op.stage_costs import SolvedStage, StageCosts
 from alpa_lite.inter_op.survey import Profile
 from alpa_lite.intra_op.shortage import Shortage, show_seconds
 from alpa_lite.plan.plan import Plan
-from alpa_lite.step.layers import Cut
 from cost_models.hardware import Device
 from cost_models.varied import with_times_the_hosts
 
@@ -98,16 +97,14 @@ class Tight:
     shortage: Shortage | None
 
 
-def tightest_stage(
-    request: PlanRequest, steps: StageCostCache, space: Space, number: int, cut: Cut, profiles: Collection[Profile]
-) -> str:
+def tightest_stage(steps: StageCostCache, space: Space, number: int, profiles: Collection[Profile]) -> str:
     """Return a sentence about the part of the step that needs the most memory even at its best.
 
-    `number`: of micro-batches; `cut`: layers of which one is tried if no stage was; `profiles`: of the layers under
-    each policy that they may follow.
+    `number`: of micro-batches; `profiles`: of the layers under each policy that they may follow.
     """
+    request = steps.request
     if not any(costs.solved_within_memory for costs in steps.at(number)):
-        _try_hardest(steps.of(number, cut), space)
+        _try_hardest(steps.of(number, steps.natural), space)
     for costs in steps.at(number):
         tight = _tightest(costs, explain=request.advise)
         if tight is not None:
