@@ -5,7 +5,7 @@
     best            the least predicted time; the others are `plan.alternatives`, with infinite seconds where nothing
                     fits or divides
 
-What a user of Megatron-LM or DeepSpeed would do by hand: the baseline of Zheng et al., Alpa (OSDI 2022), section 8.1.
+A user of Megatron-LM or DeepSpeed would do this by hand: the baseline of Zheng et al., Alpa (OSDI 2022), section 8.1.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from alpa_lite.schedule import OneFOneB, Schedule
 
 
 class Degrees(NamedTuple):
-    """Of pipeline, data and tensor parallelism."""
+    """Degrees of pipeline, data and tensor parallelism."""
 
     pipeline: int
     data: int
@@ -34,7 +34,7 @@ class Degrees(NamedTuple):
 
 
 def factorisations(num_devices: int, *, max_pipeline: int | None = None, max_model: int | None = None) -> list[Degrees]:
-    """All degrees whose product is a number of devices, pipelines and tensor parallelism up to some size."""
+    """Return all degrees whose product is `num_devices`, with pipeline and tensor degrees up to the given limits."""
     return [
         Degrees(pipeline=pipeline, data=num_devices // pipeline // model, model=model)
         for pipeline in divisors(num_devices)
@@ -44,7 +44,7 @@ def factorisations(num_devices: int, *, max_pipeline: int | None = None, max_mod
 
 
 def microbatch_sizes(num_samples: int, data: int, largest: int) -> Iterator[int]:
-    """Samples per replica and micro-batch that are tried, from the smallest on and about twice as many each time."""
+    """Yield the numbers of samples per replica and micro-batch to try, ascending and at least 1.5 times the last."""
     if num_samples % data:
         return
     last = 0.0
@@ -55,7 +55,7 @@ def microbatch_sizes(num_samples: int, data: int, largest: int) -> Iterator[int]
 
 
 def divisors(number: int) -> list[int]:
-    """Of a positive number, in order."""
+    """Return the divisors of a positive number, ascending."""
     return [i for i in range(1, number + 1) if number % i == 0]
 
 
@@ -64,11 +64,11 @@ class GridSearch(Planner):
     """The fastest of all factorisations, as `Hybrid`s.
 
     Attributes:
-        max_pipeline: the largest number of stages that is tried; None: as many as there are devices.
-        max_model: the largest degree of tensor parallelism that is tried; None: as many devices as a host has.
-        zero: of all of them, as in `Hybrid`.
-        schedule: of those with several stages.
-        largest_microbatch: samples per replica and micro-batch.
+        max_pipeline: the largest number of stages to try; None: the number of devices.
+        max_model: the largest degree of tensor parallelism to try; None: the devices of a host.
+        zero: the parts of the state that are split, as in `Hybrid`.
+        schedule: schedule of pipelines.
+        largest_microbatch: the largest number of samples per replica and micro-batch to try.
     """
 
     max_pipeline: int | None = None
@@ -79,11 +79,14 @@ class GridSearch(Planner):
 
     @property
     def name(self) -> str:
-        """For tables."""
+        """Name for tables."""
         return "grid search" + (f", zero{self.zero}" if self.zero else "")
 
     def plan(self, request: PlanRequest) -> Plan:
-        """Raises `InfeasibleError` with the sentence of the first that does not fit; `PlanError` if none gets there."""
+        """Return the fastest plan.
+
+        Raises `InfeasibleError` with the message of the first plan that does not fit, else `PlanError`.
+        """
         started = time.perf_counter()
         found, failed = list[Plan](), dict[str, AlpaLiteError]()
         quiet = replace(request, advise=False)
@@ -113,20 +116,22 @@ class GridSearch(Planner):
         )
 
     def _plans(self, planner: Hybrid, request: PlanRequest) -> list[Plan]:
-        """The plans of some degrees: at least one, or what the first raises."""
+        """Return the plans of some degrees, at least one. Raises the error of the first if there is none."""
         if request.num_microbatches != "auto" or request.batch_size is None:
             return [planner.plan(request)]
         found, shortest, first = list[Plan](), math.inf, None
+        # Without a pipeline micro-batches only save memory, and cost time.
         if planner.pipeline == 1:
             try:
                 return [planner.plan(replace(request, num_microbatches=1))]
             except InfeasibleError as error:
-                first = error  # it may fit in parts
+                first = error  # smaller micro-batches may fit
         for size in microbatch_sizes(request.batch_size, planner.data or 1, self.largest_microbatch):
             count = request.batch_size // (planner.data or 1) // size
             try:
                 plan = planner.plan(replace(request, num_microbatches=count))
             except AlpaLiteError as error:
+                # The next micro-batches are larger, and need more memory.
                 first = first or error
                 break
             found.append(plan)

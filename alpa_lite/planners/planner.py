@@ -9,7 +9,7 @@ from alpa_lite.plan.plan import Plan
 
 
 class Planner(ABC):
-    """Finds a plan for a request. Implementations are frozen dataclasses: their fields are the user's options."""
+    """A method that makes a plan. Implementations are frozen dataclasses whose fields are the user's options."""
 
     @property
     @abstractmethod
@@ -17,11 +17,13 @@ class Planner(ABC):
         """Short name for tables."""
 
     def slowdown(self, num_microbatches: int) -> float:
-        """How many times as long as its work divided over all devices the loop over so many micro-batches takes at
-        least, if all devices are alike."""
+        """Return a lower bound on the time of the loop over micro-batches, relative to its work over all devices.
+
+        The bound need only hold if all devices are equal.
+        """
         del num_microbatches
         return 1.0
 
     @abstractmethod
     def plan(self, request: PlanRequest) -> Plan:
-        """Raises `PlanError` (or a subclass) when there is no plan."""
+        """Return the plan for a request. Raises `PlanError` (or a subclass) if there is none."""

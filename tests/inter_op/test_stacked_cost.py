@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import alpa_lite as al
+from alpa_lite.inter_op.boundaries import least_seconds_of_rows, seconds_of_rows
 from alpa_lite.inter_op.space import Space
-from alpa_lite.inter_op.stacked_arguments import least_seconds_of_rows, seconds_of_rows
 from alpa_lite.inter_op.stage_costs import StageCosts
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh
 from alpa_lite.sharding.specs import Spec

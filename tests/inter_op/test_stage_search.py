@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 
 import alpa_lite as al
-from alpa_lite.inter_op.layer_profile import Profile
 from alpa_lite.inter_op.space import Space
 from alpa_lite.inter_op.stage_costs import StageCosts
 from alpa_lite.inter_op.stage_dp import StageChoice, StageTable, solve
-from alpa_lite.inter_op.stage_search import StageSearch
-from alpa_lite.inter_op.survey import Survey
+from alpa_lite.inter_op.stage_search import StageGuesses, StageLimits, StageSearch
+from alpa_lite.inter_op.survey import Profile, Survey
 from alpa_lite.inter_op.workers import Likely, Workers
 from alpa_lite.plan.progress import Progress
 from alpa_lite.schedule import OneFOneB
@@ -53,19 +52,15 @@ def _search(
     survey = _survey(costs)
     space, profile = survey.space, survey.profile
     held = [OneFOneB().in_flight(0, n + 1, NUMBER) for n in range(LAYERS)]
-    return StageSearch(
-        costs,
-        NUMBER,
-        OneFOneB(),
-        np.full((LAYERS, LAYERS, len(space.kinds)), 1e-5),
-        np.zeros((LAYERS, len(space.kinds), len(space.kinds))),
-        space,
-        survey.guess(BATCH / NUMBER, NUMBER)[None],
-        profile.holds(space, BATCH / NUMBER, NUMBER, held)[None] - 1,
-        survey.holds(BATCH / NUMBER, NUMBER, held)[None] - 1,
-        space.worthwhile(profile.shares),
-        num_stages=num_stages,
+    guesses = StageGuesses(
+        layer_seconds=survey.guess(BATCH / NUMBER, NUMBER)[None],
+        inflow_seconds=np.full((LAYERS, LAYERS, len(space.kinds)), 1e-5),
+        slower_seconds=np.zeros((LAYERS, len(space.kinds), len(space.kinds))),
+        following=profile.holds(space, BATCH / NUMBER, NUMBER, held)[None] - 1,
+        roomy=survey.holds(BATCH / NUMBER, NUMBER, held)[None] - 1,
+        worthwhile=space.worthwhile(profile.shares),
     )
+    return StageSearch(costs, NUMBER, OneFOneB(), space, guesses, limits=StageLimits(num_stages=num_stages))
 
 
 def _best_of_all(

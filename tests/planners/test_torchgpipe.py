@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import alpa_lite as al
+from alpa_lite.inter_op.loop_cuts import block_partition
 from alpa_lite.planners import Pipeline, TorchGPipe
-from alpa_lite.planners.block_partition import block_partition
 from alpa_lite.schedule import GPipe
 from tests.end_to_end.cases import assert_same, eager_cluster
 from tests.end_to_end.collectives import emitted, handed_over, planned
