@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+import alpa_lite as al
 from alpa_lite.api.stages import TracedFunction
 from alpa_lite.cli.bench.planned import described
 from alpa_lite.cli.models.alpa_cases import Case

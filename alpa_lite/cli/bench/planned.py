@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
+import alpa_lite as al
 from alpa_lite.api.stages import LoweredFunction, PlannedFunction, TracedFunction
 from alpa_lite.cli.bench.contenders import Contender
 from alpa_lite.cli.bench.row import Row
