@@ -221,5 +221,6 @@ def _cheapest(collective: Collective, cluster: Cluster) -> Scheme | None:
     levels = levels_of(collective.group, cluster, all_to_all=collective.kind == "all_to_all")
     if not levels or collective.bytes == 0:
         return None
+    # Libraries choose their algorithm by size, too; the model assumes that they choose the fastest one.
     found = schemes(collective.kind, collective.bytes, levels, cluster.algorithms)
     return min(found, key=lambda scheme: scheme.seconds)

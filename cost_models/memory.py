@@ -132,7 +132,9 @@ def microbatches_in_flight(
         raise CostModelError(f"The schedule is {schedule!r}, but only {known} exist: choose one of them.")
     if schedule == "gpipe":
         return float(num_microbatches)
+    # Interleaving a single chunk is the same order as 1F1B.
     if schedule == "1f1b" or num_chunks == 1:
         return float(min(num_stages - stage, num_microbatches))
     warmup = 2 * (num_stages - stage - 1) + (num_chunks - 1) * num_stages
+    # The warm-up passes, and the forward pass that precedes the first backward pass, each of one chunk.
     return min(warmup + 1, num_chunks * num_microbatches) / num_chunks

@@ -146,6 +146,7 @@ def _between(
     """Return a level whose units of `num_hosts` hosts each communicate over `link`."""
     per_host = group.devices_per_host
     rate = rate_of_host(link, cluster, num_senders=per_host, num_concurrent=group.num_concurrent)
+    # Bytes pass the links inside a host before they reach its network cards.
     feed = per_host * _bottom(group, cluster, per_host).bytes_per_second
     return Level(
         name=name,
@@ -270,6 +271,7 @@ def _by_level(
         size = below * bytes if kind == "all_to_all" else bytes
         menus.append(_menu(kind, size, level, algorithms))
         below *= level.num_members
+    # At most three levels with at most four algorithms each: all combinations are few enough to compare.
     for parts in product(*menus):
         yield Scheme(parts[0].algorithm if len(parts) == 1 else "level by level", parts)
 
@@ -280,11 +282,13 @@ def _menu(kind: CollectiveKind, bytes: float, level: Level, algorithms: Sequence
         return [_on_torus(kind, bytes, level)]
     # Inside a host a double tree is a chain, which is worse than the ring (`_trees` has it as a part).
     left_out = {"double_tree"} if level.is_inside else set[str]()
+    # Every library has rings, even if the given names contain none that implements this kind.
     names = [name for name in known if name in algorithms and name not in left_out] or ["ring"]
     return [_part(level, name, known[name](bytes, level.num_members)) for name in names]
 
 
 def _part(level: Level, name: str, sent: Traffic) -> SchemePart:
+    # Members that share memory meet once; a group of one sends no message at all.
     messages = min(1, sent.num_serial_messages) if level.single_round else sent.num_serial_messages
     return SchemePart(level, name, messages, sent.serial_bytes)
 

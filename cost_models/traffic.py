@@ -77,6 +77,7 @@ class Traffic:
 
 
 def _log2(num_devices: int) -> int:
+    # ceil(log2 n) in whole numbers, exact for every n.
     return (num_devices - 1).bit_length()
 
 
@@ -137,6 +138,7 @@ def tree_all_reduce(bytes: float, num_devices: int) -> Traffic:
 def butterfly_all_reduce(bytes: float, num_devices: int) -> Traffic:
     """All-reduce by recursive doubling: partners at distance 1, 2, 4, ... exchange whole buffers."""
     exchanges = num_devices.bit_length() - 1
+    # Surplus devices hand their buffer to a partner before the exchanges, and receive the result after them.
     surplus = num_devices - 2**exchanges
     rounds = exchanges + (2 if surplus else 0)
     return Traffic(

@@ -70,6 +70,7 @@ class Keeping:
             return options
         key = (id(options), wanted)
         if key not in self._options:
+            # The entry holds the options, so that no other object can get their id.
             columns = (*options.demanded, *options.results)
             pairs = [(column, want) for column, want in zip(columns, wanted, strict=True) if want]
             fits = [all(agrees(c[i], w) for c, w in pairs) for i in range(len(options.placements))]

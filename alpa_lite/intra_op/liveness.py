@@ -351,6 +351,7 @@ class _LiveScope:
             return span.end
         carried = set(wiring.carried.values())
         places = [i for i, v in enumerate(op.operands) if v == value]
+        # An operand that the loop also reads as a constant or row by row must stay until it ends.
         return span.start + 1 if all(i in carried for i in places) else span.end
 
     def _starts(self, op: Op) -> dict[int, int]:
@@ -372,6 +373,7 @@ class _LiveScope:
             value = self.graph.values[r]
             match = next((v for v in dying if _alike(self.graph, v, r)), None)
             if match is not None and value.rank > 0:
+                # A buffer is taken over only once.
                 dying.remove(match)
                 found[r] = after
         return found

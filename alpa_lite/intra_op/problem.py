@@ -100,6 +100,7 @@ class Usage:
     end: int
 
 
+# Without slots, since `memoized` stores what solvers know of a problem in its `__dict__`.
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Problem:
     """An intra-op problem in flat arrays; ``Problem.of`` makes one from its parts.
@@ -338,6 +339,7 @@ def _cost(problem: Problem, choices: IntArray) -> float:
     sources, targets = problem.edge_nodes.T
     pairs = choices[sources] * problem.node_costs.sizes[targets] + choices[targets]
     own = problem.node_costs.values[problem.node_costs.starts[:-1] + choices]
+    # Solvers add in other orders; with correct rounding, equal choices have equal costs in all of them.
     return math.fsum([*own.tolist(), *problem.edge_costs.values[problem.edge_costs.starts[:-1] + pairs].tolist()])
 
 
@@ -346,6 +348,7 @@ def usage_over_time(problem: Problem, choices: Sequence[int]) -> tuple[IntArray,
     chosen = np.asarray(choices, dtype=np.intp)[problem.usage_nodes]
     used = problem.usage_bytes.values[problem.usage_bytes.starts[:-1] + chosen].astype(np.int64)
     times, index = np.unique(problem.usage_times, return_inverse=True)
+    # Releases of NumPy disagree on the shape of the inverse.
     index = index.reshape(-1, 2)
     change = np.zeros(times.size, dtype=np.int64)
     np.add.at(change, index[:, 0], used)

@@ -285,6 +285,8 @@ def seconds_since_start() -> float:
     """Return the seconds since this process began (Linux; 0 elsewhere): imports count against a time limit."""
     try:
         with open("/proc/self/stat", encoding="ascii") as stat, open("/proc/uptime", encoding="ascii") as uptime:
+            # The name of the program stands in parentheses, and may contain spaces and parentheses itself. The start
+            # time is field 22.
             ticks = int(stat.read().rpartition(")")[2].split()[19])
             return max(float(uptime.read().split()[0]) - ticks / os.sysconf("SC_CLK_TCK"), 0.0)
     except (OSError, ValueError, IndexError):

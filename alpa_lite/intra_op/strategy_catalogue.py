@@ -221,6 +221,7 @@ class Catalogue:
         else:
             kind = self.pricer.price_class(graph, op.id)
             seconds = [self.pricer.local_price(kind, cuts).seconds for cuts in way.cuts]
+        # Equal lists of specs are one object (`Numbering.one`), so that identity tells whether anything moves.
         moved = [(r, m, t) for r, m, t in zip(op.results, way.made, way.results, strict=True) if m is not t]
         if way.demanded[main] != specs:
             moved.append((op.operands[main], specs, way.demanded[main]))
@@ -281,6 +282,8 @@ class Catalogue:
         if batch_dim is None:
             specs = self.restriction.on_one_dim(specs)
         for axis, role in roles.items():
+            # An axis that splits the batch does so wherever it can: specs that leave it unused remain only if no spec
+            # uses it.
             using = [spec for spec in specs if axis in spec.axes]
             must = batch_dim is not None or self.restriction.state_split(axis, split) is BatchSplit.MUST
             if role.splits_batch and using and must:

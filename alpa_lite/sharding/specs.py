@@ -145,6 +145,7 @@ def moves(spec: Spec, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Itera
     for dim, axes in enumerate(spec.dims):
         if not axes:
             continue
+        # Only the minor-most axis: its blocks are adjacent, while a gather along any other axis would interleave them.
         axis, shorter = axes[-1], _with(spec.dims, dim, axes[:-1])
         gathered = Spec(shorter, spec.partial)
         yield Move(kind="all_gather", axes=(axis,), dim=dim, spec=gathered, bytes_factor=local * sizes[axis])
@@ -233,6 +234,7 @@ def _with(dims: tuple[tuple[str, ...], ...], dim: int, axes: tuple[str, ...]) ->
 
 
 def _can_split(block: Sequence[int], size: int) -> list[int]:
+    # An empty dim is a multiple of every size, but splitting it achieves nothing.
     return [dim for dim, n in enumerate(block) if n % size == 0 and n > 0]
 
 

@@ -156,6 +156,7 @@ class _OuterProgram:
             self.marks[op.id] = marks
         for r, relation in zip(op.results, results, strict=True):
             self.table[r] = self._rescued(r, relation) if data and relation.kind is RelationKind.MIXED else relation
+            # A reduction over the batch begins here; otherwise the value follows from those of the operands.
             if relation.is_reduced and not any(s.is_reduced for s in relations):
                 self.origins[r] = frozenset((r,))
             elif relation.is_reduced or relation.kind is RelationKind.AFTER:
@@ -207,6 +208,7 @@ class _OuterProgram:
         graph, needed, found = self.graph, set(self.graph.outputs), list[int]()
         found += [v for v in graph.outputs if v in self.hoistable]
         for op in reversed(graph.ops):
+            # A hoisted value becomes an input, so that the ops that make it are needed no more.
             if not any(r in needed and r not in self.hoistable for r in op.results):
                 continue
             needed.update(op.operands)

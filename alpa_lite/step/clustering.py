@@ -168,6 +168,7 @@ def _least_bottleneck(runs: _Runs, num_layers: int) -> float:
     best = np.full(runs.begin.size + 1, np.inf)
     best[0] = 0.0
     for _ in range(num_layers):
+        # Runs are sorted by their last op, so that each segment holds all runs that end with one op.
         best[1:] = np.minimum.reduceat(np.maximum(best[runs.first], runs.bytes), runs.begin)
         best[0] = np.inf
     return float(best[-1])

@@ -230,6 +230,7 @@ class _LoopRewriter:
         made: dict[int, int] = {}  # operand number of the backward loop → result number of the forward loop
         for i in range(_first_scanned(b), len(b.operands)):
             v = b.operands[i]
+            # A residual that anything else reads has to be stacked in any case.
             if v in f.results[num_carry:] and graph.consumers[v] == (b.id,) and v not in outputs:
                 made[i] = f.results.index(v)
         again = self._is_made_again(body, policy)
@@ -299,6 +300,7 @@ class _LoopRewriter:
         consts = [operand_of[v] for v, i in feed.consts.items() if i is None]
         slices = [operand_of[v] for v, i in feed.slices.items() if i is None]
         rest = [v for i, v in enumerate(b.operands) if i >= of_b and i not in trade.dropped]
+        # A scan takes its constants first, then what it carries, then the arrays that it reads row by row.
         operands = (*b.operands[:of_b], *consts, *rest, *slices)
         params = {**b.params, "num_consts": of_b + len(consts)}
         self.ops[b.id] = replace(b, operands=operands, params=params, bodies=(body,))
@@ -337,6 +339,7 @@ class _LoopRewriter:
             for number in sorted(closure(source, wanted, missing)):
                 op = source.ops[number]
                 for v in op.operands:
+                    # Literals of the forward body are not values of the backward body, which gets copies of them.
                     if source.values[v].literal is not None and v not in place:
                         place[v] = copier.new_value(source, v)
                 operands = [place[v] for v in op.operands]

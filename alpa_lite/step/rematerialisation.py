@@ -113,6 +113,7 @@ class _StepWriter:
             layer = self.layer_of[op.id] if self.step.phases[op.id] is Phase.FORWARD else None
             if layer is not None and keeps_results(self.remat[layer], graph, op, self.step.batch_dims):
                 self.stored |= set(op.results)
+        # From the last layer on: what its copies receive is stored by lower layers, before those decide what they copy.
         for layer in sorted(reads, reverse=True):
             copied = self._closure(layer, reads[layer])
             self.stored |= {v for o in copied for v in graph.ops[o].operands if self._home(v) not in (None, layer)}

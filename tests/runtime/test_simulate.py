@@ -8,9 +8,9 @@ from itertools import pairwise
 import jax
 import jax.numpy as jnp
 import pytest
-from alpa_lite.api.stages import LoweredFunction
 
 import alpa_lite as al
+from alpa_lite.api.stages import LoweredFunction
 from alpa_lite.lower.instructions import SUM, Buffer
 from alpa_lite.planners import DataParallel, Hybrid, Pipeline, Planner
 from alpa_lite.runtime.simulate import SimulatedStep

@@ -120,6 +120,7 @@ def _pass(
                 own = message_start[link]
                 for i in range(size):
                     messages[own + i] -= share * theta[i]
+        # The share that is not sent on remains at the node and counts towards the bound.
         bound += theta[:size].min() * (1.0 - num_after * share)
     return bound
 
@@ -230,6 +231,7 @@ class Dual:
                 bound = _pass(flat, self._message_start, self._messages, prices, forth, self.choices, theta, decoded)
                 if forth and flat.room.size:
                     usage_of(flat, self.choices, used)
+                    # There is no average to continue before the first decoding.
                     first = not np.isfinite(self.bound)
                     self._averaged = used.copy() if first else _KEPT * self._averaged + (1.0 - _KEPT) * used
             self._note(bound - paid, upper)

@@ -242,6 +242,7 @@ def cheapest_choices(
     def job() -> None:
         costs.append(float(eliminate_all(layout, values, best, choices, halt)))
 
+    # A small plan ends before the clock would be read.
     if plan.total_entries < _MANY_ENTRIES:
         job()
     else:

@@ -83,6 +83,7 @@ def _program(problem: Problem) -> _HighsModel | None:
     edge = np.searchsorted(problem.edge_costs.starts, finite, side="right") - 1
     costs = np.concatenate([own - np.repeat(least_own, problem.node_costs.sizes), pair[finite] - least_pair[edge]])
     allowed = np.isfinite(costs)
+    # Never zero, even if all costs are equal.
     scale = max(float(costs[allowed].max(initial=0.0)) / _LARGEST_COST, np.finfo(float).tiny * 1e9)
     matrix = _matrix(problem, edge, finite - problem.edge_costs.starts[edge])
     right = np.where(np.arange(matrix.shape[0]) < problem.num_nodes, 1.0, 0.0)
@@ -293,6 +294,7 @@ class _HighsRun:
         choices, values = self._read(relaxed.values), relaxed.values
         if np.abs(values - values.round()).max() <= 1e-6 and evaluate(self.program.problem, choices).feasible:
             return self._answer(choices, proven=True)
+        # Only the s become integers: they determine the e (`integer_program`).
         count = self.program.problem.node_costs.values.size
         self.program.highs.changeColsIntegrality(
             count, np.arange(count, dtype=np.int32), np.full(count, 1, dtype=np.uint8)
@@ -317,6 +319,7 @@ class _HighsRun:
                 return self._without_choices(found.status)
             choices = self._read(found.values)
             if evaluate(self.program.problem, choices).feasible:
+                # With a gap, HiGHS calls an answer optimal that lies within it.
                 return self._answer(choices, proven=found.status == ended.kOptimal and self.solver.relative_gap == 0.0)
             if self._left() <= 0.0 or self.control.stop():
                 return self._without_choices(found.status)
@@ -328,6 +331,7 @@ class _HighsRun:
 
         highs, count = self.program.highs, self.program.problem.node_costs.values.size
         while True:
+            # HiGHS counts the time of all runs of one object together.
             highs.setOptionValue("time_limit", highs.getRunTime() + max(self._left(), 0.01))
             _run_stoppable(highs, self.control)
             status, info = highs.getModelStatus(), highs.getInfo()

@@ -241,6 +241,7 @@ def _run(model: _Model, solver: pulp.HiGHS) -> _PulpRun:
 
 
 def _read_choices(model: _Model) -> tuple[int, ...]:
+    # The values are 0 and 1 up to the tolerances of HiGHS.
     return tuple(max(variables, key=lambda i, of=variables: of[i].varValue or 0.0) for variables in model.nodes)
 
 
@@ -279,6 +280,7 @@ class IntegerProgram(Solver):
         run = self._run_exactly(problem, model, rows, deadline=started + time_limit_seconds)
         bound = run.bound * model.scale + model.offset
         if run.choices is not None:
+            # With a gap, HiGHS calls an answer optimal that lies within it.
             proven = run.optimal and self.relative_gap == 0.0
             return solution_of(problem, run.choices, bound=bound, started=started, solver=self.name, proven=proven)
         if not run.infeasible:

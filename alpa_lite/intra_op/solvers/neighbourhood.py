@@ -345,6 +345,7 @@ def _search(
             continue
         for place in range(count):
             choices[scratch.nodes[place]] = scratch.drawn[place]
+        # The total is carried on instead of computed: a block touches a small part of the edges.
         cost, overrun = cost + growth, left
         if overrun == 0.0 and cost < best_cost:
             best_cost = cost

@@ -132,6 +132,7 @@ def solution_of(
         choices=tuple(int(choice) for choice in choices),
         cost=priced.cost,
         status=Status.OPTIMAL if optimal else Status.FEASIBLE,
+        # Rounding may lift a solver's bound above the cost of its own optimum.
         bound=min(bound, priced.cost),
         seconds=time.perf_counter() - started,
         solver=solver,
