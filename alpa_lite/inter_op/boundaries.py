@@ -23,14 +23,14 @@ from itertools import groupby
 import numpy as np
 from numpy.typing import NDArray
 
-from alpa_lite.inter_op.space import PlacedStage, Space
-from alpa_lite.inter_op.stage_costs import StageCosts
+from alpa_lite.inter_op.space import Space
+from alpa_lite.inter_op.stage_costs import PlacedStage, StageCosts, StagePlace
 from alpa_lite.intra_op.solve import StageSolution
 from alpa_lite.plan.pricing import crosses_hosts, dispatch_seconds
 from alpa_lite.program.ir import Value
 from alpa_lite.program.phases import Phase, StepGraph
 from alpa_lite.rules.op_info import free_values
-from alpa_lite.sharding.meshes import LogicalMesh, Submesh
+from alpa_lite.sharding.meshes import Submesh
 from alpa_lite.sharding.specs import Spec, num_shards
 from alpa_lite.sharding.stacked_rest import Resting, resting
 from alpa_lite.step.layers import Layers
@@ -124,22 +124,21 @@ def _seconds(model: CostModel, size: float, count: int, *, crosses_hosts: bool, 
     return moved + count * dispatch_seconds(model.cluster)
 
 
-def seconds_of_rows(
-    costs: StageCosts, first: int, last: int, submesh: Submesh, mesh: LogicalMesh, solution: StageSolution
-) -> float:
+def seconds_of_rows(costs: StageCosts, place: StagePlace, solution: StageSolution) -> float:
     """Return the seconds per step in which a stage brings its rows to their readers and back.
 
     The rows lie as its solution says. A stage that is the whole step moves none.
     """
-    landing, leaving = 0.0, 0.0
+    landing, leaving, submesh = 0.0, 0.0, place.submesh
     chosen = solution.choice.inputs if solution.choice is not None else dict[int, Spec]()
-    if last - first + 1 < costs.layers.num_layers:
+    if place.last - place.first + 1 < costs.layers.num_layers:
         for rows, home in _rows(costs):
-            if first <= home <= last:
-                shards = num_shards(chosen[rows.id], mesh.axis_sizes) if rows.id in chosen else submesh.num_devices
+            if place.first <= home <= place.last:
+                devices, sizes = submesh.num_devices, place.mesh.axis_sizes
+                shards = num_shards(chosen[rows.id], sizes) if rows.id in chosen else devices
                 # Before the step every copy of a shard has to arrive; after it one copy is enough to bring back.
                 leaving += rows.bytes
-                landing += rows.bytes * submesh.num_devices / shards
+                landing += rows.bytes * devices / shards
     return sum(dealing_seconds(costs.cost_model, size, submesh) for size in (landing, leaving))
 
 

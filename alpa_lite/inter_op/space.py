@@ -6,8 +6,7 @@ each, next to these two inside a host. What crosses hosts in every layer is too 
 
 The devices of a mixed cluster count by the rate of their matrix units when layers are shared out.
 
-Where stages are to be alike, `ways` enumerates the sets of stages that a plan may consist of. `PlacedStage` is a stage
-of a plan in the making.
+Where stages are to be alike, `ways` enumerates the sets of stages that a plan may consist of.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from alpa_lite.intra_op.solve import StageSolution
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh, SubmeshKind, cluster_kinds, first_submesh, logical_shapes
 from cost_models.cluster import Cluster
 
@@ -267,14 +265,3 @@ def _in_one_mesh(space: Space) -> Iterator[NDArray[np.bool_]]:
         for kind, of_kind in enumerate(space.meshes):
             found[kind, : len(of_kind)] = [each == mesh for each in of_kind]
         yield found
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlacedStage:
-    """A stage of a plan in the making: first and last layer, devices, logical mesh, and solution."""
-
-    first: int
-    last: int
-    submesh: Submesh
-    mesh: LogicalMesh
-    solution: StageSolution

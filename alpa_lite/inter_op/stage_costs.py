@@ -58,14 +58,27 @@ class MeshKey:
     mesh: LogicalMesh
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """A stage to solve: layers, submesh and logical mesh, limit in bytes per device, and relative gap."""
+@dataclass(frozen=True, slots=True)
+class StagePlace:
+    """The layers of a stage, `first` to `last`, on a logical mesh over a submesh."""
 
     first: int
     last: int
     submesh: Submesh
     mesh: LogicalMesh
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedStage(StagePlace):
+    """A stage of a plan in the making, with its solution."""
+
+    solution: StageSolution
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question(StagePlace):
+    """A stage to solve, with the limit in bytes per device and the relative gap."""
+
     in_flight: int
     limit_bytes: float
     gap: float
@@ -186,28 +199,18 @@ class StageCosts:
     _alike: dict[StageView, object] = field(default_factory=dict[StageView, object], repr=False)
 
     def solution(
-        self,
-        first: int,
-        last: int,
-        submesh: Submesh,
-        mesh: LogicalMesh,
-        *,
-        in_flight: int = 1,
-        limit_bytes: float | None = None,
-        quick: bool = False,
+        self, place: StagePlace, *, in_flight: int = 1, limit_bytes: float | None = None, quick: bool = False
     ) -> StageSolution:
         """Return the best sharding of some layers on a logical mesh.
 
         `limit_bytes`: per device; None for the memory of a device, `math.inf` for no limit. `quick`: accept a larger
         gap (`QUICK_GAP`); the solution still has a bound for the best one.
         """
-        return self.answer(
-            self.question(first, last, submesh, mesh, in_flight=in_flight, limit_bytes=limit_bytes, quick=quick)
-        )
+        return self.answer(self.question(place, in_flight=in_flight, limit_bytes=limit_bytes, quick=quick))
 
     def answer(self, asked: Question) -> StageSolution:
         """Return the best sharding for a question, solved before or now; see `solution`."""
-        view, kind = self._view(asked.first, asked.last), self._kind(asked.submesh, asked.mesh)
+        view, kind = self._view(asked.first, asked.last), self._kind(asked)
         found = self._known(view, kind, asked)
         if found is None:
             self.progress(f"layers {asked.first}..{asked.last} on {asked.mesh}")
@@ -235,9 +238,8 @@ class StageCosts:
 
     def solve(self, asked: Question) -> StageSolution:
         """Solve the stage of a question, whether or not it was solved before."""
-        builders = self._builders(self._kind(asked.submesh, asked.mesh), asked.submesh, asked.mesh)
         return solve_stage(
-            builders.of(self._view(asked.first, asked.last)),
+            self._builders(asked).of(self._view(asked.first, asked.last)),
             limit_bytes=asked.limit_bytes if math.isfinite(asked.limit_bytes) else None,
             in_flight=asked.in_flight,
             solver=replace(self._solver, relative_gap=asked.gap),
@@ -245,30 +247,22 @@ class StageCosts:
         )
 
     def question(
-        self,
-        first: int,
-        last: int,
-        submesh: Submesh,
-        mesh: LogicalMesh,
-        *,
-        in_flight: int = 1,
-        limit_bytes: float | None = None,
-        quick: bool = False,
+        self, place: StagePlace, *, in_flight: int = 1, limit_bytes: float | None = None, quick: bool = False
     ) -> Question:
         """Return the question that `solution` answers with these arguments."""
         return Question(
-            first=first,
-            last=last,
-            submesh=submesh,
-            mesh=mesh,
+            first=place.first,
+            last=place.last,
+            submesh=place.submesh,
+            mesh=place.mesh,
             in_flight=in_flight,
-            limit_bytes=self.room_bytes(submesh) if limit_bytes is None else limit_bytes,
+            limit_bytes=self.room_bytes(place.submesh) if limit_bytes is None else limit_bytes,
             gap=QUICK_GAP if quick else self.relative_gap,
         )
 
     def key(self, asked: Question) -> Hashable:
         """Return a key that is equal for questions whose answers differ at most in the ids of ops and values."""
-        structure, kind = self._structure(self._view(asked.first, asked.last)), self._kind(asked.submesh, asked.mesh)
+        structure, kind = self._structure(self._view(asked.first, asked.last)), self._kind(asked)
         return id(self.step), id(self.given), structure, kind, asked.in_flight, asked.limit_bytes, asked.gap
 
     @cached_property
@@ -281,16 +275,14 @@ class StageCosts:
         """Whether arguments come in rows that loops read; a step returns each as one array, however stages differ."""
         return any(part.rows is not None for part in self.step.input_parts)
 
-    def in_two_parts(
-        self, first: int, last: int, submesh: Submesh, mesh: LogicalMesh, solution: StageSolution
-    ) -> StageSolution:
+    def in_two_parts(self, place: StagePlace, solution: StageSolution) -> StageSolution:
         """Return a solution with the times of the two parts of its backward pass; see `solve.in_two_parts`."""
-        catalogue = self._builders(self._kind(submesh, mesh), submesh, mesh).catalogue
-        return in_two_parts(self._view(first, last), catalogue.pricer, solution)
+        pricer = self._builders(place).catalogue.pricer
+        return in_two_parts(self._view(place.first, place.last), pricer, solution)
 
     def knows(self, asked: Question) -> bool:
         """Return True if `answer` need not solve anything."""
-        view, kind = self._view(asked.first, asked.last), self._kind(asked.submesh, asked.mesh)
+        view, kind = self._view(asked.first, asked.last), self._kind(asked)
         return self._known(view, kind, asked) is not None
 
     def _known(self, view: StageView, kind: MeshKey, asked: Question) -> SolvedStage | None:
@@ -347,14 +339,17 @@ class StageCosts:
         """Return the bytes of memory of a device of a submesh."""
         return float(self.device(submesh).memory_bytes)
 
-    def _kind(self, submesh: Submesh, mesh: LogicalMesh) -> MeshKey:
-        per_host, ends = self.cost_model.cluster.devices_per_host, [0]
+    def _kind(self, place: StagePlace) -> MeshKey:
+        submesh, per_host, ends = place.submesh, self.cost_model.cluster.devices_per_host, [0]
         for group in self.cost_model.cluster.groups:
             ends.append(ends[-1] + group.num_hosts)
         first, last = submesh.first_device // per_host, submesh.devices[-1] // per_host
         spanned = (g for g, (a, b) in enumerate(pairwise(ends)) if first < b and a <= last)
         return MeshKey(
-            num_hosts=submesh.num_hosts, devices_per_host=submesh.devices_per_host, groups=tuple(spanned), mesh=mesh
+            num_hosts=submesh.num_hosts,
+            devices_per_host=submesh.devices_per_host,
+            groups=tuple(spanned),
+            mesh=place.mesh,
         )
 
     def _model(self, submesh: Submesh) -> CostModel:
@@ -364,7 +359,8 @@ class StageCosts:
             return self.cost_model
         return self.cost_model_for(cluster.at(submesh.first_device, submesh.num_devices))
 
-    def _builders(self, kind: MeshKey, submesh: Submesh, mesh: LogicalMesh) -> Builders:
+    def _builders(self, place: StagePlace) -> Builders:
+        kind, submesh, mesh = self._kind(place), place.submesh, place.mesh
         if kind not in self.builders:
             model = self._model(submesh)
             # Prices of work do not depend on the submesh: pricers with the same cost model share them.
@@ -374,10 +370,10 @@ class StageCosts:
             self.builders[kind] = Builders(Catalogue(pricer, self.restriction or free_restriction(mesh)))
         return self.builders[kind]
 
-    def shortage(self, first: int, last: int, submesh: Submesh, mesh: LogicalMesh, *, in_flight: int = 1) -> Shortage:
-        """Explain why layers `first..last` do not fit on a logical mesh, and how much memory they need."""
-        builder = self._builders(self._kind(submesh, mesh), submesh, mesh).of(self._view(first, last))
-        return explain_shortage(builder, limit_bytes=self.room_bytes(submesh), in_flight=in_flight)
+    def shortage(self, place: StagePlace, *, in_flight: int = 1) -> Shortage:
+        """Explain why a stage does not fit, and how much memory it needs."""
+        builder = self._builders(place).of(self._view(place.first, place.last))
+        return explain_shortage(builder, limit_bytes=self.room_bytes(place.submesh), in_flight=in_flight)
 
     @property
     def solved_within_memory(self) -> list[SolvedStage]:

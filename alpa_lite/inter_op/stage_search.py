@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from alpa_lite.inter_op.boundaries import least_seconds_of_rows, seconds_of_rows
 from alpa_lite.inter_op.space import Space, StageEquality, equal_parts, number_of_equal, ways
-from alpa_lite.inter_op.stage_costs import Question, StageCosts, expect
+from alpa_lite.inter_op.stage_costs import Question, StageCosts, StagePlace, expect
 from alpa_lite.inter_op.stage_dp import StageChoice, StageStatus, StageTable, solve
 from alpa_lite.inter_op.survey import summed
 from alpa_lite.intra_op.problem import Status
@@ -252,8 +252,8 @@ class StageSearch:
     ) -> tuple[StageCosts, Question]:
         """Return the stage costs for a stage of the search, and the question to ask them."""
         costs, first, last = self._asked(first, last, kind, configuration)
-        where, in_flight = (self.space.submesh(kind), self.mesh(kind, configuration)), self.in_flight(configuration)
-        return costs, costs.question(first, last, *where, in_flight=in_flight, quick=quick)
+        place = StagePlace(first, last, self.space.submesh(kind), self.mesh(kind, configuration))
+        return costs, costs.question(place, in_flight=self.in_flight(configuration), quick=quick)
 
     def _asked(self, first: int, last: int, kind: int, configuration: int) -> tuple[StageCosts, int, int]:
         """Return the stage costs for a stage of the search, and its first and last layer in their step."""
@@ -393,7 +393,8 @@ class StageSearch:
         if not self._least_for_rows[first, last, kind]:
             return 0.0
         costs, first, last = self._asked(first, last, kind, configuration)
-        return seconds_of_rows(costs, first, last, self.space.submesh(kind), self.mesh(kind, configuration), solution)
+        place = StagePlace(first, last, self.space.submesh(kind), self.mesh(kind, configuration))
+        return seconds_of_rows(costs, place, solution)
 
     def _stages_that_may_follow(self, solution: StageSolution, room_bytes: float) -> int:
         """Return the most stages that may follow, so that the micro-batches in flight fit here; -1 if none fit."""

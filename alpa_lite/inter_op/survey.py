@@ -35,7 +35,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from alpa_lite.inter_op.space import Space
-from alpa_lite.inter_op.stage_costs import StageCosts, expect
+from alpa_lite.inter_op.stage_costs import StageCosts, StagePlace, expect
 from alpa_lite.intra_op.solve import StageSolution
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh
 
@@ -121,7 +121,7 @@ def alone_on_a_device(costs: StageCosts, layer: int) -> StageSolution:
     # Pins name the axes of other logical meshes.
     device = Submesh(first_device=0, num_hosts=1, devices_per_host=1)
     mesh = LogicalMesh(axis_names=("x",), shape=(1,))
-    return costs.with_pins({}).solution(layer, layer, device, mesh, limit_bytes=math.inf)
+    return costs.with_pins({}).solution(StagePlace(layer, layer, device, mesh), limit_bytes=math.inf)
 
 
 def in_flight_within(
@@ -275,8 +275,7 @@ class Survey:
         for k, c in np.argwhere(where).tolist():
             if c >= FIRST_SHAPES and not self._cheap(taken, size)[k]:
                 continue
-            submesh, mesh = self.space.submesh(k), self.space.mesh(k, c)
-            found = costs.solution(layer, layer, submesh, mesh, limit_bytes=math.inf)
+            found = costs.solution(self._place(layer, k, c), limit_bytes=math.inf)
             if found.choice is not None:
                 figures[:, k, c] = (
                     found.forward_seconds + found.backward_seconds,
@@ -298,8 +297,11 @@ class Survey:
         # First those that are solved in any case. The survey itself solves the layers in the opposite order, so that
         # workers and survey meet late.
         ordered = sorted(reversed(looked_at), key=lambda each: each[2] >= FIRST_SHAPES)
-        where = ((layer, layer, self.space.submesh(k), self.space.mesh(k, c)) for layer, k, c in ordered)
-        expect(((costs, costs.question(*each, limit_bytes=math.inf)) for each in where), later=later)
+        places = (self._place(*each) for each in ordered)
+        expect(((costs, costs.question(place, limit_bytes=math.inf)) for place in places), later=later)
+
+    def _place(self, layer: int, kind: int, shape: int) -> StagePlace:
+        return StagePlace(layer, layer, self.space.submesh(kind), self.space.mesh(kind, shape))
 
     def _possible(self, costs: StageCosts) -> NDArray[np.bool_]:
         """Return [kinds, shapes]: logical meshes that divide the micro-batches of a step and have no stand-in."""

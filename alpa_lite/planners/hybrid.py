@@ -32,8 +32,7 @@ from alpa_lite.inter_op.joint.what_would_fit import (
 from alpa_lite.inter_op.loop_cuts import PipelineCut, cut_into_blocks, cut_into_stages
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.inter_op.shared_devices import Together, held_at_peak, solve_together
-from alpa_lite.inter_op.space import PlacedStage
-from alpa_lite.inter_op.stage_costs import StageCosts
+from alpa_lite.inter_op.stage_costs import PlacedStage, StageCosts, StagePlace
 from alpa_lite.intra_op.shortage import Shortage
 from alpa_lite.intra_op.solve import StageSolution
 from alpa_lite.intra_op.strategies import AxisRole, BatchSplit, Restriction
@@ -290,9 +289,9 @@ class Hybrid(Planner):
         in_two = splits_backward(tasks)
 
         def solve(stage: int, in_flight: int, limit_bytes: float) -> StageSolution:
-            where = (*_layers_of(stage, per_stage), submesh, mesh)
-            found = costs.solution(*where, in_flight=in_flight, limit_bytes=limit_bytes)
-            return costs.in_two_parts(*where, found) if in_two else found
+            place = StagePlace(*_layers_of(stage, per_stage), submesh, mesh)
+            found = costs.solution(place, in_flight=in_flight, limit_bytes=limit_bytes)
+            return costs.in_two_parts(place, found) if in_two else found
 
         found = solve_together(solve, tasks, costs.room_bytes(submesh))
         if found.fits:
@@ -301,7 +300,7 @@ class Hybrid(Planner):
         why = None
         if request.advise and lacking:
             held = held_at_peak(tasks)[lacking[0]]
-            why = costs.shortage(*_layers_of(lacking[0], per_stage), submesh, mesh, in_flight=held)
+            why = costs.shortage(StagePlace(*_layers_of(lacking[0], per_stage), submesh, mesh), in_flight=held)
         raise InfeasibleError(self._too_large(request, submesh, found, tasks, costs.step.num_microbatches, why))
 
     def _too_large(

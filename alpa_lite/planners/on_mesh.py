@@ -17,8 +17,7 @@ from alpa_lite.inter_op.assembly import assemble
 from alpa_lite.inter_op.joint.what_would_fit import show_bytes, show_shortage
 from alpa_lite.inter_op.pins import Pins, check_results, pins_on_mesh, with_results
 from alpa_lite.inter_op.plan_request import PlanRequest
-from alpa_lite.inter_op.space import PlacedStage
-from alpa_lite.inter_op.stage_costs import StageCosts
+from alpa_lite.inter_op.stage_costs import PlacedStage, StageCosts, StagePlace
 from alpa_lite.intra_op.stage import NO_LAYOUT, GivenLayout
 from alpa_lite.intra_op.strategies import AxisRole, BatchSplit, Restriction
 from alpa_lite.plan.plan import Plan
@@ -96,9 +95,10 @@ def plan_on_mesh(
         progress=request.progress,
     )
     submesh = Submesh(first_device=0, num_hosts=cluster.num_hosts, devices_per_host=cluster.devices_per_host)
-    solution = costs.solution(0, 0, submesh, mesh, in_flight=1)
+    place = StagePlace(0, 0, submesh, mesh)
+    solution = costs.solution(place)
     if solution.choice is None:
-        why = costs.shortage(0, 0, submesh, mesh) if request.advise else None
+        why = costs.shortage(place) if request.advise else None
         raise InfeasibleError(
             f"{name} does not fit: it needs at least {show_bytes(solution.peak_bytes)} per device, but "
             f"{cluster.device.name} has {show_bytes(cluster.device.memory_bytes)}. {show_shortage(why)}Use more "

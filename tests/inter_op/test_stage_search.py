@@ -13,7 +13,7 @@ import pytest
 
 import alpa_lite as al
 from alpa_lite.inter_op.space import Space
-from alpa_lite.inter_op.stage_costs import StageCosts
+from alpa_lite.inter_op.stage_costs import StageCosts, StagePlace
 from alpa_lite.inter_op.stage_dp import StageChoice, StageTable, solve
 from alpa_lite.inter_op.stage_search import StageGuesses, StageLimits, StageSearch
 from alpa_lite.inter_op.survey import Profile, Survey
@@ -142,15 +142,15 @@ def test_where_a_survey_finds_room_a_stage_takes_no_longer_than_without_a_limit(
         useful = survey.space.worthwhile(np.full(LAYERS, 1 / LAYERS))
         for first, last, kind in np.argwhere(useful).tolist():
             for shape, mesh in enumerate(survey.space.meshes[kind]):
-                stage = (first, last, survey.space.submesh(kind), mesh)
-                free = costs.solution(*stage, limit_bytes=np.inf)
+                stage = StagePlace(first, last, survey.space.submesh(kind), mesh)
+                free = costs.solution(stage, limit_bytes=np.inf)
                 count = holds[first, last, kind, shape]
                 if count == 0:
-                    tight += costs.solution(*stage).peak_bytes > 0.5 * memory_bytes
+                    tight += costs.solution(stage).peak_bytes > 0.5 * memory_bytes
                     continue
                 roomy += 1
                 held = [1, 2, 4][count - 1]
-                within = costs.solution(*stage, in_flight=held)
+                within = costs.solution(stage, in_flight=held)
                 assert within.choice is not None
                 assert within.objective <= 1.02 * free.objective
     assert roomy > 20
@@ -178,9 +178,12 @@ def test_what_was_solved_roughly_is_solved_again_for_a_smaller_gap() -> None:
         fresh = replace(_costs(memory_bytes, []), relative_gap=1e-3)
         space = Space.of(rough.cost_model.cluster)
         for first, last, kind in np.argwhere(space.worthwhile(np.full(LAYERS, 1 / LAYERS))).tolist():
-            stage = (first, last, space.submesh(kind), space.mesh(kind, 0))
-            before = rough.solution(*stage)
-            after, wanted = replace(rough, relative_gap=1e-3).solution(*stage), fresh.solution(*stage)
+            stage = StagePlace(first, last, space.submesh(kind), space.mesh(kind, 0))
+            before = rough.solution(stage)
+            after, wanted = (
+                replace(rough, relative_gap=1e-3).solution(stage),
+                fresh.solution(stage),
+            )
             assert after.objective == pytest.approx(wanted.objective, rel=2e-3)
             better += after.objective < 0.99 * before.objective
     assert better

@@ -24,12 +24,10 @@ from alpa_lite.inter_op.boundaries import stacks_at_rest
 from alpa_lite.inter_op.joint.stage_cost_cache import StageCostCache
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.inter_op.shared_devices import device_peak, solve_together
-from alpa_lite.inter_op.space import PlacedStage
-from alpa_lite.inter_op.stage_costs import StageCosts
+from alpa_lite.inter_op.stage_costs import PlacedStage, StageCosts, StagePlace
 from alpa_lite.intra_op.solve import RELATIVE_GAP, StageSolution
 from alpa_lite.plan.plan import Prediction
 from alpa_lite.schedule import Interleaved1F1B, Schedule, splits_backward
-from alpa_lite.sharding.meshes import LogicalMesh, Submesh
 from alpa_lite.sharding.specs import Spec
 from alpa_lite.step.layers import Cut
 from alpa_lite.step.recomputation import Remat
@@ -177,7 +175,7 @@ def polished(request: PlanRequest, found: Found) -> Found:
     stages: list[PlacedStage] = []
     # The last first: what is best with the fewest micro-batches in flight is so with more, where it fits.
     for stage, held in reversed([*zip(found.stages, found.in_flight, strict=True)]):
-        solution = costs.solution(stage.first, stage.last, stage.submesh, stage.mesh, in_flight=held)
+        solution = costs.solution(stage, in_flight=held)
         better = solution.choice is not None and _seconds(solution) < _seconds(stage.solution)
         stages.append(replace(stage, solution=solution) if better else stage)
     stages.reverse()
@@ -213,7 +211,7 @@ def scheduled(costs: StageCosts, stages: Sequence[PlacedStage], schedule: Schedu
     for number, stage in enumerate(stages):
         solution = replace(stage.solution, weight_seconds=0.0, handed_bytes=0.0)
         if splits_backward(lists[number % len(lists)]):
-            solution = costs.in_two_parts(stage.first, stage.last, stage.submesh, stage.mesh, solution)
+            solution = costs.in_two_parts(stage, solution)
         found.append(replace(stage, solution=solution))
     return found
 
@@ -238,17 +236,16 @@ def made_to_fit(costs: StageCosts, stages: Sequence[PlacedStage], schedule: Sche
     lists = schedule.tasks(len(stages), costs.step.num_microbatches)
     found: list[PlacedStage] = []
     for number, (stage, tasks) in enumerate(zip(stages, lists, strict=True)):
-        where = (stage.first, stage.last, stage.submesh, stage.mesh)
 
         def solve(
             _: int,
             in_flight: int,
             limit_bytes: float,
-            where: tuple[int, int, Submesh, LogicalMesh] = where,
+            stage: PlacedStage = stage,
             in_two: bool = splits_backward(tasks),
         ) -> StageSolution:
-            solution = costs.solution(*where, in_flight=in_flight, limit_bytes=limit_bytes)
-            return costs.in_two_parts(*where, solution) if in_two else solution
+            solution = costs.solution(stage, in_flight=in_flight, limit_bytes=limit_bytes)
+            return costs.in_two_parts(stage, solution) if in_two else solution
 
         together = solve_together(solve, tasks, costs.room_bytes(stage.submesh))
         if not together.fits:
@@ -274,11 +271,10 @@ def interleaved(request: PlanRequest, found: Found, steps: StageCostCache, num_c
     for part in reversed(range(parts)):
 
         def solve(
-            chunk: int, in_flight: int, limit_bytes: float, place: PlacedStage = found.stages[part]
+            chunk: int, in_flight: int, limit_bytes: float, whole: PlacedStage = found.stages[part]
         ) -> StageSolution:
-            first, last = _layers_of(chunk, per_chunk)
-            where = (place.submesh, place.mesh)
-            return costs.solution(first, last, *where, in_flight=in_flight, limit_bytes=limit_bytes)
+            place = StagePlace(*_layers_of(chunk, per_chunk), whole.submesh, whole.mesh)
+            return costs.solution(place, in_flight=in_flight, limit_bytes=limit_bytes)
 
         together = solve_together(solve, tasks[part], costs.room_bytes(found.stages[part].submesh))
         if not together.fits:
@@ -345,5 +341,5 @@ def forms_given(costs: StageCosts, stage: PlacedStage) -> dict[int, Spec]:
 
 
 def _solved_again(costs: StageCosts, stage: PlacedStage, in_flight: int) -> PlacedStage:
-    solution = costs.solution(stage.first, stage.last, stage.submesh, stage.mesh, in_flight=in_flight)
+    solution = costs.solution(stage, in_flight=in_flight)
     return replace(stage, solution=solution)

@@ -38,8 +38,8 @@ from alpa_lite.inter_op.joint.refine import Found, agreeing, made_to_fit, refine
 from alpa_lite.inter_op.joint.stage_cost_cache import StageCostCache
 from alpa_lite.inter_op.joint.what_would_fit import tightest_stage
 from alpa_lite.inter_op.plan_request import PlanRequest
-from alpa_lite.inter_op.space import PlacedStage, Space, StageEquality, hosts_of_groups
-from alpa_lite.inter_op.stage_costs import StageCosts
+from alpa_lite.inter_op.space import Space, StageEquality, hosts_of_groups
+from alpa_lite.inter_op.stage_costs import PlacedStage, StageCosts, StagePlace
 from alpa_lite.inter_op.stage_dp import StageChoice
 from alpa_lite.inter_op.stage_search import StageGuesses, StageLimits, StageSearch
 from alpa_lite.inter_op.survey import Beyond, Profile, Survey
@@ -400,7 +400,7 @@ class JointSearch:
         for stage, (start, end), submesh in zip(found.stages, ranges, submeshes, strict=True):
             mesh, held = search.mesh(stage.submesh, stage.configuration), search.in_flight(stage.configuration)
             first, last = start * parts, (end + 1) * parts - 1
-            solution = costs.solution(first, last, submesh, mesh, in_flight=held)
+            solution = costs.solution(StagePlace(first, last, submesh, mesh), in_flight=held)
             stages.append(PlacedStage(first=first, last=last, submesh=submesh, mesh=mesh, solution=solution))
         return costs, stages
 

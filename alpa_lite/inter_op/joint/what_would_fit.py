@@ -13,7 +13,7 @@ from alpa_lite.inter_op.joint.stage_cost_cache import StageCostCache
 from alpa_lite.inter_op.loop_cuts import state_bytes
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.inter_op.space import Space
-from alpa_lite.inter_op.stage_costs import SolvedStage, StageCosts
+from alpa_lite.inter_op.stage_costs import SolvedStage, StageCosts, StagePlace
 from alpa_lite.inter_op.survey import Profile
 from alpa_lite.intra_op.shortage import Shortage, show_seconds
 from alpa_lite.plan.plan import Plan
@@ -142,19 +142,19 @@ def _tightest(costs: StageCosts, *, explain: bool) -> Tight | None:
 
     solved = min(failed, key=order)
     first, last = solved.view.first, solved.view.last
-    submesh, mesh = solved.submesh, solved.kind.mesh
+    place = StagePlace(first, last, solved.submesh, solved.kind.mesh)
     # The search only sees that a stage does not fit. Its least memory takes longer to find, and is found for one stage.
     needs = replace(costs, seeks_peaks=True, _solved={}).solution(
-        first, last, submesh, mesh, in_flight=solved.in_flight, limit_bytes=solved.limit_bytes
+        place, in_flight=solved.in_flight, limit_bytes=solved.limit_bytes
     )
-    shortage = costs.shortage(first, last, submesh, mesh, in_flight=solved.in_flight) if explain else None
+    shortage = costs.shortage(place, in_flight=solved.in_flight) if explain else None
     in_flight = solved.in_flight if (first, last) in fitted else None
     return Tight(
         first=first,
         last=last,
         in_flight=in_flight,
         peak_bytes=needs.peak_bytes,
-        device=costs.device(submesh),
+        device=costs.device(solved.submesh),
         shortage=shortage,
     )
 
@@ -182,7 +182,7 @@ def _try_hardest(costs: StageCosts, space: Space) -> None:
     count = costs.layers.num_layers
     useful = np.flatnonzero(space.worthwhile(np.full(count, 1 / count))[layer, layer])
     kind = max(useful.tolist() or range(len(space.kinds)), key=lambda k: space.devices[k])
-    costs.solution(layer, layer, space.submesh(kind), space.mesh(kind, 0))
+    costs.solution(StagePlace(layer, layer, space.submesh(kind), space.mesh(kind, 0)))
 
 
 def show_shortage(shortage: Shortage | None) -> str:
