@@ -4,7 +4,8 @@ The 21 models of Zheng et al. (OSDI 2022) on 1 to 64 V100s: the plans of our sea
 plans of the systems that it was compared with, and the best of a grid of manual plans, all priced by one cost model on
 the described cluster. Published measurements are listed next to them (`benchmarks.alpa.fixed_plans`). Plans are
 compared with each other as XLA ran them at the time; a prediction that is compared with a measurement of other software
-assumes that software's execution. TFLOPS per device include recomputation, as in the paper (`benchmarks.alpa.flops`).
+assumes that software's execution. TFLOPS per device include recomputation, as in the paper
+(`alpa_lite.cli.models.model_flops`).
 The output ends with the paper's claims that the predictions confirm, and those that they do not.
 """
 
@@ -20,16 +21,16 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from alpa_lite.cli.demo import progress_line
+from alpa_lite.cli.models.alpa_cases import FAMILIES, PUBLISHED, Case
 from alpa_lite.inspection.text.progress_bar import planning_progress
 from alpa_lite.plan.progress import Progress
 from alpa_lite.planners import Auto
-from benchmarks.alpa.cases import FAMILIES, PUBLISHED, Case
 from benchmarks.alpa.fixed_plans import NO_MANUAL_PLAN, FixedPlan, fixed_plans
 from benchmarks.alpa.manual_grid import grid_prices
 from benchmarks.alpa.orderings import Claim, orderings
 from benchmarks.alpa.price import Desk, Price, best
 from benchmarks.alpa.verdicts import OURS, RIVALS, no_manual_plan, verdicts
-from benchmarks.demo import progress_line
 
 _COLUMNS = (
     "case",

@@ -23,6 +23,8 @@ import jax
 import jax.numpy as jnp
 
 import alpa_lite as al
+from alpa_lite.cli.models.llama import Llama
+from alpa_lite.cli.models.train import init_state, make_optimizer, make_train_step
 from alpa_lite.inter_op.stage_costs import free_restriction
 from alpa_lite.intra_op.formulate import Builder
 from alpa_lite.intra_op.problem import Problem, Solution
@@ -36,8 +38,6 @@ from alpa_lite.plan.pricing import Pricer
 from alpa_lite.program.phases import StepGraph
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh
 from alpa_lite.step.clustering import make_layers
-from benchmarks.models.llama import Llama
-from benchmarks.models.train import init_state, make_optimizer, make_train_step
 from cost_models.cluster import Cluster
 from cost_models.composed import ComposedCostModel
 

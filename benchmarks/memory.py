@@ -27,21 +27,21 @@ from rich.table import Table
 
 import alpa_lite as al
 from alpa_lite.api.doctor import virtual_cpu_environment
+from alpa_lite.cli.demo import progress_line
+from alpa_lite.cli.models.cnn import CNN
+from alpa_lite.cli.models.mlp import MLP
+from alpa_lite.cli.models.optimizers import adam
+from alpa_lite.cli.models.train import init_state, make_train_step
+from alpa_lite.cli.models.transformer import Transformer
 from alpa_lite.errors import AlpaLiteError
 from alpa_lite.planners import FSDP, DataParallel, Hybrid, Megatron, Pipeline, Planner
 from alpa_lite.runtime.execute.function import CompiledFunction
 from alpa_lite.text import show_bytes
-from benchmarks.demo import progress_line
-from benchmarks.models.cnn import CNN
-from benchmarks.models.mlp import MLP
-from benchmarks.models.optimizers import adam
-from benchmarks.models.train import init_state, make_train_step
-from benchmarks.models.transformer import Transformer
 from benchmarks.published import peaks
 from cost_models.cluster import Cluster
 
 POLICIES = ("none", "selective", "full", "dots")
-"""Recomputation policies of the transformer (`benchmarks.models.transformer.Recompute`)."""
+"""Recomputation policies of the transformer (`alpa_lite.cli.models.transformer.Recompute`)."""
 
 PLANS: Mapping[str, tuple[Planner, int]] = {
     "data parallel": (DataParallel(), 1),

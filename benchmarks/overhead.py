@@ -39,10 +39,10 @@ from rich.table import Table
 
 import alpa_lite as al
 from alpa_lite.api.doctor import virtual_environment
+from alpa_lite.cli.models.gpt import GPT
+from alpa_lite.cli.models.train import init_state, make_optimizer, make_train_step
 from alpa_lite.plan.progress import PhaseTimes, Progress
 from alpa_lite.planners import DataParallel, Hybrid
-from benchmarks.models.gpt import GPT
-from benchmarks.models.train import init_state, make_optimizer, make_train_step
 from cost_models.cluster import Cluster
 
 PLANNING = ("split", "manual", "layers", "survey", "stages", "refine", "simulate")

@@ -31,12 +31,11 @@ from rich.table import Table
 
 import alpa_lite as al
 from alpa_lite.api.plan_cache import Cache, planned
+from alpa_lite.cli.models.alpa_cases import CASES, Case, gpt
 from alpa_lite.errors import AlpaLiteError
 from alpa_lite.inspection.text.progress_bar import planning_progress
 from alpa_lite.plan.progress import PhaseTimes
 from alpa_lite.planners import Auto, Planner
-from benchmarks.alpa.cases import CASES, Case, gpt
-from benchmarks.requests import request_of
 from cost_models.cluster import Cluster
 
 #: One width on one kind of host, so that only what varies varies.
@@ -86,7 +85,7 @@ def measure(
         progress.follow(times)
         started = time.perf_counter()
         traced = al.parallelize(step, progress=progress).trace(*arguments)
-        answer = planned(planner or Auto(), request_of(traced, cluster, num_microbatches=num_microbatches), cache)
+        answer = planned(planner or Auto(), traced.request(cluster, num_microbatches=num_microbatches), cache)
         ended = time.perf_counter()
     plan = answer.plan
     return Measured(

@@ -2,8 +2,9 @@
 
 Each case is planned in a process of its own, without workers, and one row summarises all problems that its search
 solves: their number, the largest, the longest solve, whether all ended within their limits (5 % and 2 s tolerance), and
-the longest time between two checks of the clock. Cases are those of the evaluation (`benchmarks.alpa.cases`) with
-`Auto`, and ``written-out-N``: a GPT of N layers without a loop, planned for eight devices by `Zero`, as one problem.
+the longest time between two checks of the clock. Cases are those of the evaluation
+(`alpa_lite.cli.models.alpa_cases`) with `Auto`,
+and ``written-out-N``: a GPT of N layers without a loop, planned for eight devices by `Zero`, as one problem.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from rich.console import Console
 from rich.table import Table
 
 import alpa_lite as al
+from alpa_lite.cli.models.alpa_cases import CASES
+from alpa_lite.cli.models.gpt import GPT
 from alpa_lite.errors import AlpaLiteError
 from alpa_lite.intra_op.problem import Problem, Solution
 from alpa_lite.intra_op.solvers import Control, Portfolio
-from benchmarks.alpa.cases import CASES
-from benchmarks.models.gpt import GPT
 
 MOST_OVERRUN, MOST_LATE_SECONDS = 1.05, 2.0
 """The tolerance of a solve's time limit: this factor, and these seconds in addition."""

@@ -104,7 +104,7 @@ def _ran() -> str:
     return f"runs it on {len(devices)} device{'s' if len(devices) > 1 else ''} as jax.jit does"
 
 
-PACKAGES = ("alpa_lite", "jax", "jaxlib", "numpy", "scipy", "pulp", "highspy", "networkx", "rich", "pyyaml", "optax")
+PACKAGES = ("alpa_lite", "jax", "jaxlib", "numpy", "scipy", "pulp", "highspy", "networkx", "rich", "pyyaml")
 _DEVICE_COUNT = "--xla_force_host_platform_device_count"
 _WARN_STUCK = "--xla_cpu_collective_call_warn_stuck_timeout_seconds"
 _TERMINATE_STUCK = "--xla_cpu_collective_call_terminate_timeout_seconds"

@@ -11,7 +11,7 @@ solve         solve a file with an intra-op problem                     `solve_c
 calibrate     measure this machine's devices                            `machine_commands`
 doctor        check whether this machine is ready                       `machine_commands`
 launch        run a program as several processes on this machine        `launch_command`
-bench, demo   compare planners; plan, train and compare on this machine `benchmark_commands`
+bench, demo   compare planners; plan, train and compare on this machine `benchmark_commands`, `bench`, `demo`
 completion    print a script that completes these commands in a shell   `completion`
 
 `alpa-lite COMMAND --help` lists the options of a command. `entry` has the parser of all commands; `command` what they

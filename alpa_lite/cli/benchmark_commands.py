@@ -1,4 +1,4 @@
-"""`alpa-lite bench` and `alpa-lite demo`: programs of `benchmarks`, each in a process of its own."""
+"""`alpa-lite bench` and `alpa-lite demo`: programs in processes of their own, which make the devices."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from alpa_lite.cli.command import Command, enveloped, run_module
 
 
 def run_benchmark(given: argparse.Namespace) -> int:
-    """Run `benchmarks.bench` or `benchmarks.demo` in a new process, which makes the devices that it needs.
+    """Run `alpa_lite.cli.bench` or `alpa_lite.cli.demo` in a new process.
 
     With `--json`, each line of JSON that the program prints is put into the envelope of the command.
     """
@@ -18,17 +18,17 @@ def run_benchmark(given: argparse.Namespace) -> int:
     def wrap(line: str) -> None:
         print(json.dumps(enveloped(given.command, json.loads(line))) if line.startswith("{") else line, flush=True)
 
-    return run_module(f"benchmarks.{given.command}", given.words, os.environ, read=wrap if given.json else None)
+    return run_module(f"alpa_lite.cli.{given.command}", given.words, os.environ, read=wrap if given.json else None)
 
 
 def _bench_arguments(parser: argparse.ArgumentParser) -> None:
-    from benchmarks.bench.options import add_options
+    from alpa_lite.cli.bench.bench_options import add_options
 
     add_options(parser)
 
 
 def _demo_arguments(parser: argparse.ArgumentParser) -> None:
-    from benchmarks.demo import add_options
+    from alpa_lite.cli.demo import add_options
 
     add_options(parser)
 

@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from alpa_lite.cli.models.alpa_cases import CASES, Case
+from alpa_lite.cli.models.transformer import Transformer
 from alpa_lite.planners import Hybrid
 from alpa_lite.planners.planner import Planner
-from benchmarks.alpa.cases import CASES, Case
 from benchmarks.alpa.given_stages import GivenStage, GivenStages
-from benchmarks.models.transformer import Transformer
 from cost_models.hardware import Backend
 
 

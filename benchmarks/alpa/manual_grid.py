@@ -14,12 +14,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import gcd
 
+from alpa_lite.cli.models.alpa_cases import Case
+from alpa_lite.cli.models.transformer import Transformer
 from alpa_lite.planners import Hybrid
 from alpa_lite.planners.grid_search import divisors, factorisations, microbatch_sizes
-from benchmarks.alpa.cases import Case
 from benchmarks.alpa.fixed_plans import FixedPlan, deepspeed, in_loops, megatron
 from benchmarks.alpa.price import Desk, Price
-from benchmarks.models.transformer import Transformer
 
 #: Samples per data-parallel replica and micro-batch that are tried, in steps of about 2.
 LARGEST_MICROBATCH = 64

@@ -17,13 +17,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
+from alpa_lite.cli.models.alpa_cases import CASES, Case
 from alpa_lite.planners import Auto
 from alpa_lite.schedule import OneFOneB
-from benchmarks.alpa.cases import CASES, Case
 from benchmarks.alpa.fixed_plans import XLA, FixedPlan, in_loops, num_layers
 from benchmarks.alpa.price import Desk, Price
 from benchmarks.published import peaks
-from benchmarks.requests import request_of
 
 Mesh = tuple[int, int]
 
@@ -199,6 +198,6 @@ def _meshes_of(devices: int) -> Iterator[Mesh]:
 def _predict(family: peaks.Family, sharding: peaks.Sharding, mesh: Mesh, say: Callable[[str], None]) -> _Predicted:
     run = peaks.Run(family=family, sharding=sharding, data=mesh[0], model=mesh[1], measured_gib=0.0)
     say(f"{family}, {sharding}, {mesh[0]} × {mesh[1]}")
-    request = request_of(peaks.traced(run), peaks.cluster_of(run), backend=XLA.backend, num_microbatches=1)
+    request = peaks.traced(run).request(peaks.cluster_of(run), backend=XLA.backend, num_microbatches=1)
     prediction = peaks.planner_of(run).plan(request).prediction
     return _Predicted(seconds=prediction.step_seconds, peak_bytes=max(prediction.peak_bytes))

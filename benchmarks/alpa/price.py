@@ -5,18 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
-
-from alpa_lite.api.stages import TracedFunction
 
 import alpa_lite as al
+from alpa_lite.api.stages import TracedFunction
+from alpa_lite.cli.bench.planned import described
+from alpa_lite.cli.models.alpa_cases import Case
 from alpa_lite.errors import AlpaLiteError
 from alpa_lite.plan.progress import Progress
 from alpa_lite.planners import Auto
 from alpa_lite.planners.planner import Planner
-from benchmarks.alpa.cases import Case
 from benchmarks.alpa.fixed_plans import XLA, FixedPlan, Software
-from benchmarks.requests import request_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,10 +108,8 @@ class Desk:
         cluster = case.cluster
         if software.memory_bytes is not None:
             cluster = replace(cluster, device=replace(cluster.device, memory_bytes=software.memory_bytes))
-        request = request_of(
-            self._traced[case], cluster, backend=software.backend, num_microbatches=num_microbatches, name=case.id
-        )
-        return planner.plan(request)
+        request = self._traced[case].request(cluster, num_microbatches, backend=software.backend)
+        return planner.plan(replace(request, function=case.id, advise=False))
 
 
 def seconds_per_sample(price: Price) -> float:
@@ -127,10 +123,3 @@ def seconds_per_sample(price: Price) -> float:
 def best(prices: Sequence[Price]) -> Price | None:
     """Return the price with the fewest seconds per sample; None if none has a plan."""
     return min((price for price in prices if price.seconds is not None), key=seconds_per_sample, default=None)
-
-
-def described(plan: al.Plan) -> str:
-    """Describe the stages of a plan by logical mesh, such as "2 stages (2,1), 1 stage (4,1)"."""
-    meshes = ["(" + ",".join(map(str, stage.mesh_shape.shape)) + ")" for stage in plan.stages]
-    runs = [(mesh, len(list(members))) for mesh, members in groupby(meshes)]
-    return ", ".join(f"{count} stage{'s' if count > 1 else ''} {mesh}" for mesh, count in runs)

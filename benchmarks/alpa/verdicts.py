@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from benchmarks.alpa.cases import Case
+from alpa_lite.cli.models.alpa_cases import Case
 from benchmarks.alpa.orderings import Claim
 from benchmarks.alpa.price import Price, best, seconds_per_sample
 

@@ -9,11 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.models.feed_forward import Experts
-from benchmarks.models.optimizers import adam
-from benchmarks.models.resnet import ResNet
-from benchmarks.models.train import TrainStep, init_state, make_train_step
-from benchmarks.models.transformer import Transformer
+from alpa_lite.cli.models.feed_forward import Experts
+from alpa_lite.cli.models.optimizers import adam
+from alpa_lite.cli.models.resnet import ResNet
+from alpa_lite.cli.models.train import TrainStep, init_state, make_train_step
+from alpa_lite.cli.models.transformer import Transformer
 from benchmarks.published.plan_of import is_recent, recompute_of
 from benchmarks.published.row import Row, RowError
 

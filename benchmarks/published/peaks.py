@@ -21,16 +21,16 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import optax
-from alpa_lite.api.stages import TracedFunction
 from rich.table import Table
 
 import alpa_lite as al
+from alpa_lite.api.stages import TracedFunction
+from alpa_lite.cli.models.feed_forward import Experts
+from alpa_lite.cli.models.optimizers import Transformation, adam, with_master_weights
+from alpa_lite.cli.models.resnet import ResNet
+from alpa_lite.cli.models.train import init_state, make_train_step
+from alpa_lite.cli.models.transformer import Transformer
 from alpa_lite.planners import Hybrid
-from benchmarks.models.feed_forward import Experts
-from benchmarks.models.optimizers import adam, with_master_weights
-from benchmarks.models.resnet import ResNet
-from benchmarks.models.train import init_state, make_train_step
-from benchmarks.models.transformer import Transformer
 from cost_models.cluster import Cluster
 
 Family = Literal["GPT", "MoE", "Wide-ResNet"]
@@ -160,7 +160,7 @@ def traced(run: Run) -> TracedFunction:
     return al.parallelize(make_train_step(model.loss_fn, optimizer)).trace(state, batch)
 
 
-def _training(run: Run) -> tuple[Any, optax.GradientTransformation, Any]:
+def _training(run: Run) -> tuple[Any, Transformation, Any]:
     if run.family == "Wide-ResNet":
         resnet = ResNet(channels=_RESNET[run.num_devices], width_factor=2, num_classes=1024, norm_batch=1)
         return resnet, optax.sgd(0.1, momentum=0.9, nesterov=True), resnet.batch_shapes(32)

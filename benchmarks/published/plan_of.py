@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from alpa_lite.cli.models.transformer import Recompute
 from alpa_lite.schedule import Interleaved1F1B, OneFOneB, Schedule
-from benchmarks.models.transformer import Recompute
 from benchmarks.published.cluster_of import device_name
 from benchmarks.published.row import Row
 from cost_models.hardware import Backend
@@ -151,7 +151,7 @@ def loops_of(row: Row) -> int:
 
 
 def recompute_of(row: Row) -> Recompute:
-    """Return the recomputation of the backward pass, as a `benchmarks.models.transformer.Recompute`.
+    """Return the recomputation of the backward pass, as a `alpa_lite.cli.models.transformer.Recompute`.
 
     Fused attention computes its scores again in any case.
     """

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field, replace
 from math import lcm
 from typing import Any
 
-from alpa_lite.api.stages import TracedFunction
-
 import alpa_lite as al
+from alpa_lite.api.stages import TracedFunction
 from alpa_lite.errors import AlpaLiteError
 from alpa_lite.planners.hybrid import Hybrid
 from benchmarks.published.cluster_of import cluster_of
@@ -23,7 +22,6 @@ from benchmarks.published.plan_of import (
     sharding_of,
 )
 from benchmarks.published.row import Row, RowError
-from benchmarks.requests import request_of
 from cost_models.cluster import Cluster
 from cost_models.hardware import Backend
 
@@ -103,7 +101,8 @@ class Predictor:
             devices=devices,
         )
         traced = self._traced_step(row)
-        request = request_of(traced, cluster, backend=backend, num_microbatches=row.num_microbatches or 1, name=row.id)
+        request = traced.request(cluster, row.num_microbatches or 1, backend=backend)
+        request = replace(request, function=row.id, advise=False)
         return planner.plan(request)
 
     def _traced_step(self, row: Row) -> TracedFunction:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+from alpa_lite.cli.models.alpa_cases import CASES
 from benchmarks import alpa_paper
-from benchmarks.alpa.cases import CASES
 from benchmarks.alpa.price import Price
 
 

@@ -8,9 +8,9 @@ import pytest
 from rich.console import Console
 
 import alpa_lite as al
+from alpa_lite.cli.models.mlp import MLP
 from alpa_lite.planners import DataParallel, Hybrid
 from benchmarks import memory
-from benchmarks.models.mlp import MLP
 from benchmarks.published import peaks
 
 PLANS = {"data parallel": (DataParallel(), 1), "pp2 × dp2 × tp2": (Hybrid(pipeline=2, data=2, model=2), 4)}

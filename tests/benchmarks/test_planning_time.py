@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from alpa_lite.cli.models.alpa_cases import CASES
 from benchmarks import planning_time
-from benchmarks.alpa.cases import CASES
 
 
 @pytest.fixture

@@ -5,9 +5,9 @@ import pytest
 from rich.console import Console
 
 import alpa_lite as al
+from alpa_lite.cli.models.mlp import MLP
 from alpa_lite.planners import DataParallel, Megatron
 from benchmarks import ranking
-from benchmarks.models.mlp import MLP
 from benchmarks.ranking import Case, Row
 
 

@@ -14,17 +14,17 @@ import numpy as np
 import optax
 
 import alpa_lite as al
+from alpa_lite.cli.models.batches import draw_batch
+from alpa_lite.cli.models.bert import BERT
+from alpa_lite.cli.models.cnn import CNN
+from alpa_lite.cli.models.convnet import alexnet, vgg16
+from alpa_lite.cli.models.gpt import GPT
+from alpa_lite.cli.models.mlp import MLP
+from alpa_lite.cli.models.seq2seq import Translator
+from alpa_lite.cli.models.train import TrainState, init_state
+from alpa_lite.cli.models.unet import UNet
 from alpa_lite.planners import FSDP, Auto, DataParallel, Hybrid, Megatron, Pipeline, Planner, Zero
 from alpa_lite.schedule import GPipe, ZeroBubbleH1
-from benchmarks.models.batches import draw_batch
-from benchmarks.models.bert import BERT
-from benchmarks.models.cnn import CNN
-from benchmarks.models.convnet import alexnet, vgg16
-from benchmarks.models.gpt import GPT
-from benchmarks.models.mlp import MLP
-from benchmarks.models.seq2seq import Translator
-from benchmarks.models.train import TrainState, init_state
-from benchmarks.models.unet import UNet
 from cost_models.cluster import Cluster
 
 TOLERANCE = 1e-5

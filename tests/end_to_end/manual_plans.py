@@ -22,8 +22,8 @@ import numpy as np
 
 import alpa_lite as al
 from alpa_lite import planners as p
+from alpa_lite.cli.models.feed_forward import Experts
 from alpa_lite.schedule import GPipe, Interleaved1F1B
-from benchmarks.models.feed_forward import Experts
 from tests.end_to_end.cases import MODELS, Training, eager_cluster, make_batch, relative_error
 from tests.end_to_end.collectives import beyond, emitted, handed_over, planned
 from tests.end_to_end.transformers import TINY

@@ -7,10 +7,10 @@ import math
 import pytest
 from rich.console import Console
 
+from alpa_lite.cli import demo
 from alpa_lite.cli.command import enveloped
+from alpa_lite.cli.models.gpt import GPT
 from alpa_lite.planners import DataParallel, Pipeline
-from benchmarks import demo
-from benchmarks.models.gpt import GPT
 from tests.cli.schema import documented
 
 
@@ -82,5 +82,5 @@ def test_virtual_devices_are_asked_for_before_jax_starts(monkeypatch):
     monkeypatch.setattr(demo, "run_module", lambda name, words, environment: started.append((name, words, environment)))
     demo.main(["--steps", "5", "--devices", "4"])
     ((name, words, environment),) = started
-    assert (name, words) == ("benchmarks.demo", ["--steps", "5", "--devices", "4", "--devices", "0"])
+    assert (name, words) == ("alpa_lite.cli.demo", ["--steps", "5", "--devices", "4", "--devices", "0"])
     assert "device_count=4" in environment["XLA_FLAGS"] and environment["NPROC"] == "16"

@@ -11,8 +11,8 @@ import optax
 import pytest
 
 import alpa_lite as al
+from alpa_lite.cli.models.transformer import Recompute, Transformer
 from alpa_lite.planners import Hybrid, Planner
-from benchmarks.models.transformer import Recompute, Transformer
 from tests.end_to_end.cases import PLANNERS, assert_same, run_both
 
 

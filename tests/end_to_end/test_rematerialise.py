@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import pytest
 
 import alpa_lite as al
+from alpa_lite.cli.models.gpt import GPT
+from alpa_lite.cli.models.mlp import MLP
 from alpa_lite.planners import Auto, Hybrid
 from alpa_lite.schedule import GPipe
 from alpa_lite.step.recomputation import Remat
-from benchmarks.models.gpt import GPT
-from benchmarks.models.mlp import MLP
 from tests.end_to_end import cases
 from tests.end_to_end.cases import TOLERANCE, Training, assert_same, eager_cluster, reference
 

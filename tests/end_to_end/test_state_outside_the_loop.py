@@ -12,11 +12,11 @@ import optax
 import pytest
 
 import alpa_lite as al
+from alpa_lite.cli.models.optimizers import adam, with_master_weights
 from alpa_lite.intra_op.stage import StageView
 from alpa_lite.planners import Pipeline
 from alpa_lite.program.phases import Phase
 from alpa_lite.step.clustering import make_layers
-from benchmarks.models.optimizers import adam, with_master_weights
 from tests.end_to_end.cases import assert_same, eager_cluster
 
 NUM_LAYERS, BATCH, WIDTH = 4, 16, 8

@@ -12,9 +12,9 @@ import numpy as np
 import optax
 
 import alpa_lite as al
+from alpa_lite.cli.models.train import TrainStep, init_state, make_train_step
+from alpa_lite.cli.models.transformer import Transformer
 from alpa_lite.planners import Planner
-from benchmarks.models.train import TrainStep, init_state, make_train_step
-from benchmarks.models.transformer import Transformer
 
 #: Large enough that splitting pays on a host of the time, small enough to be planned in a second.
 WIDE = Transformer(

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import pytest
 
 import alpa_lite as al
+from alpa_lite.cli.models.mlp import MLP
+from alpa_lite.cli.models.train import init_state, make_optimizer, make_train_step
 from alpa_lite.sharding.specs import Spec
-from benchmarks.models.mlp import MLP
-from benchmarks.models.train import init_state, make_optimizer, make_train_step
 
 MODEL = MLP(in_features=1024, hidden=4096, out_features=1024, num_layers=4)
 BATCH_SIZE = 2048

@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 
 import alpa_lite as al
+from alpa_lite.cli.models.alpa_cases import CASES
 from alpa_lite.errors import PlanError
 from alpa_lite.inter_op import workers as module
 from alpa_lite.inter_op.workers import Likely, Workers, num_workers
 from alpa_lite.plan.plan import Plan
 from alpa_lite.planners import Auto
-from benchmarks.alpa.cases import CASES
-from benchmarks.requests import request_of
 
 PATIENCE_SECONDS = 120.0
 
@@ -149,7 +148,7 @@ def _plan(number: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Plan, int]:
     monkeypatch.setattr(Workers, "take", count_taken)
     case = CASES["gpt-760M"]
     traced = al.parallelize(case.train_step()).trace(*case.arguments())
-    return Auto().plan(request_of(traced, case.cluster)), len(taken)
+    return Auto().plan(traced.request(case.cluster)), len(taken)
 
 
 def test_a_plan_is_the_same_with_workers_and_without(monkeypatch: pytest.MonkeyPatch) -> None:

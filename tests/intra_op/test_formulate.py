@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 import alpa_lite as al
+from alpa_lite.cli.models.llama import Llama
+from alpa_lite.cli.models.train import init_state, make_optimizer, make_train_step
 from alpa_lite.intra_op.formulate import Builder, Builders
 from alpa_lite.intra_op.placements import Placed
 from alpa_lite.intra_op.solve import StageSolution, solve_stage
@@ -20,8 +22,6 @@ from alpa_lite.plan.pricing import Pricer
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh
 from alpa_lite.step.clustering import make_layers
 from alpa_lite.step.layers import Layers
-from benchmarks.models.llama import Llama
-from benchmarks.models.train import init_state, make_optimizer, make_train_step
 from cost_models.composed import ComposedCostModel
 
 TINY = Llama(vocab_size=64, num_heads=4, num_kv_heads=2, hidden=16, inner=32, seq_len=8)

@@ -15,7 +15,6 @@ from alpa_lite.planners import MeshTensorFlow
 from alpa_lite.planners.auto_layout import NamedDims, _Memory, least_memory
 from alpa_lite.rules.dim_names import dim_names
 from alpa_lite.rules.dims import DimClasses
-from benchmarks.requests import request_of
 from cost_models.composed import ComposedCostModel
 from tests.end_to_end.cases import assert_same, eager_cluster
 from tests.end_to_end.collectives import emitted, handed_over, planned
@@ -87,7 +86,7 @@ def test_no_legal_layout_holds_less(step: Any, arguments: Any, mesh: Any, dims: 
 
 def _request(training: Training) -> Any:
     traced = al.parallelize(training.step).trace(*training.arguments())
-    return request_of(traced, eager_cluster(), num_microbatches=1)
+    return traced.request(eager_cluster(), num_microbatches=1)
 
 
 def test_what_is_planned_holds_at_least_as_much_as_was_bounded() -> None:
@@ -154,7 +153,7 @@ def test_layouts_are_all_that_are_legal() -> None:
 
     arguments = jnp.ones((6, 12)), jnp.ones((8, 6))
     traced = al.parallelize(step, batch_argnums=1).trace(*arguments)
-    graph = request_of(traced, eager_cluster(), num_microbatches=1).step_at(1, 0)
+    graph = traced.request(eager_cluster(), num_microbatches=1).step_at(1, 0)
     classes = DimClasses(graph)
     of = {n: [classes.of(graph.graph, v, d)] for n, v, d in (("in", 0, 0), ("out", 0, 1), ("batch", 1, 0))}
     found = {tuple(sorted(each.items())) for each in NamedDims.of(graph, classes, of).layouts({"a": 4, "b": 2})}

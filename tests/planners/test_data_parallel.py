@@ -15,7 +15,6 @@ import alpa_lite as al
 from alpa_lite.planners import DataParallel
 from alpa_lite.planners.data_parallel import buckets
 from alpa_lite.program.ir import Value
-from benchmarks.requests import request_of
 from cost_models.hardware import Backend
 from tests.end_to_end.cases import assert_same, eager_cluster
 from tests.end_to_end.collectives import emitted, handed_over, planned
@@ -113,7 +112,7 @@ def test_gradients_that_are_reduced_beside_the_backward_pass_hide_what_they_can(
     traced, cluster = al.parallelize(_step).trace(*arguments), al.cluster("p3.16xlarge")
     seconds = dict[bool, float]()
     for overlap in (False, True):
-        request = request_of(traced, cluster, backend=Backend(overlap_gradients=overlap), num_microbatches=1)
+        request = traced.request(cluster, backend=Backend(overlap_gradients=overlap), num_microbatches=1)
         prediction = DataParallel().plan(request).prediction
         seconds[overlap] = prediction.step_seconds
         assert prediction.step_seconds >= max(prediction.compute_seconds, prediction.collective_seconds)

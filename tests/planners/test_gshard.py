@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import alpa_lite as al
+from alpa_lite.cli.models.feed_forward import Experts, auxiliary_loss, route
 from alpa_lite.planners import GShard
-from benchmarks.models.feed_forward import Experts, auxiliary_loss, route
 from tests.end_to_end.cases import assert_same, eager_cluster
 from tests.end_to_end.collectives import emitted, handed_over, planned
 from tests.end_to_end.transformers import WIDE, Training, plan

@@ -15,7 +15,6 @@ from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.planners import FSDP, Hybrid, Megatron, Planner
 from alpa_lite.planners.hybrid import submeshes_of
 from alpa_lite.schedule import OneFOneB, ZeroBubbleH1
-from benchmarks.requests import request_of
 from tests.end_to_end.transformers import WIDE, Training, plan, traced
 
 TRAINING = Training(model=WIDE, batch_size=64)
@@ -172,7 +171,7 @@ def test_state_that_is_too_large_alone_is_refused_before_the_step_is_cut(planner
 
     def within(memory_bytes: float) -> PlanRequest:
         limited = replace(cluster, device=replace(cluster.device, memory_bytes=memory_bytes))
-        return request_of(traced(training), limited, num_microbatches=1)
+        return traced(training).request(limited, num_microbatches=1)
 
     least = max(planner.plan(within(1e12)).prediction.peak_bytes)
     assert max(planner.plan(within(least)).prediction.peak_bytes) <= least

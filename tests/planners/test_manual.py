@@ -17,7 +17,6 @@ from alpa_lite.planners import FSDP, Auto, Pipeline, Planner, PlanRequest, Zero
 from alpa_lite.planners.manual import ManualPlans
 from alpa_lite.program.phases import StepGraph
 from alpa_lite.schedule import GPipe, Interleaved1F1B, ZeroBubbleH1
-from benchmarks.requests import request_of
 from tests.end_to_end.cases import MODELS, Training, make_batch
 
 
@@ -25,7 +24,7 @@ def _request(num_microbatches: int | str = "auto") -> PlanRequest:
     training = Training(model="mlp", optimizer="momentum")
     args = jax.eval_shape(lambda: (training.start(), make_batch(MODELS["mlp"], 0, 64), jax.random.key(0)))
     traced = al.parallelize(training.step()).trace(*args)
-    return request_of(traced, al.cluster("p3.16xlarge"), num_microbatches=num_microbatches)
+    return traced.request(al.cluster("p3.16xlarge"), num_microbatches=num_microbatches)
 
 
 @dataclass(frozen=True, kw_only=True)

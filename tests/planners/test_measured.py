@@ -12,7 +12,6 @@ import pytest
 
 import alpa_lite as al
 from alpa_lite.planners import Auto, DataParallel, Megatron, PlanRequest
-from benchmarks.requests import request_of
 from tests.end_to_end.cases import eager_cluster
 from tests.inter_op.test_stage_costs import chain_step
 
@@ -31,7 +30,7 @@ def request_with(said: list[str]) -> Callable[[Any], PlanRequest]:
     weights = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 4
     x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
     traced = al.parallelize(chain_step, progress=said.append).trace(weights, x)
-    return lambda measure: replace(request_of(traced, eager_cluster()), measure=measure)
+    return lambda measure: replace(traced.request(eager_cluster()), measure=measure)
 
 
 def test_the_fastest_of_the_best_is_taken(request_with: Any, said: list[str]) -> None:

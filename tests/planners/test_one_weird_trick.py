@@ -14,9 +14,8 @@ import pytest
 from jax import lax
 
 import alpa_lite as al
+from alpa_lite.cli.models.resnet import ResNet
 from alpa_lite.planners import Auto, DataParallel, Megatron, OneWeirdTrick, OnMesh, PlanRequest
-from benchmarks.models.resnet import ResNet
-from benchmarks.requests import request_of
 from cost_models.hardware import Backend
 from tests.end_to_end.cases import assert_same, eager_cluster
 from tests.end_to_end.collectives import emitted, handed_over, planned
@@ -171,7 +170,7 @@ def test_the_search_is_no_slower() -> None:
 
 def _request(num_samples: int, backend: Backend | None = None) -> PlanRequest:
     traced = al.parallelize(_step).trace(*_shapes(num_samples))
-    return request_of(traced, al.cluster("p3.16xlarge"), backend=backend, num_microbatches=1)
+    return traced.request(al.cluster("p3.16xlarge"), backend=backend, num_microbatches=1)
 
 
 def test_it_runs_as_planned(devices: Any) -> None:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import pytest
 
 import alpa_lite as al
+from alpa_lite.cli.models.gpt import GPT
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.plan.walk import free_values
 from alpa_lite.planners import (
@@ -34,7 +35,6 @@ from alpa_lite.planners import (
 from alpa_lite.program.phases import Phase
 from alpa_lite.schedule import GPipe, Interleaved1F1B, OneFOneB, Schedule, TaskKind, simulate
 from alpa_lite.sharding.specs import divides
-from benchmarks.models.gpt import GPT
 from cost_models.cluster import Cluster
 from tests.end_to_end.cases import MODELS, PLANNERS, Training, eager_cluster, make_batch
 
@@ -402,8 +402,8 @@ _ON_A_LAPTOP = """
     import time
     import jax, jax.numpy as jnp, optax
     import alpa_lite as al
-    from benchmarks.models.gpt import GPT
-    from benchmarks.models.train import init_state, make_train_step
+    from alpa_lite.cli.models.gpt import GPT
+    from alpa_lite.cli.models.train import init_state, make_train_step
 
     model, optimizer = GPT(num_layers=2, hidden=256, seq_len=64, dropout=0.1), optax.adamw(1e-3)
     step = make_train_step(model.loss_fn, optimizer)

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import pytest
 
 import alpa_lite as al
+from alpa_lite.cli.models.cnn import CNN
+from alpa_lite.cli.models.feed_forward import Experts
 from alpa_lite.rules.dim_names import dim_names
 from alpa_lite.rules.dims import DimClasses
-from benchmarks.models.cnn import CNN
-from benchmarks.models.feed_forward import Experts
 from tests.end_to_end.transformers import TINY, Training, replace, traced
 
 

@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 
+from alpa_lite.cli.models.attention import attention_core
 from alpa_lite.program.ir import Graph, Op
 from alpa_lite.rules.fusion import Access, accesses, fusion_groups, is_folded, on_chip
 from alpa_lite.rules.op_info import free_values
 from alpa_lite.trace.from_jaxpr import from_jaxpr
-from benchmarks.models.attention import attention_core
 
 N = 4
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from alpa_lite.cli.models.transformer import Recompute, Transformer
 from alpa_lite.errors import TraceError
 from alpa_lite.inspection.page.notebook import show
 from alpa_lite.program.ir import Graph
@@ -16,7 +17,6 @@ from alpa_lite.step.split import split_step
 from alpa_lite.trace.from_jaxpr import from_jaxpr
 from alpa_lite.trace.passes.sink_constants import sink_free_values
 from alpa_lite.trace.trace import Traced, trace
-from benchmarks.models.transformer import Recompute, Transformer
 
 #: A number of positions that no other dim has.
 SEQ_LEN = 7

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from alpa_lite.cli.models.alpa_cases import CASES
 from alpa_lite.errors import InfeasibleError
-from benchmarks.alpa.cases import CASES
 from benchmarks.alpa.fixed_plans import PYTORCH, FixedPlan, fixed_plans, given, megatron
 from benchmarks.alpa.given_stages import GivenStage
 from benchmarks.alpa.price import Desk

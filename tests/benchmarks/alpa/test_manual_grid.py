@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.alpa.cases import CASES
+from alpa_lite.cli.models.alpa_cases import CASES
 from benchmarks.alpa.manual_grid import degrees, numbers_of_microbatches
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.alpa.cases import CASES
+from alpa_lite.cli.models.alpa_cases import CASES
 from benchmarks.alpa.fixed_plans import num_layers
 from benchmarks.alpa.orderings import STAGES, Way, claims_of_stages, restricted
 from benchmarks.alpa.price import Desk, Price

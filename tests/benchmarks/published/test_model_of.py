@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks.models.transformer import Transformer
+from alpa_lite.cli.models.transformer import Transformer
 from benchmarks.published.model_of import model_of, training_of
 from benchmarks.published.row import RowError
 from tests.benchmarks.published.runs import row

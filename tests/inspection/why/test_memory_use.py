@@ -6,8 +6,8 @@ import jax
 import pytest
 
 import alpa_lite as al
+from alpa_lite.cli.models.train import init_state, make_optimizer, make_train_step
 from alpa_lite.inspection.why.memory_use import COPY, memory_use
-from benchmarks.models.train import init_state, make_optimizer, make_train_step
 from tests.inspection.conftest import BATCH_SIZE, MODEL
 
 

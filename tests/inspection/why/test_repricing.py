@@ -4,10 +4,10 @@ import jax
 import pytest
 
 import alpa_lite as al
+from alpa_lite.cli.models.mlp import MLP
+from alpa_lite.cli.models.train import init_state, make_optimizer, make_train_step
 from alpa_lite.inspection.why.repricing import Repricing, placed_stage
 from alpa_lite.schedule import ZeroBubbleH1
-from benchmarks.models.mlp import MLP
-from benchmarks.models.train import init_state, make_optimizer, make_train_step
 
 MODEL = MLP(in_features=512, hidden=2048, out_features=512, num_layers=4)
 OPTIMIZER = make_optimizer()

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import alpa_lite as al
 from alpa_lite.inter_op.joint.stage_cost_cache import StageCostCache
 from alpa_lite.step.clustering import make_layers
-from benchmarks.requests import request_of
 from tests.inter_op.test_stage_costs import chain_step
 
 NUM_LAYERS = 10
@@ -18,7 +17,7 @@ def test_layers_are_the_same_at_every_number_of_microbatches() -> None:
     """What 32 equal products have in 10 layers is a tie, which other sizes decide in other ways."""
     weights = [jax.ShapeDtypeStruct((2048, 2048), jnp.float32)] * 32
     traced = al.parallelize(chain_step).trace(weights, jax.ShapeDtypeStruct((1024, 2048), jnp.float32))
-    request = request_of(traced, al.cluster("p3.16xlarge"))
+    request = traced.request(al.cluster("p3.16xlarge"))
     steps = StageCostCache(
         request=request,
         num_layers=NUM_LAYERS,

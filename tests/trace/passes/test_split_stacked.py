@@ -11,10 +11,10 @@ import numpy as np
 import optax
 import pytest
 
+from alpa_lite.cli.models.optimizers import with_master_weights
 from alpa_lite.program.ir import verify
 from alpa_lite.trace.from_jaxpr import from_jaxpr
 from alpa_lite.trace.passes.split_stacked import PartedProgram, part_stacks
-from benchmarks.models.optimizers import with_master_weights
 from tests.trace.test_from_jaxpr import evaluate
 
 L, B, D = 6, 4, 8

@@ -1,0 +1,251 @@
+"""The stages of a step on its way to the devices.
+
+    parallelize(fn).trace(*args)  ->  TracedFunction      shapes, pytrees, batch
+                   .plan(...)     ->  PlannedFunction     a Plan for a cluster
+                   .lower()       ->  LoweredFunction     a Program of instructions
+                   .compile()     ->  CompiledFunction    executables on devices; call it like fn
+
+Each value prints itself.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from os import PathLike
+from typing import Any
+
+import jax
+
+from alpa_lite import _jax
+from alpa_lite.api.job import check_same_program, planned_together
+from alpa_lite.api.options import Options, check_microbatches, cluster_of, planner_of
+from alpa_lite.api.plan_cache import Cache
+from alpa_lite.errors import BatchError, NonAdditiveError
+from alpa_lite.lower.instructions import Program, build_program
+from alpa_lite.lower.planned_step import as_planned, check_fits
+from alpa_lite.lower.slices import TaskSpec
+from alpa_lite.plan.plan import BatchDims, Plan
+from alpa_lite.planners import Planner, PlanRequest
+from alpa_lite.runtime.execute.compile import lowered_tasks, summed_costs
+from alpa_lite.runtime.execute.execute import Executor
+from alpa_lite.runtime.execute.function import (
+    CompiledFunction,
+    compiling,
+    with_own_constants,
+)
+from alpa_lite.runtime.execute.measure import step_seconds
+from alpa_lite.runtime.job.activity import busy
+from alpa_lite.runtime.simulate import SimulatedStep, simulate_program
+from alpa_lite.step.split import TracedStep, split_step
+from alpa_lite.trace.trace import Traced
+from cost_models.cluster import Cluster
+from cost_models.composed import ComposedCostModel
+from cost_models.hardware import Backend
+
+_logger = logging.getLogger("alpa_lite")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TracedFunction:
+    """A step traced for one set of argument shapes."""
+
+    traced: Traced
+    options: Options
+    _steps: dict[tuple[int, int, bool], TracedStep] = field(default_factory=dict[Any, TracedStep], repr=False)
+
+    def step(self, num_microbatches: int = 1, *, loop_parts: int = 0, exact: bool = True) -> TracedStep:
+        """Return the step split into phases at `num_microbatches` micro-batches, memoised; see `split_step`.
+
+        loop_parts: the number of parts into which the loop over layers is split; 0 leaves it whole.
+        exact: whether the step must be traced at this number; else one extrapolated from other numbers will do, unless
+            an exact one was made before.
+        """
+        key = (num_microbatches, loop_parts, exact or (num_microbatches, loop_parts, True) in self._steps)
+        if key not in self._steps:
+            with _jax.no_mesh(), self.options.progress.during("split"), self._telling_batch():
+                self._steps[key] = split_step(
+                    self.traced,
+                    num_microbatches,
+                    loop_parts=loop_parts,
+                    on_non_additive=self.options.on_non_additive,
+                    exact=exact,
+                )
+        return self._steps[key]
+
+    @contextmanager
+    def _telling_batch(self) -> Iterator[None]:
+        """Add the batch to the message of an error about micro-batches, where the batch was assumed and may be the
+        cause.
+        """
+        try:
+            yield
+        except (NonAdditiveError, BatchError) as error:
+            if self.batch is None or not self.batch.assumed:
+                raise
+            raise type(error)(f"{error} The batch is {self.batch}.") from error
+
+    def plan(
+        self,
+        *,
+        cluster: Cluster | str | PathLike[str] | None = None,
+        planner: Planner | type[Planner] | Plan | str | None = None,
+        num_microbatches: int | str | None = None,
+        cache: Cache | None = None,
+    ) -> PlannedFunction:
+        """Plan for a cluster. Options that are not given here are those of `parallelize`; a `Plan` as planner is
+        replayed.
+
+        Raises:
+            PlanError: no plan can be made; `InfeasibleError` if no plan fits into device memory.
+            TraceError: the number of micro-batches does not divide the batch.
+        """
+        target = cluster_of(cluster if cluster is not None else self.options.cluster)
+        chosen = planner_of(planner) if planner is not None else self.options.planner
+        wanted = self.options.num_microbatches if num_microbatches is None else num_microbatches
+        if check_microbatches(wanted) not in ("auto", 1):
+            self.step(int(wanted))  # says what is wrong with the user's number before any search
+        request = self.request(target, wanted)
+        with _jax.no_mesh(), busy("planning"):
+            answer = planned_together(chosen, request, self.options.cache if cache is None else cache)
+        plan = replace(answer.plan, request=request, batch=self.batch)
+        if plan.batch is not None and plan.batch.assumed:
+            _logger.info("%s: batch: %s", self.traced.name, plan.batch)
+        return PlannedFunction(function=self, last_plan=plan, cached=answer.cached)
+
+    @property
+    def batch(self) -> BatchDims | None:
+        """The arguments that hold the batch, and whether they were assumed; None if the step has no batch."""
+        traced = self.traced
+        if traced.batch_size is None:
+            return None
+        dims = {name: dim for name, dim in zip(traced.names, traced.batch_leaves, strict=True) if dim is not None}
+        return BatchDims(size=traced.batch_size, dims=dims, assumed=traced.batch_assumed)
+
+    def request(
+        self, cluster: Cluster, num_microbatches: int | str = "auto", *, backend: Backend | None = None
+    ) -> PlanRequest:
+        """Return what a planner needs to know to plan this step for a cluster.
+
+        backend: how the compiler executes a stage; default: as XLA does today.
+        """
+        traced = self.traced
+        return PlanRequest(
+            function=traced.name,
+            step_at=lambda m, loop_parts: self.step(m, loop_parts=loop_parts).step,
+            likely_step_at=lambda m, loop_parts: self.step(m, loop_parts=loop_parts, exact=False).step,
+            num_arguments=len(traced.leaves),
+            arguments=traced.arguments,
+            results=traced.out_names,
+            batch_size=traced.batch_size,
+            cluster=cluster,
+            cost_model_for=partial(ComposedCostModel, backend=backend) if backend else ComposedCostModel,
+            num_microbatches=num_microbatches,
+            on_non_additive=self.options.on_non_additive,
+            on_interrupt=self.options.on_interrupt,
+            progress=self.options.progress,
+            measure=self._measured_seconds,
+        )
+
+    def _measured_seconds(self, plan: Plan) -> float:
+        """Run the step by a plan on the devices of this process and return the seconds that it takes."""
+        compiled = PlannedFunction(function=self, last_plan=plan).lower().compile()
+        return step_seconds(compiled.executor, self.traced.leaves, compiled.step.inputs)
+
+    def __str__(self) -> str:
+        batch = f"batch: {self.batch}" if self.batch is not None else "no batch found"
+        return f"{self.traced.name}: {len(self.traced.leaves)} arrays in, {len(self.traced.out_leaves)} out, {batch}"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PlannedFunction:
+    """A traced step and a plan for it.
+
+    function     the traced step
+    last_plan    the plan
+    cached       whether the plan comes from the plan cache; `last_plan.solver.seconds` is then the time of that search
+    """
+
+    function: TracedFunction
+    last_plan: Plan
+    cached: bool = False
+
+    def lower(self) -> LoweredFunction:
+        """Lower the plan to a program of instructions. Raises `MismatchError` if the plan belongs to another step."""
+        plan = self.last_plan
+        step = self.function.step(plan.num_microbatches, loop_parts=plan.loop_parts)
+        with _jax.no_mesh(), busy("lowering"), self.function.options.progress.during("lower"):
+            plan.verify(step.step)
+            step = as_planned(step, plan)
+            check_fits(plan, step.step)
+            return LoweredFunction(planned=self, step=step, program=build_program(plan, step.step))
+
+    def __str__(self) -> str:
+        return str(self.last_plan)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LoweredFunction:
+    """A plan lowered to a program of instructions."""
+
+    planned: PlannedFunction
+    step: TracedStep
+    program: Program
+
+    def simulate(self) -> SimulatedStep:
+        """Simulate the program on the cost model of the plan's cluster: times and memory of its instructions."""
+        return simulate_program(self.program, self.planned.last_plan, self.step.step)
+
+    def as_text(self, *, platform: str | None = None) -> str:
+        """Return the StableHLO of each task, equal ones once, with a line of comment before it; no devices are needed.
+
+        platform: the platform to lower for, such as "cpu", "cuda" or "tpu"; default: that of this process.
+        """
+        texts: dict[int, tuple[list[str], Any]] = {}
+        for task, lowered in self._tasks(platform):
+            texts.setdefault(id(lowered), ([], lowered))[0].append(task.name)
+        return "\n".join(f"// {', '.join(names)}\n{lowered.as_text()}" for names, lowered in texts.values())
+
+    def cost_analysis(self, *, platform: str | None = None) -> dict[str, float]:
+        """Return XLA's estimates for the lowered tasks ("flops", "bytes accessed"), summed over the runs of a step."""
+        runs = Counter(i.task for i in self.program.instructions if i.kind == "RUN")
+        return summed_costs(
+            (lowered.cost_analysis(), runs[number]) for number, (_, lowered) in enumerate(self._tasks(platform))
+        )
+
+    def _tasks(self, platform: str | None) -> list[tuple[TaskSpec, Any]]:
+        with _jax.no_mesh(), busy("lowering"):
+            return lowered_tasks(
+                self.program,
+                self.planned.last_plan,
+                self.step.step,
+                self.step.equations,
+                platform or _jax.lowering_platform(jax.devices()[0]),
+            )
+
+    def compile(self, *, devices: Sequence[Any] | None = None) -> CompiledFunction:
+        """Compile executables for the devices of this process (default: `jax.devices()`)."""
+        traced = self.planned.function.traced
+        options = self.planned.function.options
+        check_same_program(self.planned.last_plan, self.program, traced.donated)
+        with _jax.no_mesh(), busy("compiling"), options.progress.during("compile"):
+            executor = Executor(
+                self.program,
+                self.planned.last_plan,
+                self.step.step,
+                self.step.equations,
+                donated=traced.donated,
+                devices=devices,
+                progress=compiling(options.progress),
+                watchdog_seconds=options.watchdog_seconds,
+                on_hang=options.on_hang,
+            )
+            step = with_own_constants(self.step, executor, len(traced.leaves))
+        return CompiledFunction(traced=traced, plan=self.planned.last_plan, step=step, executor=executor)
+
+    def __str__(self) -> str:
+        return str(self.program)

@@ -1,0 +1,168 @@
+"""`alpa-lite bench`: compare planners; see `alpa_lite.cli.bench` and docs/benchmark.md."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+from rich.console import Console
+
+import alpa_lite as al
+from alpa_lite.api.doctor import virtual_environment
+from alpa_lite.cli.bench.bench_options import add_options
+from alpa_lite.cli.bench.chart import ChartError, check_matplotlib, draw
+from alpa_lite.cli.bench.contenders import named_contenders
+from alpa_lite.cli.bench.measured import measured_rows
+from alpa_lite.cli.bench.page import page
+from alpa_lite.cli.bench.planned import Say, planned_entries, traced_target
+from alpa_lite.cli.bench.report import environment_lines, groups, tables
+from alpa_lite.cli.bench.row import Environment, Row, here, json_line
+from alpa_lite.cli.bench.targets import BenchTarget, find_target, named_models
+from alpa_lite.cli.bench.verdict import verdict
+from alpa_lite.cli.command import Screen, ended, run_module, writing
+from alpa_lite.cli.demo import progress_line
+from alpa_lite.errors import PlanError
+from alpa_lite.inspection.text.tables import render
+from alpa_lite.runtime.calibrate.calibrate import calibrate
+from cost_models.cluster import Cluster
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """The options of a comparison.
+
+    planners    names of planners, or "all"
+    counts      numbers of micro-batches, or "auto"
+    rounds      steps of each plan to measure; 0 only predicts
+    """
+
+    planners: str = "all"
+    counts: tuple[int | str, ...] = ("auto",)
+    rounds: int = 0
+
+
+def compare(target: BenchTarget, cluster: Cluster, request: Request, say: Say) -> list[Row]:
+    """Return the rows of one model on one cluster."""
+    traced = traced_target(target)
+    contenders = named_contenders(request.planners, cluster)
+    entries = list(planned_entries(target, traced, cluster, contenders, request.counts, say))
+    return measured_rows(target, entries, request.rounds, say) if request.rounds else [entry.row for entry in entries]
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the options."""
+    found = argparse.ArgumentParser(prog="alpa-lite bench", description="Planners against each other on a model.")
+    add_options(found)
+    found.add_argument("--json", action="store_true", help="print rows as lines of JSON")
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse the arguments, compare, print, and write the results.
+
+    The exit code is 1 after an error, whose message is printed; if a model has no plan at all; and if the search is
+    slower than --fail-above allows.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    given = parser().parse_args(arguments)
+    return ended("bench", lambda: _run(arguments, given))
+
+
+def _run(arguments: Sequence[str], given: argparse.Namespace) -> int:
+    if given.out is not None:
+        with writing(given.out):
+            given.out.mkdir(parents=True, exist_ok=True)
+    models = named_models(given.model)
+    targets = [find_target(name, given.batch) for name in models]
+    described, counts = _described(given), _counts(given.num_microbatches)
+    local = [described is None and bool(given.measure or given.cluster or target.cluster is None) for target in targets]
+    if any(local) and given.devices:
+        return _with_devices(arguments, given.devices)
+    console = Screen(stderr=given.json, width=None if sys.stdout.isatty() else 120)
+    rows: list[Row] = []
+    with progress_line(console) as say:
+        machine = _this_machine(given.calibrate, say) if any(local) else None
+        for target, here_too in zip(targets, local, strict=True):
+            rounds = given.steps if here_too and not given.simulate else 0
+            request = Request(planners=given.planners, counts=counts, rounds=rounds)
+            cluster = described or (machine if here_too else target.cluster)
+            if cluster is not None:
+                rows += compare(target, cluster, request, say)
+    return _shown(given, rows, console, here(jax.devices()[0].device_kind if any(local) else ""))
+
+
+def _with_devices(arguments: Sequence[str], num_devices: int) -> int:
+    """Run the same command in a process with virtual CPU devices, which must be configured before JAX starts."""
+    return run_module("alpa_lite.cli.bench", [*arguments, "--devices", "0"], virtual_environment(num_devices))
+
+
+def _this_machine(calibrate_seconds: float, say: Say) -> Cluster:
+    say("measuring this machine's devices")
+    return calibrate(limit_seconds=calibrate_seconds).cluster if calibrate_seconds else al.local_cluster()
+
+
+def _described(given: argparse.Namespace) -> Cluster | None:
+    """Return the named cluster; None for this machine, or for the cluster that a model was published with."""
+    if given.cluster in (None, "local"):
+        return None
+    if given.measure:
+        raise PlanError(f"--measure runs plans on this machine, not on {given.cluster}. Leave out --cluster.")
+    return al.cluster(given.cluster)
+
+
+def _counts(text: str) -> tuple[int | str, ...]:
+    parts = text.split(",")
+    if not all(part == "auto" or (part.isdecimal() and int(part)) for part in parts):
+        raise PlanError(f'--num-microbatches {text!r} is no list of numbers: write for example auto,8 or "auto".')
+    return tuple(part if part == "auto" else int(part) for part in parts)
+
+
+def _shown(given: argparse.Namespace, rows: Sequence[Row], console: Console, environment: Environment) -> int:
+    """Print and write the rows, and return the exit code."""
+    if given.json:
+        for row in rows:
+            print(json_line(row, environment))
+    console.print(render(environment_lines(environment), tables(rows)), markup=False, highlight=False, soft_wrap=True)
+    if given.out is not None:
+        for path in keep(given.out, rows, environment, console):
+            console.print(f"Written to {path}.", markup=False, highlight=False, soft_wrap=True)
+    verdicts = [verdict(some) for some in groups(rows)]
+    for found in verdicts:
+        console.print(str(found), markup=False, highlight=False, soft_wrap=True)
+    failed = [found for found in verdicts if found.auto is None and found.manual is None]
+    limit = given.fail_above
+    slower = [v for v in verdicts if limit is not None and v.ratio is not None and v.ratio.value > limit]
+    for found in slower:
+        print(f"{found} That is more than {limit}.", file=sys.stderr)
+    return 1 if failed or slower else 0
+
+
+def keep(folder: Path, rows: Sequence[Row], environment: Environment, console: Console) -> list[Path]:
+    """Write rows, page and charts into a folder, and return the files. Without matplotlib there are no charts."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines, html = folder / "rows.jsonl", folder / "report.html"
+    lines.write_text("".join(json_line(row, environment) + "\n" for row in rows), encoding="utf-8")
+    html.write_text(page(rows, environment), encoding="utf-8")
+    charts = list[Path]()
+    try:
+        check_matplotlib()
+    except ChartError as error:
+        console.print(str(error), markup=False)
+        return [lines, html]
+    for some in groups(rows):
+        charts.append(folder / f"{file_name(some[0].model)}.png")
+        draw(some, charts[-1])
+    return [lines, html, *charts]
+
+
+def file_name(model: str) -> str:
+    """Return the letters, digits, dots and dashes of a model's name."""
+    return "".join(c if c.isalnum() or c in ".-" else "-" for c in model)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

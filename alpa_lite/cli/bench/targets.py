@@ -1,0 +1,181 @@
+"""Steps to plan, by name: the models of this repository, those of Alpa's evaluation, or a function of the user."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from alpa_lite.cli.models.alpa_cases import CASES, PUBLISHED, Case
+from alpa_lite.cli.models.batches import Model, draw_batch
+from alpa_lite.cli.models.bert import BERT
+from alpa_lite.cli.models.cnn import CNN
+from alpa_lite.cli.models.convnet import alexnet, vgg16
+from alpa_lite.cli.models.feed_forward import Experts
+from alpa_lite.cli.models.llama import Llama
+from alpa_lite.cli.models.mlp import MLP
+from alpa_lite.cli.models.optimizers import adam
+from alpa_lite.cli.models.resnet import ResNet
+from alpa_lite.cli.models.seq2seq import Translator
+from alpa_lite.cli.models.train import init_state, make_train_step
+from alpa_lite.cli.models.transformer import Transformer
+from alpa_lite.cli.models.unet import UNet
+from alpa_lite.cli.user_step import load_example
+from alpa_lite.errors import PlanError
+from cost_models.cluster import Cluster
+
+SMALL = Transformer(
+    vocab_size=64, num_layers=4, hidden=32, num_heads=4, inner=128, seq_len=16, num_segments=4, dtype=jnp.float32
+)
+STEADY = replace(SMALL, vocab_size=256, hidden=128, num_heads=8, inner=512, seq_len=128)
+"""A model with a step of some tenths of a second on the virtual devices of two cores."""
+
+ROUTED = Experts(num_experts=8, top_k=2, group_size=16, every=2)
+
+ZOO: Mapping[str, tuple[Model, int]] = {
+    "mlp-tiny": (MLP(in_features=32, hidden=64, out_features=32), 64),
+    "cnn-tiny": (CNN(image_size=16, channels=8), 32),
+    "gpt-tiny": (SMALL, 32),
+    "gpt-steady": (STEADY, 32),
+    "moe-tiny": (replace(SMALL, num_segments=2, experts=ROUTED), 32),
+    "moe-steady": (replace(STEADY, num_segments=2, experts=replace(ROUTED, group_size=128)), 32),
+    "llama-tiny": (
+        Llama(
+            vocab_size=64,
+            num_layers=2,
+            num_heads=4,
+            num_kv_heads=2,
+            hidden=32,
+            inner=96,
+            seq_len=16,
+            remat=False,
+            dtype=jnp.float32,
+        ),
+        32,
+    ),
+    "llama-8b": (Llama(scan_layers=True), 256),
+    "wrn-tiny": (ResNet(image_size=32, channels=8, width_factor=2, num_classes=16, norm_batch=1), 32),
+    "wrn-steady": (ResNet(image_size=64, channels=16, width_factor=2, num_classes=64, norm_batch=1), 32),
+    "resnet50": (ResNet(norm_batch=32), 2048),
+    "bert-tiny": (BERT(vocab_size=64, num_layers=2, hidden=32, num_heads=2, inner=64, seq_len=16, num_masked=4), 32),
+    "bert-large": (BERT(), 1024),
+    "alexnet-tiny": (alexnet(image_size=64, width=8, dense=64, num_classes=16), 32),
+    "alexnet": (alexnet(), 1024),
+    "vgg16-tiny": (vgg16(image_size=32, width=4, dense=64, num_classes=16), 32),
+    "vgg16": (vgg16(), 512),
+    "unet-tiny": (UNet(image_size=44, channels=4, depth=2), 32),
+    "unet": (UNet(), 64),
+    "nmt-tiny": (
+        Translator(source_vocab=64, target_vocab=64, num_layers=2, hidden=32, source_len=6, target_len=6),
+        32,
+    ),
+    "nmt": (Translator(), 1024),
+}
+"""Models by name, each with a batch size; the steps use Adam. "steady" ones are large enough to be timed."""
+
+PRESETS = ("gpt-steady", "moe-steady", "wrn-steady")
+"""The models that are compared by default."""
+
+ALPA = tuple(case.id for case in PUBLISHED)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BenchTarget:
+    """A step with its arguments as shapes.
+
+    Attributes:
+        values: makes arguments to run it on, in host memory.
+        cluster: the cluster that it was published with; None if there is none.
+        tflops_per_device: the TFLOPS per device for the seconds of a step; None if its FLOPs have not been counted.
+    """
+
+    name: str
+    step: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    values: Callable[[], tuple[Any, ...]]
+    keywords: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    cluster: Cluster | None = None
+    tflops_per_device: Callable[[float], float] | None = None
+
+
+def find_target(name: str, batch_size: int | None = None) -> BenchTarget:
+    """Return the step of that name. Raises `PlanError` if there is none, or if its batch cannot be chosen."""
+    if ":" in name:
+        return _of_user(name, batch_size)
+    if name in CASES:
+        case = CASES[name]
+        return _of_case(case if batch_size is None else replace(case, global_batch=batch_size))
+    if name in ZOO:
+        model, usual = ZOO[name]
+        return _of_model(name, model, batch_size or usual)
+    raise PlanError(
+        f"There is no model {name!r}. Choose one of {', '.join(ZOO)}; one of Alpa's evaluation, {', '.join(ALPA)}; or "
+        "name a function as MODULE:FUNCTION or FILE.py:FUNCTION that returns (train_step, args)."
+    )
+
+
+def named_models(names: list[str] | None) -> tuple[str, ...]:
+    """Expand names of models: "alpa" to all models of its evaluation, none to the presets."""
+    given = [part for name in names or () for part in name.split(",")]
+    found = [each for name in given for each in (ALPA if name == "alpa" else (name,))]
+    return tuple(dict.fromkeys(found)) or PRESETS
+
+
+def _of_model(name: str, model: Model, batch_size: int) -> BenchTarget:
+    optimizer = adam()
+
+    def values() -> tuple[Any, ...]:
+        state = jax.jit(lambda key: init_state(model.init(key), optimizer))(jax.random.key(0))
+        return jax.device_get(state), draw_batch(model, batch_size)
+
+    state = jax.eval_shape(lambda: init_state(model.init(jax.random.key(0)), optimizer))
+    return BenchTarget(
+        name=name,
+        step=make_train_step(model.loss_fn, optimizer),
+        arguments=(state, dict(model.batch_shapes(batch_size))),
+        values=values,
+    )
+
+
+def _of_case(case: Case) -> BenchTarget:
+    try:
+        arguments, step = case.arguments(), case.train_step()
+    except ImportError as error:
+        raise PlanError(
+            f"{case.id} trains with an optimizer of optax ({error}). Install it: pip install optax."
+        ) from error
+    return BenchTarget(
+        name=case.id,
+        step=step,
+        arguments=arguments,
+        values=lambda: filled(arguments),
+        cluster=case.cluster,
+        tflops_per_device=case.tflops_per_device,
+    )
+
+
+def _of_user(name: str, batch_size: int | None) -> BenchTarget:
+    if batch_size is not None:
+        raise PlanError(f"--batch chooses the batch of a model of the zoo; that of {name!r} is in its arguments.")
+    step, arguments, keywords = load_example(name)
+    return BenchTarget(name=name, step=step, arguments=arguments, keywords=keywords, values=lambda: filled(arguments))
+
+
+def filled(tree: Any) -> Any:
+    """Replace shapes by arrays: small random floats, integers and keys of zero; keep arrays."""
+    rng = np.random.default_rng(0)
+
+    def fill(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.ShapeDtypeStruct):
+            return leaf
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return jnp.broadcast_to(jax.random.key(0), leaf.shape)
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            return (0.02 * rng.standard_normal(leaf.shape, np.float32)).astype(leaf.dtype)
+        return np.zeros(leaf.shape, leaf.dtype)
+
+    return jax.tree.map(fill, tree)

@@ -1,0 +1,372 @@
+"""The demo: plan, train and compare on this machine's devices, in about two minutes.
+
+    1. a plain train step of a small byte-level GPT is planned automatically for the devices at hand;
+    2. it trains on the source text of Python's standard library;
+    3. the chosen plan and the classic manual plans run the same steps in turn: predicted and measured time, losses.
+
+`alpa-lite demo` starts this module in a process of its own with eight virtual CPU devices.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+
+import alpa_lite as al
+from alpa_lite.api.doctor import virtual_environment
+from alpa_lite.cli.command import Screen, count, ended, positive, run_module
+from alpa_lite.cli.models import source_text as text
+from alpa_lite.cli.models.gpt import GPT
+from alpa_lite.cli.models.train import TrainState, init_state, make_optimizer, make_train_step
+from alpa_lite.errors import PlanError
+from alpa_lite.planners import DataParallel, Megatron, Pipeline, Planner
+from alpa_lite.text import show_seconds
+
+Batch = Mapping[str, np.ndarray]
+Step = Callable[[Any, Any], Any]
+
+#: Seconds between two lines of progress where there is no terminal to redraw a line on.
+_QUIET_SECONDS = 10.0
+
+
+GPT_SMALL = GPT(num_layers=4, hidden=128, num_heads=4, seq_len=64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoConfig:
+    """Sizes of the demo; `manual` are the plans with which the automatic one is compared."""
+
+    model: GPT = GPT_SMALL
+    batch_size: int = 32
+    num_steps: int = 60
+    num_rounds: int = 9
+    learning_rate: float = 1e-3
+    seed: int = 0
+    manual: tuple[Planner, ...] = (DataParallel(), Megatron(), Pipeline(num_stages=2), Pipeline(num_stages=4))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingResult:
+    """The result of training: every loss, the median seconds of a step, and the seconds of planning and compiling."""
+
+    losses: tuple[float, ...]
+    step_seconds: float
+    planning_seconds: float
+    preparing_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """One row of the comparison: predicted (None for the reference) and measured seconds per step, and the losses."""
+
+    name: str
+    predicted_seconds: float | None
+    measured_seconds: float
+    compile_seconds: float
+    losses: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoResult:
+    """All measurements of the demo. `max_loss_difference` is relative, over all plans and rounds."""
+
+    plan: al.Plan
+    training: TrainingResult
+    comparison: tuple[Comparison, ...]
+    max_loss_difference: float
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        return {
+            "plan": {"name": self.plan.name, "step_seconds": self.plan.prediction.step_seconds},
+            "training": asdict(self.training),
+            "comparison": [asdict(row) for row in self.comparison],
+            "max_loss_difference": self.max_loss_difference,
+            "seconds": self.seconds,
+        }
+
+
+def run(config: DemoConfig, console: Console) -> DemoResult:
+    """Run all three parts and print them."""
+    began = time.perf_counter()
+    model, data = config.model, text.load()
+    optimizer = make_optimizer(config.learning_rate)
+    train_step = make_train_step(model.loss_fn, optimizer)
+    state = init_state(jax.jit(model.init)(jax.random.key(config.seed)), optimizer)
+    batches = list(text.batches(config.num_steps, config.batch_size, model.seq_len, config.seed, text=data))
+    _introduce(config, state, len(data), console)
+
+    console.rule("1. Planning", align="left")
+    with progress_line(console) as progress:
+        progress("measuring this machine's devices")
+        cluster = al.local_cluster()
+        parallel_step = al.parallelize(train_step, donate_argnums=0, cluster=cluster, progress=progress)
+        start = time.perf_counter()
+        compiled = parallel_step.compiled(state, batches[0])
+        preparing = time.perf_counter() - start
+    console.print(str(compiled.plan), markup=False, highlight=False)
+    console.print()
+
+    console.rule("2. Training", align="left")
+    start_state = jax.device_get(state)
+    state, training = train(parallel_step, compiled.place(start_state, batches[0])[0], batches, console)
+    planning = compiled.plan.solver.seconds
+    training = replace(training, planning_seconds=planning, preparing_seconds=preparing)
+    _print_training(training, config, console)
+
+    console.rule("3. The same steps under other plans", align="left")
+    rounds = list(text.batches(config.num_rounds, config.batch_size, model.seq_len, config.seed + 1, text=data))
+    rows = compare(config, train_step, compiled, jax.device_get(state), rounds, console)
+    difference = max_loss_difference(rows)
+    result = DemoResult(
+        plan=compiled.plan,
+        training=training,
+        comparison=rows,
+        max_loss_difference=difference,
+        seconds=time.perf_counter() - began,
+    )
+    _print_comparison(result, console)
+    return result
+
+
+def train(step: Step, state: Any, batches: Sequence[Batch], console: Console) -> tuple[Any, TrainingResult]:
+    """Train with a progress bar that shows the loss and the time per step."""
+    losses: list[float] = []
+    times: list[float] = []
+    columns = (
+        TextColumn("training"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]:.3f}"),
+        TextColumn("{task.fields[milliseconds]:.0f} ms/step"),
+    )
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("training", total=len(batches), loss=float("nan"), milliseconds=float("nan"))
+        for number, batch in enumerate(batches):
+            start = time.perf_counter()
+            state, metrics = step(state, batch)
+            losses.append(float(metrics["loss"]))
+            times.append(time.perf_counter() - start)
+            bar.update(task, advance=1, loss=losses[-1], milliseconds=1e3 * statistics.median(times))
+            if not console.is_terminal and (number % 10 == 0 or number + 1 == len(batches)):
+                console.print(f"  step {number + 1:3}  loss {losses[-1]:.3f}  {1e3 * times[-1]:.0f} ms")
+    jax.block_until_ready(state)
+    seconds = statistics.median(times)
+    result = TrainingResult(losses=tuple(losses), step_seconds=seconds, planning_seconds=0.0, preparing_seconds=0.0)
+    return state, result
+
+
+def compare(
+    config: DemoConfig,
+    train_step: Step,
+    chosen: al.CompiledFunction,
+    state: TrainState,
+    batches: Sequence[Batch],
+    console: Console,
+) -> tuple[Comparison, ...]:
+    """Run the same steps from the same state by every plan, one step of each in turn, and time them."""
+    steps: dict[str, Step] = {chosen.plan.name: chosen}
+    predicted: dict[str, float | None] = {chosen.plan.name: chosen.plan.prediction.step_seconds}
+    states: dict[str, Any] = {chosen.plan.name: chosen.place(state, batches[0])[0]}
+    compiling: dict[str, float] = {chosen.plan.name: 0.0}
+    with progress_line(console) as progress:
+        for planner in config.manual:
+            start = time.perf_counter()
+            function = al.parallelize(
+                train_step,
+                donate_argnums=0,
+                cluster=chosen.plan.cluster,
+                planner=planner,
+                progress=lambda line, name=planner.name: progress(f"{name}: {line}"),
+            )
+            try:
+                compiled = function.compiled(state, batches[0])
+            except al.AlpaLiteError as error:
+                console.print(f"{planner.name}: {error}", markup=False)
+                continue
+            name = planner.name
+            steps[name], predicted[name] = compiled, compiled.plan.prediction.step_seconds
+            states[name] = compiled.place(state, batches[0])[0]
+            compiling[name] = time.perf_counter() - start
+        progress("plain jax.jit")
+        start = time.perf_counter()
+        name = "jax.jit on one device"
+        reference = jax.jit(train_step, donate_argnums=0)
+        on_one = jax.device_put(state, jax.devices()[0])
+        steps[name], predicted[name], states[name] = reference.lower(on_one, batches[0]).compile(), None, on_one
+        compiling[name] = time.perf_counter() - start
+        measured, losses = _round_robin(steps, states, batches, progress)
+    return tuple(
+        Comparison(
+            name=name,
+            predicted_seconds=predicted[name],
+            measured_seconds=statistics.median(measured[name][1:] or measured[name]),
+            compile_seconds=compiling[name],
+            losses=tuple(losses[name]),
+        )
+        for name in steps
+    )
+
+
+def _round_robin(
+    steps: Mapping[str, Step], states: dict[str, Any], batches: Sequence[Batch], progress: Callable[[str], None]
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Return seconds and losses of every plan in every round; the first round is a warm-up."""
+    measured: dict[str, list[float]] = {name: [] for name in steps}
+    losses: dict[str, list[float]] = {name: [] for name in steps}
+    for number, batch in enumerate(batches):
+        progress(f"round {number + 1} of {len(batches)}: one step under each plan")
+        for name, step in steps.items():
+            start = time.perf_counter()
+            states[name], metrics = step(states[name], batch)
+            jax.block_until_ready((states[name], metrics))
+            measured[name].append(time.perf_counter() - start)
+            losses[name].append(float(metrics["loss"]))
+    return measured, losses
+
+
+def max_loss_difference(rows: Sequence[Comparison]) -> float:
+    """Return the largest relative difference of any loss from plain `jax.jit` (the last row) in the same round."""
+    reference = np.array(rows[-1].losses)
+    return max(float(np.max(np.abs(np.array(row.losses) - reference) / np.abs(reference))) for row in rows)
+
+
+@contextmanager
+def progress_line(console: Console) -> Iterator[Callable[[str], None]]:
+    """Yield a function that redraws a line; without a terminal, it prints a line every few seconds."""
+    last = time.perf_counter()
+    start = last
+
+    def say(line: str) -> None:
+        nonlocal last
+        now = time.perf_counter()
+        shown = f"{now - start:5.0f} s  {line}"
+        if status is not None:
+            status.update(shown)
+        elif now - last > _QUIET_SECONDS:
+            last = now
+            console.print(f"  {shown}", markup=False, highlight=False)
+
+    if not console.is_terminal:
+        status = None
+        yield say
+        return
+    with console.status("") as status:
+        yield say
+
+
+def _introduce(config: DemoConfig, state: TrainState, text_bytes: int, console: Console) -> None:
+    model, devices = config.model, jax.devices()
+    millions = sum(x.size for x in jax.tree.leaves(state.params)) / 1e6
+    console.print(
+        f"A GPT of {model.num_layers} layers, hidden size {model.hidden}, {millions:.2f} million parameters, AdamW, on "
+        f"{len(devices)} devices ({devices[0].device_kind}). It reads the source of the Python standard library "
+        f"({text_bytes / 2**20:.0f} MiB), {config.batch_size} × {model.seq_len} bytes per step. The train step is "
+        "plain JAX: it knows nothing of devices.\n",
+        highlight=False,
+    )
+
+
+def _print_training(training: TrainingResult, config: DemoConfig, console: Console) -> None:
+    console.print(
+        f"Loss {training.losses[0]:.3f} at the first step, {training.losses[-1]:.3f} at step {config.num_steps}; "
+        f"{show_seconds(training.step_seconds)} per step. Planning took {show_seconds(training.planning_seconds)}, "
+        f"compiling {show_seconds(max(0.0, training.preparing_seconds - training.planning_seconds))}.\n",
+        highlight=False,
+    )
+
+
+def _print_comparison(result: DemoResult, console: Console) -> None:
+    chosen = result.comparison[0]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("plan")
+    for column in ("predicted ms", "measured ms", "predicted / measured", "measured / chosen", "last loss"):
+        table.add_column(column, justify="right")
+    for row in result.comparison:
+        predicted = row.predicted_seconds
+        table.add_row(
+            f"{row.name} (chosen)" if row is chosen else row.name,
+            f"{1e3 * predicted:.0f}" if predicted is not None else "–",
+            f"{1e3 * row.measured_seconds:.0f}",
+            f"{predicted / row.measured_seconds:.2f}" if predicted is not None else "–",
+            f"{row.measured_seconds / chosen.measured_seconds:.2f}×",
+            f"{row.losses[-1]:.5f}",
+        )
+    console.print(table)
+    rounds = len(chosen.losses)
+    console.print(
+        f"Every plan ran the same {rounds} steps from the same state, in turn; times are medians. All losses agree "
+        f"with plain jax.jit to within {result.max_loss_difference:.1e} (relative).",
+        highlight=False,
+    )
+    if jax.devices()[0].platform == "cpu":
+        console.print(
+            "These CPU devices are virtual: they share this machine's cores, so speed-ups are not to be expected here. "
+            "What to look at: every plan computes the same thing, and how well its time is predicted.",
+            highlight=False,
+        )
+    console.print(f"Done in {result.seconds:.0f} s.", highlight=False)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add all options except `--json`, which every command has."""
+    default = DemoConfig()
+
+    def add(flag: str, value: int, about: str, kind: Callable[[str], int] = positive) -> None:
+        parser.add_argument(flag, type=kind, default=value, metavar="N", help=f"{about} (default: {value})")
+
+    add("--steps", default.num_steps, "training steps")
+    add("--rounds", default.num_rounds, "steps of each plan in the comparison")
+    add("--layers", default.model.num_layers, "transformer layers")
+    add("--hidden", default.model.hidden, f"hidden size, a multiple of {default.model.num_heads}")
+    add("--seq-len", default.model.seq_len, "bytes per sample")
+    add("--batch-size", default.batch_size, "samples per step")
+    add("--devices", 8, "virtual CPU devices; 0: those at hand", count)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse the arguments, run, and print. The exit code is 1 if alpa_lite raises an error, which is printed."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(prog="alpa-lite demo", description="Plan, train and compare on this machine.")
+    add_options(parser)
+    parser.add_argument("--json", action="store_true", help="print the result as JSON, and everything else to stderr")
+    given = parser.parse_args(words)
+    if given.devices:
+        return run_module("alpa_lite.cli.demo", [*words, "--devices", "0"], virtual_environment(given.devices))
+    return ended("demo", lambda: _run(given))
+
+
+def _run(given: argparse.Namespace) -> int:
+    console = Screen(stderr=given.json, width=None if sys.stdout.isatty() else 120)
+    result = run(_config(given), console)
+    if given.json:
+        print(json.dumps(result.to_json()))
+    return 0
+
+
+def _config(given: argparse.Namespace) -> DemoConfig:
+    """Return the requested sizes. Raises `PlanError` for sizes that no model can have."""
+    try:
+        model = replace(GPT_SMALL, num_layers=given.layers, hidden=given.hidden, seq_len=given.seq_len)
+    except ValueError as error:
+        raise PlanError(str(error)) from error
+    return DemoConfig(model=model, batch_size=given.batch_size, num_steps=given.steps, num_rounds=given.rounds)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,218 @@
+"""The models of Alpa's evaluation with their clusters and batches, and two larger ones, as train steps to plan.
+
+Sizes: Zheng et al., OSDI 2022, and the suites of the benchmarks in alpa-projects/alpa, branch osdi22_artifact.
+Hosts are AWS p3.16xlarge; cases of fewer than eight devices have a part of one. The training:
+
+- GPT and MoE in float16 with an untied output projection, full recomputation, no dropout; GPT with Adam, MoE with
+  Adafactor, both on float32 copies of the weights. Every second layer has experts; each token visits two.
+- Wide-ResNet in float32 with SGD and momentum, with recomputation of the stem and all blocks. "13B" has depth 50 and
+  factor 32, as its measurements report its parameters; the suites also have another network of about this size.
+
+GPT-175B is the model of Brown et al. 2020 as Narayanan et al. 2021 train it, in bfloat16 and on A100s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+
+import alpa_lite as al
+from alpa_lite.cli.models.feed_forward import Experts
+from alpa_lite.cli.models.model_flops import resnet_flops, transformer_flops
+from alpa_lite.cli.models.optimizers import Transformation, adam, with_master_weights
+from alpa_lite.cli.models.resnet import ResNet
+from alpa_lite.cli.models.train import TrainState, TrainStep, init_state, make_train_step
+from alpa_lite.cli.models.transformer import Transformer
+from cost_models.cluster import Cluster
+
+Family = Literal["gpt", "moe", "wrn"]
+FAMILIES: tuple[Family, ...] = get_args(Family)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A model to train on a cluster.
+
+    Attributes:
+        id: family and size, such as "gpt-39B".
+        global_batch: samples per step.
+        published_parameters: number of parameters as the evaluation counts them (the embedding once); None if unknown.
+        num_microbatches: the result of Alpa's search, with which ours starts.
+    """
+
+    id: str
+    family: Family
+    model: Transformer | ResNet
+    num_devices: int
+    global_batch: int
+    num_microbatches: int
+    published_parameters: float | None = None
+    host: str = "p3.16xlarge"
+
+    @property
+    def cluster(self) -> Cluster:
+        """The cluster: whole hosts, or a part of one."""
+        host = al.cluster(self.host, num_hosts=1)
+        per_host = min(self.num_devices, host.devices_per_host)
+        return replace(host, devices_per_host=per_host, num_hosts=self.num_devices // per_host)
+
+    @property
+    def flops_per_step(self) -> float:
+        """FLOPs per step as the evaluation counts them (`alpa_lite.cli.models.model_flops`), recomputation included."""
+        if isinstance(self.model, ResNet):
+            return resnet_flops(self.model, self.global_batch)
+        return transformer_flops(self.model, self.global_batch)
+
+    @property
+    def parameters(self) -> int:
+        """Number of weights, counted as in `published_parameters`."""
+        count = self.model.parameter_count()
+        return count if isinstance(self.model, ResNet) else count - self.model.vocab_size * self.model.hidden
+
+    @property
+    def num_samples(self) -> int:
+        """The number that micro-batches must divide: sequences, images, or groups of sequences routed together."""
+        return self.global_batch // self._sequences_per_group
+
+    def tflops_per_device(self, seconds: float) -> float:
+        """Return the TFLOPS per device of a step that takes `seconds`."""
+        return self.flops_per_step / seconds / self.num_devices / 1e12
+
+    def train_step(self) -> TrainStep:
+        """Return a plain train step."""
+        if self._sequences_per_group == 1:
+            return make_train_step(self.model.loss_fn, self._optimizer())
+        loss_of_groups = jax.vmap(self.model.loss_fn, in_axes=(None, 0, None))
+        return make_train_step(lambda *arguments: jnp.mean(loss_of_groups(*arguments)), self._optimizer())
+
+    def arguments(self) -> tuple[TrainState, Mapping[str, jax.ShapeDtypeStruct]]:
+        """Return state and batch of the step as shapes; nothing is allocated.
+
+        Tokens of several sequences that are routed together are one sample: [groups, sequences, ...].
+        """
+        state = jax.eval_shape(lambda: init_state(self.model.init(jax.random.key(0)), self._optimizer()))
+        together = self._sequences_per_group
+        batch = self.model.batch_shapes(together)
+        if together == 1:
+            return state, self.model.batch_shapes(self.global_batch)
+        return state, {name: jax.ShapeDtypeStruct((self.num_samples, *x.shape), x.dtype) for name, x in batch.items()}
+
+    @property
+    def _sequences_per_group(self) -> int:
+        """The number of sequences whose tokens compete for the same slots of experts."""
+        if isinstance(self.model, ResNet) or self.model.experts is None:
+            return 1
+        return max(1, self.model.experts.group_size // self.model.seq_len)
+
+    def _optimizer(self) -> Transformation:
+        if self.family not in ("wrn", "moe"):
+            return adam(weight_decay=0.01, master_weights=True)
+        import optax  # the project runs without it
+
+        if self.family == "wrn":
+            return optax.sgd(0.1, momentum=0.9, nesterov=True)
+        return with_master_weights(optax.adafactor(1e-2))
+
+
+def gpt(hidden: int, layers: int, heads: int, *, seq_len: int = 1024, dtype: Any = jnp.float16) -> Transformer:
+    """Return a GPT of the evaluation."""
+    return Transformer(
+        vocab_size=51200,
+        num_layers=layers,
+        hidden=hidden,
+        num_heads=heads,
+        inner=4 * hidden,
+        seq_len=seq_len,
+        tied=False,
+        recompute="full",
+        dtype=dtype,
+        param_dtype=dtype,
+    )
+
+
+def moe(hidden: int, layers: int, experts: int) -> Transformer:
+    """Return a mixture of experts of the evaluation."""
+    like = gpt(hidden, layers, 16)
+    routed = Experts(num_experts=experts, top_k=2, group_size=2048, every=2)
+    return replace(like, vocab_size=32000, inner=8 * hidden, experts=routed)
+
+
+def wide_resnet(channels: int, width_factor: int) -> ResNet:
+    """Return a Wide-ResNet of 50 layers of the evaluation."""
+    return ResNet(channels=channels, width_factor=width_factor, num_classes=1024, norm_batch=1, recompute=True)
+
+
+#: Size: parameters in billions, devices, micro-batches of the published plan, model.
+_GPT = {
+    "350M": (0.355, 1, 512, gpt(1024, 24, 16)),
+    "760M": (0.759, 2, 128, gpt(1536, 24, 16)),
+    "1.3B": (1.313, 4, 128, gpt(2048, 24, 32)),
+    "2.6B": (2.649, 8, 128, gpt(2560, 32, 32)),
+    "6.7B": (6.654, 16, 64, gpt(4096, 32, 32)),
+    "15B": (15.364, 32, 128, gpt(5120, 48, 40)),
+    "39B": (39.079, 64, 1024, gpt(8192, 48, 64)),
+}
+_MOE = {
+    "380M": (0.384, 1, 512, moe(768, 8, 8)),
+    "690M": (0.686, 2, 32, moe(768, 8, 16)),
+    "1.3B": (1.347, 4, 32, moe(768, 16, 16)),
+    "2.4B": (2.383, 8, 32, moe(1024, 16, 16)),
+    "10B": (10.170, 16, 16, moe(1536, 16, 32)),
+    "27B": (26.648, 32, 128, moe(2048, 16, 48)),
+    "70B": (70.415, 64, 64, moe(2048, 32, 64)),
+}
+_WRN = {
+    "250M": (0.254, 1, 24, wide_resnet(160, 2)),
+    "500M": (0.495, 2, 24, wide_resnet(224, 2)),
+    "1B": (1.006, 4, 24, wide_resnet(320, 2)),
+    "2B": (1.965, 8, 24, wide_resnet(448, 2)),
+    "4B": (4.001, 16, 32, wide_resnet(640, 2)),
+    "6.8B": (6.728, 32, 32, wide_resnet(320, 16)),
+    "13B": (13.267, 64, 38, wide_resnet(320, 32)),
+}
+
+
+def _published() -> Iterator[Case]:
+    tables: Mapping[Family, Mapping[str, tuple[float, int, int, Transformer | ResNet]]]
+    tables = {"gpt": _GPT, "moe": _MOE, "wrn": _WRN}
+    for family, sizes in tables.items():
+        for size, (billions, devices, microbatches, model) in sizes.items():
+            batch = 1024 if family != "wrn" else 1520 if size == "13B" else 1536
+            yield Case(
+                id=f"{family}-{size}",
+                family=family,
+                model=model,
+                num_devices=devices,
+                global_batch=batch,
+                num_microbatches=microbatches,
+                published_parameters=1e9 * billions,
+            )
+
+
+#: The 21 models of the evaluation.
+PUBLISHED: tuple[Case, ...] = tuple(_published())
+#: Larger than what was measured.
+LARGER: tuple[Case, ...] = (
+    Case(
+        id="gpt-76B",
+        family="gpt",
+        model=gpt(10240, 60, 80),
+        num_devices=128,
+        global_batch=1024,
+        num_microbatches=512,
+    ),
+    Case(
+        id="gpt-175B",
+        family="gpt",
+        model=gpt(12288, 96, 96, seq_len=2048, dtype=jnp.bfloat16),
+        num_devices=1024,
+        global_batch=1536,
+        num_microbatches=192,
+        host="dgx-a100",
+    ),
+)
+CASES: Mapping[str, Case] = {case.id: case for case in (*PUBLISHED, *LARGER)}
