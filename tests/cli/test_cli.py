@@ -358,7 +358,7 @@ def test_programs_of_the_benchmarks_run_in_processes_of_their_own(monkeypatch, c
 
     monkeypatch.setattr(benchmark_commands, "run_module", fake)
     assert cli.main([name, "--steps", "5", "--json"]) == 3
-    assert calls == [(f"benchmarks.{name}", ["--steps", "5", "--json"])]
+    assert calls == [(f"alpa_lite.cli.{name}", ["--steps", "5", "--json"])]
     assert json.loads(capsys.readouterr().out) == {"schema": f"alpa-lite/{name}", "version": 1, "steps": 5}
 
 
