@@ -48,6 +48,9 @@ except ImportError:  # private: it may move
     _is_top_level: Any = None
 
 _OWN_FOLDER = str(Path(__file__).parent)
+_MODELS_FOLDER = os.path.join(_OWN_FOLDER, "cli", "models", "")
+"""The built-in models, whose lines are named like those of a user."""
+
 _NUMBERS_OF_FRAMES = (8, 100)
 """Numbers of traceback frames to read, in this order: most calls of libraries are no deeper than the first number."""
 
@@ -107,7 +110,7 @@ def source_line(eqn: Any) -> str:
     library.
     """
     line = printable(source_info_util.summarize(eqn.source_info))
-    if line.startswith(_OWN_FOLDER):
+    if _is_own(line):
         return ""
     if not in_a_library(line):
         return line
@@ -115,7 +118,7 @@ def source_line(eqn: Any) -> str:
     # alpa_lite and are not part of the step.
     for num_frames in _NUMBERS_OF_FRAMES:
         frames = reversed(source_info_util.summarize(eqn.source_info, num_frames=num_frames).split("\n"))
-        inner = itertools.takewhile(lambda frame: not frame.startswith(_OWN_FOLDER), frames)
+        inner = itertools.takewhile(lambda frame: not _is_own(frame), frames)
         caller = next((frame for frame in inner if not in_a_library(frame)), None)
         if caller is not None:
             return printable(caller)
@@ -138,12 +141,17 @@ def is_compiling(frame: FrameType | None) -> bool:
 
 def is_in_a_library(file: str) -> bool:
     """Return whether a source file belongs to an installed package, to alpa_lite or to Python itself."""
-    return in_a_library(file) or file.startswith((_OWN_FOLDER, _STANDARD_LIBRARY, "<frozen"))
+    return in_a_library(file) or _is_own(file) or file.startswith((_STANDARD_LIBRARY, "<frozen"))
 
 
 def in_a_library(line: str) -> bool:
     """Return whether a `file:line` belongs to an installed package, judged by the name of its folder."""
-    return "site-packages" in line or "dist-packages" in line
+    return ("site-packages" in line or "dist-packages" in line) and not line.startswith(_MODELS_FOLDER)
+
+
+def _is_own(line: str) -> bool:
+    """Return whether a `file:line` belongs to alpa_lite itself, without its models."""
+    return line.startswith(_OWN_FOLDER) and not line.startswith(_MODELS_FOLDER)
 
 
 def name_stack(eqn: Any) -> str:

@@ -215,7 +215,7 @@ _LIBRARY_FOLDERS = tuple(
     for folder in (
         *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
         # A checkout does not lie in the folders of installed packages.
-        *(Path(__file__).parents[2] / package for package in ("alpa_lite", "cost_models", "benchmarks")),
+        *(Path(__file__).parents[2] / package for package in ("alpa_lite", "cost_models")),
     )
 )
 _MAX_LINES = 6

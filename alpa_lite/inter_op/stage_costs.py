@@ -23,13 +23,16 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
+from alpa_lite.errors import PlanError
 from alpa_lite.inter_op.workers import Likely, Workers
 from alpa_lite.intra_op.formulate import Builders
 from alpa_lite.intra_op.placements import remap
 from alpa_lite.intra_op.problem import Status
 from alpa_lite.intra_op.shortage import Shortage, explain_shortage
 from alpa_lite.intra_op.solve import RELATIVE_GAP, StageSolution, in_two_parts, solve_stage
+from alpa_lite.intra_op.solvers.integer_program import IntegerProgram
 from alpa_lite.intra_op.solvers.portfolio import Portfolio
+from alpa_lite.intra_op.solvers.solver import TooLargeError
 from alpa_lite.intra_op.stage import NO_LAYOUT, GivenLayout, StageView
 from alpa_lite.intra_op.strategies import FREE_CHOICE, AxisRole, BatchSplit, Restriction
 from alpa_lite.intra_op.strategy_catalogue import Catalogue
@@ -161,6 +164,7 @@ class StageCosts:
     Attributes:
         seeks_peaks: whether to minimise the memory of a stage that does not fit, which takes longer than to see that it
             does not. Without it such solutions have an infinite `peak_bytes`.
+        solver: the solver of intra-op problems; None: the portfolio.
         cost_model_for: `cost_model_for(cluster)` is the cost model of a part of a cluster whose devices differ.
         pins: given specs of some inputs of the graph.
         outputs, keeps_gathered, layout: see `StageView`.
@@ -180,6 +184,7 @@ class StageCosts:
     seeks_peaks: bool = True
     relative_gap: float = RELATIVE_GAP
     time_limit_seconds: float = 60.0
+    solver: IntegerProgram | None = None
     cost_model_for: Callable[[Cluster], CostModel] | None = None
     pins: Mapping[int, Spec] = field(default_factory=dict[int, Spec])
     outputs: Mapping[int, Spec] = field(default_factory=dict[int, Spec])
@@ -238,13 +243,18 @@ class StageCosts:
 
     def solve(self, asked: Question) -> StageSolution:
         """Solve the stage of a question, whether or not it was solved before."""
-        return solve_stage(
-            self._builders(asked).of(self._view(asked.first, asked.last)),
-            limit_bytes=asked.limit_bytes if math.isfinite(asked.limit_bytes) else None,
-            in_flight=asked.in_flight,
-            solver=replace(self._solver, relative_gap=asked.gap),
-            time_limit_seconds=self.time_limit_seconds,
-        )
+        try:
+            return solve_stage(
+                self._builders(asked).of(self._view(asked.first, asked.last)),
+                limit_bytes=asked.limit_bytes if math.isfinite(asked.limit_bytes) else None,
+                in_flight=asked.in_flight,
+                solver=replace(self._solver, relative_gap=asked.gap),
+                time_limit_seconds=self.time_limit_seconds,
+            )
+        except TooLargeError as error:
+            raise PlanError(
+                f"A stage of layers {asked.first} to {asked.last} is too large for the solver asked for. {error}"
+            ) from error
 
     def question(
         self, place: StagePlace, *, in_flight: int = 1, limit_bytes: float | None = None, quick: bool = False
@@ -291,7 +301,9 @@ class StageCosts:
         return answer_among([s for costs in (self, *self.beside) for s in costs._solved.get(key, ())], asked)
 
     @property
-    def _solver(self) -> Portfolio:
+    def _solver(self) -> Portfolio | IntegerProgram:
+        if self.solver is not None:
+            return self.solver
         return Portfolio() if self.seeks_peaks else Portfolio(peak_seconds=0.0)
 
     def forget_unsolved(self) -> None:
@@ -388,6 +400,7 @@ _GIVEN = (
     "restriction",
     "seeks_peaks",
     "time_limit_seconds",
+    "solver",
     "pins",
     "outputs",
     "keeps_gathered",

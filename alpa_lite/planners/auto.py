@@ -27,6 +27,7 @@ from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.inter_op.space import Space
 from alpa_lite.inter_op.work_floor import least_seconds
 from alpa_lite.inter_op.workers import Workers, num_workers
+from alpa_lite.intra_op.solvers.integer_program import IntegerProgram, available_backends
 from alpa_lite.plan.plan import INTERRUPTED, Plan, SolverReport
 from alpa_lite.planners.manual import MANUAL_PLANNERS, ManualPlans
 from alpa_lite.planners.planner import Planner, renamed_options
@@ -64,6 +65,9 @@ class Auto(Planner):
         schedule: schedule of pipelines; None: the best of `SCHEDULES` and interleaved ones.
         measure_top: number of the best plans to run for a few steps on the devices of this process, to take the fastest
             of them; plans that fail there are left out. 0: take the plan that is predicted to be the fastest.
+        solver: the solver of the shardings of stages: "search" (the project's own), or "pulp", which hands the integer
+            program of Alpa's paper to HiGHS through PuLP, for small models; "pulp:NAME" takes another of PuLP's solvers
+            (`pulp.listSolvers(onlyAvailable=True)`).
         manual: manual plans that are priced too, unless stages, pins, remat or the schedule are restricted, which these
             plans would not obey. If one stage is asked for, only those with one stage are.
     """
@@ -79,6 +83,7 @@ class Auto(Planner):
     remat: Literal["auto", "none", "selective", "full"] = "auto"
     schedule: Schedule | None = None
     measure_top: int = 0
+    solver: str = "search"
     manual: tuple[Planner, ...] = field(default=MANUAL_PLANNERS)
 
     @property
@@ -144,6 +149,7 @@ class Auto(Planner):
             number = getattr(self, name)
             if number is not None and not (isinstance(number, Integral) and int(number) >= 1):
                 raise PlanError(f"{name}={number!r} was given; it must be an integer of at least 1, or None.")
+        self._integer_program()
         if self.measure_top < 0:
             raise PlanError(f"measure_top={self.measure_top} was given; it is a number of plans, or 0.")
         if self.intra_op_only and (self.inter_op_only or (self.pipeline or 1) > 1):
@@ -151,6 +157,18 @@ class Auto(Planner):
                 "intra_op_only=True means one stage, but several were asked for (inter_op_only or pipeline). Ask for "
                 "one of them."
             )
+
+    def _integer_program(self) -> IntegerProgram | None:
+        """Return the solver that the user chose; None for the project's own. Raises `PlanError` for an unknown one."""
+        kind, _, backend = self.solver.partition(":")
+        if self.solver == "search":
+            return None
+        if kind == "pulp" and (not backend or backend in available_backends()):
+            return IntegerProgram(backend=backend) if backend else IntegerProgram()
+        raise PlanError(
+            f'solver={self.solver!r} was given; it must be "search", "pulp" or one of '
+            f"{', '.join(f'pulp:{name}' for name in available_backends())}."
+        )
 
     @property
     def _restricted(self) -> bool:
@@ -221,6 +239,7 @@ class Auto(Planner):
                 pins=self.pins,
                 relative_gap=SEARCH_GAP,
                 time_limit_seconds=SEARCH_SECONDS,
+                solver=self._integer_program(),
             ),
             policies=tuple(Remat) if self.remat == "auto" else (Remat(self.remat),),
             num_stages=1 if self.intra_op_only else self.pipeline,

@@ -10,7 +10,9 @@ import jax.numpy as jnp
 import pytest
 
 import alpa_lite as al
+from alpa_lite.errors import PlanError
 from alpa_lite.inter_op.stage_costs import StageCosts, StagePlace
+from alpa_lite.intra_op.solvers.integer_program import IntegerProgram
 from alpa_lite.plan.progress import Progress
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh
 from alpa_lite.step.clustering import make_layers
@@ -43,6 +45,12 @@ def _costs(memory_bytes: float, solved: list[str]) -> StageCosts:
     return StageCosts(
         step=graph, layers=layers, cost_model=ComposedCostModel(cluster), progress=Progress(solved.append)
     )
+
+
+def test_a_stage_too_large_for_the_solver_asked_for_is_told() -> None:
+    costs = replace(_costs(1e9, []), solver=IntegerProgram(max_entries=10))
+    with pytest.raises(PlanError, match=r"A stage of layers 1 to 1 is too large .* The program has"):
+        costs.solution(StagePlace(1, 1, SUBMESH, MESH))
 
 
 @pytest.mark.parametrize("memory_bytes", [1e9, 1.2e6, 0.8e6, 0.5e6])

@@ -12,8 +12,11 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import alpa_lite as al
+from alpa_lite.cli.bench.targets import find_target
+from alpa_lite.errors import PlanError
 from alpa_lite.inter_op.joint.microbatch_counts import microbatch_numbers
 from alpa_lite.inter_op.plan_request import PlanRequest
+from alpa_lite.intra_op.solvers.integer_program import available_backends
 from alpa_lite.plan.progress import Progress
 from alpa_lite.planners import MANUAL_PLANNERS, Auto, Hybrid, Pipeline
 from alpa_lite.planners.planner import Planner
@@ -186,6 +189,27 @@ def test_an_interruption_keeps_the_best_so_far() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         _plan(Auto(), progress=at_once, on_interrupt="best")
+
+
+SMALL_MODELS = ("mlp-tiny", "cnn-tiny", "llama-tiny", "bert-tiny", "wrn-tiny", "unet-tiny", "alexnet-tiny")
+
+
+@pytest.mark.parametrize("backend", ["", *(f":{name}" for name in available_backends())])
+@pytest.mark.parametrize("name", SMALL_MODELS)
+def test_the_integer_program_of_the_paper_gives_the_same_objectives(name: str, backend: str) -> None:
+    target = find_target(name)
+    step = al.parallelize(target.step, cluster="p3.16xlarge", num_microbatches=1, cache=False)
+    seconds = [
+        step.trace(*target.arguments).plan(planner=Auto(solver=solver, manual=())).last_plan.prediction.step_seconds
+        for solver in ("search", f"pulp{backend}")
+    ]
+    assert seconds[1] == pytest.approx(seconds[0], rel=2e-3)  # the search stops within a tenth of a percent
+
+
+def test_other_solvers_are_told_which_there_are() -> None:
+    for solver in ("gurobi", "pulp:GUROBI_XYZ", "search:HiGHS"):
+        with pytest.raises(PlanError, match=rf"solver='{solver}' was given; it must be .*pulp:HiGHS"):
+            _plan(Auto(solver=solver))
 
 
 def test_the_search_says_how_far_it_is() -> None:

@@ -18,6 +18,7 @@ from alpa_lite.inter_op.pins import Pins, pinned_specs
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.inter_op.stage_costs import MeshKey, StageCosts
 from alpa_lite.intra_op.formulate import Builders
+from alpa_lite.intra_op.solvers.integer_program import IntegerProgram
 from alpa_lite.program.ir import MAX_TRIPS
 from alpa_lite.program.phases import Phase, StepGraph
 from alpa_lite.step.clustering import make_layers, subdivided
@@ -49,6 +50,7 @@ class StageCostCache:
     equal                 the quantity of which layers have equal shares
     relative_gap          relative gap to which stages are solved
     time_limit_seconds    time limit for solving a stage
+    solver                solver of stages; None: the portfolio
     """
 
     request: PlanRequest
@@ -58,6 +60,7 @@ class StageCostCache:
     pins: Pins
     relative_gap: float
     time_limit_seconds: float
+    solver: IntegerProgram | None = None
     _costs: dict[tuple[int, Cut, Remat], StageCosts] = field(default_factory=dict[tuple[int, Cut, Remat], StageCosts])
     _parts: dict[tuple[int, Cut], _Parts] = field(default_factory=dict[tuple[int, Cut], _Parts])
     _layers: dict[Cut, tuple[StepGraph, Layers]] = field(default_factory=dict[Cut, tuple[StepGraph, Layers]])
@@ -122,6 +125,7 @@ class StageCostCache:
             seeks_peaks=False,
             relative_gap=self.relative_gap,
             time_limit_seconds=self.time_limit_seconds,
+            solver=self.solver,
             cost_model_for=self.request.cost_model_for,
             pins=pinned_specs(step, self.pins),
             progress=self.request.progress,

@@ -1,5 +1,5 @@
 """The integer program of Alpa (Zheng et al., OSDI 2022, section 4.2) for the intra-op problem, in PuLP, solved by
-HiGHS.
+HiGHS or by any other solver that PuLP finds.
 
     s[v,i] in {0, 1}             node v takes strategy i                                   ``_add_nodes``
     e[uv,i,j] in [0, 1]          u takes i and v takes j: the product s[u,i] s[v,j]        ``_add_edge``
@@ -34,7 +34,7 @@ import numpy as np
 
 from alpa_lite.intra_op.memory_rows import MemoryRow, binding_times, maximal_rows, memory_rows
 from alpa_lite.intra_op.problem import Edge, FloatArray, Problem, Solution, Status, evaluate
-from alpa_lite.intra_op.solvers.solver import Control, Solver, no_solution, solution_of
+from alpa_lite.intra_op.solvers.solver import Control, Solver, TooLargeError, no_solution, solution_of
 
 if TYPE_CHECKING:
     # PuLP and HiGHS take 0.1 s to import, and few runs need this solver: the functions below import them.
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 _LARGEST_COST = 1e4
 _TOLERANCE = 1e-9
+_HIGHS = "HiGHS"
 
 Terms = dict["pulp.LpVariable", float]
 
@@ -241,6 +242,31 @@ def _run(model: _Model, solver: pulp.HiGHS) -> _PulpRun:
     )
 
 
+def _run_by(model: _Model, backend: str, seconds: float) -> _PulpRun:
+    """Solve with one of PuLP's solvers, of which PuLP tells whether the answer is optimal, but no bound."""
+    import pulp
+
+    program = model.program
+    objective = pulp.LpAffineExpression(model.objective)
+    program.setObjective(objective)
+    program.solve(pulp.getSolver(backend, msg=False, timeLimit=max(seconds, 0.01)))
+    optimal = program.sol_status == pulp.LpSolutionOptimal
+    found = optimal or program.sol_status == pulp.LpSolutionIntegerFeasible
+    return _PulpRun(
+        choices=_read_choices(model) if found else None,
+        infeasible=program.status == pulp.LpStatusInfeasible,
+        optimal=optimal,
+        bound=float(objective.value() or 0.0) if optimal else -math.inf,
+    )
+
+
+def available_backends() -> list[str]:
+    """Return PuLP's names of the solvers of integer programs that it finds on this machine."""
+    import pulp
+
+    return pulp.listSolvers(onlyAvailable=True)
+
+
 def _read_choices(model: _Model) -> tuple[int, ...]:
     # The values are 0 and 1 up to the tolerances of HiGHS.
     return tuple(max(variables, key=lambda i, of=variables: of[i].varValue or 0.0) for variables in model.nodes)
@@ -250,23 +276,25 @@ def _read_choices(model: _Model) -> tuple[int, ...]:
 class IntegerProgram(Solver):
     """Exact solver; slow beyond about 10^5 pairs of strategies, so simplify first (``Portfolio`` does).
 
-    ``relative_gap``: choices proven to be this close to the optimum are good enough. A program of more than
+    ``relative_gap``: choices proven to be this close to the optimum are good enough; solvers other than HiGHS go on to
+    the optimum. ``backend``: PuLP's name of the solver (see ``available_backends``). A program of more than
     ``max_entries`` terms is refused before any work: PuLP needs about a kilobyte and 10 microseconds for each, and
     cannot be stopped meanwhile.
     """
 
     relative_gap: float = 0.0
     max_entries: int = 1_000_000
+    backend: str = _HIGHS
 
     def solve(self, problem: Problem, *, time_limit_seconds: float = 60.0, control: Control | None = None) -> Solution:
         """Return the optimum (within ``relative_gap``) unless HiGHS reaches the time limit; the bound is HiGHS's dual
         bound.
 
-        Raises ValueError for a larger program than ``max_entries`` allows.
+        Raises TooLargeError for a larger program than ``max_entries`` allows.
         """
         started = time.perf_counter()
         if (entries := _num_entries(problem)) > self.max_entries:
-            raise ValueError(
+            raise TooLargeError(
                 f"The program has {entries:.3g} terms and IntegerProgram writes down at most {self.max_entries:.3g}; "
                 "use Portfolio or Highs, or raise max_entries."
             )
@@ -282,7 +310,7 @@ class IntegerProgram(Solver):
         bound = run.bound * model.scale + model.offset
         if run.choices is not None:
             # With a gap, HiGHS calls an answer optimal that lies within it.
-            proven = run.optimal and self.relative_gap == 0.0
+            proven = run.optimal and (self.relative_gap == 0.0 or self.backend != _HIGHS)
             return solution_of(problem, run.choices, bound=bound, started=started, solver=self.name, proven=proven)
         if not run.infeasible:
             return no_solution(status=Status.TIME_LIMIT, started=started, solver=self.name, bound=bound)
@@ -305,7 +333,10 @@ class IntegerProgram(Solver):
         limit = math.inf if problem.limit_bytes is None else problem.limit_bytes
         while True:
             left = deadline - time.perf_counter()
-            run = _run(model, _highs(left, self.relative_gap))
+            if self.backend == _HIGHS:
+                run = _run(model, _highs(left, self.relative_gap))
+            else:
+                run = _run_by(model, self.backend, left)
             overrun = [row for row in rows if run.choices is not None and row.total(run.choices) > limit]
             if run.choices is None or not overrun:
                 return run

@@ -97,6 +97,10 @@ def no_halt() -> NDArray[np.int64]:
     return np.zeros(1, dtype=np.int64)
 
 
+class TooLargeError(ValueError):
+    """A problem is larger than a solver takes."""
+
+
 class Solver(ABC):
     """Base class of solvers, which choose one strategy per node."""
 

@@ -5,7 +5,7 @@ import pytest
 
 from alpa_lite.intra_op.problem import Problem, Status, Usage
 from alpa_lite.intra_op.solvers import Elimination, Highs, IntegerProgram, Solver
-from alpa_lite.intra_op.solvers.integer_program import leanest_choices
+from alpa_lite.intra_op.solvers.integer_program import available_backends, leanest_choices
 from tests.intra_op.instances import frustrated, random_problem
 
 
@@ -43,3 +43,14 @@ def test_leanest_choices():
     assert choices is not None
     impossible = Problem.of(node_costs=(np.array([np.inf]),))
     assert leanest_choices(impossible, time_limit_seconds=1.0) is None
+
+
+@pytest.mark.parametrize("backend", available_backends())
+@pytest.mark.parametrize("seed", range(8))
+def test_every_solver_of_pulp_finds_the_optimum(backend: str, seed: int):
+    problem = random_problem(seed, num_nodes=6, num_usages=6 if seed % 2 else 0)
+    best, found = Highs().solve(problem), IntegerProgram(backend=backend).solve(problem)
+    assert found.status is best.status
+    if found.choices is not None:
+        assert found.cost == pytest.approx(best.cost, rel=1e-6)
+        assert found.bound <= best.cost * (1 + 1e-6)
