@@ -53,6 +53,7 @@ def assemble(
 ) -> Plan:
     """Return a `Plan` with its prediction, from solved stages; ``started``: when planning began (`perf_counter`)."""
     plans = tuple(_stage_plan(request, step, layers, stage) for stage in stages)
+    # A plan is as proven as its stages; those that differ make it feasible at best.
     statuses = {stage.solution.status.value for stage in stages}
     prediction = predict(request, step, layers, stages, schedule)
     bound = least_seconds(step, request.cluster, request.cost_model_for)
@@ -77,6 +78,7 @@ def assemble(
         opaque=opaque_uses(step),
         averaged=step.averaged,
         undivided=_undivided(request, step, layers, stages),
+        # Of the step as traced: recomputation is part of the plan, and not of the step that it is compared with.
         fingerprint=fingerprint(request.step_at(step.num_microbatches, step.loop_parts)),
     )
 
@@ -114,6 +116,7 @@ def _undivided(
 
 def opaque_uses(step: StepGraph) -> tuple[OpaqueUse, ...]:
     """Return the ops of a step that have no rule, grouped by primitive, the largest group first."""
+    # One line per primitive: a model may use an op without a rule in every layer.
     groups: dict[str, list[tuple[float, str]]] = {}
     for graph, op in opaque_ops(step.graph):
         size = float(sum(v.bytes for v in graph.results(op)))
@@ -194,6 +197,7 @@ def _predicted(
         serialized=request.cluster.shared_processor,
     )
     updates = [s.update_seconds + (0.0 if whole else launch) for s in solutions]
+    # Stages on the same devices hold their memory together, at the time when it is most.
     peaks = {
         stages[numbers[0]].submesh: device_peak({i: solutions[i] for i in numbers}, tasks[numbers[0] % len(tasks)])
         for numbers in together
@@ -210,6 +214,7 @@ def _predicted(
         + request.cluster.skew_seconds,
         compute_seconds=sum(s.compute_seconds for s in solutions),
         collective_seconds=sum(u.seconds * u.count for s in solutions for u in s.collectives),
+        # Activations go one way, and their gradients the other, which takes as long.
         transfer_seconds=len(passes_of(tasks[0])) * m * sum(transfers) + stacks.seconds,
         peak_bytes=tuple(max(peaks[stage.submesh], stacks.state_bytes[stage.submesh]) for stage in stages),
         flops_per_device=max(sum(solutions[i].flops for i in numbers) for numbers in together),

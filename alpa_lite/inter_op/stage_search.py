@@ -188,6 +188,7 @@ class StageSearch:
         The DP spreads it over the micro-batches; but one that is longer than those of the others comes after them.
         """
         self._shortest_refused = self.longest_update(found)
+        # Those that are not solved yet are left out once their update is known (`_solve`).
         self.seconds[self.solved & (self.update_seconds >= self._shortest_refused)] = np.inf
 
     def longest_update(self, found: StageChoice) -> float:
@@ -212,6 +213,7 @@ class StageSearch:
 
     def why_impossible(self) -> str:
         """Return a sentence that says why there are no such stages even with unlimited memory; empty if there are."""
+        # With stages that cost nothing and always fit, only their number and submeshes can be the obstacle.
         free = np.broadcast_to(np.where(self._possible, 0.0, np.inf)[..., None], self.seconds.shape)
         most = np.full(self.seconds.shape, self.num_layers)
         reason = self._best_of.why_impossible(free, most)
@@ -339,6 +341,7 @@ class StageSearch:
 
         It is 1 where fewer than `many` are known.
         """
+        # Guesses do not depend on the micro-batches in flight that a sharding leaves memory for.
         guessed = np.tile(self._guessed, len(self.held))
         looked_at = (self.solved | (self.least > 0)) & np.isfinite(self.seconds) & _has_work(guessed) & among
         ratio = np.divide(self.seconds, guessed, out=np.full(guessed.shape, np.inf), where=looked_at).min(axis=(0, 1))

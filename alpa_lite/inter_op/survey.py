@@ -256,6 +256,7 @@ class Survey:
         wanted = {layer: possible & (asked if kinds else self._promising(layer)) for layer in self._stands}
         taken = self._taken.setdefault(size, {})
         self._numbers[size] = costs.step.num_microbatches
+        # What lies between surveyed sizes changes with a new one.
         self._between.clear()
         for layer in wanted:
             here = np.where(possible & (asked if kinds else True), size, 0.0)

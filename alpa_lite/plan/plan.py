@@ -120,6 +120,7 @@ class Plan:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state that is pickled for files and other processes: all fields but the request."""
+        # A request holds functions that cannot be pickled.
         return {**self.__dict__, "request": None}
 
     def stage_of_layer(self, layer: int) -> int:
@@ -279,6 +280,7 @@ def fingerprint(step: StepGraph) -> str:
     """Return the digest of a step: its ops, shapes, dtypes, literals and phases, loop bodies included."""
     digest = hashlib.sha256()
     digest.update(_text_of(step.graph, {}))
+    # Names of arguments and source lines are left out: they do not change what is computed.
     digest.update(repr([p.value for p in step.phases]).encode())
     digest.update(repr((step.num_microbatches, step.batch_size, *(["averaged"] if step.averaged else []))).encode())
     return digest.hexdigest()

@@ -348,6 +348,7 @@ class Estimator:
 
     def _use(self, kind: str, buffer: float, axes: tuple[str, ...], op: Op | None, needs: Sequence[int]) -> int:
         """Append a collective that waits for the tasks `needs` and return its number."""
+        # Listed once per place in the code, and counted with the trips of all loops around it.
         seconds = self.pricer.collective_seconds(kind, buffer, axes)
         self.collectives.append(
             CollectiveUse(
@@ -377,6 +378,7 @@ class Estimator:
         price = self.pricer.price(graph, op, application.placement)
         self.compute_seconds += price.seconds * self.trips
         self.flops += price.flops * self.trips
+        # Backends that launch kernels one by one need host time for each, whatever runs on the device.
         self.calls += price.num_kernels * self.trips
         streams = self.pricer.cost_model.backend.overlap_products and application.rule.work_kind == "matmul"
         made = self._add(price.seconds, "compute", operands, streams=streams)

@@ -118,6 +118,7 @@ class Hybrid(Planner):
         # Without advice many plans are tried, some of which are far too large: this check needs no step in layers.
         if not request.advise:
             self._check_state(request, [mesh for _, mesh in places])
+        # Stages may have different numbers of devices: each micro-batch must be divided by all of them.
         microbatches = self.default_microbatches(request.batch_size, lcm(*(batch_ways(mesh) for _, mesh in places)))
         cut = self._cut(request, microbatches)
         schedule = schedule_for(cut.step, self.schedule)
@@ -132,6 +133,7 @@ class Hybrid(Planner):
             layers = subdivided(step, layers)
         traced_layers, per_stage = layers.of_op, layers.num_layers // self.num_stages
         remat = policies_of(step, layers, (Remat(self.remat),) * layers.num_layers)
+        # Stages that read values which other stages recompute could deadlock.
         step = read_originals_across(step, traced_layers)
         if remat:
             again = rematerialise(step, traced_layers, remat)
@@ -146,6 +148,7 @@ class Hybrid(Planner):
             layout=weights_layout(step, self.split, places[0][1].axis_sizes),
             progress=request.progress,
         )
+        # Chunks of one part share its memory, so that they are solved together.
         solved: dict[int, StageSolution] = {}
         # Fewer micro-batches in flight first: those solutions are the best for more, where they still fit.
         for part in reversed(range(self.pipeline)):
@@ -172,6 +175,7 @@ class Hybrid(Planner):
     def _check_state(self, request: PlanRequest, meshes: Sequence[LogicalMesh]) -> None:
         """Raise `InfeasibleError` if state alone is too large, before the step is cut into stages."""
         step, cluster = request.step_at(1, 0), request.cluster
+        # In a mixed cluster the largest memory: what does not even fit there fits nowhere.
         device = max((group.device for group in cluster.groups), key=lambda d: d.memory_bytes, default=cluster.device)
         # A lower bound: as if all state were split evenly over all axes that may split it.
         total = sum(step.graph.values[v].bytes for v in step.graph.inputs if step.batch_dims[v] is None)
@@ -203,6 +207,7 @@ class Hybrid(Planner):
             "model": AxisRole.TENSOR,
         }
         return Restriction(
+            # Axes that a mesh does not have are ignored.
             roles=roles,
             optimizer=BatchSplit.MUST if self.zero >= 1 else BatchSplit.NEVER,
             parameters=BatchSplit.MUST if self.zero >= 3 else BatchSplit.NEVER,
@@ -271,6 +276,7 @@ class Hybrid(Planner):
             "context": self.context,
             "model": self.model,
         }
+        # The order is that of the devices: the last axis lies over neighbours, where the links are the fastest.
         axes = {name: size for name, size in sizes.items() if size > 1} or {"data": 1}
         return LogicalMesh(axis_names=tuple(axes), shape=tuple(axes.values()))
 
@@ -326,6 +332,7 @@ class Hybrid(Planner):
         )
         if not request.advise:
             return sentence
+        # From here on plans are made to see what would fit; their own advice is switched off (`cheapest_fit`).
         changes = [*more_microbatches(self, request, microbatches)]
         if self.zero < 3:
             text = "splitting parameters and optimizer state over the data axis (al.planners.FSDP)"

@@ -68,6 +68,7 @@ def linear_groups(view: OpView, *groups: tuple[int, ...]) -> tuple[tuple[int, ..
     A literal is never a partial sum: a zero is removed from its group, and any other literal excludes the group.
     Integer sums wrap around, so integers that are converted to a wider type cannot be partial sums.
     """
+    # Partial results would have to be summed over devices in the dtype of the result.
     if not all(can_add(value) for value in view.results):
         return ()
     dtype = view.results[0].dtype
@@ -191,6 +192,7 @@ def bitcast(view: OpView) -> Rule:
     """Return an element-wise rule; if the widths differ, the narrower side has another minor dim, which is whole."""
     b = RuleBuilder()
     (operand,), (result,) = view.operands, view.results
+    # The dims of the side with fewer are common; a further minor dim holds the parts of one element.
     shared = b.factors(operand.shape[: min(operand.rank, result.rank)])
     operand_rest = b.factors(operand.shape[len(shared) :], FactorKind.REPLICATED)
     result_rest = b.factors(result.shape[len(shared) :], FactorKind.REPLICATED)

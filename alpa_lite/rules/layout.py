@@ -73,6 +73,7 @@ def reshape(view: OpView) -> Rule:
     """Return a rule with factors by greatest common divisors; those that are major in all their dims may be split."""
     b = RuleBuilder()
     operand, result = view.operands[0], view.results[0]
+    # `lax.reshape` may permute the dims of the operand first.
     order = ints(view.params.get("dimensions") or range(operand.rank))
     permuted, result_dims = common_factors(b, tuple(operand.shape[d] for d in order), result.shape)
     operand_dims: list[tuple[int, ...]] = [()] * operand.rank
@@ -177,6 +178,7 @@ def concatenate(view: OpView) -> Rule:
     joined: int = view.params["dimension" if view.primitive == "concatenate" else "axis"]
     b = RuleBuilder()
     shared = b.factors(view.operands[0].shape)
+    # Blocks of the parts are no blocks of the whole: data would cross devices.
     b.kinds[shared[joined][0]] = FactorKind.PERMUTATION
 
     def dims(shape: tuple[int, ...]) -> Dims:

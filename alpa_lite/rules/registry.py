@@ -112,6 +112,7 @@ class Rule:
     def major(self) -> frozenset[int]:
         """The factors that are the major factor of every dim that contains them: only these have contiguous blocks."""
         dims = [factors for tensor in (*self.operands, *self.results) for factors in tensor if len(factors) > 1]
+        # Factors of size 1 in front do not make a factor minor.
         after = (factors[i:] for factors in dims for i in range(1, len(factors)) if self.sizes[factors[i - 1]] > 1)
         return frozenset(range(len(self.sizes))).difference(*after)
 
@@ -125,6 +126,7 @@ class Rule:
             return False
         if not self.halos:
             return True
+        # A block smaller than its halo would need rows of the neighbour after next, too.
         blocks = ((h, prod(self.sizes[f] for f in self.operands[h.operand][h.dim]) // count) for h in self.halos)
         return all(h.factor != factor or max(h.before, h.after) <= rows for h, rows in blocks)
 
@@ -196,6 +198,7 @@ def register_rule(*primitives: str) -> Callable[[RuleFunction], RuleFunction]:
 
 def only_own_rules() -> bool:
     """Return True if all registered rules are part of alpa_lite, so that its source code determines them."""
+    # Rules of the user are functions of other packages, which a new process or a cache key would not know.
     own = __name__.partition(".")[0]
     return all(function.__module__.partition(".")[0] == own for function in _RULES.values())
 
@@ -229,6 +232,7 @@ def rule_of(view: OpView) -> Rule:
     Raises `RuleError` if the rule does not fit the shapes of the op.
     """
     found = rule_source(view.primitive)(view)
+    # The lengths are compared separately, so that a mismatch is reported and does not raise here.
     tensors = [*zip(view.operands, found.operands, strict=False), *zip(view.results, found.results, strict=False)]
     fits = len(found.operands) == len(view.operands) and len(found.results) == len(view.results)
     if not fits or any(_shape(dims, found.sizes) != value.shape for value, dims in tensors):

@@ -90,6 +90,7 @@ def validate(
                     " once, and nothing else."
                 )
     _check_passes(schedule_tasks)
+    # Raises for lists that deadlock.
     linearize(schedule_tasks)
     for stage, most in enumerate(in_flight):
         held = peak_in_flight([t for t in schedule_tasks[stage % len(schedule_tasks)] if t.stage == stage])
@@ -176,6 +177,7 @@ def simulate(
     makespan = max((span.end_seconds for span in spans), default=0.0)
     busy = sum(span.end_seconds - span.start_seconds for span in spans)
     available = makespan * (1 if serialized else len(tasks_per_processor))
+    # Rounding may make the sum of the tasks a little longer than the step.
     idle = max(available - busy, 0.0)
     return Timeline(
         makespan_seconds=makespan,
@@ -287,6 +289,7 @@ def _run(
             Span(stage=task.stage, microbatch=task.microbatch, kind=task.kind, start_seconds=start, end_seconds=end)
         )
         waiting.add(number)
+        # The list itself, and those of the neighbouring stages, which lie on neighbouring processors.
         changed = {(number + step) % len(queues) for step in (-1, 0, 1)}
     return tuple(spans)
 

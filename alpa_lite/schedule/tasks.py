@@ -106,6 +106,7 @@ def peak_held(tasks: Sequence[Task], sizes: Sequence[float], handed: Sequence[fl
     as `sizes`). The result has the unit of `sizes`.
     """
     rest = handed or sizes
+    # Without a backward pass nothing is stored after the forward.
     ends = {stage for stage, kinds in kinds_of(tasks).items() if any(kind.is_last for kind in kinds)}
     changes: list[float] = []
     for task in tasks:

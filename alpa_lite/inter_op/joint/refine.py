@@ -160,6 +160,7 @@ def _in_chunks(request: PlanRequest, plain: Found, best: Found, steps: StageCost
         if bubble <= BUBBLE or last.seconds * (1 - bubble / 2) >= best.seconds:
             break
         dealt_out = interleaved(request, plain, steps, chunks)
+        # More chunks send more often and hold more memory: if these are no better, neither are more.
         if dealt_out is None or dealt_out.seconds >= best.seconds:
             break
         best = last = dealt_out
@@ -168,6 +169,7 @@ def _in_chunks(request: PlanRequest, plain: Found, best: Found, steps: StageCost
 
 def polished(request: PlanRequest, found: Found) -> Found:
     """Solve stages again to a smaller gap, and keep the results that are faster; stacked arguments keep their form."""
+    # Otherwise equally good forms could appear that stages do not share, and rows would move between steps.
     pins = {v: spec for stage in found.stages for v, spec in forms_given(found.costs, stage).items()}
     costs = found.costs.with_pins({**found.costs.pins, **pins})
     gap, seconds = (ALONE_GAP, ALONE_SECONDS) if len(found.stages) == 1 else (RELATIVE_GAP, POLISH_SECONDS)
@@ -268,6 +270,7 @@ def interleaved(request: PlanRequest, found: Found, steps: StageCostCache, num_c
         return None
     tasks = schedule.tasks(chunks, costs.step.num_microbatches)
     solved: dict[int, StageSolution] = {}
+    # The last part first: it has the fewest micro-batches in flight, and its solutions serve those before it.
     for part in reversed(range(parts)):
 
         def solve(
@@ -307,6 +310,7 @@ def agreeing(costs: StageCosts, stages: Sequence[PlacedStage], schedule: Schedul
         return
     held = [schedule.in_flight(i, len(stages), costs.step.num_microbatches) for i in range(len(stages))]
     forms = [_forms(costs, stage) for stage in stages]
+    # Each form that some stage has chosen is a candidate for all.
     for model in dict.fromkeys(tuple(sorted(form.items())) for form in forms):
         wanted = dict(model)
         pins = {v: wanted[leaf] for stage in stages for leaf, v in _rows(costs, stage) if leaf in wanted}

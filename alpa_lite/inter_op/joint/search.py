@@ -114,10 +114,12 @@ class JointSearch:
         progress.expect("stages", 0)
         if found:
             with progress.during("refine", "refine"):
+                # Interleaving changes schedule and number of stages, which the user may have fixed.
                 dealt_out = len(self.schedules) > 1 and self.num_stages is None
                 yield self._plan(refined(self.request, found, self.steps, self.schedules, dealt_out=dealt_out))
         elif not fitting:
             number = max(guesses)
+            # Nothing fits: either no stages of this kind exist at all, or memory is short.
             impossible = self._search_for(self.schedules[0], number, survey, "more shared").why_impossible()
             self.problems.append(PlanError(impossible) if impossible else InfeasibleError(self._infeasible(number)))
 
@@ -285,6 +287,7 @@ class JointSearch:
         """
         first = self._search_for(self.schedules[0], number, survey, beyond)
         found = [first]
+        # On mixed clusters both kinds of stages are searched: equal ones move no rows.
         if self.steps.known.has_rows and not first.all_equal:
             found.insert(0, self._search_for(self.schedules[0], number, survey, beyond, all_equal=True))
         # The second schedule hides transfers at the cost of memory: it is searched if the transfers are long enough.

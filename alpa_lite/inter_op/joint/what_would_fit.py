@@ -45,6 +45,7 @@ def more_microbatches(planner: MakesPlans, request: PlanRequest, tried: int) -> 
     """Yield the same planner with more micro-batches than `tried`."""
     size = request.batch_size or 1
     larger = [m for m in range(tried + 1, size + 1) if size % m == 0]
+    # Evenly spread over the divisors, with the smallest and the largest.
     steps = sorted({larger[i * (len(larger) - 1) // (MAX_TRIES - 1)] for i in range(MAX_TRIES)}) if larger else []
     for m in steps:
         yield Remedy(text=f"num_microbatches={m}", planner=planner, request=replace(request, num_microbatches=m))
@@ -68,6 +69,7 @@ def cheapest_fit(without_hardware: Sequence[Remedy], with_hardware: Iterator[Rem
     if fits:
         seconds, text = min(fits)
         return f"The cheapest change that fits: {text}, predicted {show_seconds(seconds)} per step."
+    # One after the other, from the fewest hosts on: the first that fits is the answer.
     for change in with_hardware:
         seconds = _predicted(change)
         if seconds is not None:
@@ -77,6 +79,7 @@ def cheapest_fit(without_hardware: Sequence[Remedy], with_hardware: Iterator[Rem
 
 def _predicted(change: Remedy) -> float | None:
     try:
+        # Without advice of its own, which would try changes of the changes.
         return change.planner.plan(replace(change.request, advise=False)).prediction.step_seconds
     except AlpaLiteError:
         return None
@@ -116,6 +119,7 @@ def tightest_stage(steps: StageCostCache, space: Space, number: int, profiles: C
                 f"which needs at least {show_bytes(tight.peak_bytes)} per device of {request.cluster.name} at "
                 f"num_microbatches={number}; {device.name} has {show_bytes(device.memory_bytes)}. {why}"
             ).rstrip()
+    # Each layer fits alone, so that the sum over all layers is the obstacle.
     least = min(profiles, key=lambda profile: profile.saved_bytes.sum())
     needed = _needed_by_all(request, least, number)
     return f"No plan fits into memory at num_microbatches={number}, though each layer does by itself: {needed}"
