@@ -120,6 +120,7 @@ class Cluster:
             raise ClusterError(
                 f"Cluster.device_share is {self.device_share!r}, but a part above 0, up to 1, is needed."
             )
+        # JSON gives a list, with which a cluster could not be hashed.
         object.__setattr__(self, "algorithms", tuple(self.algorithms))
         unknown = sorted(set(self.algorithms) - set(ALGORITHMS))
         if unknown or not self.algorithms:

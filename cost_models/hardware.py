@@ -127,6 +127,7 @@ class Device:
         if isinstance(given, (int, float)):
             return dict.fromkeys(self.peaks, float(given))
         stated = dict(given)
+        # The lowest stated efficiency is the cautious guess for a dtype that was not measured.
         return {dtype: stated.get(dtype, min(stated.values())) for dtype in self.peaks}
 
     def format(self, dtype: str, *, matrix: bool = True) -> str:

@@ -102,6 +102,8 @@ def layer_activation_bytes(
     tokens = float(seq_len * batch * hidden)
     if recompute == "full":
         return 2 * tokens
+    # 10 of the 34 bytes belong to values outside the products (norms, dropout), which tensor parallelism does not
+    # split.
     shared = num_tensor_parallel if sequence_parallel else 1
     core = 0.0 if recompute == "selective" else 5 * num_heads * seq_len / hidden
     return tokens * (10 / shared + (24 + core) / num_tensor_parallel)

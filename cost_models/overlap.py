@@ -95,6 +95,7 @@ def without_first(tasks: Sequence[StreamTask]) -> Postponed:
     """Remove collectives that depend on no kernel: they may overlap with work before these tasks."""
     free = set[int]()
     for i, task in enumerate(tasks):
+        # Tasks of 0 seconds stand for inputs, which are there before the first kernel.
         if set(task.needs) <= free and (task.stream == "communication" or not task.seconds):
             free.add(i)
     return _without(tasks, free)

@@ -40,7 +40,7 @@ GB/s of bus bandwidth (NVIDIA/nccl-tests issue 347), 0.85 of what their all_gath
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import log2
@@ -49,7 +49,7 @@ from cost_models import traffic
 from cost_models.cluster import Cluster
 from cost_models.errors import CostModelError
 from cost_models.link import Link, moving_seconds
-from cost_models.traffic import Traffic
+from cost_models.traffic import Algorithm, Traffic
 from cost_models.work import CollectiveKind, Group
 
 
@@ -110,6 +110,7 @@ def levels_of(group: Group, cluster: Cluster, *, all_to_all: bool = False) -> tu
     num_units = -(-group.num_devices // per_domain)
     name = "between domains" if cluster.hosts_per_domain > 1 else "between hosts"
     found.append(_between(group, cluster, cluster.inter_host, hosts_in_domain, num_units, num_units, name))
+    # A level on which nothing is sent has no part in a scheme.
     return tuple(level for level in found if level.num_members > 1)
 
 
@@ -171,10 +172,8 @@ def _check_fits(group: Group, cluster: Cluster) -> None:
 TREE_CHAIN_PASSES = 4.0
 IN_NETWORK_EFFICIENCY = 0.85
 
-_Algorithm = Callable[[float, int], Traffic]
-
 #: What runs on one level, by the name of the algorithm that a library must have for it.
-ON_ONE_LEVEL: Mapping[CollectiveKind, Mapping[str, _Algorithm]] = {
+ON_ONE_LEVEL: Mapping[CollectiveKind, Mapping[str, Algorithm]] = {
     "all_reduce": {
         "ring": traffic.ring_all_reduce,
         "halving_doubling": traffic.halving_doubling_all_reduce,
@@ -316,6 +315,7 @@ def _ring(kind: CollectiveKind, bytes: float, levels: Sequence[Level]) -> Scheme
 
 
 def _spans_hosts(levels: Sequence[Level]) -> bool:
+    # A domain without a link of its own is one level that spans several hosts.
     return len(levels) > 1 or levels[0].num_members > levels[0].members_per_host
 
 

@@ -148,6 +148,7 @@ class _Budget:
 
     @property
     def solve(self) -> Solve:
+        # Even without time left, a solver needs some to answer at all.
         return lambda problem, seconds: self.solver.solve(problem, time_limit_seconds=max(seconds, 0.05))
 
     def best(self, problem: Problem, limit_bytes: float | None, *, share: float) -> Solution:

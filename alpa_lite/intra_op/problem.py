@@ -69,6 +69,7 @@ class Ragged:
         return self.values[self.starts[index] : self.starts[index + 1]]
 
     def __iter__(self) -> Iterator[FloatArray]:
+        # Slicing by Python integers is faster than by NumPy's.
         starts = self.starts.tolist()
         for first, last in itertools.pairwise(starts):
             yield self.values[first:last]
@@ -195,6 +196,7 @@ class Problem:
         empty = np.flatnonzero(self.node_costs.sizes == 0)
         if empty.size:
             raise ValueError(_bad_node(int(empty[0]), (0,)))
+        # Minus infinity would outweigh a forbidden choice, or give NaN together with it.
         bad = _first_bad(self.node_costs, np.isnan(self.node_costs.values) | np.isneginf(self.node_costs.values))
         if bad is not None:
             raise ValueError(_bad_cost(f"Node {bad}"))

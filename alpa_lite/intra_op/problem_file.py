@@ -63,8 +63,10 @@ def read_problem(path: str | Path) -> Problem:
             return _problem_of(_load(path))
     except OSError as error:
         raise ProblemFileError(f"{path} cannot be read: {error.strerror or error}.") from error
+    # Before ValueError, of which it is a kind.
     except json.JSONDecodeError as error:
         raise ProblemFileError(f"{path} is not JSON: {error}.") from error
+    # Raised for compressed files that are cut off or damaged, and for JSON that nests too deep.
     except (EOFError, zlib.error, RecursionError) as error:
         raise ProblemFileError(f"{path} cannot be read: it is cut off, damaged or no problem ({error}).") from error
     except (KeyError, TypeError, OverflowError) as error:

@@ -209,6 +209,7 @@ class Workspace:
 
     def _set_edge(self, source: int, target: int, costs: FloatArray) -> None:
         self.edges[source][target] = costs
+        # A view, which is safe because matrices are replaced and never written to.
         self.edges[target][source] = costs.T
         self.changed_edges[min(source, target), max(source, target)] = None
 

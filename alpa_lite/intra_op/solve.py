@@ -234,6 +234,7 @@ def drive(
 
 def _keep_gathered(walk: Walk[int], view: StageView, pricer: Pricer, choice: Choice) -> None:
     """Add the specs in which the forward pass has gathered parameters to the arrays of a backward task."""
+    # Only the specs are of interest here: the estimator of this walk is discarded.
     forward = Walk(view.graph, choice.ops, pricer.sizes, Estimator(pricer, stage=0, phase="forward", runs=1))
     run = _invariant_needs(view, mine := [o for o in view.ops if view.step.phases[o] is Phase.FORWARD]).union(mine)
     _enter(forward, view, choice, Phase.FORWARD, run)
@@ -269,6 +270,7 @@ def _leave(walk: Walk[int], view: StageView, choice: Choice, phase: Phase, run: 
     graph = view.graph
     for v, spec in view.outputs.items():
         made = graph.producer[v] in run
+        # A sum is returned by the update, any other value by the task that makes it.
         if (phase is Phase.UPDATE) if v in choice.accumulators else made:
             walk.get(v, spec)
     if phase.in_loop:
@@ -293,6 +295,7 @@ def _invariant_needs(view: StageView, ops: Iterable[int]) -> frozenset[int]:
     for op_id in ops:
         needed.update(graph.ops[op_id].operands)
     found: set[int] = set()
+    # Backwards, since repeated ops may read the results of other repeated ops.
     for op_id in reversed(view.ops):
         op = graph.ops[op_id]
         if needed.isdisjoint(op.results):
@@ -300,6 +303,7 @@ def _invariant_needs(view: StageView, ops: Iterable[int]) -> frozenset[int]:
         if phases[op_id] is Phase.INVARIANT:
             found.add(op_id)
             needed.update(op.operands)
+        # The walk makes free values by itself, from operands that the task must have.
         elif not free.isdisjoint(op.results):
             needed.update(op.operands)
     return frozenset(found)

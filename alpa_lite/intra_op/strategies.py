@@ -214,6 +214,7 @@ def _loop_choices(
     contracts_batch = bool(batch_factors) and rule.work_kind != "elementwise"
     match role:
         case AxisRole.BATCH | AxisRole.REPLICA:
+            # An axis that divides no batch factor stays unused.
             return batch or [None]
         case AxisRole.TENSOR if contracts_batch and (tensor := _tensor_factors(rule, batch_factors)).intersection(fits):
             return [f for f in fits if f in tensor]

@@ -18,7 +18,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from alpa_lite.intra_op.interning import FloatArray, Numbering, frozen
+from alpa_lite.intra_op.interning import Numbering, frozen
+from alpa_lite.intra_op.problem import FloatArray
 from alpa_lite.intra_op.strategies import (
     AxisRole,
     BatchSplit,
@@ -186,6 +187,7 @@ class Catalogue:
         found = self._ways.get(key)
         if found is None:
             numbers: dict[Spec, int] = {}
+            # Strategies of the followed node often share a spec: each distinct one is followed and priced once.
             place = [numbers.setdefault(spec, len(numbers)) for spec in specs]
             different = [self._followed(graph, op, layout, main, spec, keep_partial) for spec in numbers]
             followed = [different[i] for i in place]

@@ -33,8 +33,8 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
-from alpa_lite.lower.local.block import block_index
-from alpa_lite.lower.local.run_local import LocalOp, bind_local
+from alpa_lite.lower.local.block import LocalOp, block_index
+from alpa_lite.lower.local.run_local import bind_local
 from alpa_lite.lower.slices import Port, TaskSpec, run_parts
 from alpa_lite.lower.waiting import Gathered, once_there
 from alpa_lite.plan.plan import OpPlacement
@@ -383,6 +383,7 @@ def emit_task(
         for port, array in zip(task.inputs, arrays, strict=False):
             walk.put(port.value, port.spec, array[0] if port.spec.partial else array)
         for number, _ in enumerate(run_parts(walk, task, step)):
+            # Set before the phase runs, since `run_parts` yields a phase when it is about to begin.
             machine.part = number
         results = [walk.get(port.value, port.spec) for port in outs]
         if accumulate:

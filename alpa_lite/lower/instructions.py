@@ -134,6 +134,7 @@ class _ProgramBuilder:
 
     def build(self) -> Program:
         loop = [t for t in self.tasks if t.kind not in ("update", "step")]
+        # With one micro-batch there is nothing to add up: tasks return their sums as outputs.
         if self.batched:
             for number, task in enumerate(self.tasks):
                 if task.sums:

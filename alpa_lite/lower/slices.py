@@ -89,6 +89,7 @@ class Slicer:
         for v in self.graph.outputs:
             if self._is_sum(v) and not self.whole:
                 members.setdefault(OpPlace(stage=self._stage_of_value(v), kind="update"), [])
+            # Any stage could return a value that all can compute: the first one does.
             elif self._is_invariant(v):
                 members.setdefault(OpPlace(stage=0, kind="step" if self.whole else "update"), [])
         return tuple(self._task(place, members[place]) for place in sorted(members, key=lambda place: place.order))

@@ -29,7 +29,7 @@ from alpa_lite.inter_op.work_floor import least_seconds
 from alpa_lite.inter_op.workers import Workers, num_workers
 from alpa_lite.plan.plan import INTERRUPTED, Plan, SolverReport
 from alpa_lite.planners.manual import MANUAL_PLANNERS, ManualPlans
-from alpa_lite.planners.planner import Planner
+from alpa_lite.planners.planner import Planner, renamed_options
 from alpa_lite.program.collector import rare_collection
 from alpa_lite.schedule import EagerOneFOneB, GPipe, OneFOneB, Schedule, ZeroBubbleH1
 from alpa_lite.step.recomputation import Remat
@@ -43,6 +43,7 @@ PROVEN_GAP = 0.005
 """A plan this close to its lower bound is called optimal: prices are not better than that."""
 
 
+@renamed_options(num_stages="pipeline")
 @dataclass(frozen=True, kw_only=True)
 class Auto(Planner):
     """The automatic search, and restrictions of it.
@@ -50,7 +51,7 @@ class Auto(Planner):
     Attributes:
         num_layers: number of layers, of which stages consist; None: by the model.
         layers: the quantity that layers share equally: "flops", "operators", or the "loops" as they are written.
-        num_stages: number of stages; None: the best number.
+        pipeline: number of stages; None: the best number.
         equal: the quantities that stages have equally many of: "layers", "devices", both or neither.
         intra_op_only: one stage on all devices.
         inter_op_only: every stage on one device.
@@ -69,7 +70,7 @@ class Auto(Planner):
 
     num_layers: int | None = None
     layers: Literal["flops", "operators", "loops"] = "flops"
-    num_stages: int | None = None
+    pipeline: int | None = None
     equal: tuple[Literal["layers", "devices"], ...] = ()
     intra_op_only: bool = False
     inter_op_only: bool = False
@@ -141,27 +142,27 @@ class Auto(Planner):
                 f"The search gives each stage devices of its own, but {self.schedule} runs"
                 f" {self.schedule.stages_per_processor} stages on each. Use it in al.planners.Hybrid."
             )
-        for name in ("num_layers", "num_stages"):
+        for name in ("num_layers", "pipeline"):
             number = getattr(self, name)
             if number is not None and not (isinstance(number, Integral) and int(number) >= 1):
                 raise PlanError(f"{name}={number!r} was given; it must be an integer of at least 1, or None.")
         if self.measure_top < 0:
             raise PlanError(f"measure_top={self.measure_top} was given; it is a number of plans, or 0.")
-        if self.intra_op_only and (self.inter_op_only or (self.num_stages or 1) > 1):
+        if self.intra_op_only and (self.inter_op_only or (self.pipeline or 1) > 1):
             raise PlanError(
-                "intra_op_only=True means one stage, but several were asked for (inter_op_only or num_stages). Ask for "
+                "intra_op_only=True means one stage, but several were asked for (inter_op_only or pipeline). Ask for "
                 "one of them."
             )
 
     @property
     def _restricted(self) -> bool:
         """Whether manual plans might not obey the options. They recompute nothing, so that they obey `remat="none"`."""
-        stages = self.inter_op_only or (self.num_stages or 1) > 1 or self.equal
+        stages = self.inter_op_only or (self.pipeline or 1) > 1 or self.equal
         return bool(stages or self.pins or self.schedule or self.remat not in ("auto", "none"))
 
     def _allows(self, plan: Plan) -> bool:
         """Return True unless one stage was asked for and a manual plan has several."""
-        return len(plan.stages) == 1 or not (self.intra_op_only or self.num_stages == 1)
+        return len(plan.stages) == 1 or not (self.intra_op_only or self.pipeline == 1)
 
     def _best(self, request: PlanRequest, plans: Sequence[Plan]) -> Plan:
         """Return the plan that is predicted to be the fastest, or the fastest of the best when they are run."""
@@ -206,7 +207,7 @@ class Auto(Planner):
         if self.intra_op_only or self.inter_op_only:
             space = space.only(request.cluster.num_devices if self.intra_op_only else 1)
         # If the number, devices or layers of stages are given, some stages may have little to do in every plan.
-        given = self.inter_op_only or self.num_stages or self.layers != "flops" or "layers" in self.equal
+        given = self.inter_op_only or self.pipeline or self.layers != "flops" or "layers" in self.equal
         space = replace(self._with_pinned_axes(space), fair=not given)
         schedules = (self.schedule,) if self.schedule else SCHEDULES
         return JointSearch(
@@ -218,13 +219,13 @@ class Auto(Planner):
                 request=request,
                 num_layers=self.num_layers,
                 equal=self.layers,
-                stages=[self.num_stages] if self.num_stages else space.equal_stages,
+                stages=[self.pipeline] if self.pipeline else space.equal_stages,
                 pins=self.pins,
                 relative_gap=SEARCH_GAP,
                 time_limit_seconds=SEARCH_SECONDS,
             ),
             policies=tuple(Remat) if self.remat == "auto" else (Remat(self.remat),),
-            num_stages=1 if self.intra_op_only else self.num_stages,
+            num_stages=1 if self.intra_op_only else self.pipeline,
             equal=self.equal,
             problems=problems,
         )

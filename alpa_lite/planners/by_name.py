@@ -73,6 +73,7 @@ def planner_by_name(name: str, options: Sequence[str]) -> Planner:
     values: dict[str, Any] = {}
     for option in options:
         key, _, text = option.partition("=")
+        key = planner.old_options.get(key, key)
         fitting = [value for value in _readings(text) if key in known and _fits(value, hints[key])]
         if not fitting and key in known:
             raise PlanError(f"{option!r} was given to {name!r}, but {key} {_wanted(hints[key])}.")

@@ -14,10 +14,11 @@ from dataclasses import dataclass, field, replace
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.plan.plan import Plan
 from alpa_lite.planners.hybrid import Hybrid
-from alpa_lite.planners.planner import Planner
+from alpa_lite.planners.planner import Planner, renamed_options
 from alpa_lite.schedule import OneFOneB, Schedule
 
 
+@renamed_options(model="tensor")
 @dataclass(frozen=True, kw_only=True)
 class DeepSpeed3D(Planner):
     """Pipeline × data × tensor parallelism, with ZeRO over the data axis.
@@ -25,14 +26,14 @@ class DeepSpeed3D(Planner):
     Attributes:
         pipeline: number of stages.
         data: replicas of each stage; None: as many as the others leave devices for.
-        model: devices of a replica that share each layer.
+        tensor: devices of a replica that share each layer.
         zero: the parts of the state that are split over the replicas, as in `Hybrid`.
         schedule: schedule of the pipeline.
     """
 
     pipeline: int = 1
     data: int | None = None
-    model: int = 1
+    tensor: int = 1
     zero: int = 1
     schedule: Schedule = field(default_factory=OneFOneB)
 
@@ -43,7 +44,9 @@ class DeepSpeed3D(Planner):
 
     @property
     def _hybrid(self) -> Hybrid:
-        return Hybrid(pipeline=self.pipeline, data=self.data, model=self.model, zero=self.zero, schedule=self.schedule)
+        return Hybrid(
+            pipeline=self.pipeline, data=self.data, tensor=self.tensor, zero=self.zero, schedule=self.schedule
+        )
 
     def plan(self, request: PlanRequest) -> Plan:
         """Return the plan. Raises `PlanError` if the degrees do not divide the cluster."""

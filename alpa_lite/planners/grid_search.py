@@ -21,7 +21,7 @@ from alpa_lite.inter_op.assembly import with_microbatches
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.plan.plan import Plan
 from alpa_lite.planners.hybrid import Hybrid
-from alpa_lite.planners.planner import Planner
+from alpa_lite.planners.planner import Planner, renamed_options
 from alpa_lite.schedule import OneFOneB, Schedule
 
 
@@ -30,16 +30,18 @@ class Degrees(NamedTuple):
 
     pipeline: int
     data: int
-    model: int
+    tensor: int
 
 
-def factorisations(num_devices: int, *, max_pipeline: int | None = None, max_model: int | None = None) -> list[Degrees]:
+def factorisations(
+    num_devices: int, *, max_pipeline: int | None = None, max_tensor: int | None = None
+) -> list[Degrees]:
     """Return all degrees whose product is `num_devices`, with pipeline and tensor degrees up to the given limits."""
     return [
-        Degrees(pipeline=pipeline, data=num_devices // pipeline // model, model=model)
+        Degrees(pipeline=pipeline, data=num_devices // pipeline // model, tensor=model)
         for pipeline in divisors(num_devices)
         for model in divisors(num_devices // pipeline)
-        if pipeline <= (max_pipeline or num_devices) and model <= (max_model or num_devices)
+        if pipeline <= (max_pipeline or num_devices) and model <= (max_tensor or num_devices)
     ]
 
 
@@ -59,20 +61,21 @@ def divisors(number: int) -> list[int]:
     return [i for i in range(1, number + 1) if number % i == 0]
 
 
+@renamed_options(max_model="max_tensor")
 @dataclass(frozen=True, kw_only=True)
 class GridSearch(Planner):
     """The fastest of all factorisations, as `Hybrid`s.
 
     Attributes:
         max_pipeline: the largest number of stages to try; None: the number of devices.
-        max_model: the largest degree of tensor parallelism to try; None: the devices of a host.
+        max_tensor: the largest degree of tensor parallelism to try; None: the devices of a host.
         zero: the parts of the state that are split, as in `Hybrid`.
         schedule: schedule of pipelines.
         largest_microbatch: the largest number of samples per replica and micro-batch to try.
     """
 
     max_pipeline: int | None = None
-    max_model: int | None = None
+    max_tensor: int | None = None
     zero: int = 0
     schedule: Schedule = field(default_factory=OneFOneB)
     largest_microbatch: int = 64
@@ -91,8 +94,8 @@ class GridSearch(Planner):
         found, failed = list[Plan](), dict[str, AlpaLiteError]()
         quiet = replace(request, advise=False)
         cluster = request.cluster
-        most = self.max_model or cluster.devices_per_host
-        for degrees in factorisations(cluster.num_devices, max_pipeline=self.max_pipeline, max_model=most):
+        most = self.max_tensor or cluster.devices_per_host
+        for degrees in factorisations(cluster.num_devices, max_pipeline=self.max_pipeline, max_tensor=most):
             planner = Hybrid(**degrees._asdict(), zero=self.zero, schedule=self.schedule)
             try:
                 found += self._plans(planner, quiet)

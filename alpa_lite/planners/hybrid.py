@@ -37,7 +37,7 @@ from alpa_lite.intra_op.shortage import Shortage
 from alpa_lite.intra_op.solve import StageSolution
 from alpa_lite.intra_op.strategies import AxisRole, BatchSplit, Restriction
 from alpa_lite.plan.plan import Plan
-from alpa_lite.planners.planner import Planner
+from alpa_lite.planners.planner import Planner, renamed_options
 from alpa_lite.planners.weights import weights_layout
 from alpa_lite.program.phases import StepGraph
 from alpa_lite.schedule import OneFOneB, Schedule, Task, peak_in_flight, splits_backward
@@ -48,14 +48,15 @@ from alpa_lite.step.rematerialisation import rematerialise
 from cost_models import Cluster
 
 
+@renamed_options(model="tensor")
 @dataclass(frozen=True, kw_only=True)
 class Hybrid(Planner):
-    """Fixed degrees; `data=None` takes the devices that `pipeline` and `model` leave.
+    """Fixed degrees; `data=None` takes the devices that `pipeline` and `tensor` leave.
 
     Attributes:
         pipeline: parts of the pipeline, each a group of devices; as many stages, or more under an interleaved schedule.
         data: data-parallel replicas.
-        model: devices that share each layer (tensor parallelism).
+        tensor: devices that share each layer (tensor parallelism).
         schedule: schedule of the pipeline.
         zero: 0 (replicated state), 1 (optimizer state split over "data"), 3 (parameters too).
         reshard_after_forward: whether parameters that are gathered for the forward pass (`zero=3`, one stage) are freed
@@ -79,7 +80,7 @@ class Hybrid(Planner):
 
     pipeline: int = 1
     data: int | None = None
-    model: int = 1
+    tensor: int = 1
     zero: int = 0
     reshard_after_forward: bool = True
     replicas: int = 1
@@ -98,7 +99,7 @@ class Hybrid(Planner):
         """The degrees above 1, such as `pp4 × dp2`."""
         chunks = self.schedule.stages_per_processor
         pipeline = f"pp{self.pipeline}" + (f"·{chunks}" if chunks > 1 else "")
-        parts = [pipeline if self.num_stages > 1 else "", f"tp{self.model}" if self.model > 1 else ""]
+        parts = [pipeline if self.num_stages > 1 else "", f"tp{self.tensor}" if self.tensor > 1 else ""]
         parts += [f"cp{self.context}" if self.context > 1 else "", f"ep{self.expert}" if self.expert > 1 else ""]
         parts += [f"dp{self.data}" if self.data else "", f"zero{self.zero}" if self.zero else ""]
         parts += ["" if self.reshard_after_forward else "kept gathered"]
@@ -220,7 +221,7 @@ class Hybrid(Planner):
             mesh = self.mesh(request)
             sizes = [request.cluster.num_devices // self.pipeline] * self.pipeline
             return [(submesh, mesh) for submesh in submeshes_of(request.cluster, sizes)]
-        total, rest = request.cluster.num_devices, self.context * self.model
+        total, rest = request.cluster.num_devices, self.context * self.tensor
         if len(self.devices) != self.pipeline or sum(self.devices) != total or self.data is not None:
             raise PlanError(
                 f"devices = {self.devices} was asked for with pipeline = {self.pipeline} and data = {self.data} on "
@@ -230,7 +231,7 @@ class Hybrid(Planner):
         if any(number % rest for number in self.devices):
             raise PlanError(
                 f"devices = {self.devices} was asked for, but a part is split into {self.context} context × "
-                f"{self.model} model devices. Give multiples of {rest}."
+                f"{self.tensor} tensor-parallel devices. Give multiples of {rest}."
             )
         submeshes = submeshes_of(request.cluster, self.devices)
         return [(submesh, self._mesh(submesh.num_devices // rest)) for submesh in submeshes]
@@ -239,12 +240,12 @@ class Hybrid(Planner):
         """Return the logical mesh of every stage, if all have equally many devices."""
         total = request.cluster.num_devices
         self._check_degrees()
-        rest = self.pipeline * self.context * self.model
+        rest = self.pipeline * self.context * self.tensor
         data = self.data if self.data is not None else max(1, total // rest)
         if data * rest != total:
             context = f" × {self.context} context" if self.context > 1 else ""
             raise PlanError(
-                f"{self.pipeline} stages × {data} data{context} × {self.model} model = {data * rest} "
+                f"{self.pipeline} stages × {data} data{context} × {self.tensor} model = {data * rest} "
                 f"devices were asked for, but {request.cluster.name} has {total}. Choose degrees whose product is "
                 f"{total}."
             )
@@ -258,7 +259,7 @@ class Hybrid(Planner):
             )
 
     def _check_degrees(self) -> None:
-        for name in ("pipeline", "data", "model", "context", "replicas", "expert"):
+        for name in ("pipeline", "data", "tensor", "context", "replicas", "expert"):
             degree = getattr(self, name)
             if degree is not None and degree < 1:
                 raise PlanError(f"{name} = {degree} was asked for; a degree is at least 1.")
@@ -274,7 +275,7 @@ class Hybrid(Planner):
             "data": data // (self.replicas * self.expert),
             "expert": self.expert,
             "context": self.context,
-            "model": self.model,
+            "model": self.tensor,
         }
         # The order is that of the devices: the last axis lies over neighbours, where the links are the fastest.
         axes = {name: size for name, size in sizes.items() if size > 1} or {"data": 1}
@@ -339,8 +340,8 @@ class Hybrid(Planner):
             changes.append(Remedy(text=text, planner=replace(self, zero=3), request=request))
         data = 1 if self.devices else batch_ways(self.mesh(request))
         if data % 2 == 0:
-            wider = replace(self, model=self.model * 2, data=data // 2)
-            text = f"tensor parallelism over {wider.model} devices (al.planners.Hybrid)"
+            wider = replace(self, tensor=self.tensor * 2, data=data // 2)
+            text = f"tensor parallelism over {wider.tensor} devices (al.planners.Hybrid)"
             changes.append(Remedy(text=text, planner=wider, request=request))
         advice = cheapest_fit(changes, more_hosts(replace(self, data=None, devices=()), request))
         return f"{sentence} {show_shortage(shortage)}{advice}"

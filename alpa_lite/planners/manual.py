@@ -36,8 +36,8 @@ MANUAL_PLANNERS: tuple[Planner, ...] = (
     Megatron(),
     Zero(stage=2),
     FSDP(),
-    Pipeline(num_stages=2),
-    Pipeline(num_stages=4),
+    Pipeline(pipeline=2),
+    Pipeline(pipeline=4),
     OneWeirdTrick(where_it_pays=True),
     GShard(zero=1),
 )

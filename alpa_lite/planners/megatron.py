@@ -57,7 +57,7 @@ class Megatron(Planner):
         hybrid = Hybrid(
             pipeline=self.pipeline,
             data=self.data,
-            model=self.tensor or left,
+            tensor=self.tensor or left,
             sequence_parallel=self.sequence_parallel,
             split={"vocab": "model"} if self.vocab_parallel else {},
             schedule=self.schedule,

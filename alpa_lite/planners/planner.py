@@ -2,14 +2,49 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, TypeVar
 
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.plan.plan import Plan
 
+PlannerClass = TypeVar("PlannerClass", bound=type)
+
+
+def renamed_options(**names: str) -> Callable[[PlannerClass], PlannerClass]:
+    """Let the options of a planner be given under their old names too, with a `DeprecationWarning`.
+
+    names: old name → name.
+    """
+
+    def decorate(planner: PlannerClass) -> PlannerClass:
+        made = planner.__init__
+
+        @functools.wraps(made)
+        def init(self: Any, *args: Any, **options: Any) -> None:
+            for old in names.keys() & options.keys():
+                message = f"{planner.__name__}({old}=…) is now {planner.__name__}({names[old]}=…)."
+                if names[old] in options:
+                    raise TypeError(f"{message} Both were given.")
+                warnings.warn(message, DeprecationWarning, stacklevel=2)
+                options[names[old]] = options.pop(old)
+            made(self, *args, **options)
+
+        planner.__init__ = init
+        planner.old_options = names
+        return planner
+
+    return decorate
+
 
 class Planner(ABC):
     """A method that makes a plan. Implementations are frozen dataclasses whose fields are the user's options."""
+
+    old_options: ClassVar[Mapping[str, str]] = {}
+    """Options under the names that they had in the release before → the names that they have now."""
 
     @property
     @abstractmethod

@@ -67,6 +67,7 @@ def _facts(program: GraphWithEquations, count: int) -> dict[int, Fact]:
     graph = program.graph
     for v, array in zip(graph.inputs[len(graph.inputs) - len(program.constants) :], program.constants, strict=True):
         value = graph.values[v]
+        # All elements lie along one dim.
         counts = value.dtype in WIDE and value.num_elements == max(value.shape, default=0)
         if counts and np.array_equal(np.asarray(array).reshape(-1), np.arange(value.num_elements)):
             found[v] = Own(value.num_elements // count)
@@ -113,6 +114,7 @@ class _OuterProgram:
         value = self.graph.values[v]
         if dim == ODD or self.program.small.values[v].shape[dim] % runs:
             return mixed(Refusal("", "", (value.shape,), f"{value.name} of {list(value.shape)} is not cut evenly"))
+        # With several runs, the rows of a micro-batch are not numbered consecutively.
         return samples(dim, runs, self.facts.get(v) if runs == 1 else None)
 
     def proof(self) -> Proof:

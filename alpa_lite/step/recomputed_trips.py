@@ -238,6 +238,8 @@ class _LoopRewriter:
         ended = frozenset(made[i] for i in dropped)
         frontier = self._frontier(body, list(dropped.values()), policy)
         inputs = {v: n for n, v in enumerate(body.inputs)}
+        # The backward loop can read the constants and scanned arrays of the forward loop as they are. A carry changes
+        # with every trip and has to be stacked.
         carries = range(int(f.params["num_consts"]), _first_scanned(f))
         read = tuple(sorted(inputs[v] for v in frontier if v in inputs and inputs[v] not in carries))
         there = {body.outputs[r]: r for r in range(num_carry, len(f.results)) if r not in ended}

@@ -167,6 +167,7 @@ class _StepWriter:
             return self.again[value]
         if not self._is_received(value):
             return value
+        # One barrier per layer, however many of its copies read the value.
         if (layer, value) not in self.held:
             self.held[layer, value] = self.copier.barrier(value, source)
             self._note(layer, Phase.BACKWARD)

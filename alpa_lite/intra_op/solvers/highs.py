@@ -156,6 +156,7 @@ def _add_overrun(program: _HighsModel, values: FloatArray, tolerance: float) -> 
     limit = program.problem.limit_bytes
     if limit is None or program.times.size == 0:
         return
+    # In units of the limit, so that the coefficients of all rows are of similar size.
     unit = max(limit, 1.0)
     over = (program.usage(values) - limit) / unit
     open_rows = np.flatnonzero(over > tolerance)
@@ -197,6 +198,7 @@ def _cut_off(program: _HighsModel, choices: Sequence[int]) -> None:
 def _run_stoppable(highs: Any, control: Control) -> None:
     """Run HiGHS on a thread of its own, so that this one receives signals, and cancel it when the control says stop."""
     highs.HandleUserInterrupt = True
+    # A daemon, so that a run that does not react to its cancellation cannot keep the process alive.
     worker = threading.Thread(target=highs.run, daemon=True)
     worker.start()
     while worker.is_alive():
@@ -300,6 +302,7 @@ class _HighsRun:
             count, np.arange(count, dtype=np.int32), np.full(count, 1, dtype=np.uint8)
         )
         self.program.highs.setOptionValue("mip_rel_gap", self.solver.relative_gap)
+        # By default HiGHS also ends at an absolute gap, which says nothing about scaled costs.
         self.program.highs.setOptionValue("mip_abs_gap", 0.0)
         if self.solver.max_branches is not None:
             self.program.highs.setOptionValue("mip_max_nodes", self.solver.max_branches)

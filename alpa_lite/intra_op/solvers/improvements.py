@@ -217,6 +217,7 @@ def _problem(flat: Flat, nodes: IntArray, choices: IntArray, used: FloatArray) -
             if other not in place:
                 first = table + int(choices[other]) * own.size
                 own += flat.tables[first : first + own.size]
+            # An edge inside the block is met at both of its ends.
             elif node < other:
                 size = int(flat.cost_start[other + 1] - flat.cost_start[other])
                 pairs = flat.tables[table : table + own.size * size].reshape(size, own.size)

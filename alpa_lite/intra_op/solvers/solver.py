@@ -178,5 +178,6 @@ def cost_span(problem: Problem) -> float:
 def _extremes(vectors: Ragged, operation: np.ufunc, neutral: float) -> float:
     if not len(vectors):
         return 0.0
+    # Forbidden entries are in no choices of finite cost.
     values = np.where(np.isfinite(vectors.values), vectors.values, neutral)
     return math.fsum(operation.reduceat(values, vectors.starts[:-1]).tolist())

@@ -111,6 +111,7 @@ def _grown(op: LocalOp, operands: Sequence[Array], fills: Sequence[Array | float
         parts = [x]
         if halo.before:
             border = lax.slice_in_dim(x, size - halo.before, size, axis=halo.dim)
+            # The first device receives nothing, for which `ppermute` gives zeros: it takes the fill instead.
             received = lax.ppermute(border, names, list(pairwise(order)))
             parts.insert(0, jnp.where(index == 0, jnp.asarray(fill, x.dtype), received))
         if halo.after:

@@ -29,8 +29,7 @@ from alpa_lite.lower.local import (
     local_indexing,
     local_random,
 )
-from alpa_lite.lower.local.block import LocalOp as LocalOp
-from alpa_lite.lower.local.block import lowering_of
+from alpa_lite.lower.local.block import LocalOp, lowering_of
 from alpa_lite.plan.walk import combination
 
 _GATHERED: dict[str, Callable[[Array, Array], Array]] = {
