@@ -33,7 +33,6 @@ from alpa_lite.inter_op.loop_cuts import PipelineCut, cut_into_blocks, cut_into_
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.inter_op.shared_devices import Together, held_at_peak, solve_together
 from alpa_lite.inter_op.stage_costs import PlacedStage, StageCosts, StagePlace
-from alpa_lite.intra_op.shortage import Shortage
 from alpa_lite.intra_op.solve import StageSolution
 from alpa_lite.intra_op.strategies import AxisRole, BatchSplit, Restriction
 from alpa_lite.plan.plan import Plan
@@ -290,9 +289,7 @@ class Hybrid(Planner):
         tasks: Sequence[Task],
     ) -> Mapping[int, StageSolution]:
         """Solve the stages of one part of the cluster, which share its memory."""
-        per_stage = costs.layers.num_layers // self.num_stages
-
-        in_two = splits_backward(tasks)
+        per_stage, in_two = costs.layers.num_layers // self.num_stages, splits_backward(tasks)
 
         def solve(stage: int, in_flight: int, limit_bytes: float) -> StageSolution:
             place = StagePlace(*_layers_of(stage, per_stage), submesh, mesh)
@@ -302,24 +299,19 @@ class Hybrid(Planner):
         found = solve_together(solve, tasks, costs.room_bytes(submesh))
         if found.fits:
             return found.solutions
-        lacking = [stage for stage, solution in found.solutions.items() if solution.choice is None]
-        why = None
-        if request.advise and lacking:
-            held = held_at_peak(tasks)[lacking[0]]
-            why = costs.shortage(StagePlace(*_layers_of(lacking[0], per_stage), submesh, mesh), in_flight=held)
-        raise InfeasibleError(self._too_large(request, submesh, found, tasks, costs.step.num_microbatches, why))
+        problem = self._too_large(request.cluster, submesh, found, tasks)
+        if request.advise:
+            lacking = [stage for stage, solution in found.solutions.items() if solution.choice is None]
+            why = None
+            if lacking:
+                place = StagePlace(*_layers_of(lacking[0], per_stage), submesh, mesh)
+                why = costs.shortage(place, in_flight=held_at_peak(tasks)[lacking[0]])
+            problem = f"{problem} {show_shortage(why)}{self._advice(request, costs.step.num_microbatches)}"
+        raise InfeasibleError(problem)
 
-    def _too_large(
-        self,
-        request: PlanRequest,
-        submesh: Submesh,
-        found: Together,
-        tasks: Sequence[Task],
-        microbatches: int,
-        shortage: Shortage | None,
-    ) -> str:
-        """Return a message that says which stage needs how much, and which is the cheapest change that would fit."""
-        device = request.cluster.at(submesh.first_device, submesh.num_devices).device
+    def _too_large(self, cluster: Cluster, submesh: Submesh, found: Together, tasks: Sequence[Task]) -> str:
+        """Return a sentence that says which stages need how much memory."""
+        device = cluster.at(submesh.first_device, submesh.num_devices).device
         numbers, held = sorted(found.solutions), peak_in_flight(tasks)
         where, need = f"on {submesh.num_devices} devices", f"{show_bytes(found.peak_bytes)} per device"
         if len(numbers) == 1:
@@ -327,13 +319,13 @@ class Hybrid(Planner):
         else:
             listed = ", ".join(map(str, numbers))
             lacking = f"stages {listed} {where} together need {need} at the leanest that was found"
-        sentence = (
+        return (
             f"{self.name} does not fit: {lacking} with {held} micro-batch{'es' if held > 1 else ''} in flight, but "
             f"{device.name} has {show_bytes(device.memory_bytes)}."
         )
-        if not request.advise:
-            return sentence
-        # From here on plans are made to see what would fit; their own advice is switched off (`cheapest_fit`).
+
+    def _advice(self, request: PlanRequest, microbatches: int) -> str:
+        """Return a sentence about the cheapest change that would fit."""
         changes = [*more_microbatches(self, request, microbatches)]
         if self.zero < 3:
             text = "splitting parameters and optimizer state over the data axis (al.planners.FSDP)"
@@ -343,8 +335,7 @@ class Hybrid(Planner):
             wider = replace(self, tensor=self.tensor * 2, data=data // 2)
             text = f"tensor parallelism over {wider.tensor} devices (al.planners.Hybrid)"
             changes.append(Remedy(text=text, planner=wider, request=request))
-        advice = cheapest_fit(changes, more_hosts(replace(self, data=None, devices=()), request))
-        return f"{sentence} {show_shortage(shortage)}{advice}"
+        return cheapest_fit(changes, more_hosts(replace(self, data=None, devices=()), request))
 
 
 def _layers_of(stage: int, per_stage: int) -> tuple[int, int]:
