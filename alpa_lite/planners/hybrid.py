@@ -19,7 +19,7 @@ from math import lcm, prod
 from typing import Literal
 
 from alpa_lite.errors import InfeasibleError, PlanError
-from alpa_lite.inter_op.assembly import assemble, schedule_for
+from alpa_lite.inter_op.assembly import StagedStep, assemble, schedule_for
 from alpa_lite.inter_op.joint.stage_cost_cache import policies_of
 from alpa_lite.inter_op.joint.what_would_fit import (
     Remedy,
@@ -158,7 +158,8 @@ class Hybrid(Planner):
             for i, (submesh, mesh) in zip(range(self.num_stages), cycle(places), strict=False)
             for first, last in [_layers_of(i, per_stage)]
         ]
-        plan = assemble(self.name, request, step, layers, stages, schedule, started)
+        staged = StagedStep(step=step, layers=layers, stages=stages, schedule=schedule)
+        plan = assemble(self.name, request, staged, started)
         if not self.reshard_after_forward:
             plan = replace(plan, stages=tuple(replace(stage, keeps_gathered=True) for stage in plan.stages))
         return replace(plan, remat=remat, traced_layers=traced_layers) if remat else plan

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from alpa_lite.errors import InfeasibleError, PlanError
-from alpa_lite.inter_op.assembly import predict
+from alpa_lite.inter_op.assembly import StagedStep, predict
 from alpa_lite.inter_op.boundaries import stacks_at_rest
 from alpa_lite.inter_op.joint.stage_cost_cache import StageCostCache
 from alpa_lite.inter_op.plan_request import PlanRequest
@@ -68,7 +68,8 @@ class Found:
     def of(request: PlanRequest, costs: StageCosts, stages: Sequence[PlacedStage], schedule: Schedule) -> Found:
         """Return the stages under a schedule, with their prediction."""
         stages = scheduled(costs, stages, schedule)
-        prediction = predict(request, costs.step, costs.layers, stages, schedule)
+        staged = StagedStep(step=costs.step, layers=costs.layers, stages=stages, schedule=schedule)
+        prediction = predict(request, staged)
         return Found(costs=costs, stages=tuple(stages), schedule=schedule, prediction=prediction)
 
     @property

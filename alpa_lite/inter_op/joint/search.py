@@ -31,7 +31,7 @@ from alpa_lite.errors import (
     TraceError,
     without_frames,
 )
-from alpa_lite.inter_op.assembly import assemble
+from alpa_lite.inter_op.assembly import StagedStep, assemble
 from alpa_lite.inter_op.boundaries import inflows, slower_inflows
 from alpa_lite.inter_op.joint.microbatch_counts import NEAR, Guess, next_numbers, numbers_to_search, surveyed_numbers
 from alpa_lite.inter_op.joint.refine import Found, agreeing, made_to_fit, refined, rescheduled
@@ -160,9 +160,8 @@ class JointSearch:
 
     def _plan(self, found: Found) -> Plan:
         costs = found.costs
-        plan = assemble(
-            self.name, self.request, costs.step, costs.layers, found.stages, found.schedule, time.perf_counter()
-        )
+        staged = StagedStep(step=costs.step, layers=costs.layers, stages=found.stages, schedule=found.schedule)
+        plan = assemble(self.name, self.request, staged, time.perf_counter())
         return replace(plan, remat=costs.remat, traced_layers=costs.traced_layers) if costs.remat else plan
 
     # ----------------------------------------------------------------------------------------------- the order
