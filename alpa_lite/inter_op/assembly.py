@@ -183,6 +183,7 @@ def _predicted(request: PlanRequest, staged: StagedStep) -> Prediction:
     solutions = [stage.solution for stage in stages]
     transfers = inflows_between(request, step, layers, stages)
     together = sharing([stage.submesh for stage in stages])
+    # One stage with one micro-batch is compiled as one program; else each task is dispatched.
     whole = count == 1 and m == 1
     tasks = staged.schedule.tasks(count, m)
     overhead = launch if not whole else launch / len(tasks[0])  # the whole step is one program

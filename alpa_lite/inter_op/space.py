@@ -155,6 +155,7 @@ class Space:
         possible = np.zeros((len(self.kinds), self.most_shapes), dtype=np.bool_)
         for k, meshes in enumerate(self.meshes):
             for c, mesh in enumerate(meshes):
+                # A mesh of one axis may leave the batch whole, and so fits every micro-batch.
                 ways = prod(mesh.axis_sizes.get(axis, 1) for axis in BATCH_AXES)
                 possible[k, c] = ways == 1 or (microbatch_size is not None and microbatch_size % ways == 0)
         return possible

@@ -156,6 +156,7 @@ class StageSearch:
         """
         solved, likely = self._best_solved(), _entries(self.best_likely())
         while True:
+            # Guesses and bounds are mostly too low, so that the best of all stages tends to hold unsolved ones.
             found = self.best_known()
             if found.seconds >= solved.seconds * (1 - RELATIVE_GAP):
                 return solved
@@ -198,6 +199,7 @@ class StageSearch:
     def _expect(self, stages: int, pending: int, further: float, *, known: bool) -> None:
         """Report the estimated amount of work left; it is unknown until some stages are `known` by their costs."""
         progress = self.costs.progress
+        # Solves of this search alone: the count goes on over all numbers of micro-batches.
         done = progress.done.get("stages", 0) - self._before
         self._usual = max(self._usual, SOLVES * stages - self._before * SPARED)
         left = max(pending, self._usual - done, done * STILL)

@@ -286,6 +286,7 @@ class Survey:
                     found.activation_bytes / size,
                     found.temporary_bytes,
                 )
+        # `taken` holds views of `figures`, which are filled in from the stand-ins here.
         figures[:] = np.take_along_axis(figures, self.space.stand_ins[None], axis=2)
         return taken
 

@@ -173,6 +173,7 @@ class Plan:
         try:
             plan = Plan(**{name: _decoded(name, hints[name], data[name]) for name in _decided() if name in data})
             check_plan(plan)
+        # A hostile file may nest deeper than the stack of Python.
         except RecursionError as error:
             raise PlanError("The plan nests too deeply. Give data that to_json of this version made.") from error
         return plan

@@ -185,6 +185,7 @@ class Pricer:
 
         It does not depend on which axes split them, so meshes share it.
         """
+        # All devices of a mesh run the same op at the same time.
         active = self.mesh.num_devices
         # Devices that share a processor slow each other down, so that the price depends on their number.
         key = (kind, cuts, active if self.cost_model.cluster.shared_processor else 1)
@@ -328,6 +329,7 @@ class Estimator:
     @property
     def seconds(self) -> float:
         """The seconds of one execution of the task."""
+        # The host launches kernels while others run: the slower of the two counts.
         return max(self.simulated(self.tasks), self.host_seconds)
 
     @property

@@ -128,6 +128,7 @@ def scatter(view: OpView) -> Rule:
     update_dims: dict[int, tuple[int, ...]] = {}
     for d, n in enumerate(operand.shape):
         place = None if d in roles.hidden else next(window)
+        # A hidden dim is a batching dim, or one whose rows are addressed one by one.
         passes = d in roles.operand_batching or d in roles.addressed if place is None else updates.shape[place] == n
         operand_dims.append((b.factor(n, FactorKind.PASS if passes else FactorKind.REPLICATED),))
         if place is not None:

@@ -225,6 +225,7 @@ def tile(view: OpView) -> Rule:
         if repetitions == 1:
             result.append(dims[d])
             continue
+        # Blocks of the operand would be strided in the result: the repetition is the major factor.
         b.kinds[dims[d][0]] = FactorKind.REPLICATED
         result.append((b.factor(repetitions), dims[d][0]))
     return b.build((dims,), (tuple(result),), linear=linear_groups(view, (0,)))

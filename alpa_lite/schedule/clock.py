@@ -161,6 +161,7 @@ def simulate(
     """
     num_stages = 1 + max((task.stage for tasks in tasks_per_processor for task in tasks), default=-1)
     transfer_seconds = transfer_seconds if len(transfer_seconds) else [0.0] * (num_stages - 1)
+    # Both parts of a backward pass have about equally many FLOPs.
     weight_seconds = weight_seconds if len(weight_seconds) else [seconds / 2 for seconds in backward_seconds]
     all_times = ((forward_seconds, 0), (backward_seconds, 0), (weight_seconds, 0), (transfer_seconds, 1))
     for times, needed in all_times:
@@ -174,6 +175,7 @@ def simulate(
         for kind, times in _seconds_by_kind(forward_seconds, backward_seconds, weight_seconds).items()
     }
     spans = _run(tasks_per_processor, seconds, transfer_seconds, serialized=serialized)
+    # The last span in order of execution need not be the one that ends last.
     makespan = max((span.end_seconds for span in spans), default=0.0)
     busy = sum(span.end_seconds - span.start_seconds for span in spans)
     available = makespan * (1 if serialized else len(tasks_per_processor))

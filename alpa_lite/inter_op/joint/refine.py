@@ -139,6 +139,7 @@ def _evened(
     even = interleaved(request, whole, steps, 1) if best.prediction.bubble_fraction > BUBBLE else None
     if even is None:
         return best
+    # `rescheduled` judges other schedules by the bubble under the first one.
     plain = Found.of(request, even.costs, even.stages, schedules[0])
     return min(best, rescheduled(request, plain, schedules), key=lambda found: found.seconds)
 
@@ -212,6 +213,7 @@ def scheduled(costs: StageCosts, stages: Sequence[PlacedStage], schedule: Schedu
     lists = schedule.tasks(len(stages), costs.step.num_microbatches)
     found: list[PlacedStage] = []
     for number, stage in enumerate(stages):
+        # The solution may come from a schedule that splits backward passes.
         solution = replace(stage.solution, weight_seconds=0.0, handed_bytes=0.0)
         if splits_backward(lists[number % len(lists)]):
             solution = costs.in_two_parts(stage, solution)

@@ -229,6 +229,7 @@ class JointSearch:
 
     def _measured(self, costs: StageCosts) -> tuple[Profile, NDArray[np.bool_]]:
         """Return the profile of the layers, and [layers, layers, kinds]: the stages that make sense."""
+        # Equal stages lie on equal submeshes.
         if self._all_equal(costs):
             self.space = self.space.equal_parts()
         profile = Profile.of(costs)
@@ -364,6 +365,7 @@ class JointSearch:
         best, fits = None, False
         for search in self._searches_at(number, survey):
             choice = search.run(at_most, further=further)
+            # Guesses for other numbers are corrected by what this search has learned (`_of_layers`).
             self._excess[number] = search.excess()
             fits |= bool(choice.stages)
             while choice.stages and choice.seconds < at_most:
@@ -382,6 +384,7 @@ class JointSearch:
 
     def _priced(self, search: StageSearch, choice: StageChoice) -> Found:
         """Return the stages of a choice under the fastest schedule that their memory allows."""
+        # The DP knows stages by kinds of submesh only; here they get devices of their own.
         costs, stages = self._placed(search, choice)
         stages = made_to_fit(costs, stages, search.schedule)
         ways = [stages, *agreeing(costs, stages, search.schedule)] if search.all_equal else [stages]

@@ -171,6 +171,7 @@ def _needed_by_all(request: PlanRequest, profile: Profile, number: int) -> str:
     working = float(profile.working_with(size).max())
     rooms = [(group.num_hosts, group.device) for group in cluster.groups] or [(cluster.num_hosts, cluster.device)]
     room = cluster.devices_per_host * sum(hosts * float(device.memory_bytes) for hosts, device in rooms)
+    # Memory may suffice in total and still not for any stages, whose parts are uneven.
     enough = "" if fixed + kept + working > room else ", with which no stages that were tried make do"
     return (
         f"together the {profile.num_layers} layers need at least {show_bytes(fixed + kept + working)} "
@@ -184,6 +185,7 @@ def _try_hardest(costs: StageCosts, space: Space) -> None:
     """Solve the layer with the most state on the largest submesh that makes sense for it, to learn its needs."""
     layer = int(state_bytes(costs.step, costs.layers).argmax())
     count = costs.layers.num_layers
+    # Equal shares of the work, since no profile tells more here.
     useful = np.flatnonzero(space.worthwhile(np.full(count, 1 / count))[layer, layer])
     kind = max(useful.tolist() or range(len(space.kinds)), key=lambda k: space.devices[k])
     costs.solution(StagePlace(layer, layer, space.submesh(kind), space.mesh(kind, 0)))
