@@ -14,8 +14,18 @@ from __future__ import annotations
 from math import gcd, prod
 from typing import Any
 
-from alpa_lite.rules.elementwise import can_add, ints, linear_groups
-from alpa_lite.rules.registry import Dims, FactorKind, OpView, Rule, RuleBuilder, opaque_rule, register_rule
+from alpa_lite.rules.registry import (
+    Dims,
+    FactorKind,
+    OpView,
+    Rule,
+    RuleBuilder,
+    can_add,
+    ints,
+    linear_groups,
+    opaque_rule,
+    register_rule,
+)
 
 #: For each linear-algebra op the number of trailing dims of its first operand that are no batch dims.
 _CORE_RANK = {

@@ -34,8 +34,17 @@ from dataclasses import dataclass, replace
 from math import gcd, prod
 from typing import Any
 
-from alpa_lite.rules.elementwise import ints, linear_groups
-from alpa_lite.rules.registry import Dims, FactorKind, Halo, OpView, Rule, RuleBuilder, register_rule
+from alpa_lite.rules.registry import (
+    Dims,
+    FactorKind,
+    Halo,
+    OpView,
+    Rule,
+    RuleBuilder,
+    ints,
+    linear_groups,
+    register_rule,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

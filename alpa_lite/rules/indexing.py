@@ -17,8 +17,18 @@ from dataclasses import dataclass
 from math import isnan
 from typing import Any
 
-from alpa_lite.rules.elementwise import ints, is_key, linear_groups
-from alpa_lite.rules.registry import Dims, FactorKind, OpView, Rule, RuleBuilder, opaque_rule, register_rule
+from alpa_lite.rules.registry import (
+    Dims,
+    FactorKind,
+    OpView,
+    Rule,
+    RuleBuilder,
+    ints,
+    is_key,
+    linear_groups,
+    opaque_rule,
+    register_rule,
+)
 
 #: Modes for indices out of bounds; lowering preserves each of them for split dims.
 _MODES = ("CLIP", "FILL_OR_DROP", "PROMISE_IN_BOUNDS")

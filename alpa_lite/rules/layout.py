@@ -16,8 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from math import gcd
 
-from alpa_lite.rules.elementwise import ints, linear_groups
-from alpa_lite.rules.registry import Dims, FactorKind, OpView, Rule, RuleBuilder, register_rule
+from alpa_lite.rules.registry import Dims, FactorKind, OpView, Rule, RuleBuilder, ints, linear_groups, register_rule
 
 
 @register_rule("iota", "empty")

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from math import log2, prod
 
-from alpa_lite.rules.elementwise import ints, linear_groups
-from alpa_lite.rules.registry import Dims, FactorKind, OpView, Rule, RuleBuilder, register_rule
+from alpa_lite.rules.registry import Dims, FactorKind, OpView, Rule, RuleBuilder, ints, linear_groups, register_rule
 
 _COMBINER = {
     "reduce_sum": "sum",
