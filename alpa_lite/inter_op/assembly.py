@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import ceil, prod
 from typing import NamedTuple
@@ -42,25 +42,29 @@ from alpa_lite.sharding.meshes import sharing
 from alpa_lite.step.layers import Layers
 
 
-def assemble(
-    name: str,
-    request: PlanRequest,
-    step: StepGraph,
-    layers: Layers,
-    stages: Sequence[PlacedStage],
-    schedule: Schedule,
-    started: float,
-) -> Plan:
+@dataclass(frozen=True, kw_only=True)
+class StagedStep:
+    """A step in layers, with solved stages of these under a schedule: the decisions of a plan."""
+
+    step: StepGraph
+    layers: Layers
+    stages: Sequence[PlacedStage]
+    schedule: Schedule
+
+
+def assemble(name: str, request: PlanRequest, staged: StagedStep, started: float) -> Plan:
     """Return a `Plan` with its prediction, from solved stages; ``started``: when planning began (`perf_counter`)."""
+    step, layers, stages = staged.step, staged.layers, staged.stages
     plans = tuple(_stage_plan(request, step, layers, stage) for stage in stages)
+    # A plan is as proven as its stages; those that differ make it feasible at best.
     statuses = {stage.solution.status.value for stage in stages}
-    prediction = predict(request, step, layers, stages, schedule)
+    prediction = predict(request, staged)
     bound = least_seconds(step, request.cluster, request.cost_model_for)
     return Plan(
         name=name,
         function=request.function,
         stages=plans,
-        schedule=schedule,
+        schedule=staged.schedule,
         num_microbatches=step.num_microbatches,
         num_layers=layers.num_layers,
         op_layers=layers.of_op,
@@ -76,7 +80,8 @@ def assemble(
         ),
         opaque=opaque_uses(step),
         averaged=step.averaged,
-        undivided=_undivided(request, step, layers, stages),
+        undivided=_undivided(request, staged),
+        # Of the step as traced: recomputation is part of the plan, and not of the step that it is compared with.
         fingerprint=fingerprint(request.step_at(step.num_microbatches, step.loop_parts)),
     )
 
@@ -98,11 +103,10 @@ def relative_gap(seconds: float, bound: float) -> float:
     return max(0.0, (seconds - bound) / seconds) if seconds > 0 else 0.0
 
 
-def _undivided(
-    request: PlanRequest, step: StepGraph, layers: Layers, stages: Sequence[PlacedStage]
-) -> tuple[UndividedDim, ...]:
+def _undivided(request: PlanRequest, staged: StagedStep) -> tuple[UndividedDim, ...]:
     found: list[UndividedDim] = []
-    for number, stage in enumerate(stages):
+    step, layers = staged.step, staged.layers
+    for number, stage in enumerate(staged.stages):
         if stage.solution.choice is None:
             continue
         homes = zip(step.graph.inputs, layers.of_input, strict=True)
@@ -114,6 +118,7 @@ def _undivided(
 
 def opaque_uses(step: StepGraph) -> tuple[OpaqueUse, ...]:
     """Return the ops of a step that have no rule, grouped by primitive, the largest group first."""
+    # One line per primitive: a model may use an op without a rule in every layer.
     groups: dict[str, list[tuple[float, str]]] = {}
     for graph, op in opaque_ops(step.graph):
         size = float(sum(v.bytes for v in graph.results(op)))
@@ -165,24 +170,22 @@ def _stage_plan(request: PlanRequest, step: StepGraph, layers: Layers, stage: Pl
     )
 
 
-def predict(
-    request: PlanRequest, step: StepGraph, layers: Layers, stages: Sequence[PlacedStage], schedule: Schedule
-) -> Prediction:
+def predict(request: PlanRequest, staged: StagedStep) -> Prediction:
     """Simulate the schedule on the times of the stages; add the update, the skew of hosts, and dispatching."""
     with request.progress.during("simulate"):
-        return _predicted(request, step, layers, stages, schedule)
+        return _predicted(request, staged)
 
 
-def _predicted(
-    request: PlanRequest, step: StepGraph, layers: Layers, stages: Sequence[PlacedStage], schedule: Schedule
-) -> Prediction:
+def _predicted(request: PlanRequest, staged: StagedStep) -> Prediction:
+    step, layers, stages = staged.step, staged.layers, staged.stages
     model, m, count = request.cost_model, step.num_microbatches, len(stages)
     launch = dispatch_seconds(model.cluster)
     solutions = [stage.solution for stage in stages]
     transfers = inflows_between(request, step, layers, stages)
     together = sharing([stage.submesh for stage in stages])
+    # One stage with one micro-batch is compiled as one program; else each task is dispatched.
     whole = count == 1 and m == 1
-    tasks = schedule.tasks(count, m)
+    tasks = staged.schedule.tasks(count, m)
     overhead = launch if not whole else launch / len(tasks[0])  # the whole step is one program
     timeline = simulate(
         tasks,
@@ -194,6 +197,7 @@ def _predicted(
         serialized=request.cluster.shared_processor,
     )
     updates = [s.update_seconds + (0.0 if whole else launch) for s in solutions]
+    # Stages on the same devices hold their memory together, at the time when it is most.
     peaks = {
         stages[numbers[0]].submesh: device_peak({i: solutions[i] for i in numbers}, tasks[numbers[0] % len(tasks)])
         for numbers in together
@@ -210,6 +214,7 @@ def _predicted(
         + request.cluster.skew_seconds,
         compute_seconds=sum(s.compute_seconds for s in solutions),
         collective_seconds=sum(u.seconds * u.count for s in solutions for u in s.collectives),
+        # Activations go one way, and their gradients the other, which takes as long.
         transfer_seconds=len(passes_of(tasks[0])) * m * sum(transfers) + stacks.seconds,
         peak_bytes=tuple(max(peaks[stage.submesh], stacks.state_bytes[stage.submesh]) for stage in stages),
         flops_per_device=max(sum(solutions[i].flops for i in numbers) for numbers in together),

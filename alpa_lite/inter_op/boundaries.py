@@ -235,6 +235,7 @@ def _stacked(
     """Yield the rows of each stacked argument that does not lie as the stages read it."""
     graph, num_devices = step.graph, tuple(submesh.num_devices for submesh in submeshes)
     inputs = zip(step.input_parts, graph.inputs, layers.of_input, strict=True)
+    # Inputs of one stacked argument follow each other, in the order of their rows.
     for _, members in groupby((m for m in inputs if m[0].rows is not None), key=lambda member: member[0].leaf):
         runs: list[tuple[PlacedStage, Spec | None, int]] = []
         value = None

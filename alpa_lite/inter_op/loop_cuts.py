@@ -95,6 +95,7 @@ def cut_into_stages(
     if written_out:
         step = request.best_step(microbatches, loop_parts=MAX_TRIPS)
         return PipelineCut(step=step, layers=make_layers(step, count, imbalance=IMBALANCE, shares=shares))
+    # The loops as they are written come first: cutting them makes the step larger, and its arguments rows.
     num_parts = count
     try:
         step = request.best_step(microbatches, loop_parts=0)
@@ -155,6 +156,7 @@ def _trips(step: StepGraph) -> dict[int, tuple[float, int]]:
     for op in step.graph.ops:
         if step.phases[op.id] is Phase.FORWARD:
             wiring = wiring_of(op)
+            # Only loops that scan arrays have layers to separate, and not those with very many trips.
             cuttable = wiring is not None and wiring.scanned and wiring.trips <= MAX_TRIPS
             count = int(wiring.trips) if wiring is not None and cuttable else 1
             found[op.id] = flops[op.id] / count, count
@@ -243,6 +245,7 @@ def block_partition(costs: Sequence[float], count: int) -> tuple[int, ...]:
         while not given:
             sums, moves = _sums(scaled, ends), moves + 1
             # With rounding the moves may go in circles between equal sums. After so many the bound is relaxed.
+            # After scaling the dearest layer costs 1: moving one more could not make the blocks more even.
             if sums[dearest] <= min(sums) + 1 + (_BLOCK_ROUNDING if moves > 10 * count * len(costs) else 0):
                 return tuple(b - a for a, b in pairwise(ends))
             cheapest = _cheapest(sums, ends, dearest)
@@ -269,6 +272,7 @@ def _sums(costs: Sequence[float], ends: Sequence[int]) -> list[float]:
 
 def cut_into_blocks(request: PlanRequest, microbatches: Sequence[int], count: int, by: By) -> PipelineCut:
     """Cut a step into `count` stages of whole layers by block partition; see `cut_into_stages`."""
+    # The natural layers depend on the step with whole loops, which are then cut into as many parts.
     natural = natural_cut(request.best_step(microbatches, loop_parts=0), (count,))
     step = request.best_step(microbatches, loop_parts=natural.loop_parts)
     layers = make_layers(step, natural.num_layers, imbalance=natural.imbalance, equal=natural.equal)

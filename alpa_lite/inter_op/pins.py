@@ -81,6 +81,7 @@ def _on_mesh(name: str, value: Value, spec: Spec, axes: Axes) -> Spec:
             f"The pin {spec} of {name} needs dims that its axes divide ({dict(axes)}), but the shape is "
             f"{list(value.shape)}. Pin other dims, or pad the array."
         )
+    # A mesh of the plan has no axes of one device.
     wide = Spec(tuple(tuple(axis for axis in dim if axes[axis] > 1) for dim in spec.dims))
     if wide.axes and value.dtype.startswith("key<"):
         raise PlanError(f"The pin {spec} splits the random keys {name}, which every device holds whole.")

@@ -86,4 +86,5 @@ class PlanRequest:
             except (NonAdditiveError, BatchError, TraceError):
                 if self.num_microbatches != "auto":
                     raise
+        # With one micro-batch nothing has to be cut: whatever this raises concerns the step itself.
         return self.step_at(1, loop_parts)

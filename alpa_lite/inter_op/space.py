@@ -140,6 +140,7 @@ class Space:
 
         It is the mesh itself, or for one that leaves state whole on each host the one that may split it between hosts.
         """
+        # Without a limit of memory, splitting state between hosts or not takes about the same time.
         found = np.tile(np.arange(self.most_shapes), (len(self.kinds), 1))
         for k, meshes in enumerate(self.meshes):
             shapes = {mesh.shape: c for c, mesh in enumerate(meshes) if "replica" not in mesh.axis_names}
@@ -154,6 +155,7 @@ class Space:
         possible = np.zeros((len(self.kinds), self.most_shapes), dtype=np.bool_)
         for k, meshes in enumerate(self.meshes):
             for c, mesh in enumerate(meshes):
+                # A mesh of one axis may leave the batch whole, and so fits every micro-batch.
                 ways = prod(mesh.axis_sizes.get(axis, 1) for axis in BATCH_AXES)
                 possible[k, c] = ways == 1 or (microbatch_size is not None and microbatch_size % ways == 0)
         return possible
@@ -177,6 +179,7 @@ class Space:
             # Virtual devices take turns on one processor, so that shares of devices mean nothing.
             fair = (share / IMBALANCE**2 <= of_range) & (of_range <= share * IMBALANCE)
             found[:, :, k] = in_order & (fair | self.cluster.shared_processor | (not self.fair))
+            # A stage with all layers uses all devices, and the other way round.
             found[0, count - 1, k] = False
             if devices == self.cluster.num_devices:
                 found[:, :, k] = False
@@ -205,6 +208,7 @@ def _meshes(kind: SubmeshKind, cluster: Cluster) -> tuple[LogicalMesh, ...]:
     hosts, per_host = kind.num_hosts, kind.devices_per_host
     one, *two = logical_shapes(hosts, per_host)
     found = [LogicalMesh(axis_names=("x",), shape=one)]
+    # The last axis splits inside layers, whose collectives are too slow between hosts.
     inside = [shape for shape in two if shape[-1] <= cluster.devices_per_host]
     found += [LogicalMesh(axis_names=("data", "model"), shape=shape) for shape in inside]
     if hosts > 1:

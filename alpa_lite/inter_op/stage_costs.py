@@ -313,6 +313,7 @@ class StageCosts:
 
     def with_pins(self, pins: Mapping[int, Spec]) -> StageCosts:
         """Return the same costs with other pins, and without solutions unless the pins are the same."""
+        # Solutions with other pins are of no use, and views hold their pins.
         return self if pins == self.pins else replace(self, pins=pins, _solved={}, _views={}, _alike={})
 
     def of_another(self, step: StepGraph, layers: Layers) -> StageCosts:

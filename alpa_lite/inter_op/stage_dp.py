@@ -348,6 +348,7 @@ def _sender_classes(
     # What no stage can receive tells no senders apart.
     occurs: NDArray[np.bool_] = np.any(possible, axis=1)
     received = np.where(occurs[:, None, :], received, 0.0)
+    # Nothing is sent to the first stage.
     received[0] = 0.0
     by_sender, sender = np.unique(received.transpose(1, 0, 2).reshape(len(kinds), -1), axis=0, return_inverse=True)
     inflow = by_sender.reshape(-1, table.num_layers, len(kinds)).transpose(1, 2, 0)

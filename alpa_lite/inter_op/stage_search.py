@@ -156,6 +156,7 @@ class StageSearch:
         """
         solved, likely = self._best_solved(), _entries(self.best_likely())
         while True:
+            # Guesses and bounds are mostly too low, so that the best of all stages tends to hold unsolved ones.
             found = self.best_known()
             if found.seconds >= solved.seconds * (1 - RELATIVE_GAP):
                 return solved
@@ -188,6 +189,7 @@ class StageSearch:
         The DP spreads it over the micro-batches; but one that is longer than those of the others comes after them.
         """
         self._shortest_refused = self.longest_update(found)
+        # Those that are not solved yet are left out once their update is known (`_solve`).
         self.seconds[self.solved & (self.update_seconds >= self._shortest_refused)] = np.inf
 
     def longest_update(self, found: StageChoice) -> float:
@@ -197,6 +199,7 @@ class StageSearch:
     def _expect(self, stages: int, pending: int, further: float, *, known: bool) -> None:
         """Report the estimated amount of work left; it is unknown until some stages are `known` by their costs."""
         progress = self.costs.progress
+        # Solves of this search alone: the count goes on over all numbers of micro-batches.
         done = progress.done.get("stages", 0) - self._before
         self._usual = max(self._usual, SOLVES * stages - self._before * SPARED)
         left = max(pending, self._usual - done, done * STILL)
@@ -212,6 +215,7 @@ class StageSearch:
 
     def why_impossible(self) -> str:
         """Return a sentence that says why there are no such stages even with unlimited memory; empty if there are."""
+        # With stages that cost nothing and always fit, only their number and submeshes can be the obstacle.
         free = np.broadcast_to(np.where(self._possible, 0.0, np.inf)[..., None], self.seconds.shape)
         most = np.full(self.seconds.shape, self.num_layers)
         reason = self._best_of.why_impossible(free, most)
@@ -339,6 +343,7 @@ class StageSearch:
 
         It is 1 where fewer than `many` are known.
         """
+        # Guesses do not depend on the micro-batches in flight that a sharding leaves memory for.
         guessed = np.tile(self._guessed, len(self.held))
         looked_at = (self.solved | (self.least > 0)) & np.isfinite(self.seconds) & _has_work(guessed) & among
         ratio = np.divide(self.seconds, guessed, out=np.full(guessed.shape, np.inf), where=looked_at).min(axis=(0, 1))

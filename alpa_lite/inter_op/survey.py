@@ -256,6 +256,7 @@ class Survey:
         wanted = {layer: possible & (asked if kinds else self._promising(layer)) for layer in self._stands}
         taken = self._taken.setdefault(size, {})
         self._numbers[size] = costs.step.num_microbatches
+        # What lies between surveyed sizes changes with a new one.
         self._between.clear()
         for layer in wanted:
             here = np.where(possible & (asked if kinds else True), size, 0.0)
@@ -285,6 +286,7 @@ class Survey:
                     found.activation_bytes / size,
                     found.temporary_bytes,
                 )
+        # `taken` holds views of `figures`, which are filled in from the stand-ins here.
         figures[:] = np.take_along_axis(figures, self.space.stand_ins[None], axis=2)
         return taken
 

@@ -138,6 +138,7 @@ class Workers:
 
         They replace earlier ones: questions that no worker has begun are dropped.
         """
+        # Futures that run cannot be cancelled: their answers may still be of use.
         for key in [key for key, answer in self._answers.items() if answer.cancel()]:
             del self._answers[key]
         if later:
@@ -165,6 +166,7 @@ class Workers:
 
         The very first answer is not waited for: a worker takes long for it, since it has all modules to load.
         """
+        # It is answered now, by whom ever: no worker needs to begin with it again.
         self._soon.pop(key, None)
         self._later.pop(key, None)
         answer = self._answers.pop(key, None)
@@ -198,6 +200,7 @@ class Workers:
         process: subprocess.Popen[bytes] | None = self._here.process
         if process is None or process.stdin is None:
             return None
+        # Steps are large: each worker gets a part once, and its number afterwards.
         new = [(number, self._pickled[number]) for number in parts if number not in self._here.told]
         try:
             pickle.dump((function, parts, new, question), process.stdin, pickle.HIGHEST_PROTOCOL)

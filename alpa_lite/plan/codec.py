@@ -85,6 +85,7 @@ def read_file(path: str | Path) -> Any:
 
 def _digest(data: Mapping[str, Any]) -> str:
     """Return the digest of plain data, independent of key order and white space."""
+    # Key order and white space are those of this call, not of the file, which an editor may have formatted.
     return "sha256:" + hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
@@ -170,6 +171,7 @@ def _key(wanted: Any, text: str) -> Any:
     """Return a mapping key; only the canonical decimal form of an int is accepted, so that keys stay unique."""
     if wanted is str:
         return text
+    # `int` also reads signs, underscores and digits of other scripts.
     if not (text.isascii() and text.isdecimal() and len(text) < 19 and text == str(int(text))):
         raise PlanError(f"{_shown(text)} stands where the file needs a number.")
     return int(text)

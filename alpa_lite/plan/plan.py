@@ -120,6 +120,7 @@ class Plan:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state that is pickled for files and other processes: all fields but the request."""
+        # A request holds functions that cannot be pickled.
         return {**self.__dict__, "request": None}
 
     def stage_of_layer(self, layer: int) -> int:
@@ -172,6 +173,7 @@ class Plan:
         try:
             plan = Plan(**{name: _decoded(name, hints[name], data[name]) for name in _decided() if name in data})
             check_plan(plan)
+        # A hostile file may nest deeper than the stack of Python.
         except RecursionError as error:
             raise PlanError("The plan nests too deeply. Give data that to_json of this version made.") from error
         return plan
@@ -279,6 +281,7 @@ def fingerprint(step: StepGraph) -> str:
     """Return the digest of a step: its ops, shapes, dtypes, literals and phases, loop bodies included."""
     digest = hashlib.sha256()
     digest.update(_text_of(step.graph, {}))
+    # Names of arguments and source lines are left out: they do not change what is computed.
     digest.update(repr([p.value for p in step.phases]).encode())
     digest.update(repr((step.num_microbatches, step.batch_size, *(["averaged"] if step.averaged else []))).encode())
     return digest.hexdigest()

@@ -185,6 +185,7 @@ class Pricer:
 
         It does not depend on which axes split them, so meshes share it.
         """
+        # All devices of a mesh run the same op at the same time.
         active = self.mesh.num_devices
         # Devices that share a processor slow each other down, so that the price depends on their number.
         key = (kind, cuts, active if self.cost_model.cluster.shared_processor else 1)
@@ -328,6 +329,7 @@ class Estimator:
     @property
     def seconds(self) -> float:
         """The seconds of one execution of the task."""
+        # The host launches kernels while others run: the slower of the two counts.
         return max(self.simulated(self.tasks), self.host_seconds)
 
     @property
@@ -348,6 +350,7 @@ class Estimator:
 
     def _use(self, kind: str, buffer: float, axes: tuple[str, ...], op: Op | None, needs: Sequence[int]) -> int:
         """Append a collective that waits for the tasks `needs` and return its number."""
+        # Listed once per place in the code, and counted with the trips of all loops around it.
         seconds = self.pricer.collective_seconds(kind, buffer, axes)
         self.collectives.append(
             CollectiveUse(
@@ -377,6 +380,7 @@ class Estimator:
         price = self.pricer.price(graph, op, application.placement)
         self.compute_seconds += price.seconds * self.trips
         self.flops += price.flops * self.trips
+        # Backends that launch kernels one by one need host time for each, whatever runs on the device.
         self.calls += price.num_kernels * self.trips
         streams = self.pricer.cost_model.backend.overlap_products and application.rule.work_kind == "matmul"
         made = self._add(price.seconds, "compute", operands, streams=streams)

@@ -259,6 +259,7 @@ class Walk(Generic[A]):
         else:
             results = self.machine.control_flow(application, operands, wiring, self)
         for result, array, made, wanted in zip(op.results, results, raw, placement.results, strict=True):
+            # A partial result may be needed as such, as a sum over micro-batches is; else it is reduced at once.
             if made != wanted:
                 value = self.graph.values[result]
                 steps = reshard(made, wanted, value.shape, self.sizes, item_bytes(value.dtype))
@@ -309,6 +310,7 @@ def body_output_specs(wiring: Wiring, placement: OpPlacement, number: int) -> tu
     def spec_of(result: int | None) -> Spec:
         if result is None:
             return replicated(0)
+        # What a trip returns is the operand of the next trip.
         if result in wiring.carried:
             return placement.body_operands[wiring.carried[result]]
         spec = placement.results[result]

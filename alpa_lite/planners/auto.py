@@ -101,6 +101,7 @@ class Auto(Planner):
         """
         started = time.perf_counter()
         self._check()
+        # The number is read here, so that a wrong environment variable is reported before any work.
         workers = Workers(num_workers())
         limited = replace(request, cluster=self._limited(request.cluster), workers=workers)
         problems, manual_problems = list[AlpaLiteError](), list[AlpaLiteError]()
@@ -113,6 +114,7 @@ class Auto(Planner):
                 search = self._search(limited, problems)
                 for plan in search.plans():
                     plans.append(plan)
+                    # Workers prepare manual plans with as many micro-batches as the best plan so far has.
                     manual.expect(min(plans, key=_step_seconds))
                 found = min(plans, key=_step_seconds, default=None)
                 for plan in filter(self._allows, manual.plans(found, too_large=search.too_large)):

@@ -92,6 +92,7 @@ def planner_by_name(name: str, options: Sequence[str]) -> Planner:
 def _readings(text: str) -> list[Any]:
     """Return the values that a text may stand for, most specific first; the type of the option decides."""
     pairs = [pair.partition(":") for pair in text.split(";")]
+    # A text such as `1` may be an integer, a float, a truth value or a word.
     found: list[Any] = [int(text)] if text.isdecimal() else []
     found += [float(text)] if _NUMBER.fullmatch(text) else []
     found += [text in ("true", "1")] if text in ("true", "false", "1", "0") else []

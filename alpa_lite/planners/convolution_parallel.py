@@ -82,6 +82,7 @@ class ConvolutionParallel(Planner):
         layout = _layout(step, wide)
         roles = {
             "sample": AxisRole.BATCH,
+            # Height and width are like positions of a sequence: dims of values with a batch, not of parameters.
             **dict.fromkeys(_SPACE, AxisRole.CONTEXT),
             **dict.fromkeys(_KERNELS, AxisRole.MODEL),
         }
@@ -100,11 +101,13 @@ def _layout(step: StepGraph, sizes: Mapping[str, int]) -> GivenLayout:
                 raise PlanError(f"Images are to be split by {axis}, but no convolution of the step has one.")
         elif axis in _KERNELS:
             found = list(named_kinds(step, classes, axis))
+            # The first kernel often has three channels, which no axis divides: it stays whole.
             fits = [(g, v, d) for g, v, d, _ in found if g.values[v].shape[d] % sizes[axis] == 0]
             if not fits:
                 raise PlanError(_no_kernels(axis, sizes[axis], found))
             kinds += [WeightSplit(classes=classes.of_value(g, v), axis=axis, dim=d) for g, v, d in fits]
     values = layout_of_kinds(step, classes, kinds)
+    # Values with samples are split in space; ops that cannot be split so, and their results, are left to the solver.
     space = {axis: size for axis, size in sizes.items() if axis in names}
     exempt = {graph: _exempt(graph, classes, names, space) for graph in classes.graphs}
     for graph in classes.graphs:

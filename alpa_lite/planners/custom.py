@@ -48,6 +48,7 @@ def by_path(option: str, tree: Any, paths: Sequence[str], empty: Sequence[str] =
     """
     found: dict[str, Any] = {}
     for path, spec in _leaves(tree, "", option, paths):
+        # A spec for a subtree holds for all arrays in it, as in `jax.jit`.
         below = [name for name in paths if _is_in(name, path)]
         if not below and path not in empty:
             near = get_close_matches(path, paths, n=3, cutoff=0.3) or [*paths][:3]
@@ -103,6 +104,7 @@ def _leaves(tree: Any, path: str, option: str, paths: Sequence[str]) -> Iterator
         return
     below = f"{path}/" if path else ""
     if isinstance(tree, (tuple, list)):
+        # A list that is too short would leave arrays open without a word; entries too many are found by the caller.
         next_keys = (name.removeprefix(below).partition("/")[0] for name in paths if _is_in(name, path))
         most = max((int(key) + 1 for key in next_keys if key.isdecimal()), default=0)
         if len(children) < most:
@@ -118,6 +120,7 @@ def _children(tree: Any) -> list[tuple[str, Any]] | None:
     """Return the entries of a container by their keys in paths; None for a leaf."""
     if isinstance(tree, Mapping):
         return [(str(key), child) for key, child in cast("Mapping[Any, Any]", tree).items()]
+    # Named tuples before tuples: paths name their fields.
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return list(zip(cast("Any", tree)._fields, cast("tuple[Any, ...]", tree), strict=True))
     if isinstance(tree, (tuple, list)):
@@ -196,6 +199,7 @@ class Custom(Planner):
         found: dict[str, Any] = {}
         for pattern, spec in self.rules:
             fitting = [name for name in names if re.search(pattern, name)]
+            # Most likely a mistake in the pattern, which would go unnoticed otherwise.
             if not fitting:
                 raise PlanError(f"The rule {pattern!r} fits no array that has no spec yet. Take it out, or correct it.")
             found |= {name: spec for name in fitting if name not in found}

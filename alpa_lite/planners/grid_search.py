@@ -92,6 +92,7 @@ class GridSearch(Planner):
         """
         started = time.perf_counter()
         found, failed = list[Plan](), dict[str, AlpaLiteError]()
+        # Advice for each point of the grid would take many more plans, and nobody would read it.
         quiet = replace(request, advise=False)
         cluster = request.cluster
         most = self.max_tensor or cluster.devices_per_host

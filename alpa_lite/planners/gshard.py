@@ -39,5 +39,6 @@ class GShard(Planner):
         """Return the plan. Raises `PlanError` if the number of experts is 0 or no multiple of `expert`."""
         total = request.cluster.num_devices
         expert = self.expert or total
+        # Without it the solver might gather the weights of experts, where that is cheaper than moving tokens.
         split = {"experts": "expert"}
         return replace(Hybrid(data=total, expert=expert, zero=self.zero, split=split).plan(request), name=self.name)

@@ -19,7 +19,7 @@ from math import lcm, prod
 from typing import Literal
 
 from alpa_lite.errors import InfeasibleError, PlanError
-from alpa_lite.inter_op.assembly import assemble, schedule_for
+from alpa_lite.inter_op.assembly import StagedStep, assemble, schedule_for
 from alpa_lite.inter_op.joint.stage_cost_cache import policies_of
 from alpa_lite.inter_op.joint.what_would_fit import (
     Remedy,
@@ -33,7 +33,6 @@ from alpa_lite.inter_op.loop_cuts import PipelineCut, cut_into_blocks, cut_into_
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.inter_op.shared_devices import Together, held_at_peak, solve_together
 from alpa_lite.inter_op.stage_costs import PlacedStage, StageCosts, StagePlace
-from alpa_lite.intra_op.shortage import Shortage
 from alpa_lite.intra_op.solve import StageSolution
 from alpa_lite.intra_op.strategies import AxisRole, BatchSplit, Restriction
 from alpa_lite.plan.plan import Plan
@@ -119,6 +118,7 @@ class Hybrid(Planner):
         # Without advice many plans are tried, some of which are far too large: this check needs no step in layers.
         if not request.advise:
             self._check_state(request, [mesh for _, mesh in places])
+        # Stages may have different numbers of devices: each micro-batch must be divided by all of them.
         microbatches = self.default_microbatches(request.batch_size, lcm(*(batch_ways(mesh) for _, mesh in places)))
         cut = self._cut(request, microbatches)
         schedule = schedule_for(cut.step, self.schedule)
@@ -133,6 +133,7 @@ class Hybrid(Planner):
             layers = subdivided(step, layers)
         traced_layers, per_stage = layers.of_op, layers.num_layers // self.num_stages
         remat = policies_of(step, layers, (Remat(self.remat),) * layers.num_layers)
+        # Stages that read values which other stages recompute could deadlock.
         step = read_originals_across(step, traced_layers)
         if remat:
             again = rematerialise(step, traced_layers, remat)
@@ -147,6 +148,7 @@ class Hybrid(Planner):
             layout=weights_layout(step, self.split, places[0][1].axis_sizes),
             progress=request.progress,
         )
+        # Chunks of one part share its memory, so that they are solved together.
         solved: dict[int, StageSolution] = {}
         # Fewer micro-batches in flight first: those solutions are the best for more, where they still fit.
         for part in reversed(range(self.pipeline)):
@@ -156,7 +158,8 @@ class Hybrid(Planner):
             for i, (submesh, mesh) in zip(range(self.num_stages), cycle(places), strict=False)
             for first, last in [_layers_of(i, per_stage)]
         ]
-        plan = assemble(self.name, request, step, layers, stages, schedule, started)
+        staged = StagedStep(step=step, layers=layers, stages=stages, schedule=schedule)
+        plan = assemble(self.name, request, staged, started)
         if not self.reshard_after_forward:
             plan = replace(plan, stages=tuple(replace(stage, keeps_gathered=True) for stage in plan.stages))
         return replace(plan, remat=remat, traced_layers=traced_layers) if remat else plan
@@ -173,6 +176,7 @@ class Hybrid(Planner):
     def _check_state(self, request: PlanRequest, meshes: Sequence[LogicalMesh]) -> None:
         """Raise `InfeasibleError` if state alone is too large, before the step is cut into stages."""
         step, cluster = request.step_at(1, 0), request.cluster
+        # In a mixed cluster the largest memory: what does not even fit there fits nowhere.
         device = max((group.device for group in cluster.groups), key=lambda d: d.memory_bytes, default=cluster.device)
         # A lower bound: as if all state were split evenly over all axes that may split it.
         total = sum(step.graph.values[v].bytes for v in step.graph.inputs if step.batch_dims[v] is None)
@@ -204,6 +208,7 @@ class Hybrid(Planner):
             "model": AxisRole.TENSOR,
         }
         return Restriction(
+            # Axes that a mesh does not have are ignored.
             roles=roles,
             optimizer=BatchSplit.MUST if self.zero >= 1 else BatchSplit.NEVER,
             parameters=BatchSplit.MUST if self.zero >= 3 else BatchSplit.NEVER,
@@ -272,6 +277,7 @@ class Hybrid(Planner):
             "context": self.context,
             "model": self.tensor,
         }
+        # The order is that of the devices: the last axis lies over neighbours, where the links are the fastest.
         axes = {name: size for name, size in sizes.items() if size > 1} or {"data": 1}
         return LogicalMesh(axis_names=tuple(axes), shape=tuple(axes.values()))
 
@@ -284,9 +290,7 @@ class Hybrid(Planner):
         tasks: Sequence[Task],
     ) -> Mapping[int, StageSolution]:
         """Solve the stages of one part of the cluster, which share its memory."""
-        per_stage = costs.layers.num_layers // self.num_stages
-
-        in_two = splits_backward(tasks)
+        per_stage, in_two = costs.layers.num_layers // self.num_stages, splits_backward(tasks)
 
         def solve(stage: int, in_flight: int, limit_bytes: float) -> StageSolution:
             place = StagePlace(*_layers_of(stage, per_stage), submesh, mesh)
@@ -296,24 +300,19 @@ class Hybrid(Planner):
         found = solve_together(solve, tasks, costs.room_bytes(submesh))
         if found.fits:
             return found.solutions
-        lacking = [stage for stage, solution in found.solutions.items() if solution.choice is None]
-        why = None
-        if request.advise and lacking:
-            held = held_at_peak(tasks)[lacking[0]]
-            why = costs.shortage(StagePlace(*_layers_of(lacking[0], per_stage), submesh, mesh), in_flight=held)
-        raise InfeasibleError(self._too_large(request, submesh, found, tasks, costs.step.num_microbatches, why))
+        problem = self._too_large(request.cluster, submesh, found, tasks)
+        if request.advise:
+            lacking = [stage for stage, solution in found.solutions.items() if solution.choice is None]
+            why = None
+            if lacking:
+                place = StagePlace(*_layers_of(lacking[0], per_stage), submesh, mesh)
+                why = costs.shortage(place, in_flight=held_at_peak(tasks)[lacking[0]])
+            problem = f"{problem} {show_shortage(why)}{self._advice(request, costs.step.num_microbatches)}"
+        raise InfeasibleError(problem)
 
-    def _too_large(
-        self,
-        request: PlanRequest,
-        submesh: Submesh,
-        found: Together,
-        tasks: Sequence[Task],
-        microbatches: int,
-        shortage: Shortage | None,
-    ) -> str:
-        """Return a message that says which stage needs how much, and which is the cheapest change that would fit."""
-        device = request.cluster.at(submesh.first_device, submesh.num_devices).device
+    def _too_large(self, cluster: Cluster, submesh: Submesh, found: Together, tasks: Sequence[Task]) -> str:
+        """Return a sentence that says which stages need how much memory."""
+        device = cluster.at(submesh.first_device, submesh.num_devices).device
         numbers, held = sorted(found.solutions), peak_in_flight(tasks)
         where, need = f"on {submesh.num_devices} devices", f"{show_bytes(found.peak_bytes)} per device"
         if len(numbers) == 1:
@@ -321,12 +320,13 @@ class Hybrid(Planner):
         else:
             listed = ", ".join(map(str, numbers))
             lacking = f"stages {listed} {where} together need {need} at the leanest that was found"
-        sentence = (
+        return (
             f"{self.name} does not fit: {lacking} with {held} micro-batch{'es' if held > 1 else ''} in flight, but "
             f"{device.name} has {show_bytes(device.memory_bytes)}."
         )
-        if not request.advise:
-            return sentence
+
+    def _advice(self, request: PlanRequest, microbatches: int) -> str:
+        """Return a sentence about the cheapest change that would fit."""
         changes = [*more_microbatches(self, request, microbatches)]
         if self.zero < 3:
             text = "splitting parameters and optimizer state over the data axis (al.planners.FSDP)"
@@ -336,8 +336,7 @@ class Hybrid(Planner):
             wider = replace(self, tensor=self.tensor * 2, data=data // 2)
             text = f"tensor parallelism over {wider.tensor} devices (al.planners.Hybrid)"
             changes.append(Remedy(text=text, planner=wider, request=request))
-        advice = cheapest_fit(changes, more_hosts(replace(self, data=None, devices=()), request))
-        return f"{sentence} {show_shortage(shortage)}{advice}"
+        return cheapest_fit(changes, more_hosts(replace(self, data=None, devices=()), request))
 
 
 def _layers_of(stage: int, per_stage: int) -> tuple[int, int]:

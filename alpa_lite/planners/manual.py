@@ -73,10 +73,12 @@ class ManualPlans:
             return
         most = best.num_microbatches
         numbers = self._request.microbatch_choices(microbatch_numbers(self._request.batch_size or 1))
+        # Numbers at which the search found no fit are left out: its shardings need less memory than these plans.
         fewer = [number for number in reversed(numbers) if max(too_large, default=0) < number <= most]
         for which, planner in enumerate(self._planners):
             last = math.inf
             for number in fewer:
+                # Fewer micro-batches have longer bubbles: no later number can do better.
                 if self._least_seconds(planner, number) >= best.prediction.step_seconds:
                     break
                 self._asked.add((which, number))
@@ -99,6 +101,7 @@ class ManualPlans:
                 about = (self._apart, self._request.step_at(1, 0), self._request.step_at(number, 0))
             except AlpaLiteError:
                 continue  # planning raises the error too
+            # This process starts with the first planner, so that workers start with the last.
             for which, planner in reversed([*enumerate(self._planners)]):
                 hopeless = self._least_seconds(planner, number) >= best.prediction.step_seconds
                 if not hopeless and (which, number) not in self._asked:

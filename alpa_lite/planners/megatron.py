@@ -53,6 +53,7 @@ class Megatron(Planner):
 
     def plan(self, request: PlanRequest) -> Plan:
         """Return the plan. Raises `PlanError` if the degrees do not divide the cluster, or tables cannot be split."""
+        # At least 1: degrees that do not divide the cluster are reported by `Hybrid`.
         left = max(1, request.cluster.num_devices // (self.pipeline * (self.data or 1)))
         hybrid = Hybrid(
             pipeline=self.pipeline,

@@ -81,6 +81,7 @@ class MeshTensorFlow(Planner):
         if self.layout == AUTO:
             classes = DimClasses(step)
             dims = NamedDims.of(step, classes, self._names(step, classes))
+            # Most layouts need too much memory, and advice for each of them would take long.
             within = replace(request, advise=False)
             return least_memory(dims, axes, request.cost_model, lambda each: replace(self, layout=each).plan(within))
         layout = full_layout(step, self._split(step), axes)
@@ -113,6 +114,7 @@ class MeshTensorFlow(Planner):
         """Return the classes of each name, the user's names first."""
         own = {name: self._class_of(step, classes, *place) for name, place in self.dims.items()}
         names = {name: nodes - set(own.values()) for name, nodes in dim_names(step, classes).items()}
+        # A class has one name: that of the user replaces the derived one.
         names |= {name: frozenset([node]) for name, node in own.items()}
         return {name: nodes for name, nodes in names.items() if nodes}
 
@@ -146,6 +148,7 @@ def full_layout(step: StepGraph, split: DimSplit, sizes: Mapping[str, int]) -> G
 def _wanted(graph: Graph, v: int, split: DimSplit, sizes: Mapping[str, int]) -> Wanted:
     value, found = graph.values[v], list[tuple[str, int | None]]()
     nodes = split.classes.of_value(graph, v)
+    # A dim may be split over several axes, which all must divide it together.
     parts = [1] * value.rank
     for axis, size in sizes.items():
         dims = [d for d, node in enumerate(nodes) if node in split.names[axis]]
@@ -199,6 +202,7 @@ class NamedDims:
     def layouts(self, axes: Mapping[str, int]) -> Iterator[Layout]:
         """Yield all layouts in which no value has two dims on one axis, and all axes divide their dims."""
         sizes: dict[str, set[int]] = {}
+        # Pairs of names in one value; a single name for a value that has it twice, which no axis can split.
         apart = set[frozenset[str]]()
         for graph, named in self.of_value.items():
             for value, dims in zip(graph.values, named, strict=True):
@@ -236,9 +240,11 @@ class _Memory:
         step, backend = dims.step, model.backend
         view = StageView(step=step, layers=make_layers(step, 1), first=0, last=0)
         lives = lives_of(view, fusion=backend.fusion, fused_attention=backend.fused_attention)
+        # Values with the same names shrink alike under every layout, so that few rows stand for all values.
         self.rows: dict[frozenset[str], NDArray[np.float64]] = {}
         self.dims, self.end = dims, lives.end
         sums = frozenset(view.crossing)
+        # Arguments without a batch live throughout the step.
         for v in view.external:
             if step.graph.producer[v] is None and step.batch_dims[v] is None:
                 self._add(step.graph, v, 0, lives.end)

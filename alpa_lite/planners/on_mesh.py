@@ -13,7 +13,7 @@ from math import prod
 from typing import Any
 
 from alpa_lite.errors import InfeasibleError, PlanError
-from alpa_lite.inter_op.assembly import assemble
+from alpa_lite.inter_op.assembly import StagedStep, assemble
 from alpa_lite.inter_op.joint.what_would_fit import show_bytes, show_shortage
 from alpa_lite.inter_op.pins import Pins, check_results, pins_on_mesh, with_results
 from alpa_lite.inter_op.plan_request import PlanRequest
@@ -105,7 +105,8 @@ def plan_on_mesh(
             "micro-batches, more hosts, or al.planners.Auto, which also tries pipelines."
         )
     stage = PlacedStage(first=0, last=0, submesh=submesh, mesh=mesh, solution=solution)
-    plan = assemble(name, request, step, layers, [stage], OneFOneB(), started)
+    staged = StagedStep(step=step, layers=layers, stages=[stage], schedule=OneFOneB())
+    plan = assemble(name, request, staged, started)
     return replace(plan, stages=(replace(plan.stages[0], outputs=pinned.outputs),))
 
 

@@ -96,6 +96,7 @@ def _share_that_pays(found: Sequence[Contraction], num_microbatches: int) -> flo
         sizes = [graph.values[v].num_elements for v in (*op.operands, *op.results)]
         for i in each.weights:
             weights[graph, op.operands[i]] = sizes[i]
+            # Either the operand or the result has to be moved, and the solver takes the smaller one.
             moved = min(size for n, size in enumerate(sizes) if n != i)
             if len(each.weights) == 1 and not _is_convolution(each) and moved * num_microbatches < sizes[i]:
                 paying.add((graph, op.operands[i]))
@@ -114,6 +115,7 @@ def _whole_but_dense(step: StepGraph, found: Sequence[Contraction]) -> GivenLayo
     made = {kind[-1] for kind in dense} - {node for kind in kernels for node in kind}
 
     def wanted(nodes: tuple[int, ...]) -> Wanted:
+        # Optimizer state and gradients have the dims of their weights, and are as free as these.
         free = tuple(sorted(nodes)) in transposed or (bool(nodes) and set(nodes) <= made)
         return () if free or not nodes else ((AXIS, None),)
 

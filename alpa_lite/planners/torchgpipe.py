@@ -43,6 +43,7 @@ class TorchGPipe(Planner):
             pipeline=self.pipeline,
             schedule=GPipe(),
             equal="layer_flops" if self.balance == "time" else "layer_bytes",
+            # GPipe holds the activations of all micro-batches, which mostly fit only if they are recomputed.
             remat="full" if self.checkpoint else "none",
         )
         return replace(hybrid.plan(request), name=self.name)

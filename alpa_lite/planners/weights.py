@@ -62,6 +62,7 @@ def _experts(step: StepGraph, classes: DimClasses, nodes: frozenset[int]) -> Ite
 def _kernels(step: StepGraph, name: str) -> Iterator[tuple[Graph, int, int, str]]:
     for each in contractions(step):
         if rule_of_op(each.graph, each.op.id).work_kind == "convolution" and each.weights == (1,):
+            # The roles of a kernel: (made, summed, spatial…) in the order of `rhs_spec`.
             made, summed = (int(d) for d in each.op.params["dimension_numbers"]["rhs_spec"][:2])
             yield each.graph, each.op.operands[1], made if name == "filter" else summed, each.op.source
 
@@ -80,6 +81,7 @@ def weights_layout(step: StepGraph, split: Mapping[str, str], sizes: Mapping[str
             raise PlanError(f"Weights are to be split by {name}, but the step has none with such a dim. Leave it out.")
         for graph, v, dim, source in found:
             value = graph.values[v]
+            # The user asked for this split, so that an axis that does not divide the dim is an error, not a whole dim.
             if value.shape[dim] % sizes.get(axis, 1):
                 raise PlanError(
                     f"{source}: weights of the shape {list(value.shape)} are to be split over {sizes[axis]} devices "
@@ -87,6 +89,7 @@ def weights_layout(step: StepGraph, split: Mapping[str, str], sizes: Mapping[str
                     f"{value.shape[dim]}."
                 )
             kinds.append(WeightSplit(classes=classes.of_value(graph, v), axis=axis, dim=dim))
+    # Axes of one device are not part of the mesh.
     wide = [kind for kind in dict.fromkeys(kinds) if kind.axis in sizes]
     return GivenLayout(values=layout_of_kinds(step, classes, wide))
 

@@ -26,6 +26,7 @@ def follow_batch(
     graph: Graph, inputs: Sequence[int | None], known: Known | None = None
 ) -> tuple[Dims, dict[Graph, BodyScope]]:
     """Return the batch dim of each value (or None), and the scope of every body, given those of the graph inputs."""
+    # Dims that the caller knows for certain take precedence over those that are followed here.
     known = known or {}
     given = known.get(graph, {})
     found: list[int | None] = [None] * len(graph.values)
@@ -81,6 +82,7 @@ def _around(
             for v, r in zip(body.outputs, outputs, strict=True):
                 if r is not None and dims[v] is not None and results[r] is None:
                     results[r] = dims[v]
+        # What a body returns with a batch is what its next trip reads: the bodies are followed again with it.
         entered = {i: results[r] for r, i in wiring.carried.items() if inside[i] is None and results[r] is not None}
         if not entered:
             return [dim + 1 if dim is not None and r in wiring.stacked else dim for r, dim in enumerate(results)]

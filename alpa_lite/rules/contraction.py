@@ -14,8 +14,18 @@ from __future__ import annotations
 from math import gcd, prod
 from typing import Any
 
-from alpa_lite.rules.elementwise import can_add, ints, linear_groups
-from alpa_lite.rules.registry import Dims, FactorKind, OpView, Rule, RuleBuilder, opaque_rule, register_rule
+from alpa_lite.rules.registry import (
+    Dims,
+    FactorKind,
+    OpView,
+    Rule,
+    RuleBuilder,
+    can_add,
+    ints,
+    linear_groups,
+    opaque_rule,
+    register_rule,
+)
 
 #: For each linear-algebra op the number of trailing dims of its first operand that are no batch dims.
 _CORE_RANK = {
@@ -39,6 +49,7 @@ def dot_general(view: OpView) -> Rule:
     batch = {d: b.factor(lhs.shape[d]) for d in lhs_batch}
     inner = {d: b.factor(lhs.shape[d], contracted) for d in lhs_contract}
     lhs_factors = [batch.get(d, inner.get(d, -1)) for d in range(lhs.rank)]
+    # Free factors are numbered after batch and contracted ones, those of the left operand first.
     lhs_factors = [f if f >= 0 else b.factor(lhs.shape[d]) for d, f in enumerate(lhs_factors)]
     known = dict(zip((*rhs_batch, *rhs_contract), [*batch.values(), *inner.values()], strict=True))
     rhs_factors = [known[d] if d in known else b.factor(n) for d, n in enumerate(rhs.shape)]
@@ -188,6 +199,7 @@ def linear_algebra(view: OpView) -> Rule:
         head = batch if shape[: len(batch)] == batch_shape else ()
         return (*head, *b.factors(shape[len(head) :], FactorKind.REPLICATED))
 
+    # Of an m × n matrix the work is about m · n · max(m, n).
     largest = max((*view.operands[0].shape[len(batch) :], 1))
     return b.build(
         tuple(dims(v.shape) for v in view.operands),

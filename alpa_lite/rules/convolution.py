@@ -34,8 +34,17 @@ from dataclasses import dataclass, replace
 from math import gcd, prod
 from typing import Any
 
-from alpa_lite.rules.elementwise import ints, linear_groups
-from alpa_lite.rules.registry import Dims, FactorKind, Halo, OpView, Rule, RuleBuilder, register_rule
+from alpa_lite.rules.registry import (
+    Dims,
+    FactorKind,
+    Halo,
+    OpView,
+    Rule,
+    RuleBuilder,
+    ints,
+    linear_groups,
+    register_rule,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +67,7 @@ class Window:
         """Return how many inputs a block of windows reads before and after its own; None if blocks do not align."""
         if num_windows * self.stride != length * self.base_dilation:
             return None
+        # The last window of a block begins `stride` before the next block and reaches `reach - 1` further, less `low`.
         after = (self.reach - 1 - self.stride - self.low) // self.base_dilation + 1
         return max(self.low // self.base_dilation, 0), max(after, 0)
 
@@ -148,6 +158,7 @@ def select_and_scatter(view: OpView) -> Rule:
     reads = list[_Reads | None]()
     for window, n, m in zip(windows_of(view.params), *shapes, strict=True):
         before, after = window.reaching()
+        # The first and last of these windows read further inputs, with which the maximum is found again.
         last = (after - 1) * window.stride - window.low + window.reach
         needed = (source, before, after), (operand, before * window.stride + window.low, max(last, 0))
         # Windows of a halo beyond the array have no cotangent. Added zeros change nothing; a user's function may not

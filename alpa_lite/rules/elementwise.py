@@ -10,10 +10,7 @@ Rank-0 operands and dims of size 1 broadcast implicitly: the first hold no facto
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from alpa_lite.program.ir import Value
-from alpa_lite.rules.registry import Dims, FactorKind, OpView, Rule, RuleBuilder, register_rule
+from alpa_lite.rules.registry import FactorKind, OpView, Rule, RuleBuilder, linear_groups, pointwise, register_rule
 
 #: Floating-point operations that one transcendental function counts for.
 TRANSCENDENTAL_FLOPS = 8.0
@@ -45,60 +42,6 @@ _SERIES = (
     "bessel_i0e bessel_i1e digamma lgamma polygamma zeta igamma igammac igamma_grad_a random_gamma_grad "
     "regularized_incomplete_beta"
 ).split()
-
-
-def ints(numbers: Iterable[int]) -> tuple[int, ...]:
-    """Return dims or sizes from an untyped parameter of an op as a tuple of ints."""
-    return tuple(int(n) for n in numbers)
-
-
-def is_key(value: Value) -> bool:
-    """Return True for arrays of typed PRNG keys, which can be moved but not added."""
-    return value.dtype.startswith("key<")
-
-
-def can_add(value: Value) -> bool:
-    """Return True if partial results of this dtype can be summed over devices."""
-    return value.dtype != "bool" and not is_key(value)
-
-
-def linear_groups(view: OpView, *groups: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """Return the groups of operands that can be partial sums in this op.
-
-    A literal is never a partial sum: a zero is removed from its group, and any other literal excludes the group.
-    Integer sums wrap around, so integers that are converted to a wider type cannot be partial sums.
-    """
-    if not all(can_add(value) for value in view.results):
-        return ()
-    dtype = view.results[0].dtype
-    kept: list[tuple[int, ...]] = []
-    for group in groups:
-        literals = {i: view.operands[i].literal for i in group if view.operands[i].literal is not None}
-        rest = tuple(i for i in group if i not in literals)
-        wraps = any(not view.operands[i].is_float and view.operands[i].dtype != dtype for i in rest)
-        if rest and not wraps and all(number == 0 for number in literals.values()):
-            kept.append(rest)
-    return tuple(kept)
-
-
-def aligned(b: RuleBuilder, shape: tuple[int, ...], to: tuple[int, ...], dims: Dims) -> Dims:
-    """Return the dims of an operand that broadcasts to the shape `to`, whose dims are `dims`."""
-    if not shape:
-        return ()
-    return tuple(f if n == m else (b.factor(n),) for n, m, f in zip(shape, to, dims, strict=True))
-
-
-def pointwise(view: OpView, *, flops: float = 1.0, linear: tuple[tuple[int, ...], ...] = ()) -> Rule:
-    """Return a rule in which dim d of all operands and results has the same factor; `flops` is per element."""
-    b = RuleBuilder()
-    shape = view.results[0].shape
-    dims = b.factors(shape)
-    return b.build(
-        tuple(aligned(b, v.shape, shape, dims) for v in view.operands),
-        tuple(dims for _ in view.results),
-        linear=linear,
-        flops=flops * view.results[0].num_elements,
-    )
 
 
 @register_rule(*_ARITHMETIC)
@@ -191,6 +134,7 @@ def bitcast(view: OpView) -> Rule:
     """Return an element-wise rule; if the widths differ, the narrower side has another minor dim, which is whole."""
     b = RuleBuilder()
     (operand,), (result,) = view.operands, view.results
+    # The dims of the side with fewer are common; a further minor dim holds the parts of one element.
     shared = b.factors(operand.shape[: min(operand.rank, result.rank)])
     operand_rest = b.factors(operand.shape[len(shared) :], FactorKind.REPLICATED)
     result_rest = b.factors(result.shape[len(shared) :], FactorKind.REPLICATED)

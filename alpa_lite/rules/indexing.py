@@ -17,8 +17,18 @@ from dataclasses import dataclass
 from math import isnan
 from typing import Any
 
-from alpa_lite.rules.elementwise import ints, is_key, linear_groups
-from alpa_lite.rules.registry import Dims, FactorKind, OpView, Rule, RuleBuilder, opaque_rule, register_rule
+from alpa_lite.rules.registry import (
+    Dims,
+    FactorKind,
+    OpView,
+    Rule,
+    RuleBuilder,
+    ints,
+    is_key,
+    linear_groups,
+    opaque_rule,
+    register_rule,
+)
 
 #: Modes for indices out of bounds; lowering preserves each of them for split dims.
 _MODES = ("CLIP", "FILL_OR_DROP", "PROMISE_IN_BOUNDS")
@@ -128,6 +138,7 @@ def scatter(view: OpView) -> Rule:
     update_dims: dict[int, tuple[int, ...]] = {}
     for d, n in enumerate(operand.shape):
         place = None if d in roles.hidden else next(window)
+        # A hidden dim is a batching dim, or one whose rows are addressed one by one.
         passes = d in roles.operand_batching or d in roles.addressed if place is None else updates.shape[place] == n
         operand_dims.append((b.factor(n, FactorKind.PASS if passes else FactorKind.REPLICATED),))
         if place is not None:

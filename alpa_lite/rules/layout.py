@@ -16,8 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from math import gcd
 
-from alpa_lite.rules.elementwise import ints, linear_groups
-from alpa_lite.rules.registry import Dims, FactorKind, OpView, Rule, RuleBuilder, register_rule
+from alpa_lite.rules.registry import Dims, FactorKind, OpView, Rule, RuleBuilder, ints, linear_groups, register_rule
 
 
 @register_rule("iota", "empty")
@@ -73,6 +72,7 @@ def reshape(view: OpView) -> Rule:
     """Return a rule with factors by greatest common divisors; those that are major in all their dims may be split."""
     b = RuleBuilder()
     operand, result = view.operands[0], view.results[0]
+    # `lax.reshape` may permute the dims of the operand first.
     order = ints(view.params.get("dimensions") or range(operand.rank))
     permuted, result_dims = common_factors(b, tuple(operand.shape[d] for d in order), result.shape)
     operand_dims: list[tuple[int, ...]] = [()] * operand.rank
@@ -177,6 +177,7 @@ def concatenate(view: OpView) -> Rule:
     joined: int = view.params["dimension" if view.primitive == "concatenate" else "axis"]
     b = RuleBuilder()
     shared = b.factors(view.operands[0].shape)
+    # Blocks of the parts are no blocks of the whole: data would cross devices.
     b.kinds[shared[joined][0]] = FactorKind.PERMUTATION
 
     def dims(shape: tuple[int, ...]) -> Dims:
@@ -223,6 +224,7 @@ def tile(view: OpView) -> Rule:
         if repetitions == 1:
             result.append(dims[d])
             continue
+        # Blocks of the operand would be strided in the result: the repetition is the major factor.
         b.kinds[dims[d][0]] = FactorKind.REPLICATED
         result.append((b.factor(repetitions), dims[d][0]))
     return b.build((dims,), (tuple(result),), linear=linear_groups(view, (0,)))

@@ -127,6 +127,7 @@ def free_values(graph: Graph) -> frozenset[int]:
     These are the results of elementwise ops whose operands are scalars or free themselves. Reductions are excluded,
     because a reduction over a micro-batch differs from one over the full batch.
     """
+    # Scalars are the same on every device, so that whatever is computed from them alone can be.
     ranked, free = ranked_values(graph), set[int]()
     for op in graph.ops:
         if op.bodies or any(v in ranked and v not in free for v in op.operands) or not ranked.issuperset(op.results):

@@ -12,8 +12,7 @@ device draws the full array and keeps its block.
 from __future__ import annotations
 
 from alpa_lite.program.ir import Value
-from alpa_lite.rules.elementwise import pointwise
-from alpa_lite.rules.registry import FactorKind, OpView, Rule, RuleBuilder, opaque_rule, register_rule
+from alpa_lite.rules.registry import FactorKind, OpView, Rule, RuleBuilder, opaque_rule, pointwise, register_rule
 
 #: Integer operations per number drawn: twenty rounds of add, rotate and xor.
 THREEFRY_OPERATIONS = 100.0

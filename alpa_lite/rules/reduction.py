@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from math import log2, prod
 
-from alpa_lite.rules.elementwise import ints, linear_groups
-from alpa_lite.rules.registry import Dims, FactorKind, OpView, Rule, RuleBuilder, register_rule
+from alpa_lite.rules.registry import Dims, FactorKind, OpView, Rule, RuleBuilder, ints, linear_groups, register_rule
 
 _COMBINER = {
     "reduce_sum": "sum",
@@ -50,6 +49,7 @@ def argmax(view: OpView) -> Rule:
 def reduce_generic(view: OpView) -> Rule:
     """Return a rule in which reduced dims are replicated: no collective combines by a user-defined function."""
     b, dims, kept = _reduced(view, frozenset(ints(view.params["dimensions"])), FactorKind.REPLICATED)
+    # Operands come first, then one initial value for each.
     half = len(view.operands) // 2
     operands = (*(dims for _ in range(half)), *(() for _ in range(half)))
     flops = float(sum(v.num_elements for v in view.operands[:half]))
@@ -91,6 +91,7 @@ def sort(view: OpView) -> Rule:
 @register_rule("top_k", "approx_top_k")
 def top_k(view: OpView) -> Rule:
     """Return a rule in which the searched dim and the dim of the k results are replicated."""
+    # The exact and the approximate op name their parameter differently.
     axis = int(view.params.get("axis", view.params.get("reduction_dimension", -1)))
     length = view.operands[0].shape[axis]
     flops = view.operands[0].num_elements * max(1.0, log2(max(length, 1)))

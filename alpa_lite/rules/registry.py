@@ -18,7 +18,7 @@ without a rule is opaque: all its operands and results are replicated (`opaque_r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
@@ -112,6 +112,7 @@ class Rule:
     def major(self) -> frozenset[int]:
         """The factors that are the major factor of every dim that contains them: only these have contiguous blocks."""
         dims = [factors for tensor in (*self.operands, *self.results) for factors in tensor if len(factors) > 1]
+        # Factors of size 1 in front do not make a factor minor.
         after = (factors[i:] for factors in dims for i in range(1, len(factors)) if self.sizes[factors[i - 1]] > 1)
         return frozenset(range(len(self.sizes))).difference(*after)
 
@@ -125,6 +126,7 @@ class Rule:
             return False
         if not self.halos:
             return True
+        # A block smaller than its halo would need rows of the neighbour after next, too.
         blocks = ((h, prod(self.sizes[f] for f in self.operands[h.operand][h.dim]) // count) for h in self.halos)
         return all(h.factor != factor or max(h.before, h.after) <= rows for h, rows in blocks)
 
@@ -170,6 +172,61 @@ class RuleBuilder:
         return Rule(operands=operands, results=results, sizes=tuple(self.sizes), kinds=tuple(self.kinds), **rest)
 
 
+def ints(numbers: Iterable[int]) -> tuple[int, ...]:
+    """Return dims or sizes from an untyped parameter of an op as a tuple of ints."""
+    return tuple(int(n) for n in numbers)
+
+
+def is_key(value: Value) -> bool:
+    """Return True for arrays of typed PRNG keys, which can be moved but not added."""
+    return value.dtype.startswith("key<")
+
+
+def can_add(value: Value) -> bool:
+    """Return True if partial results of this dtype can be summed over devices."""
+    return value.dtype != "bool" and not is_key(value)
+
+
+def linear_groups(view: OpView, *groups: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """Return the groups of operands that can be partial sums in this op.
+
+    A literal is never a partial sum: a zero is removed from its group, and any other literal excludes the group.
+    Integer sums wrap around, so integers that are converted to a wider type cannot be partial sums.
+    """
+    # Partial results would have to be summed over devices in the dtype of the result.
+    if not all(can_add(value) for value in view.results):
+        return ()
+    dtype = view.results[0].dtype
+    kept: list[tuple[int, ...]] = []
+    for group in groups:
+        literals = {i: view.operands[i].literal for i in group if view.operands[i].literal is not None}
+        rest = tuple(i for i in group if i not in literals)
+        wraps = any(not view.operands[i].is_float and view.operands[i].dtype != dtype for i in rest)
+        if rest and not wraps and all(number == 0 for number in literals.values()):
+            kept.append(rest)
+    return tuple(kept)
+
+
+def aligned(b: RuleBuilder, shape: tuple[int, ...], to: tuple[int, ...], dims: Dims) -> Dims:
+    """Return the dims of an operand that broadcasts to the shape `to`, whose dims are `dims`."""
+    if not shape:
+        return ()
+    return tuple(f if n == m else (b.factor(n),) for n, m, f in zip(shape, to, dims, strict=True))
+
+
+def pointwise(view: OpView, *, flops: float = 1.0, linear: tuple[tuple[int, ...], ...] = ()) -> Rule:
+    """Return a rule in which dim d of all operands and results has the same factor; `flops` is per element."""
+    b = RuleBuilder()
+    shape = view.results[0].shape
+    dims = b.factors(shape)
+    return b.build(
+        tuple(aligned(b, v.shape, shape, dims) for v in view.operands),
+        tuple(dims for _ in view.results),
+        linear=linear,
+        flops=flops * view.results[0].num_elements,
+    )
+
+
 RuleFunction = Callable[[OpView], Rule]
 _RULES: dict[str, RuleFunction] = {}
 
@@ -196,6 +253,7 @@ def register_rule(*primitives: str) -> Callable[[RuleFunction], RuleFunction]:
 
 def only_own_rules() -> bool:
     """Return True if all registered rules are part of alpa_lite, so that its source code determines them."""
+    # Rules of the user are functions of other packages, which a new process or a cache key would not know.
     own = __name__.partition(".")[0]
     return all(function.__module__.partition(".")[0] == own for function in _RULES.values())
 
@@ -229,6 +287,7 @@ def rule_of(view: OpView) -> Rule:
     Raises `RuleError` if the rule does not fit the shapes of the op.
     """
     found = rule_source(view.primitive)(view)
+    # The lengths are compared separately, so that a mismatch is reported and does not raise here.
     tensors = [*zip(view.operands, found.operands, strict=False), *zip(view.results, found.results, strict=False)]
     fits = len(found.operands) == len(view.operands) and len(found.results) == len(view.results)
     if not fits or any(_shape(dims, found.sizes) != value.shape for value, dims in tensors):

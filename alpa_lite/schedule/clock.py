@@ -90,6 +90,7 @@ def validate(
                     " once, and nothing else."
                 )
     _check_passes(schedule_tasks)
+    # Raises for lists that deadlock.
     linearize(schedule_tasks)
     for stage, most in enumerate(in_flight):
         held = peak_in_flight([t for t in schedule_tasks[stage % len(schedule_tasks)] if t.stage == stage])
@@ -160,6 +161,7 @@ def simulate(
     """
     num_stages = 1 + max((task.stage for tasks in tasks_per_processor for task in tasks), default=-1)
     transfer_seconds = transfer_seconds if len(transfer_seconds) else [0.0] * (num_stages - 1)
+    # Both parts of a backward pass have about equally many FLOPs.
     weight_seconds = weight_seconds if len(weight_seconds) else [seconds / 2 for seconds in backward_seconds]
     all_times = ((forward_seconds, 0), (backward_seconds, 0), (weight_seconds, 0), (transfer_seconds, 1))
     for times, needed in all_times:
@@ -173,9 +175,11 @@ def simulate(
         for kind, times in _seconds_by_kind(forward_seconds, backward_seconds, weight_seconds).items()
     }
     spans = _run(tasks_per_processor, seconds, transfer_seconds, serialized=serialized)
+    # The last span in order of execution need not be the one that ends last.
     makespan = max((span.end_seconds for span in spans), default=0.0)
     busy = sum(span.end_seconds - span.start_seconds for span in spans)
     available = makespan * (1 if serialized else len(tasks_per_processor))
+    # Rounding may make the sum of the tasks a little longer than the step.
     idle = max(available - busy, 0.0)
     return Timeline(
         makespan_seconds=makespan,
@@ -287,6 +291,7 @@ def _run(
             Span(stage=task.stage, microbatch=task.microbatch, kind=task.kind, start_seconds=start, end_seconds=end)
         )
         waiting.add(number)
+        # The list itself, and those of the neighbouring stages, which lie on neighbouring processors.
         changed = {(number + step) % len(queues) for step in (-1, 0, 1)}
     return tuple(spans)
 

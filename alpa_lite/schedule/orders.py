@@ -205,6 +205,7 @@ class Interleaved1F1B(Schedule):
     def num_warmup(self, processor: int, num_stages: int, num_microbatches: int) -> int:
         """Return the number of forwards that `processor` runs, over all of its stages, before it alternates."""
         p = self.num_processors(num_stages)
+        # With chunks a processor first runs all but the last chunk of p micro-batches, whatever its place.
         warmup = 2 * (p - processor - 1) + (self.num_chunks - 1) * p if self.num_chunks > 1 else p - processor - 1
         return min(warmup, num_microbatches * self.num_chunks)
 

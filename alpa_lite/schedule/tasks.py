@@ -105,7 +105,9 @@ def peak_held(tasks: Sequence[Task], sizes: Sequence[float], handed: Sequence[fl
     while the forward runs. Between the input and the weight gradient it holds `handed[stage]` instead (empty: the same
     as `sizes`). The result has the unit of `sizes`.
     """
+    # Without other sizes the weight gradient needs all that the input gradient does.
     rest = handed or sizes
+    # Without a backward pass nothing is stored after the forward.
     ends = {stage for stage, kinds in kinds_of(tasks).items() if any(kind.is_last for kind in kinds)}
     changes: list[float] = []
     for task in tasks:

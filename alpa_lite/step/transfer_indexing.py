@@ -15,9 +15,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from alpa_lite.rules.elementwise import ints
 from alpa_lite.rules.op_info import rule_of_op
-from alpa_lite.rules.registry import FactorKind
+from alpa_lite.rules.registry import FactorKind, ints
 from alpa_lite.step.relations import (
     MAX,
     MIN,

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from alpa_lite.errors import InfeasibleError, PlanError
-from alpa_lite.inter_op.assembly import assemble, inflows_between
+from alpa_lite.inter_op.assembly import StagedStep, assemble, inflows_between
 from alpa_lite.inter_op.joint.what_would_fit import show_bytes
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.inter_op.stage_costs import PlacedStage, StageCosts, StagePlace
@@ -124,7 +124,8 @@ class GivenStages(Planner):
         cluster, kinds = request.cluster, [(stage.hosts, stage.devices_per_host) for stage in self.stages]
         submeshes = place(kinds, cluster.num_hosts, cluster.devices_per_host)
         placed = self._solved(costs, submeshes, step.num_microbatches)
-        plan = assemble(self.name, request, step, layers, placed, self.schedule, started)
+        staged = StagedStep(step=step, layers=layers, stages=placed, schedule=self.schedule)
+        plan = assemble(self.name, request, staged, started)
         if not self.as_alpa_ran:
             return plan
         waiting = self._waiting_seconds(request, step, layers, placed)

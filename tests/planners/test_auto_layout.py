@@ -9,12 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from alpa_lite.planners.auto_layout import NamedDims, _Memory, least_memory
-from alpa_lite.rules.dim_names import dim_names
 
 import alpa_lite as al
 from alpa_lite.planners import MeshTensorFlow
-from alpa_lite.rules.dims import DimClasses
+from alpa_lite.planners.mesh_tensorflow import NamedDims, _Memory, least_memory
+from alpa_lite.rules.dims import DimClasses, dim_names
 from cost_models.composed import ComposedCostModel
 from tests.end_to_end.cases import assert_same, eager_cluster
 from tests.end_to_end.collectives import emitted, handed_over, planned

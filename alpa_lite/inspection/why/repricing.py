@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from alpa_lite.inspection.why.stage_problem import Given, StageProblem
-from alpa_lite.inter_op.assembly import predict
+from alpa_lite.inter_op.assembly import StagedStep, predict
 from alpa_lite.inter_op.boundaries import stacks_at_rest
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.inter_op.shared_devices import held_at_peak
@@ -192,7 +192,8 @@ class Repricing:
 
     def predicted(self, changed: Mapping[int, PlacedStage]) -> Prediction:
         """Predict the step with some of its stages changed."""
-        return predict(self.request, self.step, self.layers, self._with(changed), self.plan.schedule)
+        stages, schedule = self._with(changed), self.plan.schedule
+        return predict(self.request, StagedStep(step=self.step, layers=self.layers, stages=stages, schedule=schedule))
 
     def stacks_seconds(self, changed: Mapping[int, PlacedStage]) -> float:
         """Return the seconds that resharding takes for stacked arrays on whose spec the stages no longer agree."""

@@ -84,6 +84,7 @@ def next_numbers(
         place = known.index(best)
         # If the guess of the best number was too high, those of its neighbours are too.
         near = max(at_most, guess(best).at_best)
+        # From the best number outwards, smaller and larger ones.
         sides = (known[:place][::-1], known[place + 1 :])
         found = [_first_better(numbers, open_, guess, near, at_most) for numbers in sides]
         if around := sorted((n for n in found if n is not None), key=lambda n: guess(n).at_best):

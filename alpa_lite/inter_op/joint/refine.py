@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from alpa_lite.errors import InfeasibleError, PlanError
-from alpa_lite.inter_op.assembly import predict
+from alpa_lite.inter_op.assembly import StagedStep, predict
 from alpa_lite.inter_op.boundaries import stacks_at_rest
 from alpa_lite.inter_op.joint.stage_cost_cache import StageCostCache
 from alpa_lite.inter_op.plan_request import PlanRequest
@@ -68,7 +68,8 @@ class Found:
     def of(request: PlanRequest, costs: StageCosts, stages: Sequence[PlacedStage], schedule: Schedule) -> Found:
         """Return the stages under a schedule, with their prediction."""
         stages = scheduled(costs, stages, schedule)
-        prediction = predict(request, costs.step, costs.layers, stages, schedule)
+        staged = StagedStep(step=costs.step, layers=costs.layers, stages=stages, schedule=schedule)
+        prediction = predict(request, staged)
         return Found(costs=costs, stages=tuple(stages), schedule=schedule, prediction=prediction)
 
     @property
@@ -138,6 +139,7 @@ def _evened(
     even = interleaved(request, whole, steps, 1) if best.prediction.bubble_fraction > BUBBLE else None
     if even is None:
         return best
+    # `rescheduled` judges other schedules by the bubble under the first one.
     plain = Found.of(request, even.costs, even.stages, schedules[0])
     return min(best, rescheduled(request, plain, schedules), key=lambda found: found.seconds)
 
@@ -160,6 +162,7 @@ def _in_chunks(request: PlanRequest, plain: Found, best: Found, steps: StageCost
         if bubble <= BUBBLE or last.seconds * (1 - bubble / 2) >= best.seconds:
             break
         dealt_out = interleaved(request, plain, steps, chunks)
+        # More chunks send more often and hold more memory: if these are no better, neither are more.
         if dealt_out is None or dealt_out.seconds >= best.seconds:
             break
         best = last = dealt_out
@@ -168,6 +171,7 @@ def _in_chunks(request: PlanRequest, plain: Found, best: Found, steps: StageCost
 
 def polished(request: PlanRequest, found: Found) -> Found:
     """Solve stages again to a smaller gap, and keep the results that are faster; stacked arguments keep their form."""
+    # Otherwise equally good forms could appear that stages do not share, and rows would move between steps.
     pins = {v: spec for stage in found.stages for v, spec in forms_given(found.costs, stage).items()}
     costs = found.costs.with_pins({**found.costs.pins, **pins})
     gap, seconds = (ALONE_GAP, ALONE_SECONDS) if len(found.stages) == 1 else (RELATIVE_GAP, POLISH_SECONDS)
@@ -209,6 +213,7 @@ def scheduled(costs: StageCosts, stages: Sequence[PlacedStage], schedule: Schedu
     lists = schedule.tasks(len(stages), costs.step.num_microbatches)
     found: list[PlacedStage] = []
     for number, stage in enumerate(stages):
+        # The solution may come from a schedule that splits backward passes.
         solution = replace(stage.solution, weight_seconds=0.0, handed_bytes=0.0)
         if splits_backward(lists[number % len(lists)]):
             solution = costs.in_two_parts(stage, solution)
@@ -268,6 +273,7 @@ def interleaved(request: PlanRequest, found: Found, steps: StageCostCache, num_c
         return None
     tasks = schedule.tasks(chunks, costs.step.num_microbatches)
     solved: dict[int, StageSolution] = {}
+    # The last part first: it has the fewest micro-batches in flight, and its solutions serve those before it.
     for part in reversed(range(parts)):
 
         def solve(
@@ -307,6 +313,7 @@ def agreeing(costs: StageCosts, stages: Sequence[PlacedStage], schedule: Schedul
         return
     held = [schedule.in_flight(i, len(stages), costs.step.num_microbatches) for i in range(len(stages))]
     forms = [_forms(costs, stage) for stage in stages]
+    # Each form that some stage has chosen is a candidate for all.
     for model in dict.fromkeys(tuple(sorted(form.items())) for form in forms):
         wanted = dict(model)
         pins = {v: wanted[leaf] for stage in stages for leaf, v in _rows(costs, stage) if leaf in wanted}

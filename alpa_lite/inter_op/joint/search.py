@@ -31,7 +31,7 @@ from alpa_lite.errors import (
     TraceError,
     without_frames,
 )
-from alpa_lite.inter_op.assembly import assemble
+from alpa_lite.inter_op.assembly import StagedStep, assemble
 from alpa_lite.inter_op.boundaries import inflows, slower_inflows
 from alpa_lite.inter_op.joint.microbatch_counts import NEAR, Guess, next_numbers, numbers_to_search, surveyed_numbers
 from alpa_lite.inter_op.joint.refine import Found, agreeing, made_to_fit, refined, rescheduled
@@ -114,10 +114,12 @@ class JointSearch:
         progress.expect("stages", 0)
         if found:
             with progress.during("refine", "refine"):
+                # Interleaving changes schedule and number of stages, which the user may have fixed.
                 dealt_out = len(self.schedules) > 1 and self.num_stages is None
                 yield self._plan(refined(self.request, found, self.steps, self.schedules, dealt_out=dealt_out))
         elif not fitting:
             number = max(guesses)
+            # Nothing fits: either no stages of this kind exist at all, or memory is short.
             impossible = self._search_for(self.schedules[0], number, survey, "more shared").why_impossible()
             self.problems.append(PlanError(impossible) if impossible else InfeasibleError(self._infeasible(number)))
 
@@ -158,9 +160,8 @@ class JointSearch:
 
     def _plan(self, found: Found) -> Plan:
         costs = found.costs
-        plan = assemble(
-            self.name, self.request, costs.step, costs.layers, found.stages, found.schedule, time.perf_counter()
-        )
+        staged = StagedStep(step=costs.step, layers=costs.layers, stages=found.stages, schedule=found.schedule)
+        plan = assemble(self.name, self.request, staged, time.perf_counter())
         return replace(plan, remat=costs.remat, traced_layers=costs.traced_layers) if costs.remat else plan
 
     # ----------------------------------------------------------------------------------------------- the order
@@ -228,6 +229,7 @@ class JointSearch:
 
     def _measured(self, costs: StageCosts) -> tuple[Profile, NDArray[np.bool_]]:
         """Return the profile of the layers, and [layers, layers, kinds]: the stages that make sense."""
+        # Equal stages lie on equal submeshes.
         if self._all_equal(costs):
             self.space = self.space.equal_parts()
         profile = Profile.of(costs)
@@ -285,6 +287,7 @@ class JointSearch:
         """
         first = self._search_for(self.schedules[0], number, survey, beyond)
         found = [first]
+        # On mixed clusters both kinds of stages are searched: equal ones move no rows.
         if self.steps.known.has_rows and not first.all_equal:
             found.insert(0, self._search_for(self.schedules[0], number, survey, beyond, all_equal=True))
         # The second schedule hides transfers at the cost of memory: it is searched if the transfers are long enough.
@@ -362,6 +365,7 @@ class JointSearch:
         best, fits = None, False
         for search in self._searches_at(number, survey):
             choice = search.run(at_most, further=further)
+            # Guesses for other numbers are corrected by what this search has learned (`_of_layers`).
             self._excess[number] = search.excess()
             fits |= bool(choice.stages)
             while choice.stages and choice.seconds < at_most:
@@ -380,6 +384,7 @@ class JointSearch:
 
     def _priced(self, search: StageSearch, choice: StageChoice) -> Found:
         """Return the stages of a choice under the fastest schedule that their memory allows."""
+        # The DP knows stages by kinds of submesh only; here they get devices of their own.
         costs, stages = self._placed(search, choice)
         stages = made_to_fit(costs, stages, search.schedule)
         ways = [stages, *agreeing(costs, stages, search.schedule)] if search.all_equal else [stages]

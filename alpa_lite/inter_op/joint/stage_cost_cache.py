@@ -89,6 +89,7 @@ class StageCostCache:
     def let_take(self, seconds: float) -> None:
         """Set the time limit for solving a stage, and forget stages that were not solved within an earlier one."""
         self.time_limit_seconds = seconds
+        # Stage costs are frozen; the replaced ones share the stages that were solved.
         self._costs = {key: replace(costs, time_limit_seconds=seconds) for key, costs in self._costs.items()}
         for costs in self._costs.values():
             costs.forget_unsolved()
@@ -141,6 +142,7 @@ class StageCostCache:
             step = self.request.step_at(number, known.loop_parts)
             if _is_same_program(known, step):
                 return step, layers
+        # This number of micro-batches is the first, or it runs other ops and needs layers of its own.
         parts = cut.loop_parts
         # Layers that each become a stage should be even, for which loops may have to be cut into more parts.
         each_a_stage = self.equal == "flops" and parts > 0 and cut == Cut.into(cut.num_layers)

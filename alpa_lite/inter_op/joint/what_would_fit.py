@@ -45,6 +45,7 @@ def more_microbatches(planner: MakesPlans, request: PlanRequest, tried: int) -> 
     """Yield the same planner with more micro-batches than `tried`."""
     size = request.batch_size or 1
     larger = [m for m in range(tried + 1, size + 1) if size % m == 0]
+    # Evenly spread over the divisors, with the smallest and the largest.
     steps = sorted({larger[i * (len(larger) - 1) // (MAX_TRIES - 1)] for i in range(MAX_TRIES)}) if larger else []
     for m in steps:
         yield Remedy(text=f"num_microbatches={m}", planner=planner, request=replace(request, num_microbatches=m))
@@ -68,6 +69,7 @@ def cheapest_fit(without_hardware: Sequence[Remedy], with_hardware: Iterator[Rem
     if fits:
         seconds, text = min(fits)
         return f"The cheapest change that fits: {text}, predicted {show_seconds(seconds)} per step."
+    # One after the other, from the fewest hosts on: the first that fits is the answer.
     for change in with_hardware:
         seconds = _predicted(change)
         if seconds is not None:
@@ -77,6 +79,7 @@ def cheapest_fit(without_hardware: Sequence[Remedy], with_hardware: Iterator[Rem
 
 def _predicted(change: Remedy) -> float | None:
     try:
+        # Without advice of its own, which would try changes of the changes.
         return change.planner.plan(replace(change.request, advise=False)).prediction.step_seconds
     except AlpaLiteError:
         return None
@@ -116,6 +119,7 @@ def tightest_stage(steps: StageCostCache, space: Space, number: int, profiles: C
                 f"which needs at least {show_bytes(tight.peak_bytes)} per device of {request.cluster.name} at "
                 f"num_microbatches={number}; {device.name} has {show_bytes(device.memory_bytes)}. {why}"
             ).rstrip()
+    # Each layer fits alone, so that the sum over all layers is the obstacle.
     least = min(profiles, key=lambda profile: profile.saved_bytes.sum())
     needed = _needed_by_all(request, least, number)
     return f"No plan fits into memory at num_microbatches={number}, though each layer does by itself: {needed}"
@@ -167,6 +171,7 @@ def _needed_by_all(request: PlanRequest, profile: Profile, number: int) -> str:
     working = float(profile.working_with(size).max())
     rooms = [(group.num_hosts, group.device) for group in cluster.groups] or [(cluster.num_hosts, cluster.device)]
     room = cluster.devices_per_host * sum(hosts * float(device.memory_bytes) for hosts, device in rooms)
+    # Memory may suffice in total and still not for any stages, whose parts are uneven.
     enough = "" if fixed + kept + working > room else ", with which no stages that were tried make do"
     return (
         f"together the {profile.num_layers} layers need at least {show_bytes(fixed + kept + working)} "
@@ -180,6 +185,7 @@ def _try_hardest(costs: StageCosts, space: Space) -> None:
     """Solve the layer with the most state on the largest submesh that makes sense for it, to learn its needs."""
     layer = int(state_bytes(costs.step, costs.layers).argmax())
     count = costs.layers.num_layers
+    # Equal shares of the work, since no profile tells more here.
     useful = np.flatnonzero(space.worthwhile(np.full(count, 1 / count))[layer, layer])
     kind = max(useful.tolist() or range(len(space.kinds)), key=lambda k: space.devices[k])
     costs.solution(StagePlace(layer, layer, space.submesh(kind), space.mesh(kind, 0)))
