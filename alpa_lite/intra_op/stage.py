@@ -205,6 +205,7 @@ class StageView:
         graph, number = self.graph, dict[int, int]()
 
         def local(v: int) -> int:
+            # Numbered by first use, so that the place of the stage in the graph plays no part.
             return number.setdefault(v, len(number))
 
         values, batch_dims, rows = graph.values, self.step.batch_dims, list[object]()

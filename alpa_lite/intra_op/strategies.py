@@ -287,6 +287,7 @@ def placements(
         for factors in product(*(restriction.orders(axes, sizes) for axes in in_mesh_order)):
             bare = OpPlacement(factors=factors, partial=partial)
             raw = raw_result_specs(rule, bare)
+            # The partial sums of several results are completed at once.
             if len(results) > 1 or not raw[0].partial:
                 found.append(replace(bare, results=tuple(s.without_partial() for s in raw)))
                 continue

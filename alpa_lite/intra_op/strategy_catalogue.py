@@ -311,6 +311,7 @@ class Catalogue:
                 found += [Accumulator(stored=stored, resolved=r) for r in self.restriction.on_one_dim(targets)]
             may_split = BatchSplit.NEVER if self.restriction.optimizer is BatchSplit.NEVER else BatchSplit.MAY
             found += [Accumulator(stored=s, resolved=s) for s in self.value_specs(value, None, split=may_split)]
+            # The two sources overlap, and a strategy should occur once.
             found = list(dict.fromkeys(found))
             self._sums[key] = SumOptions(
                 accumulators=tuple(found),

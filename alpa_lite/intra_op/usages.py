@@ -92,6 +92,7 @@ class _Collector:
 
     def collect(self) -> Iterator[UsageOf]:
         found = (*self._state(), *self._values(), *self._moved())
+        # Usages of nothing would only enlarge the problem.
         return (usage for usage in found if usage.end > usage.start and self.arrays.any(usage.sizes))
 
     def _use(self, key: Key, offer: Offer, start: int, end: int, copies: float = 1.0) -> UsageOf:

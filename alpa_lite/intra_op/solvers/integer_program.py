@@ -86,6 +86,7 @@ def _row_sums(model: _Model, edge: Edge, entries: Mapping[tuple[int, int], pulp.
     """Add the rows sum_j e[uv,i,j] = s[u,i] for every i."""
     import pulp
 
+    # A strategy without any allowed pair has a row as well, which fixes it at 0.
     rows: dict[int, Terms] = {i: {variable: -1.0} for i, variable in model.nodes[edge.source].items()}
     for (i, _), variable in entries.items():
         rows[i][variable] = 1.0
@@ -163,6 +164,7 @@ def _cost_scale(problem: Problem) -> float:
     """Return the number of seconds in one unit of the objective."""
     arrays = [*problem.node_costs, *(edge.costs for edge in problem.edges)]
     spans = [float(np.ptp(array[np.isfinite(array)])) for array in arrays if np.isfinite(array).any()]
+    # If all costs are equal, any scale will do.
     return max(spans, default=0.0) / _LARGEST_COST or 1.0
 
 
@@ -322,6 +324,7 @@ def leanest_choices(problem: Problem, *, time_limit_seconds: float) -> tuple[int
     model = _build(problem)
     if model is None:
         return None
+    # All rows that determine the peak: without a limit, none can be ruled out.
     rows = maximal_rows(problem)
     unit = max(1.0, *(sum(float(used.max()) for used in row.bytes.values()) for row in rows)) if rows else 1.0
     peak = model.variable("peak", integer=False)

@@ -388,9 +388,11 @@ class Neighbourhood:
         prices = np.concatenate([np.zeros(1), np.cumsum((row_prices + self._pressure)[rows])])
         choices, best = start.copy(), start.copy()
         cost = _search(
+            # Few rows are ever full, and every tracked one takes time in each block.
             with_rows(self.flat, rows), self._scratch, choices, best, prices, num_blocks,
             first_heat, last_heat, self._number, self.halt,
         )  # fmt: skip
+        # Numbers of blocks never repeat, so that the marks of earlier ones need not be cleared.
         self._number += num_blocks
         overrun = overrun_of(self.flat, choices)
         self._watch(overrun, 1.0)

@@ -156,6 +156,7 @@ class Portfolio(Solver):
         if solution.status is Status.INFEASIBLE and problem.limit_bytes is not None and self.peak_seconds > 0.0:
             peak_bytes = smallest_peak(
                 problem,
+                # Not `solve`, which would look for the smallest peak of every part that is infeasible.
                 solve=lambda part, seconds: self._solve(part, Clock(seconds=seconds, control=clock.control)),
                 time_limit_seconds=min(max(clock.left, 0.1), self.peak_seconds),
             )
@@ -260,6 +261,7 @@ class Portfolio(Solver):
         # Dropping the limit can only lower the optimum, so that choices which fit anyway are optimal.
         if found.feasible:
             return self._answer(problem, choices, bound=found.cost, proven=True)
+        # The status of a solution with a bound and without choices.
         return no_solution(status=Status.TIME_LIMIT, started=started, solver=self.name, bound=found.cost)
 
     def _priced(self, problem: Problem, plan: EliminationPlan, free: Solution, clock: Clock) -> Solution:
