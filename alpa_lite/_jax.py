@@ -60,6 +60,12 @@ _COUNTS = ("num_consts", "num_carry")
 Literal = jex_core.Literal
 Var = jex_core.Var
 
+Device = Any
+"""A device of JAX, which ships no type for it."""
+
+Tree = Any
+"""A pytree: nested containers whose leaves are mostly arrays."""
+
 
 def open_jaxpr(jaxpr: Any) -> Any:
     """Return the open jaxpr of a closed or open one (JAX 0.11 has one class for both)."""

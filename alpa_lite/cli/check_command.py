@@ -24,6 +24,7 @@ def run_check(given: argparse.Namespace) -> int:
     if given.devices is not None:
         return run_module("alpa_lite.cli", _words_without_devices(given), virtual_environment(given.devices))
     step, args, kwargs = load_example(given.step, decorated=True)
+    # Without either option the planner counts that the step was decorated with.
     named = given.planner is not None or given.option
     with planning_progress(Console(stderr=True, quiet=given.json)) as progress:
         options = {
@@ -36,6 +37,7 @@ def run_check(given: argparse.Namespace) -> int:
         try:
             report, problem = check_step(step, args, kwargs, options), None
         except CheckError as error:
+            # Without a report there was nothing to compare: an error as any other.
             if error.report is None:
                 raise
             report, problem = error.report, error

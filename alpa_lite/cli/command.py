@@ -40,6 +40,7 @@ class Exit(IntEnum):
     ERROR = 1
     USAGE = 2
     INFEASIBLE = 3
+    # As shells tell of a process that SIGINT (2) or SIGPIPE (13) ended: 128 plus the number of the signal.
     INTERRUPTED = 130
     PIPE_CLOSED = 141
 
@@ -68,6 +69,7 @@ class Command:
             help=self.about,
             description=f"{self.about[0].upper()}{self.about[1:]}.",
             epilog=self.example_text,
+            # Otherwise argparse would join the lines of the example.
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         parser.add_argument("--json", action="store_true", help="print JSON")
@@ -91,6 +93,7 @@ def count(text: str) -> int:
 
 
 def _at_least(text: str, least: int) -> int:
+    # `int` alone also reads "-3", "1_000" and blanks.
     if not text.isdecimal() or int(text) < least:
         raise argparse.ArgumentTypeError(f"{text!r} was given; it must be a whole number of at least {least}")
     return int(text)
@@ -102,6 +105,7 @@ def seconds(text: str) -> float:
         found = float(text)
     except ValueError:
         found = math.nan
+    # Put in this way so that it refuses NaN too.
     if not 0 < found < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} was given; it must be a number of seconds above 0")
     return found
@@ -109,6 +113,7 @@ def seconds(text: str) -> float:
 
 def suggests(action: argparse.Action, words: Sequence[str]) -> None:
     """Record the values that a shell may propose for an argument; other values are allowed too."""
+    # Not `choices`, which argparse would enforce.
     setattr(action, SUGGESTIONS, tuple(words))
 
 
@@ -116,23 +121,23 @@ SUGGESTIONS = "suggestions"
 """The attribute of an argparse action under which `suggests` stores the values."""
 
 
-def answer(given: argparse.Namespace, text: object, data: Callable[[], Mapping[str, Any]]) -> None:
+def answer(given: argparse.Namespace, text: object, data: Callable[[], Mapping[str, object]]) -> None:
     """Print `text`, or with `--json` the data in the envelope that all commands share."""
     print(json.dumps(enveloped(given.command, data()), indent=2, allow_nan=False) if given.json else text)
 
 
-def enveloped(command: str, data: Mapping[str, Any]) -> dict[str, Any]:
+def enveloped(command: str, data: Mapping[str, object]) -> dict[str, object]:
     """Return data with the name and version of their schema; numbers that are not finite become null."""
-    return {"schema": f"alpa-lite/{command}", "version": VERSION, **cast("dict[str, Any]", _finite(data))}
+    return {"schema": f"alpa-lite/{command}", "version": VERSION, **cast("dict[str, object]", _finite(data))}
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: object) -> object:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in cast("Mapping[Any, Any]", value).items()}
+        return {str(key): _finite(item) for key, item in cast("Mapping[object, object]", value).items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in cast("Sequence[Any]", value)]
+        return [_finite(item) for item in cast("Sequence[object]", value)]
     return value
 
 
@@ -142,6 +147,7 @@ def ended(name: str, run: Callable[[], int]) -> int:
     Exceptions of the user's code are printed with the user's lines. Any other exception is a defect, and raised.
     """
     try:
+        # The output is flushed here, so that a reader who left is noticed now, and not at the exit of Python.
         code = run()
         sys.stdout.flush()
         return code
@@ -188,6 +194,7 @@ def check_writable(path: Path | None) -> None:
     if path is None:
         return
     folder = path.parent
+    # Asked of the system rather than tried: a plan that fails later should not leave an empty file.
     if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
         reason = "it is a folder" if path.is_dir() else "may not be written to" if folder.is_dir() else "no such folder"
         raise OutputError(f"{path} cannot be written: {reason}. Give a file in an existing folder.")
@@ -207,6 +214,7 @@ _LIBRARY_FOLDERS = tuple(
     f"{Path(folder)}{os.sep}"
     for folder in (
         *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+        # A checkout does not lie in the folders of installed packages.
         *(Path(__file__).parents[2] / package for package in ("alpa_lite", "cost_models", "benchmarks")),
     )
 )
@@ -223,6 +231,7 @@ def blamed(error: BaseException) -> str:
         if isinstance(error, SyntaxError)
         else _type_and_message(error)
     )
+    # The innermost lines are kept: they are next to the cause.
     left_out = [f"  … {len(lines) - _MAX_LINES} more"] if len(lines) > _MAX_LINES else []
     return "\n".join([said, *left_out, *lines[-_MAX_LINES:]])
 
@@ -238,11 +247,13 @@ def _user_lines(error: BaseException) -> Iterator[str]:
         if _is_user_file(code.co_filename):
             text = linecache.getline(code.co_filename, number).strip()
             yield f"  {_short(code.co_filename)}:{number} in {code.co_qualname}" + (f": {text}" if text else "")
+    # The file with the error was never run, so that no frame of the traceback is in it.
     if isinstance(error, SyntaxError) and error.filename and _is_user_file(error.filename):
         yield f"  {_short(error.filename)}:{error.lineno}" + (f": {error.text.strip()}" if error.text else "")
 
 
 def _is_user_file(file: str) -> bool:
+    # Names such as <string> or <frozen runpy> stand for code without a file.
     return not file.startswith((*_LIBRARY_FOLDERS, "<"))
 
 

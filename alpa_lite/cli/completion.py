@@ -40,6 +40,7 @@ class CommandWords:
 
 def words_of(parser: argparse.ArgumentParser) -> dict[str, CommandWords]:
     """Return the commands of a parser by name."""
+    # argparse has no public list of what was added to a parser.
     (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     about = {choice.dest: choice.help or "" for choice in commands._choices_actions}
     return {name: _words(about.get(name, ""), sub) for name, sub in commands.choices.items()}

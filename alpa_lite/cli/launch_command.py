@@ -31,6 +31,7 @@ def run_launch(given: argparse.Namespace) -> int:
         environment=dict(os.environ) if per_process is None else _with_virtual_devices(per_process),
         port=given.port,
         grace_seconds=given.grace,
+        # The output must be JSON alone.
         out=sys.stderr.buffer if given.json else None,
     )
     if given.json:
@@ -63,6 +64,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE", help="run a module, with all that follows"
     )
+    # All that follows belongs to the program, also what looks like an option.
     parser.add_argument("program", nargs=argparse.REMAINDER, metavar="PROGRAM.py", help="with its arguments")
 
 

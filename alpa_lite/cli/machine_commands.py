@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -20,6 +19,7 @@ from alpa_lite.text import show_seconds
 def run_calibrate(given: argparse.Namespace) -> int:
     """Run `alpa_lite.calibrate` and write the file that `alpa_lite.local_cluster` reads."""
     if given.devices is not None:
+        # In a new process: JAX has fixed the number of devices of this one already.
         options = ["--seconds", str(given.seconds), *(["--out", str(given.out)] if given.out else [])]
         words = ["calibrate", *options, *(["--json"] if given.json else [])]
         return run_module("alpa_lite.cli", words, virtual_environment(given.devices))
@@ -43,7 +43,7 @@ def calibration_text(calibration: Calibration) -> str:
     return render([], [table]) + "\n\n" + render([launch, str(calibration.to_json()["notes"])])
 
 
-def calibration_data(calibration: Calibration) -> dict[str, Any]:
+def calibration_data(calibration: Calibration) -> dict[str, object]:
     """Return the content of the cluster file, and the measurements, as plain data."""
     measurements = [
         {

@@ -74,9 +74,11 @@ def read_pins(path: str | Path) -> PinFile:
     path = Path(path)
     try:
         with path.open("rb") as file:
+            # One byte more than allowed shows that there is more, without reading all of it.
             text = file.read(_MAX_BYTES + 1)
         if len(text) > _MAX_BYTES:
             raise ValueError(f"it has more than {_MAX_BYTES >> 10} KiB")
+        # Nodes instead of values: they know their lines, and a repeated key is seen.
         root = yaml.compose(text.decode("utf-8"), Loader=yaml.SafeLoader)
     except RecursionError as error:
         raise PlanError(f"{path}: this nests too deeply. For each pin {_FORM}.") from error
@@ -110,6 +112,7 @@ def _entry(node: yaml.Node, where: str, name: str) -> str | tuple[str, ...] | No
     if node.tag == _TAG + "null":
         return None
     nodes: Sequence[yaml.Node] = node.value if _is_list(node) else [node]
+    # Unquoted, a number, a date or "yes" is no string in YAML, and so no name of an axis.
     odd = [each for each in nodes if each.tag != _TAG + "str"]
     if odd:
         raise PlanError(f"{where}: the pin of {name!r} has the entry {_kind(odd[0])}; {_FORM}.")
@@ -163,6 +166,7 @@ class _PlanArguments:
 
 def run_plan(given: argparse.Namespace) -> int:
     """Run `alpa_lite.plan` and return the exit code. Ctrl-C ends the search with the best plan so far, if any."""
+    # Before the search, which may take minutes.
     check_writable(given.output)
     step, args, kwargs = load_example(given.step)
     clusters = _clusters(given)
@@ -199,6 +203,7 @@ def _plan(given: argparse.Namespace, asked: _PlanArguments, cluster: Cluster | N
 def _plan_with_pins(given: argparse.Namespace, asked: _PlanArguments, cluster: Cluster | None) -> int:
     file = read_pins(given.pins)
     pinned_planner = _with_pins(asked.planner, file, given.planner)
+    # The free plan first: its traced step is needed to check the pins, and its cost to compare with.
     free = asked.planned(cluster)
     file.check(free.function.step(1).step, axes_of_search=isinstance(asked.planner, al.planners.Auto))
     plan = asked.planned(free.last_plan.cluster, pinned_planner).last_plan
@@ -263,6 +268,7 @@ def make_planner(name: str, options: Sequence[str]) -> al.planners.Planner | al.
 
 
 def _count_or_auto(text: str) -> int | str:
+    # A negative number passes here: planning refuses it, in the words of its own error.
     if text != "auto" and not text.lstrip("-").isdecimal():
         raise argparse.ArgumentTypeError(f'{text!r} was given; it must be a whole number or "auto"')
     return text if text == "auto" else int(text)
@@ -285,7 +291,7 @@ def add_planner(parser: argparse.ArgumentParser, default: str | None) -> None:
     )
     suggests(planner, tuple(PLANNERS))
     parser.add_argument(
-        "--option", action="append", default=[], metavar="NAME=VALUE", help="option of the planner, e.g. num_stages=4"
+        "--option", action="append", default=[], metavar="NAME=VALUE", help="option of the planner, e.g. pipeline=4"
     )
 
 

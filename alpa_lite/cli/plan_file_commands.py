@@ -91,6 +91,7 @@ def _diff_arguments(parser: argparse.ArgumentParser) -> None:
 def run_simulate(given: argparse.Namespace) -> int:
     """Print the predicted timeline of a plan; with `--step`, simulate its program, and with `--measure` run it too."""
     check_writable(given.html)
+    # Before the work, which may take minutes.
     check_writable(given.trace)
     plan = al.Plan.load(given.plan)
     if given.step is None:
@@ -132,7 +133,7 @@ def _planned(plan: al.Plan, name: str, progress: Progress) -> PlannedFunction:
     return al.parallelize(step, planner=plan, progress=progress).trace(*args, **kwargs).plan(cluster=plan.cluster)
 
 
-def _write_trace(path: Path | None, trace: Mapping[str, Any]) -> None:
+def _write_trace(path: Path | None, trace: Mapping[str, object]) -> None:
     if path is not None:
         with writing(path):
             path.write_text(json.dumps(trace))

@@ -34,6 +34,7 @@ _SOLVE_SHARE = 0.97
 
 def run_solve(given: argparse.Namespace) -> int:
     """Run `intra_op.problem_file.solve_file` and return the exit code. Ctrl-C ends it with the best choices so far."""
+    # A line that is redrawn would fill a log file.
     show = sys.stderr.isatty() and not given.json
     solution = solve_file(
         given.file,
@@ -44,6 +45,7 @@ def run_solve(given: argparse.Namespace) -> int:
     )
     if show:
         print("\r\033[K", end="", file=sys.stderr)
+    # What follows gets a moment even if solving has taken all of the time.
     left = max(_seconds_left(given), 0.1)
     front = () if given.pareto is None else front_of_file(given.file, num_points=given.pareto, time_limit_seconds=left)
     points = {} if given.pareto is None else {"pareto": [point_data(point) for point in front]}
@@ -62,6 +64,7 @@ def _until_interrupted(report: Callable[[SolveProgress], None]) -> Iterator[Cont
     stopped = threading.Event()
 
     def stop(number: int, frame: FrameType | None) -> None:
+        # The solver ends at its next look; who presses Ctrl-C again does not want to wait for that.
         if stopped.is_set():
             raise KeyboardInterrupt
         stopped.set()

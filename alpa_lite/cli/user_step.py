@@ -67,6 +67,7 @@ def _imported(name: str) -> ModuleType:
         try:
             return importlib.import_module(name)
         except ModuleNotFoundError as error:
+            # If the user's module itself lacks a module, that is another problem, shown with the lines that led to it.
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
                 raise
             raise PlanError(f"There is no module {name!r} here or among the installed packages.") from error

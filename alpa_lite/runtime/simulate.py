@@ -22,11 +22,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate
-from typing import Any
 
 from alpa_lite.lower.instructions import Buffer, Instruction, Program, TaskTime
 from alpa_lite.lower.slices import TaskSpec, run_parts
-from alpa_lite.plan.plan import Plan
+from alpa_lite.plan.plan import OpPlacement, Plan
 from alpa_lite.plan.pricing import Estimator, Pricer, dispatch_seconds, local_bytes, transfer_seconds
 from alpa_lite.plan.walk import Walk
 from alpa_lite.program.phases import StepGraph
@@ -75,6 +74,7 @@ class SimulatedStep:
     @property
     def bubble_fraction(self) -> float:
         """Fraction of the devices' time spent waiting for other stages."""
+        # A program without cost has no time to share.
         return sum(use.bubble_seconds for use in self.submeshes) / max(self._available, 1e-30)
 
     @property
@@ -86,7 +86,7 @@ class SimulatedStep:
     def _available(self) -> float:
         return self.step_seconds * len(self.submeshes)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the step as JSON-compatible data."""
         fractions = {"bubble_fraction": self.bubble_fraction, "exposed_fraction": self.exposed_fraction}
         return {**asdict(self), **fractions}
@@ -142,7 +142,7 @@ def simulate_program(
     return SimulatedStep(times=listed, step_seconds=available, submeshes=tuple(uses))
 
 
-def price_task(task: TaskSpec, step: StepGraph, placements: Any, pricer: Pricer) -> TaskPrice:
+def price_task(task: TaskSpec, step: StepGraph, placements: Mapping[int, OpPlacement], pricer: Pricer) -> TaskPrice:
     """Return the price of one run of a task, with the ops, kernels and collectives of its executable, phase after
     phase.
     """
@@ -155,6 +155,7 @@ def price_task(task: TaskSpec, step: StepGraph, placements: Any, pricer: Pricer)
     for port in task.inputs:
         walk.put(port.value, port.spec, Estimator.NOTHING)
     for _ in run_parts(walk, task, step):
+        # What an earlier phase made is an input here; its work is priced in that phase.
         for known in walk.arrays.values():
             known.update(dict.fromkeys(known, Estimator.NOTHING))
         walk.machine = estimator()
@@ -212,7 +213,9 @@ class _StepSimulation:
     def run(self, instruction: Instruction) -> tuple[float, float]:
         """Return the span of a task, which starts when its devices are free and its inputs have arrived."""
         row, price = self.row_of[instruction.stage], self.prices[instruction.task]
+        # Virtual devices take turns on one processor.
         free = max(self.free) if self.plan.cluster.shared_processor else self.free[row]
+        # When it could start if transfers took no time: a later start is exposed communication.
         could = max([free, self.issue(instruction.stage), *(self.made[b] for b in instruction.reads)])
         start = max([could, *(self.ready[b] for b in instruction.reads)])
         seconds = price.seconds + self.dispatch
@@ -226,6 +229,7 @@ class _StepSimulation:
         """Return the time at which the host of a stage has launched its next program."""
         host = self.plan.stages[stage].submesh.first_device // self.plan.cluster.devices_per_host
         begins = self.issued.get(host, 0.0)
+        # A cluster with a dispatch time pays it within each task, so the host pays nothing in addition.
         self.issued[host] = begins + (0.0 if self.dispatch else self.model.launch_seconds())
         return begins
 
@@ -235,6 +239,7 @@ class _StepSimulation:
         """
         a, b = instruction.source_stage, instruction.stage
         way, transfer, source = (self.row_of[a], self.row_of[b]), instruction.transfer, instruction.reads[0]
+        # As if the transfer took no time; `run` compares with this.
         self.made[instruction.writes[0]] = self.made[source]
         if transfer is None or transfer.is_trivial:
             return self.ready[source], self.ready[source]
@@ -257,6 +262,7 @@ def _peaks(program: Program, plan: Plan, step: StepGraph, clock: _StepSimulation
         row = clock.row_of[instruction.stage]
         taken_over = _taken_over(program, step, instruction, after)
         for buffer in instruction.writes:
+            # The first writer allocates; later ones, as of a gradient sum, write into the same memory.
             if buffer not in last:
                 start = time.end_seconds if buffer in taken_over else time.start_seconds
                 changes[clock.row_of[buffer.stage]].append((start, sizes.get(buffer, 0.0)))
@@ -284,6 +290,7 @@ def _taken_over(
         return frozenset()
     task, values, freed = program.tasks[instruction.task], step.graph.values, frozenset(after.reads)
     read = zip(instruction.reads, task.inputs, strict=False)
+    # The FREE after a task lists what the task was the last to read.
     dying = Counter((values[p.value].shape, values[p.value].dtype, p.spec) for b, p in read if b in freed)
     found = set[Buffer]()
     for buffer, port in zip(instruction.writes, task.outputs, strict=False):

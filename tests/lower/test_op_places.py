@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from alpa_lite.api.stages import LoweredFunction
 
 import alpa_lite as al
+from alpa_lite.api.stages import LoweredFunction
 from alpa_lite.lower.op_places import places_of
 from alpa_lite.planners import Hybrid
 from alpa_lite.program.phases import Phase

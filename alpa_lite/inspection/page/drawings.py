@@ -41,17 +41,18 @@ def cluster_svg(plan: Plan) -> str:
     across = min(devices, _MAX_PER_LINE)
     width = 2 * _PAD + across * (cell + _GAP) - _GAP
     height = _HEAD + ceil(devices / across) * (cell + _GAP) - _GAP + _PAD
+    # So many columns that the whole drawing is about 2.6 times as wide as it is high, as the page is.
     columns = _columns(hosts, sqrt(hosts * height / width * 2.6))
-    runs = _stages_by_device(plan)
+    stages_of = _stages_by_device(plan)
     drawn: list[str] = []
     for host in range(hosts):
         x, y = (host % columns) * (width + 8), (host // columns) * (height + 8)
         drawn.append(f'<rect class="host" x="{x:.4g}" y="{y:.4g}" width="{width:.4g}" height="{height:.4g}" rx="4"/>')
         drawn.append(f'<text class="small" x="{x + _PAD:.4g}" y="{y + 11:.4g}">host {host}</text>')
-        for first, length in _runs(plan, host * devices, across, runs):
-            line, place = divmod(first - host * devices, across)
+        for run in _runs(plan, host * devices, across, stages_of):
+            line, place = divmod(run.start - host * devices, across)
             corner = x + _PAD + place * (cell + _GAP), y + _HEAD + line * (cell + _GAP)
-            drawn.append(_devices(plan, first, length, runs, corner, cell))
+            drawn.append(_devices(plan, run, stages_of, corner, cell))
     total_width, total_height = columns * (width + 8) - 8, ceil(hosts / columns) * (height + 8) - 8
     label = f"{show_count(hosts, 'host')} with {show_count(devices, 'device')} each, in the colours of their stages"
     # At most as large as it is drawn: a single device would else fill the page.
@@ -66,6 +67,7 @@ def cluster_svg(plan: Plan) -> str:
 def _columns(hosts: int, about: float) -> int:
     """Return the number of hosts per line: about `about`, adjusted so that all lines are full if possible."""
     usual = max(1, min(hosts, ceil(about)))
+    # A last line with a few hosts would look as if the others were missing.
     full = [number for number in range(1, hosts + 1) if hosts % number == 0 and usual / 2 <= number <= 2 * usual]
     return min(full, key=lambda number: abs(number - usual), default=usual)
 
@@ -78,28 +80,25 @@ def _stages_by_device(plan: Plan) -> Mapping[int, tuple[int, ...]]:
     }  # fmt: skip
 
 
-def _runs(plan: Plan, first: int, across: int, stages: Mapping[int, Sequence[int]]) -> Iterator[tuple[int, int]]:
-    """Yield the first device and the length of each run of a host's devices that is drawn as one square."""
+def _runs(plan: Plan, first: int, across: int, stages: Mapping[int, Sequence[int]]) -> Iterator[range]:
+    """Yield each run of a host's devices that is drawn as one square."""
     devices = plan.cluster.devices_per_host
     if plan.cluster.num_devices <= _BIG:
-        yield from ((first + place, 1) for place in range(devices))
+        yield from (range(first + place, first + place + 1) for place in range(devices))
         return
     for line in range(0, devices, across):
         listed = range(first + line, first + min(line + across, devices))
+        # One element for neighbours of one stage: browsers are slow with tens of thousands of elements.
         for _, run in groupby(listed, key=lambda device: stages.get(device)):
             members = list(run)
-            yield members[0], len(members)
+            yield range(members[0], members[-1] + 1)
 
 
 def _devices(
-    plan: Plan,
-    device: int,
-    count: int,
-    runs: Mapping[int, Sequence[int]],
-    corner: tuple[float, float],
-    cell: float,
+    plan: Plan, devices: range, stages_of: Mapping[int, Sequence[int]], corner: tuple[float, float], cell: float
 ) -> str:
-    (x, y), stages = corner, runs.get(device, ())
+    (x, y), device, count = corner, devices.start, len(devices)
+    stages = stages_of.get(device, ())
     name = f"device {device}" if count == 1 else f"devices {device}–{device + count - 1}"
     title = f"{name}: no stage"
     if stages and count > 1:
@@ -110,6 +109,7 @@ def _devices(
         where = ", ".join(f"{axis} {at}" for axis, at in _coordinates(place, stage.mesh_shape.axis_sizes).items())
         title = f"device {device}: {_stages(stages)}, at {where} of {stage.mesh_shape}"
     colour = stage_class(stages[0]) if stages else "unused"
+    # Drawn for large squares only: on small ones it could not be read.
     number = f'<text class="on" x="{x + cell / 2:.4g}" y="{y + cell / 2 + 3.5:.4g}">{device}</text>'
     return (
         f'<g class="device {colour}" data-stages="{" ".join(map(str, stages))}"><title>{escape(title)}</title>'
@@ -175,6 +175,7 @@ def block_svg(spec: Spec, sizes: Mapping[str, int]) -> str:
     Of more than two dims, only split dims are drawn, the last ones first.
     """
     rows, columns = drawn_dims(spec)
+    # More lines would merge into one dark area.
     down, across = (min(_MAX_LINES, _parts(spec, dim, sizes)) for dim in (rows, columns))
     high = _BLOCK_HEIGHT if rows is not None else _BLOCK_HEIGHT / 3
     top = (_BLOCK_HEIGHT - high) / 2
@@ -221,6 +222,7 @@ def sharding_words(spec: Spec, sizes: Mapping[str, int]) -> str:
         f"dim {dim} in {_parts(spec, dim, sizes)} over {' × '.join(axes)}" for dim, axes in enumerate(spec.dims) if axes
     ]
     copies = prod(size for axis, size in sizes.items() if axis not in spec.axes)
+    # `show_count` forms the plural by an s alone.
     held = show_count(copies, "copy").replace("copys", "copies")
     return "; ".join([*(cut or ["whole"]), held])
 
@@ -228,12 +230,14 @@ def sharding_words(spec: Spec, sizes: Mapping[str, int]) -> str:
 def timeline_svg(plan: Plan) -> str:
     """Return the predicted step: a row per submesh, a bar per task, with a description as tooltip."""
     timeline = predicted_timeline(plan)
+    # A plan of ops that take no time has a step of zero seconds.
     scale = _WIDTH / max(timeline.makespan_seconds, 1e-12)
     height = _ROW * len(timeline.rows) + 18
     labels = "".join(
         f'<text x="0" y="{_ROW * number + 16:.0f}">{_row_label(stages)}</text>'
         for number, stages in enumerate(timeline.rows)
     )
+    # Many bars become a path per kind, which loses their tooltips but keeps the page responsive.
     few = len(timeline.bars) <= _MAX_BARS
     bars = "\n".join(_bar(bar, scale) for bar in timeline.bars) if few else _merged(timeline.bars, scale)
     end = show_seconds(timeline.makespan_seconds)
@@ -255,6 +259,7 @@ def kind_class(kind: str) -> str:
     """Return the CSS class of a kind of task; `input gradient` has the colour of the backward pass."""
     words = kind.lower()
     named = (
+        # In order: the more special words come before those that they contain.
         ("weight gradient", "weight"),
         ("gradient", "backward"),
         ("backward", "backward"),

@@ -38,6 +38,7 @@ KINDS = {
 
 def stage_class(stage: int) -> str:
     """Return the CSS class of a stage, as `stage-3`."""
+    # There are as many classes as colours, whatever the number of stages.
     return f"stage-{stage % len(STAGES)}"
 
 
@@ -102,6 +103,7 @@ _PAGE = """<!doctype html>
 
 def page_html(title: str, fragment: str) -> str:
     """Return a whole page from its title and a `<div class="alpa-lite">` with its style."""
+    # The fragment may hold braces: only the template's own are replaced.
     return _PAGE.format(title=escape(title), fragment=fragment)
 
 

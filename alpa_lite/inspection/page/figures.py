@@ -44,7 +44,7 @@ def timeline_figure(
     plan: Plan, *, simulated: Sequence[SpanLike] | None = None, measured: Sequence[SpanLike] | None = None
 ) -> Figure:
     """Draw the predicted step over time, and below it simulated and measured spans. Raises `FigureError`."""
-    given: dict[str, Sequence[Any]] = {"predicted": predicted_timeline(plan).bars}
+    given: dict[str, Sequence[SpanLike]] = {"predicted": predicted_timeline(plan).bars}
     given |= {name: spans for name, spans in (("simulated", simulated), ("measured", measured)) if spans}
     count = len(plan.stages_together)
     figure = _figure((0.7 + 0.28 * count) * len(given) + 0.5)
@@ -66,7 +66,7 @@ def timeline_figure(
     return figure
 
 
-def _draw_spans(axes: Any, plan: Plan, spans: Sequence[Any], longest: float) -> set[str]:
+def _draw_spans(axes: Any, plan: Plan, spans: Sequence[SpanLike], longest: float) -> set[str]:
     """Draw the tasks of devices, and transfers as thin lines below; return the kinds that occur."""
     row_of = {stage: row for row, stages in enumerate(plan.stages_together) for stage in stages}
     bars: dict[tuple[str, int], list[tuple[float, float]]] = {}
@@ -79,6 +79,7 @@ def _draw_spans(axes: Any, plan: Plan, spans: Sequence[Any], longest: float) -> 
         row = row_of[span.stage]
         bars.setdefault((kind, row), []).append((span.start_seconds / scale, length / scale))
         microbatch = getattr(span, "microbatch", None)
+        # A number on a narrow bar would cover its neighbours.
         if microbatch is not None and kind != "receive" and length > _SMALL * longest:
             middle = (span.start_seconds + span.end_seconds) / 2 / scale
             axes.text(middle, row, str(microbatch), ha="center", va="center", fontsize=6, color="white")
@@ -103,6 +104,7 @@ def submesh_figure(plan: Plan) -> Figure:
         above.broken_barh([(place + 0.04, 0.92)], (host + 0.06, 0.88), facecolors=colour)
     above.set_xlim(0, devices)
     above.set_ylim(hosts, 0)
+    # At most about 16 names, which would otherwise overlap.
     named = range(0, hosts, max(1, hosts // 16))
     above.set_xticks([])
     above.set_yticks([host + 0.5 for host in named], [f"host {host}" for host in named], fontsize=7)
@@ -140,6 +142,7 @@ def memory_figure(plan: Plan) -> Figure:
         held = [size / scale for size in (*track.bytes, track.bytes[-1])]
         colour = stage_colour(track.stages[0])
         axes.fill_between(times, held, step="post", facecolor=colour, alpha=0.35, edgecolor=colour, linewidth=0.6)
+        # A capacity far above would leave the memory as a flat line at the bottom.
         if capacity < 3 * top:
             axes.axhline(capacity / scale, color="#b3261e", linestyle="dashed", linewidth=0.8)
         axes.set_ylabel(f"stage {row_name(track.stages)}\n{show_bytes(track.peak_bytes)}", fontsize=7, rotation=0)
@@ -166,8 +169,10 @@ def _legend(figure: Any, kinds: Sequence[str]) -> None:
 
 
 def _figure(height: float) -> Any:
+    # Not by trying to import it: an error inside of an installed matplotlib should be seen as it is.
     if util.find_spec("matplotlib") is None:
         raise FigureError("Figures are drawn by matplotlib, which is not installed: pip install 'alpa_lite[viz]'.")
     from matplotlib.figure import Figure  # an optional extra
 
+    # Without pyplot, which would choose a backend and keep the figure alive.
     return Figure(figsize=(_WIDTH, height), layout="constrained")

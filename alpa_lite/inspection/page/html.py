@@ -56,7 +56,8 @@ def page_data(
     predicted = predicted_timeline(plan)
     listed = {"predicted": predicted.bars, "simulated": simulated, "measured": measured}
     shown = {name: _shown(found or ()) for name, found in listed.items()}
-    spans: dict[str, Sequence[Any]] = {name: found for name, found in shown.items() if found}
+    # Simulated and measured spans are optional, and a plan may predict none.
+    spans: dict[str, Sequence[SpanLike]] = {name: found for name, found in shown.items() if found}
     # Never zero, since it is the divisor of all times.
     longest = max((span.end_seconds for found in spans.values() for span in found), default=0.0) or 1e-12
     tick = longest / TICKS
@@ -69,21 +70,22 @@ def page_data(
     }
 
 
-def safe_json(data: Any) -> str:
+def safe_json(data: object) -> str:
     """Return JSON that is safe inside a `<script>` element: names of the user cannot end it or begin a comment."""
+    # The HTML parser ends a script at `</script`, even inside of a string of JSON.
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
-def _shown(spans: Iterable[Any]) -> list[Any]:
+def _shown(spans: Iterable[SpanLike]) -> list[SpanLike]:
     """Return the spans that take time."""
     return [span for span in spans if span.end_seconds > span.start_seconds]
 
 
-def _lane(title: str, spans: Sequence[Any], plan: Plan, tick: float) -> dict[str, Any]:
+def _lane(title: str, spans: Sequence[SpanLike], plan: Plan, tick: float) -> dict[str, Any]:
     """Return one timeline: a row per submesh, and below it a row for the transfers to it if there are any."""
     row_of = {stage: row for row, stages in enumerate(plan.stages_together) for stage in stages}
-    rows: dict[tuple[int, bool], list[Any]] = {}
+    rows: dict[tuple[int, bool], list[SpanLike]] = {}
     for span in spans:
         rows.setdefault((row_of[span.stage], span.kind == "SEND"), []).append(span)
     listed = [
@@ -97,7 +99,7 @@ def _lane(title: str, spans: Sequence[Any], plan: Plan, tick: float) -> dict[str
     return {"title": title, "rows": listed, "end": round(max(span.end_seconds for span in spans) / tick)}
 
 
-def _tasks(spans: Sequence[Any], tick: float) -> list[int]:
+def _tasks(spans: Sequence[SpanLike], tick: float) -> list[int]:
     """Return the tasks as one list: kind, stage, micro-batch (-1: whole step), start minus previous start, length."""
     flat: list[int] = []
     before = 0
@@ -105,18 +107,20 @@ def _tasks(spans: Sequence[Any], tick: float) -> list[int]:
         start, end = round(span.start_seconds / tick), round(span.end_seconds / tick)
         microbatch = getattr(span, "microbatch", None)
         kind = _KINDS.index(kind_class(_words(span)))
+        # A task that is shorter than a tick must still be seen and found.
         flat += [kind, span.stage, -1 if microbatch is None else microbatch, start - before, max(1, end - start)]
         before = start
     return flat
 
 
-def _words(span: Any) -> str:
+def _words(span: SpanLike) -> str:
     """Return the words that say what a span does; an instruction's are in the name of its task."""
     kind = span.kind.value if isinstance(span.kind, enum.Enum) else str(span.kind)
     return str(getattr(span, "name", kind)) if kind == "RUN" else kind
 
 
 def _memory(track: MemoryTrack, tick: float) -> dict[str, Any]:
+    # The scale of the drawing: a plan that does not fit goes above the capacity.
     full = max(track.capacity_bytes, track.peak_bytes, 1.0)
     points = _thinned([(round(t / tick), b) for t, b in zip(track.seconds, track.bytes, strict=True)])
     flat: list[int] = []
@@ -144,8 +148,10 @@ def _thinned(points: Sequence[tuple[int, float]]) -> Sequence[tuple[int, float]]
     kept: list[tuple[int, float]] = []
     for first in range(0, len(points), size):
         part = points[first : first + size]
+        # Both extremes of a part: a mean would hide the peak for which the line is looked at.
         both = {min(part, key=lambda point: point[1]), max(part, key=lambda point: point[1])}
         kept += sorted(both)
+    # The line begins at time zero, whatever the extremes of its first part are.
     return [points[0], *kept[1:]] if kept[0][0] == points[0][0] else [points[0], *kept]
 
 

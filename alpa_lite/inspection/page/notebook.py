@@ -19,7 +19,7 @@ from alpa_lite.text import show_bytes, show_count, show_numbers
 
 
 def show(graph: Graph, *, step: StepGraph | None = None) -> str:
-    """Yield lines such as `%5:float32[8,16] = dot_general(%0, %3)  # forward  model.py:12 (loss)`.
+    """Return lines such as `%5:float32[8,16] = dot_general(%0, %3)  # forward  model.py:12 (loss)`.
 
     With `step`, each line names the phase of its op. Only those op parameters are shown that change shapes.
     """
@@ -137,6 +137,7 @@ def _bytes(graph: Graph, values: Iterable[int]) -> float:
 
 def _folded(summary: str, table: Table, lines: Iterable[str]) -> str:
     """Return a summary, a table and the first lines in a collapsed box, so that the notebook's output stays small."""
+    # One more than is shown tells whether there are more, without making all lines.
     kept = list(islice(lines, MAX_LINES + 1))
     more = ["… (str() gives all)"] if len(kept) > MAX_LINES else []
     text = escape("\n".join([*kept[:MAX_LINES], *more]))

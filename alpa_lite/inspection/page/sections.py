@@ -1,8 +1,7 @@
 """The sections of a plan's page, each a heading with an anchor and a body; sections without a body are left out.
 
 The table of arguments has one row per group of arrays: their shapes, a drawing of the blocks, the sharding in words,
-and
-the bytes on one device.
+and the bytes on one device.
 """
 
 from __future__ import annotations
@@ -93,6 +92,7 @@ def _optimizer_switch(count: int, unlike: int) -> str:
 def _row(plan: Plan, group: ArgumentGroup) -> str:
     optimizer = ' data-optimizer=""' if is_optimizer_state(group.members[0].name) else ""
     meshes = {str(mesh): mesh.axis_sizes for stage in group.stages for mesh in [plan.stages[stage].mesh_shape]}
+    # Stages with equal meshes have equal drawings, of which one is enough.
     blocks = "".join(dict.fromkeys(block_svg(group.spec, sizes) for sizes in meshes.values()))
     words = "<br>".join(dict.fromkeys(escape(sharding_words(group.spec, sizes)) for sizes in meshes.values()))
     kind = sharding_kind(group.spec)
@@ -132,6 +132,7 @@ def _bytes_cell(group: ArgumentGroup) -> str:
     most = max(held.values())
     known = all(member.block is not None for member in group.members)
     size = f"{show_bytes(most)}<br>" if known else ""
+    # The page sorts by this value, not by the text with its unit.
     return f'<td class="number" data-value="{most}">{size}<small>{share}</small></td>'
 
 
@@ -228,6 +229,7 @@ def _cards(plan: Plan) -> list[str]:
             f"{show_number(round(number))} per step, {show_seconds(prediction.collective_seconds)} in all",
         ),
     ]
+    # Plans that do not fit have an infinite time.
     others = [(seconds, name) for name, seconds in plan.alternatives if math.isfinite(seconds)]
     if others and step > 0:
         seconds, name = min(others)
@@ -290,6 +292,7 @@ def timeline_section(
         "to move (or hold Ctrl); with the keyboard + − ← → 0. The numbers are micro-batches.</p>"
     )
     makespan, step = predicted_timeline(plan).makespan_seconds, plan.prediction.step_seconds
+    # A reader would compare the end of the drawing with the predicted step.
     if abs(makespan - step) > _CLOSE * step:
         body += (
             f"<p>The predicted step of {show_seconds(step)} also includes the time of hosts to start programs and wait "

@@ -93,6 +93,7 @@ def axis_uses(plan: Plan) -> tuple[AxisUse, ...]:
         groups.setdefault((use.axis, use.kind), []).append(use)
         by_axis[use.axis] = by_axis.get(use.axis, 0.0) + use.bytes * use.count
     found = [_use(plan, axis, kind, uses) for (axis, kind), uses in groups.items()]
+    # All kinds of one axis stay together, whatever their own bytes.
     return tuple(sorted(found, key=lambda use: (-by_axis[use.axis], use.axis, -use.bytes)))
 
 

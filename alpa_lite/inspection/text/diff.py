@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 from alpa_lite.inspection.text.parameter_groups import Argument, arguments_of, group_arguments
 from alpa_lite.inspection.text.tables import Table, render
@@ -63,7 +62,7 @@ class PlanDiff:
             lines.append("  The plans decide the same.")
         return tuple(lines)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return plain data for JSON."""
         return asdict(self)
 
@@ -115,6 +114,7 @@ def _cluster(plan: Plan) -> str:
 
 
 def _stage(plan: Plan, number: int) -> str:
+    # One plan may have more stages than the other.
     if number >= len(plan.stages):
         return "–"
     stage = plan.stages[number]
@@ -132,6 +132,7 @@ def _specs(plan: Plan, other: Plan) -> tuple[Difference, ...]:
     owners = {**others.owners, **arguments.owners}
     changed: dict[tuple[str, str], list[Argument]] = {}
     for name, (old, new) in texts.items():
+        # Optimizer state that changes exactly as its parameter does says nothing new.
         if old != new and (name not in owners or texts[owners[name]] != (old, new)):
             argument = before.get(name) or after[name]
             # One spec for all, so that only the change decides what is grouped.
@@ -165,6 +166,7 @@ def _kind_text(uses: Sequence[CollectiveUse], kind: str) -> str:
 
 def _buys(before: float, after: float) -> str:
     times = f"{show_seconds(before)} → {show_seconds(after)} per step (predicted)"
+    # Below this the figures, which have three or four digits, are printed alike.
     if before <= 0 or after <= 0 or abs(after - before) < 5e-4 * before:
         return f"{times}, the same."
     word, ratio = ("faster", before / after) if after < before else ("slower", after / before)

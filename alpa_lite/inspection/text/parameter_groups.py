@@ -21,6 +21,7 @@ OPTIMIZER_NAMES = frozenset(
 )
 """Path components that mark optimizer state in optax, flax and most hand-written train steps."""
 
+# The numbers of layer_1 and layer_2, or of 1 and 2, are places in a list; w1 and w2 are different names.
 _NUMBER = re.compile(r"^(?P<stem>|.*_)(?P<number>\d+)$")
 _ROWS = re.compile(r"^(?P<stem>.+)\[(?P<rows>\d+:\d+)\]$")
 
@@ -91,6 +92,7 @@ class Arguments:
     def owners(self) -> Mapping[str, str]:
         """For the path of each optimizer array that belongs to a parameter, the path of this parameter."""
         by_suffix: dict[tuple[str, ...], str] = {}
+        # Of several parameters that end alike, the one with the shortest path is taken for the owner.
         for argument in sorted(self.plain, key=lambda a: a.name.count("/")):
             parts = tuple(argument.name.split("/"))
             for start in range(len(parts)):
@@ -121,12 +123,14 @@ def _argument(name: str, number: int, stage: StagePlan) -> Argument:
 
 def is_optimizer_state(name: str) -> bool:
     """Whether a path goes through optimizer state."""
+    # Not by the name of the array itself: a parameter may be called mu.
     return any(part in OPTIMIZER_NAMES for part in name.split("/")[:-1])
 
 
 def parameter_of(name: str, by_suffix: Mapping[tuple[str, ...], str]) -> str | None:
     """Return the parameter of an optimizer array: the one whose path ends in the longest suffix of its path."""
     parts = tuple(name.split("/"))
+    # Optimizers nest, so the path of the parameter begins after the last of their names.
     last = max(i for i, part in enumerate(parts[:-1]) if part in OPTIMIZER_NAMES)
     tails = (parts[start:] for start in range(last + 1, len(parts)))
     return next((by_suffix[tail] for tail in tails if tail in by_suffix), None)
@@ -141,6 +145,7 @@ def group_arguments(arguments: Iterable[Argument]) -> tuple[ArgumentGroup, ...]:
         stems = _stems(argument.name)
         alike[stems] = alike.get(stems, 0) + 1
         groups.setdefault((stems, argument.spec), []).append(argument)
+    # Groups of one path stand together, where its first array stands.
     order = {stems: number for number, stems in enumerate(alike)}
     return tuple(
         ArgumentGroup(pattern=_pattern(members, whole=len(members) == alike[stems]), members=tuple(members))

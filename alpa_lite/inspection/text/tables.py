@@ -9,7 +9,6 @@ import io
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -115,6 +114,7 @@ def stages_table(plan: Plan) -> Table:
     """Return a row per stage: its layers, devices, mesh and memory, and its times, communication included."""
     rows = [_stage_row(plan, number, stage) for number, stage in enumerate(plan.stages)]
     capacities = sorted({plan.capacity_bytes(number) for number in range(len(plan.stages))})
+    # Devices of several kinds have different capacities.
     capacity = " to ".join(show_bytes(capacity) for capacity in dict.fromkeys((capacities[0], capacities[-1])))
     per = "per micro-batch" if plan.num_microbatches > 1 else "per step"
     columns = (
@@ -271,6 +271,7 @@ def undivided_table(plan: Plan) -> Table:
 def alternatives_table(plan: Plan) -> Table:
     """Return the other plans that the search priced; a manual plan has none."""
     chosen = plan.prediction.step_seconds
+    # With nothing to compare, the chosen plan alone makes no table.
     rows = [(f"{plan.name} (chosen)", show_milliseconds(chosen), show_ratio(1.0))] if plan.alternatives else []
     for name, seconds in plan.alternatives:
         works, ratio = math.isfinite(seconds), show_ratio(seconds / chosen) if chosen > 0 else ""
@@ -279,7 +280,7 @@ def alternatives_table(plan: Plan) -> Table:
     return Table(title="Plans considered", columns=columns, rows=tuple(rows), numeric=frozenset(columns[1:]))
 
 
-def plan_summary(plan: Plan) -> dict[str, Any]:
+def plan_summary(plan: Plan) -> dict[str, object]:
     """Return the numbers of `plan_text` as plain data, for JSON."""
     prediction = plan.prediction
     return {
@@ -312,6 +313,7 @@ def plan_summary(plan: Plan) -> dict[str, Any]:
             for number, (stage, peak) in enumerate(zip(plan.stages, prediction.peak_bytes, strict=True))
         ],
         "alternatives": [
+            # JSON has no infinity.
             {"name": name, "step_seconds": seconds if math.isfinite(seconds) else None}
             for name, seconds in plan.alternatives
         ],
@@ -327,6 +329,7 @@ def plan_summary(plan: Plan) -> dict[str, Any]:
 
 def render(lines: Iterable[str], tables: Iterable[Table] = ()) -> str:
     """Render lines and tables as plain text of at most `WIDTH` columns; long lines are wrapped."""
+    # Neither colours nor markup: specs as [data, -] would be taken for the latter.
     console = Console(file=io.StringIO(), width=WIDTH, color_system=None, markup=False, highlight=False, emoji=False)
     with console.capture() as captured:
         for line in lines:
@@ -338,6 +341,7 @@ def render(lines: Iterable[str], tables: Iterable[Table] = ()) -> str:
             if table.note:
                 console.print(f" {table.note}")
     lines = [line.rstrip() for line in captured.get().rstrip().splitlines()]
+    # Rich leaves blank lines around tables; of several in a row one stays.
     return "\n".join(line for line, before in zip(lines, ["x", *lines], strict=False) if line or before)
 
 

@@ -80,7 +80,7 @@ class PredictedTimeline:
         end, bubble = show_seconds(self.makespan_seconds), show_percent(self.bubble_fraction)
         return render([f"predicted step {end}, bubble {bubble}", ""], [table])
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return plain data for JSON."""
         return asdict(self)
 
@@ -98,6 +98,7 @@ def predicted_timeline(plan: Plan) -> PredictedTimeline:
     whole = len(stages) == 1 and count == 1
     tasks = plan.schedule.tasks(len(stages), count)
     each = dispatch / len(tasks[0]) if whole else dispatch
+    # Neighbouring stages on one submesh pass arrays on in place.
     apart = [float(a.submesh != b.submesh) for a, b in pairwise(stages)]
     passes = len(passes_of(tasks[0]))
     transfer = plan.prediction.transfer_seconds / (passes * count * sum(apart)) if any(apart) else 0.0
@@ -112,6 +113,7 @@ def predicted_timeline(plan: Plan) -> PredictedTimeline:
     )
     updates = tuple(stage.update_seconds + (0.0 if whole else dispatch) for stage in stages)
     rows = plan.stages_together
+    # On a shared processor all updates follow each other, not only those on the same devices.
     in_turn = [tuple(range(len(stages)))] if plan.cluster.shared_processor else rows
     row_of = {stage: row for row, numbers in enumerate(rows) for stage in numbers}
     bars = (*_bars(timeline, row_of), *_updates(updates, in_turn, timeline.makespan_seconds, row_of))
@@ -144,12 +146,13 @@ def chrome_trace(
                joining their `traceEvents`.
     """
     # Instructions that only free or name buffers take no time and would clutter the trace.
-    listed: Sequence[Any] = [s for s in _spans(spans) if s.kind in _SHOWN or s.end_seconds > s.start_seconds]
-    rows: dict[int, list[Any]] = {}
+    listed: Sequence[SpanLike] = [s for s in _spans(spans) if s.kind in _SHOWN or s.end_seconds > s.start_seconds]
+    rows: dict[int, list[SpanLike]] = {}
     for span in listed:
         rows.setdefault(_row(span), []).append(span)
     events: list[dict[str, Any]] = [_meta(number, "process_name", process)]
     for row, members in sorted(rows.items()):
+        # Viewers sort rows by number, so transfers come below all tasks.
         does = " receives" if row >= _RECEIVING else ""
         name = f"stage {row_name(sorted({span.stage for span in members}))}{does}"
         for more, part in enumerate(_apart(members)):
@@ -164,10 +167,11 @@ def overlaid(predicted: Iterable[SpanLike], measured: Iterable[SpanLike]) -> dic
     return {"traceEvents": [event for trace in traces for event in trace["traceEvents"]], "displayTimeUnit": "ms"}
 
 
-def _apart(spans: Iterable[Any]) -> list[list[Any]]:
+def _apart(spans: Iterable[SpanLike]) -> list[list[SpanLike]]:
     """Distribute spans over lists in which none begins before the previous one has ended."""
-    lists: list[list[Any]] = []
+    lists: list[list[SpanLike]] = []
     for span in sorted(spans, key=lambda span: (span.start_seconds, span.end_seconds)):
+        # The first list that is free takes the span, so that there are as few rows as overlap at any time.
         free = (found for found in lists if found[-1].end_seconds <= span.start_seconds)
         if (found := next(free, None)) is None:
             lists.append([span])
@@ -226,13 +230,13 @@ def comparison_table(rows: Sequence[TaskComparison]) -> Table:
     return Table(title="Tasks", columns=columns, rows=cells, numeric=frozenset(columns[1:]))
 
 
-def _spans(spans: Iterable[SpanLike] | Timeline | PredictedTimeline) -> Iterable[Any]:
+def _spans(spans: Iterable[SpanLike] | Timeline | PredictedTimeline) -> Iterable[SpanLike]:
     if isinstance(spans, Timeline):
         return spans.spans
     return spans.bars if isinstance(spans, PredictedTimeline) else spans
 
 
-def _event(number: int, row: int, span: Any) -> dict[str, Any]:
+def _event(number: int, row: int, span: SpanLike) -> dict[str, object]:
     kind = span.kind.value if isinstance(span.kind, enum.Enum) else str(span.kind)
     microbatch = getattr(span, "microbatch", None)
     label = getattr(span, "name", "") or kind
@@ -258,12 +262,12 @@ _FURTHER = 1_000_000
 """The distance between the numbers of rows that share a name."""
 
 
-def _row(span: Any) -> int:
+def _row(span: SpanLike) -> int:
     """Return the number of a span's row, from 1 on: viewers take thread 0 for none, or for the first one."""
     return 1 + getattr(span, "row", span.stage) + (_RECEIVING if span.kind == "SEND" else 0)
 
 
-def _meta(number: int, kind: str, name: str, row: int = 1) -> dict[str, Any]:
+def _meta(number: int, kind: str, name: str, row: int = 1) -> dict[str, object]:
     return {"name": kind, "ph": "M", "pid": number, "tid": row, "args": {"name": name}}
 
 
@@ -356,6 +360,7 @@ def _changes(bar: Bar, stage: StagePlan, *, with_backward: bool) -> Iterator[tup
     elif bar.kind == TaskKind.BACKWARD.value:
         yield end, -stage.activation_bytes
     elif bar.kind == TaskKind.INPUT_GRADIENT.value:
+        # The saved values end here, except for those that the second part of the backward pass still reads.
         yield end, stage.handed_bytes - stage.activation_bytes
     elif bar.kind == TaskKind.WEIGHT_GRADIENT.value:
         yield end, -stage.handed_bytes
@@ -366,4 +371,5 @@ def _steps(changes: Iterable[tuple[float, float]]) -> tuple[tuple[float, ...], t
     ordered = sorted(changes)
     sums = list(accumulate(change for _, change in ordered))
     last = {seconds: number for number, (seconds, _) in enumerate(ordered)}
+    # Rounding may leave a sum a little below zero.
     return tuple(last), tuple(max(0.0, sums[number]) for number in last.values())

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from alpa_lite.inspection.text.collective_groups import group_collectives
 from alpa_lite.inspection.text.tables import Table
@@ -83,7 +82,7 @@ class Alternatives:
             note=f"… and {rest} more, which cost more" if rest else "",
         )
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return plain data for JSON."""
         return {"decision": self.decision, "rows": [asdict(row) for row in self.rows]}
 
@@ -122,6 +121,7 @@ def of_parameters(repricing: Repricing, members: Mapping[int, Sequence[str]]) ->
                 tables.append((number, stage.strategies_of_input(v)))
                 chosen = repricing.plan.stages[number].inputs[v]
     common = [spec for spec in (tables[0][1] if tables else ()) if all(spec in table for _, table in tables)]
+    # One spec is no decision. Arrays that are priced together must all be able to have it.
     if chosen is None or len(common) < 2:
         return None
     changes = [
@@ -268,6 +268,7 @@ def _priced(repricing: Repricing, decision: str, chosen: str, changes: Sequence[
         peak_bytes=max(peaks, default=None),
         decides="",
     )
+    # Impossible values come last.
     rows.sort(key=lambda row: (row.step_seconds is None, row.step_seconds or 0.0))
     sentences = _sentences(first, rows, anew)
     return Alternatives(decision=decision, rows=(first, *rows), sentences=sentences)
@@ -287,6 +288,7 @@ def _sentences(chosen: Alternative, rows: Sequence[Alternative], anew: Alternati
         found.append(f"The cheapest change, to {possible[0].what}, {word}{decides}.")
     elif rows:
         found.append(f"Nothing else is possible: {rows[0].decides}.")
+    # Only a clear difference: the solver's own gap may be behind a small one.
     if anew is not None and anew.step_seconds is not None and anew.step_seconds < step * (1 - 10 * _SAME):
         found.append(
             f"With {chosen.what} fixed and the rest of the stage free, a step would take "
@@ -299,6 +301,7 @@ def _alternative(repricing: Repricing, change: _GivenStages) -> Alternative:
     solved = repricing.solve_all(change.stages)
     failed = [number for number, solution in solved.items() if solution.choice is None]
     if failed:
+        # With most micro-batches in flight, it has the least memory left, which is the usual reason.
         worst = max(failed, key=lambda number: change.stages[number][0].in_flight)
         return Alternative(
             what=change.what,
@@ -352,8 +355,10 @@ def _deciding_cost(
             for group in group_collectives(which.collectives):
                 name = f"{group.kind} over {group.axis}, {group.phase}, {group.source}"
                 changes[name] = changes.get(name, 0.0) + sign * group.seconds
+    # The cost that explains the sign of the change: others may have changed more in the other direction.
     pick = max if slower else min
     what, seconds = pick(changes.items(), key=lambda item: item[1], default=("", 0.0))
+    # No single cost has the sign of the whole change: then none is named.
     if abs(seconds) < 1e-9 or (seconds > 0) != slower:
         return ""
     return f"{'+' if seconds > 0 else '−'}{show_milliseconds(abs(seconds))} ms {what}"
@@ -362,6 +367,7 @@ def _deciding_cost(
 def without_memory_limit(repricing: Repricing, number: int) -> str:
     """Return a sentence on the seconds that the memory limit of a stage costs; "" if it costs none."""
     stage = repricing.stages[number]
+    # Without the limit the stage takes what it likes; only if that is more, and faster, the limit decides.
     free, bound = stage.solve(limited=False), repricing.as_planned.step_seconds
     if free.choice is None:
         return ""

@@ -17,7 +17,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any
 
 from alpa_lite.errors import PlanError
 from alpa_lite.inspection.text.collective_groups import CollectiveGroup, group_collectives
@@ -63,6 +62,7 @@ def deciding_ops(repricing: Repricing, wanted: str) -> dict[int, Key]:
             found[number] = max(fitting, key=lambda key: _work_of(*stage.op(key)))
     if not found:
         return {}
+    # Alternatives are priced for all of these ops together, so they must have the same placements.
     kinds = {number: _kind_of(*repricing.stages[number].op(key)) for number, key in found.items()}
     return {number: key for number, key in found.items() if kinds[number] == kinds[min(kinds)]}
 
@@ -122,7 +122,7 @@ class Explanation:
         tables += [table] if table.rows else []
         return render((*lines, ""), tables) if tables else render(lines)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return plain data for JSON."""
         fields = ("kind", "axis", "phase", "source", "stages", "count", "bytes", "seconds")
         return {
@@ -195,6 +195,7 @@ def _explain_stage(plan: Plan, number: int, repricing: Repricing | None) -> Expl
 
 def _limit_sentences(plan: Plan, number: int, repricing: Repricing | None) -> list[str]:
     """Return a sentence on the cost of a stage's memory limit, computed only if the stage is nearly full."""
+    # Far below its memory a stage would hardly gain from more, and the question costs a solve.
     nearly = _NEARLY_FULL * plan.capacity_bytes(number)
     if repricing is None or plan.prediction.peak_bytes[number] < nearly:
         return []
@@ -282,6 +283,7 @@ def _explain_parameter(
     sentences.extend(_optimizer_sentences(arguments, first))
     uses = [use for use in plan.prediction.collectives if use.stage in group.stages]
     sentences.append(_axis_sentence(plan, group, uses))
+    # Gradients are summed over the axes that do not split the array, so those of the update count as well.
     related = [use for use in uses if not axes or spec.axes & set(use.axis.split("·")) or use.phase == "update"]
     return Explanation(
         subject=group.pattern if len(group.members) == 1 else f"{group.pattern} ({same})",
@@ -388,11 +390,13 @@ def _find_group(arguments: Arguments, wanted: str) -> ArgumentGroup | None:
         return None
     pattern = wanted.replace("[*]", "[[]*]")  # the parts of a stack, as they are printed
     tests = (
+        # From the strictest test to the loosest; the first that any path passes decides.
         lambda name: fnmatchcase(name, pattern) or fnmatchcase(name, f"*/{pattern}"),
         lambda name: name.endswith(f"/{wanted}"),
         lambda name: f"/{wanted}/" in f"/{name}/",
         lambda name: wanted in name,
     )
+    # Parameters first: a part of a path mostly means one of them, and its optimizer state ends alike.
     for candidates in (arguments.plain, arguments.optimizer):
         for test in tests:
             found = group_arguments(a for a in candidates if test(a.name))
@@ -409,6 +413,7 @@ def _find_group(arguments: Arguments, wanted: str) -> ArgumentGroup | None:
 
 def _unknown(plan: Plan, arguments: Arguments, wanted: str) -> str:
     names = [group.pattern for group in group_arguments(arguments.all)]
+    # Reversed, so that of several paths with one part the first is named.
     parts = {part: name for name in reversed(names) for part in name.split("/")}
     lines = sorted({short_source(use.source) for use in plan.prediction.collectives if use.source})
     last = wanted.rsplit("/", 1)[-1]

@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import numpy as np
 
@@ -111,6 +110,7 @@ class MemoryUse:
             numeric=frozenset(columns[1:]),
             note="saved: micro-batches in flight × what each keeps for its backward pass",
         )
+        # By their share: where devices differ, the largest number of bytes need not fill the most of its device.
         fullest = sorted(self.stages, key=lambda each: -each.peak_bytes / each.capacity_bytes)
         details = [_details(each) for each in fullest[:MAX_DETAILED] if each.alive]
         lines = [f"{self.plan}: what devices hold at most (predicted)."]
@@ -118,7 +118,7 @@ class MemoryUse:
             lines.append("Which values these are can be listed with the step: al.plan(step, *args, planner=plan).")
         return render([*lines, ""], [summary, *details])
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return plain data for JSON."""
         return {"kind": "memory", **asdict(self)}
 
@@ -200,6 +200,7 @@ def _at_peak(stage: StageProblem) -> tuple[str, tuple[LiveValues, ...]]:
     usages = stage.usages
     if not usages:
         return "", ()
+    # The sum of all sizes over time, from their beginnings and ends alone.
     changes = np.zeros(1 + max(usage.end for usage in usages))
     for usage in usages:
         changes[usage.start] += usage.sizes[0]

@@ -15,10 +15,10 @@ from functools import cached_property
 
 from alpa_lite.inspection.why.stage_problem import Given, StageProblem
 from alpa_lite.inter_op.assembly import predict
+from alpa_lite.inter_op.boundaries import stacks_at_rest
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.inter_op.shared_devices import held_at_peak
-from alpa_lite.inter_op.space import PlacedStage
-from alpa_lite.inter_op.stacked_arguments import stacks_at_rest
+from alpa_lite.inter_op.stage_costs import PlacedStage
 from alpa_lite.intra_op.placements import remap
 from alpa_lite.intra_op.solve import StageSolution
 from alpa_lite.intra_op.stage import StageView
@@ -96,6 +96,7 @@ class Repricing:
         in_flight = held_at_peak(tasks).get(number, 1)
         mine = stage.state_bytes + stage.accumulator_bytes + stage.temporary_bytes + in_flight * stage.activation_bytes
         others = 0.0
+        # What other stages hold on the same devices at the peak is not available to this one.
         if len({task.stage for task in tasks}) > 1:
             others = max(0.0, self.plan.prediction.peak_bytes[number] - mine)
         same = (first, last) == stage.layers and mesh == stage.mesh_shape
@@ -115,6 +116,7 @@ class Repricing:
             limit_bytes=max(0.0, float(here.device.memory_bytes) - others),
             in_two=splits_backward(tasks),
             placed=stage if same else None,
+            # With another border the axes keep the uses that they have in the plan; another mesh has other axes.
             restriction=None if same or mesh != stage.mesh_shape else self.stages[number].used_restriction,
         )
 
@@ -143,6 +145,7 @@ class Repricing:
         forms = {leaf: choice.inputs[v] for leaf, v in self.stages[number].rows if v in choice.inputs}
         agreed = self._solve_each({n: (stage, stage.with_forms(given, forms)) for n, (stage, given) in stages.items()})
         then = self._as_placed(stages, agreed)
+        # To agree may cost a stage more than the resharding that it saves.
         if then is None or self.predicted(then).step_seconds > self.predicted(after).step_seconds:
             return found
         return agreed
@@ -169,6 +172,7 @@ class Repricing:
         found: dict[int, StageSolution] = {}
         for key, numbers in alike.items():
             known = self._solved.setdefault(key, [])
+            # From the loosest limit to the tightest: a solution that fits the last fits all.
             ordered = sorted(numbers, key=lambda n: (stages[n][0].in_flight, -stages[n][0].limit_bytes))
             # Two solves are enough for equal stages: one for the loosest limit, one for the tightest, which fits all.
             for number in ordered:
@@ -180,6 +184,7 @@ class Repricing:
                     fitting = _RepricedStage(stage=problem, solution=problem.solve(given))
                     known.append(fitting)
                 found[number] = fitting.solution_for(stage)
+                # If one of several equal stages cannot be solved, the change is impossible for all of them.
                 if fitting.solution.choice is None:
                     found |= dict.fromkeys(numbers, fitting.solution)
                     break

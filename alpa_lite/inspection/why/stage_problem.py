@@ -75,6 +75,7 @@ class StageProblem:
         """The builder of the problem: nodes, edges and usages, and their meaning."""
         usual = self.restriction or free_restriction(self.mesh)
         found = Builder(self.view, Catalogue(self.pricer, usual))
+        # A manual plan may use an axis otherwise than the search would: then every use of it is allowed.
         if self.restriction is not None or self.placed is None or _expresses(found, self.placed):
             return found
         return Builder(self.view, Catalogue(self.pricer, replace(usual, roles={})))
@@ -93,6 +94,7 @@ class StageProblem:
         costs, starts = problem.node_costs.values.copy(), problem.node_costs.starts
         for node, allowed in given.items():
             mine = costs[starts[node] : starts[node + 1]]
+            # At an infinite cost, so that nodes and strategies keep their numbers.
             mine[[i for i in range(mine.size) if i not in allowed]] = np.inf
         return replace(problem, node_costs=Ragged(values=costs, starts=starts))
 
@@ -173,6 +175,7 @@ class StageProblem:
         """The strategy of each node that agrees with most of the plan's decisions."""
         builder, stage = self.builder, self.placed
         assert stage is not None
+        # Several decisions of a plan may lie on one node, whose strategies need not express all of them at once.
         votes = [np.zeros(costs.size) for costs in builder.costs]
         for v, spec in stage.inputs.items():
             if (0, v) in builder.offers:
@@ -234,6 +237,7 @@ class StageProblem:
 
     def single_change_seconds(self, node: int) -> np.ndarray:
         """Return the cost of each strategy of a node, in seconds, with all other nodes as planned."""
+        # Costs alone: what a memory limit forbids is found out when the change is solved.
         problem = self.problem(limited=False)
         costs = problem.node_costs[node].copy()
         for edge in problem.edges:
@@ -315,6 +319,7 @@ class Ledger:
     def apply(self, application: Application, operands: list[int]) -> list[int]:
         """Price one op and record its entry."""
         estimator, op = self.estimator, application.op
+        # The estimator only adds up, so the cost of an op is a difference.
         seconds, flops = estimator.compute_seconds, estimator.flops
         made = estimator.apply(application, operands)
         times = estimator.trips * estimator.runs

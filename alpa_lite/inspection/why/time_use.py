@@ -15,13 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 from alpa_lite.inspection.text.collective_groups import CollectiveGroup, crosses_hosts, group_collectives
 from alpa_lite.inspection.text.parameter_groups import arguments_of
 from alpa_lite.inspection.text.tables import Table, render
 from alpa_lite.inspection.why.repricing import Repricing
-from alpa_lite.inspection.why.stage_problem import OPAQUE, PASSES, entries_of
+from alpa_lite.inspection.why.stage_problem import OPAQUE, PASSES, Entry, entries_of
 from alpa_lite.plan.plan import Plan
 from alpa_lite.program.phases import StepGraph
 from alpa_lite.schedule import passes_of, simulate
@@ -58,6 +57,7 @@ def _on_products(plan: Plan, spent: Spent) -> str:
     device = plan.cluster.device
     peak = device.peak(spent.dtype)
     reached = spent.flops / (spent.seconds * peak) if spent.seconds > 0 else 0.0
+    # Of the peak rates, as nobody knows what the same product would reach in another type.
     gain = device.peak("bfloat16") / peak
     if spent.dtype == "float32" and gain >= _MUCH_FASTER:
         return f"in float32; {device.name} multiplies 16-bit floats up to {gain:.0f} times as fast (bfloat16, float16)"
@@ -145,11 +145,14 @@ def advice_on_waiting(plan: Plan) -> str:
     count = plan.num_microbatches
     busy = [count * (s.forward_seconds + s.backward_seconds) + s.update_seconds for s in plan.stages]
     mean, longest = sum(busy) / len(busy), max(range(len(busy)), key=busy.__getitem__)
+    # Twice as many micro-batches, if each could be half as long.
     now, then = bubble_at(plan, count), bubble_at(plan, 2 * count)
+    # Whichever costs more is named: unequal stages, or a bubble that more micro-batches would make smaller.
     if busy[longest] - mean > (now - then) * plan.prediction.step_seconds:
         more = show_percent(busy[longest] / mean - 1.0)
         return f"stage {longest} takes {more} longer than the mean: move layers away from it, or give it more devices"
     size = None if plan.request is None else plan.request.batch_size
+    # Twice as many micro-batches do not divide this batch.
     if size is not None and size % (2 * count):
         return f"a bubble of {show_percent(now)}; a larger batch, in more micro-batches, makes it smaller"
     return (
@@ -245,7 +248,7 @@ class TimeUse:
         )
         return render([*lines, ""], [table])
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return plain data for JSON."""
         return {"kind": "time", **asdict(self)}
 
@@ -272,6 +275,7 @@ def time_use(plan: Plan) -> TimeUse:
         step_seconds=step,
         compute_seconds=total,
         collective_seconds=in_all,
+        # What a device works beyond its compute; rounding must not make it more than all communication.
         exposed_seconds=min(in_all, max(0.0, busy - total)),
         waiting_seconds=waiting,
         by_line=plan.request is not None,
@@ -283,7 +287,7 @@ def _compute(plan: Plan, weights: Sequence[float]) -> list[TimeItem]:
     """Return the kernels of each source line, by kind of kernel."""
     repricing = Repricing.of(plan, plan.request)
     opaque = {use.primitive for use in plan.opaque}
-    groups: dict[tuple[str, str], list[tuple[int, Any]]] = {}
+    groups: dict[tuple[str, str], list[tuple[int, Entry]]] = {}
     for number, stage in enumerate(repricing.stages):
         for entry in entries_of(stage, opaque):
             groups.setdefault((entry.source, entry.what), []).append((number, entry))
@@ -337,6 +341,7 @@ def _compute_of_phases(plan: Plan, weights: Sequence[float]) -> list[TimeItem]:
 
 
 def _collectives(plan: Plan, weights: Sequence[float]) -> list[TimeItem]:
+    # Weighted before they are grouped, as the stages of a group have different weights.
     uses = (replace(use, seconds=weights[use.stage] * use.seconds) for use in plan.prediction.collectives)
     return [
         TimeItem(

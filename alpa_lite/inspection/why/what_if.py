@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from alpa_lite.inspection.text.diff import PlanDiff, compare
 from alpa_lite.inspection.text.tables import Table, plan_summary, render
@@ -49,6 +48,7 @@ class ClusterComparison:
     @property
     def fastest(self) -> Plan | None:
         """The plan with the shortest step; None if no cluster has a plan."""
+        # A cluster on which nothing fits is still listed, with its reason.
         plans = [candidate.plan for candidate in self.candidates if candidate.plan is not None]
         return min(plans, key=lambda plan: plan.prediction.step_seconds, default=None)
 
@@ -84,7 +84,7 @@ class ClusterComparison:
             f"{show_bytes(peak)} ({show_percent(peak / capacity)})",
         )
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return plain data for JSON."""
         return {
             "clusters": [
@@ -127,6 +127,7 @@ class PinsCost:
         if abs(self.fraction) < 5e-4:
             return f"{what} {verb} nothing: {after} per step with and without."
         if self.fraction < 0:
+            # Possible as the free search ends within a gap, or by heuristics.
             gained = show_percent(-self.fraction)
             return f"{what} made the search find a plan that is {gained} faster: {before} → {after} per step."
         return f"{what} {verb} {show_percent(self.fraction)}: {before} per step without, {after} with."
@@ -134,7 +135,7 @@ class PinsCost:
     def __str__(self) -> str:
         return f"{self.pinned}\n\n{self.sentence}\n\n{self.changes}"
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return plain data for JSON."""
         return {
             "pins": list(self.pins),

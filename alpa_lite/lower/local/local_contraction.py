@@ -17,8 +17,7 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from alpa_lite.lower.local.block import LocalOp, block_index, local_lowering
-from alpa_lite.rules.convolution import spatial_dims
-from alpa_lite.rules.windows import windows_of
+from alpa_lite.rules.convolution import spatial_dims, windows_of
 
 
 @local_lowering("dot_general")

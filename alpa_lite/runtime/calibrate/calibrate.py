@@ -43,6 +43,7 @@ from alpa_lite.runtime.calibrate.fit import Measurement, fit_cluster, measured_c
 from alpa_lite.runtime.calibrate.probes import (
     QUICK,
     Probe,
+    ProbeSizes,
     device_probes,
     dispatch_program,
     link_probes,
@@ -61,7 +62,7 @@ from cost_models.link import Link
 _VERSION = 1
 
 
-def fingerprint(devices: Sequence[Any]) -> str:
+def fingerprint(devices: Sequence[_jax.Device]) -> str:
     """Return the kinds and numbers of devices and hosts, and everything else that affects times; equal text, equal
     times.
 
@@ -90,6 +91,7 @@ def make_private(folder: Path) -> None:
     """Create a folder, and missing ones above it, readable by this user only. An existing folder stays as it is."""
     if not folder.is_dir():
         make_private(folder.parent)
+        # Another process of the user may make it at the same time.
         folder.mkdir(mode=0o700, exist_ok=True)
 
 
@@ -178,7 +180,7 @@ class Calibration:
 
 
 def calibrate(
-    devices: Sequence[Any] | None = None,
+    devices: Sequence[_jax.Device] | None = None,
     *,
     limit_seconds: float = 60.0,
     progress: Progress = lambda *_: None,
@@ -196,55 +198,69 @@ def calibrate(
     found = tuple(jax.devices() if devices is None else devices)
     progress("a first look", 0, 1)
     first = quick_cluster(found)
+    # All devices compute at the same time, and then each gets its share of a shared processor.
     rate = first.device.peak("float32") / (len(found) if first.shared_processor else 1)
     sizes = thorough_sizes(first.device.memory_bytes, rate)
     guess = replace(first.device, peak_flops={**first.device.peaks, **_peaks(sizes.sides, first.device)})
     progress("compiling", 0, 1)
-    probes = [*device_probes(found, sizes), *link_probes(found, sizes)]
+    programs = _programs(found, sizes, shared_processor=first.shared_processor)
     stopwatch = Stopwatch(limit_seconds=limit_seconds, agree=agreed_number)
-    programs = _dispatch_and_blocks(found, first)
-    return conclude(replace(first, device=guess), programs, probes, stopwatch, fingerprint(found), progress)
+    return conclude(replace(first, device=guess), programs, stopwatch, fingerprint(found), progress)
 
 
-def quick_cluster(devices: Sequence[Any]) -> Cluster:
+def quick_cluster(devices: Sequence[_jax.Device]) -> Cluster:
     """Return a cluster for these devices, measured in about three seconds."""
     found = tuple(devices)
     guess = _guess(found)
-    probes = [*device_probes(found, QUICK), *link_probes(found, QUICK)]
-    stopwatch = replace(_QUICK_STOPWATCH, agree=agreed_number)
-    return conclude(guess, _dispatch_and_blocks(found, guess), probes, stopwatch, fingerprint(found)).cluster
+    programs = _programs(found, QUICK, shared_processor=guess.shared_processor)
+    return conclude(guess, programs, replace(_QUICK_STOPWATCH, agree=agreed_number), fingerprint(found)).cluster
 
 
-def _dispatch_and_blocks(devices: tuple[Any, ...], cluster: Cluster) -> list[TimedProgram]:
-    return [dispatch_program(devices), *(share_programs(devices) if cluster.shared_processor else [])]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrationPrograms:
+    """The programs that describe devices.
+
+    Attributes:
+        dispatch: a nearly empty program.
+        blocks: for a shared processor, a block on one device of each host, and the same divided over all; else none.
+        probes: products, passes and collectives.
+    """
+
+    dispatch: TimedProgram
+    blocks: Sequence[TimedProgram]
+    probes: Sequence[Probe]
+
+
+def _programs(devices: tuple[_jax.Device, ...], sizes: ProbeSizes, *, shared_processor: bool) -> CalibrationPrograms:
+    return CalibrationPrograms(
+        probes=[*device_probes(devices, sizes), *link_probes(devices, sizes)],
+        dispatch=dispatch_program(devices),
+        blocks=share_programs(devices) if shared_processor else (),
+    )
 
 
 def conclude(
     guess: Cluster,
-    dispatch_and_blocks: Sequence[TimedProgram],
-    probes: Sequence[Probe],
+    programs: CalibrationPrograms,
     stopwatch: Stopwatch,
     devices_fingerprint: str,
     progress: Progress = lambda *_: None,
 ) -> Calibration:
-    """Time the programs and return the cluster like `guess` that explains them.
-
-    `dispatch_and_blocks`: an empty program and, for a shared processor, a block on one device of each host and divided
-    over all devices.
-    """
-    programs = [*dispatch_and_blocks, *[probe.program for probe in probes]]
-    total, done = num_samples(len(programs), stopwatch), 0
+    """Time the programs and return the cluster like `guess` that explains them."""
+    timed = [programs.dispatch, *programs.blocks, *[probe.program for probe in programs.probes]]
+    total, done = num_samples(len(timed), stopwatch), 0
 
     def step(name: str) -> None:
         nonlocal done
         progress(name, done, total)
         done += 1
 
-    timings = time_programs(programs, stopwatch, step)
+    timings = time_programs(timed, stopwatch, step)
     progress("fitting", total, total)
-    dispatch, *shares = timings[: len(dispatch_and_blocks)]
-    timings = timings[len(dispatch_and_blocks) :]
-    measurements = [_measurement(probe, timing) for probe, timing in zip(probes, timings, strict=True)]
+    dispatch, *others = timings
+    shares, timings = others[: len(programs.blocks)], others[len(programs.blocks) :]
+    measurements = [_measurement(probe, timing) for probe, timing in zip(programs.probes, timings, strict=True)]
+    # Measured directly, and known before the fit of the rest.
     guess = replace(guess, device=replace(guess.device, dispatch_seconds=dispatch.seconds))
     if shares:
         guess = replace(guess, device_share=_device_share(shares[0].seconds, shares[1].seconds, guess.devices_per_host))
@@ -273,10 +289,11 @@ def _measurement(probe: Probe, timing: Timing) -> Measurement:
 
 def _device_share(alone_seconds: float, together_seconds: float, num_devices: int) -> float:
     """Return the throughput of one device on its own, as a fraction of that of all devices together."""
+    # Noise may put the ratio outside of what is possible: between an equal share and the whole processor.
     return min(1.0, max(1.0 / num_devices, together_seconds / alone_seconds))
 
 
-def _guess(devices: tuple[Any, ...]) -> Cluster:
+def _guess(devices: tuple[_jax.Device, ...]) -> Cluster:
     """Return the start of the fit; only counts and the memory are right."""
     rows, first = host_rows(devices), devices[0]
     if len({len(row) for row in rows}) > 1:
@@ -311,24 +328,24 @@ def _guess(devices: tuple[Any, ...]) -> Cluster:
     )
 
 
-def _peaks(dtypes: Sequence[str] | dict[str, Any], device: Device) -> dict[str, float]:
+def _peaks(dtypes: Sequence[str] | dict[str, tuple[int, ...]], device: Device) -> dict[str, float]:
     """Return separate peak rates (flops per second) for each timed dtype; float32 products have tensorfloat32's."""
     return {dtype: device.peak("float32") for dtype in dtypes if dtype != "float32"}
 
 
-def _num_units(device: Any) -> int:
+def _num_units(device: _jax.Device) -> int:
     """Return the streaming multiprocessors of a GPU; 1 for a device that does not report them."""
     return int(getattr(device, "core_count", None) or 1) if device.platform == "gpu" else 1
 
 
-def _memory_bytes(device: Any, sharers: int) -> float:
+def _memory_bytes(device: _jax.Device, sharers: int) -> float:
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
         return float(stats["bytes_limit"])
     return 0.8 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / sharers
 
 
-def local_cluster(path: str | Path | None = None, *, devices: Sequence[Any] | None = None) -> Cluster:
+def local_cluster(path: str | Path | None = None, *, devices: Sequence[_jax.Device] | None = None) -> Cluster:
     """Return the devices of this process as a cluster.
 
     Args:
@@ -345,15 +362,16 @@ def local_cluster(path: str | Path | None = None, *, devices: Sequence[Any] | No
         return _local_cluster(path, tuple(jax.devices() if devices is None else devices))
 
 
-def _local_cluster(path: str | Path | None, found: tuple[Any, ...]) -> Cluster:
+def _local_cluster(path: str | Path | None, found: tuple[_jax.Device, ...]) -> Cluster:
     several = jax.process_count() > 1
+    # The first process alone decides: others may have another file, or none.
     cluster = _of_first_process(path, found) if several else _described(path, found)
     if cluster is not None:
         return cluster
     return Cluster.from_json(agreed_data(_measured(found).to_json())) if several else _measured(found)
 
 
-def _of_first_process(path: str | Path | None, devices: tuple[Any, ...]) -> Cluster | None:
+def _of_first_process(path: str | Path | None, devices: tuple[_jax.Device, ...]) -> Cluster | None:
     """Return `_described` of the first process of the job on all processes, whose own files may differ."""
     answer: dict[str, Any] = {}
     if jax.process_index() == 0:
@@ -368,7 +386,7 @@ def _of_first_process(path: str | Path | None, devices: tuple[Any, ...]) -> Clus
     return None if answer["cluster"] is None else Cluster.from_json(answer["cluster"])
 
 
-def _described(path: str | Path | None, found: tuple[Any, ...]) -> Cluster | None:
+def _described(path: str | Path | None, found: tuple[_jax.Device, ...]) -> Cluster | None:
     """Return the cluster of the given file, or of the stored one if it is usable; else None.
 
     Raises:
@@ -378,6 +396,7 @@ def _described(path: str | Path | None, found: tuple[Any, ...]) -> Cluster | Non
     if path is not None:
         return _checked(load_cluster(str(path)), path, found)
     kept = path_for(fingerprint(found))
+    # Without a warning: mostly nobody has calibrated.
     if not kept.exists():
         return None
     try:
@@ -391,7 +410,7 @@ def _described(path: str | Path | None, found: tuple[Any, ...]) -> Cluster | Non
         return None
 
 
-def _checked(cluster: Cluster, path: str | Path, devices: tuple[Any, ...]) -> Cluster:
+def _checked(cluster: Cluster, path: str | Path, devices: tuple[_jax.Device, ...]) -> Cluster:
     """Return the cluster if it describes these devices, else raise `ExecutionError`."""
     belongs_to = cluster_sources(str(path)).get("fingerprint")
     here = fingerprint(devices)
@@ -410,5 +429,5 @@ def _checked(cluster: Cluster, path: str | Path, devices: tuple[Any, ...]) -> Cl
 
 
 @functools.cache
-def _measured(devices: tuple[Any, ...]) -> Cluster:
+def _measured(devices: tuple[_jax.Device, ...]) -> Cluster:
     return quick_cluster(devices)

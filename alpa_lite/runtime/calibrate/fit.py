@@ -82,6 +82,7 @@ def fit_cluster(guess: Cluster, measurements: Sequence[Measurement]) -> Cluster:
     raised = monotone(measurements)
     of_devices = [m for m in raised if all(isinstance(part, Work) for part in m.parts)]
     cluster = _fit(guess, _device_constants(guess), of_devices)
+    # After the devices, whose constants are fixed then.
     of_links = [m for m in raised if any(isinstance(part, Collective) for part in m.parts)]
     for link in ("intra_host", "inter_host"):
         # A group across hosts uses both links, so the link inside a host is fitted first.
@@ -111,6 +112,7 @@ def _fit(guess: Cluster, names: Sequence[str], measurements: Sequence[Measuremen
 
     def residuals(shifts: np.ndarray) -> np.ndarray:
         cluster = _shifted(guess, dict(zip(names, np.exp(shifts), strict=True)))
+        # A price may be zero, whose logarithm would end the fit.
         predicted = np.log([max(predicted_seconds(m, cluster), 1e-15) for m in measurements])
         # The last terms pull very weakly towards the guess: they determine constants that no measurement depends on.
         return np.concatenate([predicted - measured, 1e-2 * shifts])
@@ -153,6 +155,7 @@ def _shifted(cluster: Cluster, factors: Mapping[str, float]) -> Cluster:
     }
     device = of("device")
     if _CONVOLUTION in factors:
+        # A share of the matrix rate, which the fit moves like a rate, without a bound.
         device["convolution_efficiency"] = min(1.0, device["convolution_efficiency"])
     return replace(
         cluster,

@@ -27,6 +27,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from alpa_lite._jax import Device
 from alpa_lite.runtime.calibrate.timing import TimedProgram
 from alpa_lite.runtime.job.processes import host_rows
 from cost_models.work import Collective, Group, Product, Work
@@ -95,7 +96,7 @@ def thorough_sizes(memory_bytes: float, matrix_flops: float) -> ProbeSizes:
     )
 
 
-def device_probes(devices: Sequence[Any], sizes: ProbeSizes) -> list[Probe]:
+def device_probes(devices: Sequence[Device], sizes: ProbeSizes) -> list[Probe]:
     """Return products and passes, on all devices at the same time."""
     found: list[Probe] = []
 
@@ -123,7 +124,7 @@ def device_probes(devices: Sequence[Any], sizes: ProbeSizes) -> list[Probe]:
     return found
 
 
-def _convolution_probe(devices: Sequence[Any], stride: int, channels: int) -> Probe:
+def _convolution_probe(devices: Sequence[Device], stride: int, channels: int) -> Probe:
     """Return a convolution that is called repeatedly from outside: XLA compiles convolutions in loops differently on
     CPU.
     """
@@ -143,7 +144,7 @@ def _convolution_probe(devices: Sequence[Any], stride: int, channels: int) -> Pr
     )
 
 
-def share_programs(devices: Sequence[Any]) -> list[TimedProgram]:
+def share_programs(devices: Sequence[Device]) -> list[TimedProgram]:
     """Return a chain of products, softmax and norm on the first device of each host, and the same work divided over
     all.
     """
@@ -154,16 +155,17 @@ def share_programs(devices: Sequence[Any]) -> list[TimedProgram]:
     ]
 
 
-def dispatch_program(devices: Sequence[Any]) -> TimedProgram:
+def dispatch_program(devices: Sequence[Device]) -> TimedProgram:
     """Return a nearly empty program on a task's usual number of arrays."""
     mesh = Mesh(np.array(devices), ("x",))
     sharding = NamedSharding(mesh, PartitionSpec("x"))
+    # JAX checks and passes each array, so a launch takes longer the more there are.
     arrays = [_filled((len(devices),), "float32", sharding) for _ in range(_ARRAYS_PER_TASK)]
     compiled = jax.jit(lambda *xs: [x + 1.0 for x in xs], out_shardings=sharding).lower(*arrays).compile()
     return _called("dispatch", compiled, *arrays)
 
 
-def link_probes(devices: Sequence[Any], sizes: ProbeSizes) -> list[Probe]:
+def link_probes(devices: Sequence[Device], sizes: ProbeSizes) -> list[Probe]:
     """Return collectives in groups inside a host, and across hosts."""
     rows = host_rows(devices)
     if len(devices) == 1:
@@ -177,9 +179,10 @@ def link_probes(devices: Sequence[Any], sizes: ProbeSizes) -> list[Probe]:
     ]
 
 
-def probe_groups(rows: list[list[Any]], *, every: bool) -> list[tuple[np.ndarray, Group]]:
+def probe_groups(rows: list[list[Device]], *, every: bool) -> list[tuple[np.ndarray, Group]]:
     """Return arrays of devices [siblings, members], each with the cost model's group for one row."""
     hosts, per_host = len(rows), len(rows[0])
+    # Axes of logical meshes mostly have powers of two as sizes.
     inside = [g for g in range(2, per_host + 1) if per_host % g == 0 and g & (g - 1) == 0]
     inside = sorted({*inside, per_host} - {1}) if every else [per_host][: per_host > 1]
     grid = np.array(rows)
@@ -223,6 +226,7 @@ _COLLECTIVES = (
 
 def _collective_probe(kind: _Kind, grid: np.ndarray, group: Group, elements: int) -> Probe:
     size = group.num_devices
+    # Rounded up, so that scattering divides it evenly.
     width = -(-elements // size) * size
     where = f"{size} devices, {group.num_hosts} hosts" if group.num_hosts > 1 else f"{size} devices"
     series = f"{kind.name} over {where}"
@@ -278,6 +282,7 @@ def _convolution_work(stride: int, channels: int) -> Work:
     rows = _IMAGES * (_SIDE // stride) ** 2
     product = Product(rows=rows, columns=channels, depth=9 * channels)
     moved = _ITEM_BYTES * (rows * channels + _IMAGES * _SIDE**2 * channels + 9.0 * channels**2)
+    # Each gradient of a convolution has as many FLOPs as the convolution.
     return Work(flops=product.flops, bytes=moved, kind="convolution", product=product) * 3
 
 
@@ -291,7 +296,7 @@ def _block(y: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def _everywhere(
-    name: str, function: _Step, devices: Sequence[Any], shape: tuple[int, ...], dtype: str = "float32"
+    name: str, function: _Step, devices: Sequence[Device], shape: tuple[int, ...], dtype: str = "float32"
 ) -> TimedProgram:
     return _on_mesh(name, function, Mesh(np.array(devices), ("device",)), shape, dtype)
 

@@ -73,6 +73,7 @@ def time_programs(
         trips.append(_choose_trips(program, stopwatch))
     samples: list[list[float]] = [[] for _ in programs]
     for number in range(stopwatch.num_rounds):
+        # Agreed on, as processes that measure together must run equally many rounds.
         late = stopwatch.agree(float(stopwatch.clock() - began > stopwatch.limit_seconds))
         if late and number >= _MIN_ROUNDS:
             break
@@ -109,10 +110,12 @@ def _choose_trips(program: TimedProgram, stopwatch: Stopwatch) -> int:
     program.run(1)
     trips = 1
     while trips < _MAX_TRIPS:
+        # Equally many trips on all processes, or a collective would wait for ever.
         seconds = stopwatch.agree(_run_seconds(program, trips, stopwatch))
         if seconds >= stopwatch.run_seconds / 2:
             break
         wanted = trips * stopwatch.run_seconds / max(seconds, 1e-9)
+        # In bounded steps, since a run that is too short says little about the next one.
         trips = min(_MAX_TRIPS, max(2 * trips, min(16 * trips, round(wanted))))
     return trips
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import math
 from dataclasses import dataclass, fields
-from typing import Any
 
 from rich.console import Console, Group
 from rich.table import Table
@@ -55,7 +54,7 @@ class CheckedLeaf:
     ok: bool
     note: str = ""
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return JSON-compatible data; numbers that are not finite are null."""
         found = {f.name: getattr(self, f.name) for f in fields(self)}
         return {name: _plain(value) for name, value in found.items()}
@@ -105,7 +104,7 @@ class CheckReport:
         """The leaves, failed ones first, by the fraction of the allowed rounding that they use."""
         return tuple(sorted(self.leaves, key=lambda leaf: (leaf.ok, -leaf.share)))
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return JSON-compatible data."""
         return {
             "function": self.function,
@@ -171,7 +170,7 @@ class CheckReport:
         return "\n".join(line.rstrip() for line in captured.get().rstrip().splitlines())
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return list(value) if isinstance(value, tuple) else value

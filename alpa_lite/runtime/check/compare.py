@@ -32,6 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from alpa_lite import _jax
+from alpa_lite._jax import Device, Tree
 from alpa_lite.errors import CheckError, ExecutionError
 from alpa_lite.runtime.check.check_report import MAX_LOW_STEPS, MAX_STEPS, CheckedLeaf, CheckReport
 from alpa_lite.runtime.execute.function import CompiledFunction
@@ -93,14 +94,14 @@ class _StepComparison:
     kwargs: dict[str, Any]
     seed: int = _SEED
     leaves: list[Any] = field(default_factory=list[Any])
-    _noisy: dict[float, list[tuple[list[Any], list[Any]]]] = field(default_factory=dict[float, Any])
+    _noisy: dict[float, list[tuple[list[Any], list[np.ndarray]]]] = field(default_factory=dict[float, Any])
 
     @cached_property
     def reference(self) -> Callable[..., Any]:
         """`jax.jit` of the user's function, of its traced arguments flattened."""
         traced, call = self.compiled.traced, self._call
 
-        def whole(leaves: Sequence[Any]) -> Any:
+        def whole(leaves: Sequence[Any]) -> Tree:
             arrays, _ = call.run(traced.fun, jax.tree.unflatten(traced.in_tree, leaves))
             return arrays
 
@@ -116,9 +117,11 @@ class _StepComparison:
         given = jax.tree.leaves(self._call.tree)
         want_tree = self._held(given)
         want = jax.tree.leaves(want_tree)
+        # The step takes over the memory of donated arguments, which `jax.jit` still needs for the perturbed runs.
         got_tree = self.compiled.run_flat(
             [copied(leaf) if gone else leaf for leaf, gone in zip(self.leaves, traced.donated, strict=True)], None
         )
+        # The step was traced for the plan, and is traced again here: it may depend on something that has changed.
         if jax.tree.structure(got_tree) != jax.tree.structure(want_tree):
             raise CheckError(
                 f"{traced.name} returned {jax.tree.structure(got_tree)} by the plan, but "
@@ -132,7 +135,7 @@ class _StepComparison:
         drawn = any(map(is_drawn, given))
         return CheckReport(function=traced.name, plan=self.compiled.plan, leaves=tuple(found), drawn=drawn)
 
-    def _held(self, given: Sequence[Any]) -> Any:
+    def _held(self, given: Sequence[Any]) -> Tree:
         """Fill `leaves`; return the results of `jax.jit` for them.
 
         If random arguments give numbers that are not finite, their absolute values are tried.
@@ -141,25 +144,27 @@ class _StepComparison:
         self.leaves = held(given, device, self.seed)
         want = self.reference(self.leaves)
         if any(map(is_drawn, given)) and (lost := _num_lost(want)):
+            # A root or a logarithm of a random argument is the usual reason.
             others = held(given, device, self.seed, positive=True)
             again = self.reference(others)
             if _num_lost(again) < lost:
                 self.leaves, want = others, again
         return want
 
-    def _perturbed(self, unit: float) -> list[tuple[list[Any], list[Any]]]:
+    def _perturbed(self, unit: float) -> list[tuple[list[Any], list[np.ndarray]]]:
         """Return perturbed arguments with the results of `jax.jit`, by draw; the last moves by all units that are
         allowed.
         """
         if unit not in self._noisy:
-            rng, found = np.random.default_rng(self.seed + 1), list[tuple[list[Any], list[Any]]]()
+            # Another seed than the arguments', so that signs do not depend on the values that they change.
+            rng, found = np.random.default_rng(self.seed + 1), list[tuple[list[Any], list[np.ndarray]]]()
             for ulps in (*[1.0] * NUM_DRAWS, allowed_steps(unit)):
                 leaves = [perturbed(leaf, unit, ulps, rng) for leaf in self.leaves]
                 found.append((leaves, [*map(_on_host, jax.tree.leaves(self.reference(leaves)))]))
             self._noisy[unit] = found
         return self._noisy[unit]
 
-    def _compared(self, number: int, got: Any, want: Any, unit: float) -> CheckedLeaf:
+    def _compared(self, number: int, got: jax.Array, want: jax.Array, unit: float) -> CheckedLeaf:
         """Return the comparison of one leaf."""
         name = self.compiled.traced.out_names[number]
         shape, dtype = tuple(jnp.shape(want)), str(want.dtype)
@@ -192,12 +197,12 @@ class _StepComparison:
             note=_note(got, want, b, step, difference),
         )
 
-    def _step(self, number: int, want: Any, scale: float, unit: float) -> float:
+    def _step(self, number: int, want: np.ndarray, scale: float, unit: float) -> float:
         """Return one absolute rounding step of a leaf; for leaves without floats a share of elements."""
         own = float(jnp.finfo(self.compiled.traced.out_leaves[number].dtype).eps) if is_inexact(want) else 0.0
         return max(own * scale, self._noise(number, want, unit))
 
-    def _noise(self, number: int, want: Any, unit: float) -> float:
+    def _noise(self, number: int, want: np.ndarray, unit: float) -> float:
         """Return how far `jax.jit` moves a leaf when its inputs move by one unit in the last place."""
         follows = self.compiled.traced.aliases.get(number)
         before = _on_host(jnp.asarray(self.leaves[follows])) if follows is not None and is_inexact(want) else None
@@ -206,6 +211,7 @@ class _StepComparison:
             moved = change(outputs[number], want)
             if follows is not None and before is not None:
                 after = _on_host(jnp.asarray(leaves[follows]))
+                # A weight moves with its perturbed old value, which would hide an error in its update.
                 moved = min(moved, change(outputs[number] - after, want - before))
             noise = max(noise, moved / (1.0 if draw < NUM_DRAWS else allowed_steps(unit)))
         return noise
@@ -232,7 +238,9 @@ def coarsest_units(jaxpr: Any) -> list[float]:
     def of(atom: Any) -> float:
         return _unit(atom) if isinstance(atom, _jax.Literal) else known.get(atom, _unit(atom))
 
+    # In the order of the equations, so that the precision on the path to each operand is known.
     for eqn in jaxpr.eqns:
+        # A loop or a call may compute in lower precision inside, whatever its results have.
         inside = max(map(_coarsest_inside, _jax.inner_jaxprs(eqn)), default=0.0)
         before = max(map(of, eqn.invars), default=0.0)
         known |= {var: max(before, inside, _unit(var)) for var in eqn.outvars}
@@ -250,41 +258,44 @@ def _unit(atom: Any) -> float:
     return float(jnp.finfo(dtype).eps) if dtype is not None and jnp.issubdtype(dtype, jnp.inexact) else 0.0
 
 
-def change(a: Any, b: Any) -> float:
+def change(a: np.ndarray, b: np.ndarray) -> float:
     """Return the largest difference between two host arrays; without floats the share of elements that differ."""
     if a.size == 0:
         return 0.0
+    # Numbers that are not finite must be the same on both sides; NaN is the only one that differs from itself.
     same = (a == b) | ((a != a) & (b != b))
     if not is_inexact(b):
         return float(np.mean(~same))
     finite = np.isfinite(a) & np.isfinite(b)
     if not np.all(finite | same):
         return float("inf")
+    # The others are replaced by zero first, as infinity minus infinity is not a number.
     return float(np.max(np.abs(np.where(finite & ~same, a, 0) - np.where(finite & ~same, b, 0)), initial=0.0))
 
 
-def _scale(want: Any) -> float:
+def _scale(want: np.ndarray) -> float:
     if not is_inexact(want):
         return 1.0
     return float(np.max(np.abs(np.where(np.isfinite(want), want, 0)), initial=0.0))
 
 
-def _on_host(leaf: Any) -> Any:
+def _on_host(leaf: jax.Array) -> np.ndarray:
     """Return a leaf as a NumPy array: floats in float64, keys as their words."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
+    # Below, floats are widened: a difference of two 16-bit floats would itself be rounded.
     array = np.asarray(leaf)
     if jnp.issubdtype(array.dtype, jnp.complexfloating):
         return array.astype(np.complex128)
     return array.astype(np.float64) if jnp.issubdtype(array.dtype, jnp.floating) else array
 
 
-def _num_lost(outputs: Any) -> int:
+def _num_lost(outputs: Tree) -> int:
     """Return the count of numbers in some outputs that are not finite."""
     return sum(int(np.sum(~np.isfinite(_on_host(x)))) for x in jax.tree.leaves(outputs) if is_inexact(x))
 
 
-def _note(got: Any, want: Any, host: Any, step: float, difference: float) -> str:
+def _note(got: jax.Array, want: jax.Array, host: np.ndarray, step: float, difference: float) -> str:
     notes: list[str] = []
     if is_inexact(host) and host.size and not np.any(np.isfinite(host)):
         notes.append("not finite anywhere: nothing was compared")
@@ -310,7 +321,7 @@ def is_drawn(leaf: Any) -> bool:
     return isinstance(leaf, jax.ShapeDtypeStruct)
 
 
-def draw(shape: jax.ShapeDtypeStruct, rng: np.random.Generator, *, positive: bool) -> Any:
+def draw(shape: jax.ShapeDtypeStruct, rng: np.random.Generator, *, positive: bool) -> jax.Array:
     """Return a random array for a shape. `positive`: absolute values of floats, for steps that take roots of their
     arguments.
     """
@@ -330,13 +341,13 @@ def draw(shape: jax.ShapeDtypeStruct, rng: np.random.Generator, *, positive: boo
     return _weak(jnp.asarray(values, shape.dtype), shape)
 
 
-def held(leaves: Sequence[Any], device: Any, seed: int, *, positive: bool = False) -> list[Any]:
+def held(leaves: Sequence[Any], device: Device, seed: int, *, positive: bool = False) -> list[Any]:
     """Return the leaves with values, on one device: copies of arrays, random values for shapes."""
     rng = np.random.default_rng(seed)
     return [draw(leaf, rng, positive=positive) if is_drawn(leaf) else _on_one(leaf, device) for leaf in leaves]
 
 
-def _on_one(leaf: Any, device: Any) -> Any:
+def _on_one(leaf: Any, device: Device) -> Any:
     """Return a leaf on one device; a leaf that is no JAX array is returned as it is."""
     if not isinstance(leaf, jax.Array):
         return leaf
@@ -364,6 +375,7 @@ def perturbed(leaf: Any, unit: float, ulps: float, rng: np.random.Generator) -> 
     own = jnp.result_type(leaf)
     relative = ulps * max(unit, float(jnp.finfo(own).eps))
     wide = np.complex128 if jnp.issubdtype(own, jnp.complexfloating) else np.float64
+    # In double precision, where one unit in the last place of the leaf can be added.
     values = np.asarray(leaf).astype(wide)
     if wide is np.complex128:
         moved = _moved(values.real, relative, rng) + 1j * _moved(values.imag, relative, rng)
@@ -373,11 +385,12 @@ def perturbed(leaf: Any, unit: float, ulps: float, rng: np.random.Generator) -> 
         return type(leaf)(moved[()])
     with np.errstate(over="ignore"):
         narrow = moved.astype(own)
+    # The largest numbers of a dtype would become infinite: they stay as they are.
     narrow = np.where(np.isfinite(narrow), narrow, values.astype(own))
     return _weak(jnp.asarray(narrow), leaf) if isinstance(leaf, jax.Array) else narrow
 
 
-def _moved(values: Any, relative: float, rng: np.random.Generator) -> Any:
+def _moved(values: np.ndarray, relative: float, rng: np.random.Generator) -> np.ndarray:
     """Return real numbers, each moved by a multiple of the last place: 2^exponent · relative precision."""
     values = np.asarray(values)
     with np.errstate(invalid="ignore"):

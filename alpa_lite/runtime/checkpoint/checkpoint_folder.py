@@ -31,7 +31,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from alpa_lite.errors import CheckpointError
 from alpa_lite.runtime.checkpoint import disk
@@ -71,6 +70,7 @@ def read_record(folder: Path) -> Record | None:
         data = parse_json(read_bounded(folder / RECORD, _MOST_BYTES), any_text=True, max_values=16, max_depth=1)
         digest = data.pop("sha256")
         record = Record(**data)
+    # `TypeError` comes of a record with other fields, as a later version may write.
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
     numbers = (record.step, record.save, 0 if record.parent is None else record.parent)
@@ -87,12 +87,13 @@ def files_of(folder: Path) -> list[str]:
     """Return the paths of all files in a folder and its subfolders; links are not followed."""
     found = list[str]()
     for place, folders, names in os.walk(folder):
+        # `os.walk` lists a link to a folder among the folders; it counts as a file here.
         links = [name for name in folders if Path(place, name).is_symlink()]
         found += [Path(place, name).relative_to(folder).as_posix() for name in (*names, *links)]
     return found
 
 
-def _digest(data: dict[str, Any]) -> str:
+def _digest(data: dict[str, object]) -> str:
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 
@@ -158,9 +159,11 @@ class Folder:
         self.lease.hold()
         self._put_right()
         there = self._there()
+        # Damaged ones too keep their content, under another name: somebody may still rescue it.
         broken = [there[step].path for step in damaged if step in there]
         for path in [*broken, *([place] if _exists(place) and number not in there else [])]:
             self._rename(path, f"{_number(path)}.{_DAMAGED}")
+        # After the clean-up, so that the number is above that of every step that counts.
         save = 1 + max((step.save or 0 for step in self._there().values()), default=0)
         unfinished = self.path / f"{number}.{_UNFINISHED}-{self.lease.token}"
         self.lease.check()
@@ -177,6 +180,7 @@ class Folder:
         """
         place, replaced = self.path / f"{number}", None
         if _exists(place):
+            # In two steps, as a rename cannot replace a folder that has content.
             replaced = self._rename(place, f"{number}.{_REPLACED}")
             disk.sync(self.path)
         self.lease.check()
@@ -184,6 +188,7 @@ class Folder:
             disk.rename(unfinished, place)
         except OSError:
             if replaced is not None:
+                # The step that was to be replaced counts again at once.
                 disk.rename(replaced, place)
             raise
         disk.sync(self.path)
@@ -197,6 +202,7 @@ class Folder:
         try:
             self._set_abandoned_aside()
             others = [step.path for step in self.branch().values() if step.number not in {number, *but}]
+            # The new checkpoint is one of those to keep, and is not among the others.
             self._remove(others[: max(0, len(others) - keep + 1)] if keep is not None else [])
             self._remove(path for path, kind in self._named() if kind == _REPLACED and self._is_replaced(path))
         except OSError as error:
@@ -211,6 +217,7 @@ class Folder:
         found = {number: path for path, number in self._numbered() if _is_complete(path)}
         for path, kind in self._named():
             if kind == _REPLACED and _is_complete(path):
+                # A crash between the two renames of `publish` leaves only this name: the step has not been lost.
                 found.setdefault(_number(path), path)
         return {number: _step(number, found[number]) for number in sorted(found)}
 
@@ -263,12 +270,15 @@ class Folder:
                 if foreign:
                     self._keep_foreign(path, foreign)
                 else:
+                    # Renamed first, so that a checkpoint which is removed in part does not count.
                     is_going = (name := _NAMED.fullmatch(path.name)) is not None and name[2] == _REMOVED
                     doomed.append(path if is_going else self._rename(path, f"{_number(path)}.{_REMOVED}"))
         if doomed:
             disk.sync(self.path)
         for path in doomed:
             self.lease.check()
+            # Only now that the new names are on disk: after a loss of power the files could be gone, but not the old
+            # name.
             _wipe(path)
 
     def _keep_foreign(self, path: Path, foreign: str) -> None:
@@ -303,6 +313,7 @@ def _abandoned(there: Mapping[int, SavedStep]) -> dict[int, SavedStep]:
     for number, step in there.items():
         if step.save is not None and step.save < newest:
             abandoned[number] = step
+        # A step whose record cannot be read abandons nothing.
         newest = max(newest, step.save or 0)
     return abandoned
 
@@ -350,6 +361,7 @@ def _wipe(path: Path) -> None:
     """Remove the files that are ours and the folders that become empty; the mark last, after a sync."""
     if _foreign(path):
         return
+    # Without the mark a folder that is left by a crash would never be cleaned up.
     files = sorted(files_of(path), key=lambda name: (name == RECORD, name == LIST))
     last = [name for name in files if name in (LIST, RECORD)]
     for name in files[: len(files) - len(last)]:

@@ -23,7 +23,9 @@ from types import ModuleType
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding
 
+from alpa_lite._jax import Tree
 from alpa_lite.errors import AlpaLiteError, CheckpointError, UnusableFileWarning
 from alpa_lite.plan.codec import MAX_BYTES
 from alpa_lite.plan.plan import Plan
@@ -135,7 +137,7 @@ class Checkpoints:
             raise CheckpointError(self._none(step))
         return None if found.record is None else found.record.parent
 
-    def save(self, step: int, state: Any, *, plan: Plan | None = None) -> None:
+    def save(self, step: int, state: Tree, *, plan: Plan | None = None) -> None:
         """Save a state, a pytree of arrays and numbers, together with its `plan`.
 
         A checkpoint of the same step is replaced; those of later steps are set aside once this one is complete. A save
@@ -146,6 +148,7 @@ class Checkpoints:
                 folder; earlier checkpoints stay.
         """
         number = _whole(step)
+        # Before anything else, so that a state that cannot be saved disturbs no running save.
         content = stored(state)
         beside = {"leaves.json": write_leaves(content.leaves)}
         if plan is not None:
@@ -155,25 +158,27 @@ class Checkpoints:
         unfinished = self._unfinished = self._make_way(number)
         self._pending = number
         try:
+            # Its threads are started once, by the first save; a program that only restores has none.
             self._writer = self._writer or store.Writer()
             publish = partial(self._files.publish, unfinished, number)
             with busy("saving a checkpoint"):
                 self._writer.start(unfinished, store.Content(arrays=content.arrays, beside=beside, publish=publish))
         except Exception as error:
             problem = error
+        # Not before all processes are here: one that raised alone would leave the others waiting.
         self._raise_if_failed(number, problem)
         if not self._asynchronous:
             self.wait()
 
     def restore(
         self,
-        like: Any,
+        like: CompiledFunction | Tree,
         *,
         step: int | None = None,
         argument: Argument | Sequence[Argument] = 0,
         partial: bool = False,
         verify: bool = True,
-    ) -> tuple[int, Any]:
+    ) -> tuple[int, Tree]:
         """Return a step and its state, each array in its sharding; every device reads the blocks that it needs.
 
         Args:
@@ -190,6 +195,7 @@ class Checkpoints:
         self.wait()
         leaves, structure = _wanted(like, argument)
         asked = [step] if step in self._files.branch() else []
+        # The first process's view counts: on a network file system others may see a folder late.
         there = agreed_data(self.steps[::-1] if step is None else asked)
         if not there:
             raise CheckpointError(self._none(step))
@@ -204,6 +210,7 @@ class Checkpoints:
                 return number, state
             refused.append(f"The checkpoint of step {number} in {self._where} is damaged: {problem}.")
             if step is None:
+                # It is set aside by the next save; a step that was asked for by its number stays as it is.
                 self._damaged.add(number)
         left = "No other is left" if step is None else "Leave step= out to have the newest one that is undamaged"
         raise CheckpointError(f"{_some(refused)} {left}.")
@@ -247,6 +254,7 @@ class Checkpoints:
         except Exception as error:
             problem = error
         self._raise_if_failed(step, problem)
+        # Only a save that is complete on all processes becomes the parent of the next one.
         self._pending, self._last = None, step
         self._on_first(lambda: self._files.settle(step, self._keep, self._damaged))
 
@@ -312,6 +320,7 @@ class Checkpoints:
             saved = read_leaves(there.path / "leaves.json")
         except CheckpointError as error:
             is_small = not isinstance(error.__cause__, TooLargeError)
+            # The checksum tells a changed file from one of a later version; a huge one is not read for that.
             changed = damage(there.path, names=("leaves.json",)) if verify and is_small else []
             return changed or [shown(reason_of(error), _REASON_LETTERS)]
         try:
@@ -352,6 +361,7 @@ class Checkpoints:
         )
         made = self._on_first(lambda: str(self._files.prepare(step, parent, self._damaged)))
         self._raise_if_failed(step, made.problem)
+        # `prepare` has renamed them, so that they are no steps of the folder any more.
         self._damaged.clear()
         return Path(made.value)
 
@@ -407,7 +417,7 @@ def _whole(step: Any) -> int:
     return number
 
 
-def _wanted(like: Any, argument: Argument | Sequence[Argument]) -> tuple[list[Wanted], Any]:
+def _wanted(like: CompiledFunction | Tree, argument: Argument | Sequence[Argument]) -> tuple[list[Wanted], Any]:
     """Return the leaves to restore, and the structure of their pytree."""
     if not isinstance(like, CompiledFunction):
         return wanted(like), jax.tree.structure(like)
@@ -426,11 +436,11 @@ def _wanted(like: Any, argument: Argument | Sequence[Argument]) -> tuple[list[Wa
     return wanted(chosen, jax.tree.leaves(shardings)), jax.tree.structure(chosen)
 
 
-def _shardings(like: CompiledFunction) -> list[Any]:
+def _shardings(like: CompiledFunction) -> list[NamedSharding]:
     return [like.executor.input_sharding(leaf) for leaf in range(len(like.traced.leaves))]
 
 
-def _argument(tree: Any, which: Argument) -> Any:
+def _argument(tree: Tree, which: Argument) -> Tree:
     positional, keywords = tree
     return positional[which] if isinstance(which, int) else keywords[which]
 

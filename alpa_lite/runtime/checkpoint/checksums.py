@@ -45,6 +45,7 @@ def write_checksums(folder: Path) -> None:
         for name, digest in read_list(path).items()
     }
     rest = [name for name in _files(folder) if name not in known and not _is_list(name)]
+    # Before the whole list is written, after which nothing in the folder changes any more.
     for path in parts:
         disk.unlink(path)
     _write(folder / LIST, known | _digests(folder, rest))
@@ -62,6 +63,7 @@ def list_kind(folder: Path) -> str:
     """Return the kind of a folder's list, if it is ours: `NEW`, `OLD` (without a record), or empty for none."""
     try:
         with open_regular(folder / LIST) as file:
+            # Bounded: a foreign file of this name may be large and have no line break.
             line = file.read(200).partition(b"\n")[0]
     except OSError:
         return ""
@@ -81,6 +83,7 @@ def damage(folder: Path, *, share: int = 0, num_shares: int = 1, names: Sequence
         return [f"its list of checksums, {LIST}, cannot be read ({shown(_reason(error))})"]
     names = [name for name in sorted(known)[share::num_shares] if names is None or name in names]
     with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
+        # Reading and hashing release Python's lock, so threads use several cores.
         found = pool.map(lambda name: _problem(folder, name, known[name]), names)
         return [problem for problem in found if problem]
 
@@ -110,6 +113,7 @@ def _is_inside(name: str) -> bool:
 
 def _problem(folder: Path, name: str, digest: str) -> str:
     try:
+        # The name stays inside, but a link on its way may lead elsewhere.
         if not (folder / name).resolve().is_relative_to(folder.resolve()):
             return f"{shown(name)} leads out of the folder"
         return "" if _digest(folder / name) == digest else f"{shown(name)} is not what was written"

@@ -36,6 +36,7 @@ def write(path: Path, data: bytes) -> None:
 
 def sync(path: Path) -> None:
     """Wait until the content of a file, or the names in a folder, are on disk."""
+    # A folder can be opened only for reading, which is enough to sync it.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -74,6 +75,7 @@ def sync_tree(folder: Path) -> None:
 def make_folders(path: Path) -> None:
     """Make a folder and missing ones above it; all of them are on disk when this returns."""
     missing = [each for each in (path, *path.parents) if not each.exists()]
+    # From the top down, each synced into its parent before anything depends on it.
     for each in reversed(missing):
         try:
             make_folder(each)

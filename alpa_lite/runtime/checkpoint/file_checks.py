@@ -12,7 +12,6 @@ import math
 import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 import tensorstore as ts
@@ -57,6 +56,7 @@ def check_headers(folder: Path, wanted: Sequence[Wanted], saved: Mapping[str, Le
     names = [each.name for each in wanted if not each.leaf.is_empty]
     for start in range(0, len(names), _AT_ONCE):
         group = names[start : start + _AT_ONCE]
+        # All reads of a group run at once; a bounded number of answers is in memory.
         reading = [store.read(_header_key(name)) for name in group]
         for name, each in zip(group, reading, strict=True):
             if problem := _header_problem(each.result().value, saved[name]):
@@ -80,17 +80,18 @@ def _header_problem(data: bytes, leaf: Leaf) -> str:
     if shape != [*form.shape] or not _is_dtype(dtype, form.dtype):
         return f"its shape is {shown(shape)}, its dtype {shown(dtype)}"
     if not plain:
+        # Its size on disk would say nothing about the memory that reading it takes.
         return "it is compressed"
     if not isinstance(chunks, list) or len(chunks) != len(shape) or not all(map(_fits, chunks, shape)):
         return f"its chunks have the shape {shown(chunks)}"
     return ""
 
 
-def _fits(chunk: Any, size: int) -> bool:
+def _fits(chunk: object, size: int) -> bool:
     return type(chunk) is int and 0 < chunk <= size
 
 
-def _is_dtype(text: Any, dtype: Any) -> bool:
+def _is_dtype(text: object, dtype: object) -> bool:
     try:
         return isinstance(text, str) and len(text) < 40 and jnp.dtype(text) == dtype
     except (TypeError, ValueError, SyntaxError):  # NumPy parses names of dtypes as expressions

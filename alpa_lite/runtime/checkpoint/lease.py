@@ -25,7 +25,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from alpa_lite.errors import CheckpointError
 from alpa_lite.runtime.checkpoint import disk
@@ -78,6 +77,7 @@ class Lease:
     def check(self) -> None:
         """Raise `CheckpointError` unless the lease is still this process's."""
         held = self._held
+        # A forked process inherits this object, but not the right to write.
         if held is None or held.process != os.getpid():
             raise CheckpointError(f"This process does not own the right to save into {shown(self.folder, 300)}.")
         if held.is_mine():
@@ -108,13 +108,15 @@ class Lease:
             self._seen = newest, content, time.monotonic()
         return newest
 
-    def _alive(self, number: int) -> Mapping[str, Any] | None:
+    def _alive(self, number: int) -> Mapping[str, object] | None:
         """Return the owner of a lease, once it is known to be alive; None once it is known to be dead."""
         first, told = self._seen, False
         while (seen := self._seen) is not None and first is not None and seen[0] == number:
             owner, silent = _owner(seen[1]), time.monotonic() - seen[2]
+            # The kernel knows at once, while another host can only be awaited.
             if _is_here(owner):
                 return owner if _runs(owner) else None
+            # Its number was raised since the first look: whoever does that is alive.
             if seen != first:
                 return owner
             if silent >= EXPIRY_SECONDS:
@@ -137,6 +139,7 @@ class Lease:
         me = _myself(self.token)
         _open_here[self.token] = self  # registered before others can see the file
         try:
+            # Of several processes that try this number the file system lets one succeed.
             disk.create(path, json.dumps(me).encode())
         except FileExistsError:
             return False
@@ -145,6 +148,7 @@ class Lease:
             with suppress(OSError):
                 disk.unlink(path)
             return False
+        # A reader takes the largest number, so older files only take space.
         for older in (each for each in _numbers(self.folder) if each < number):
             with suppress(FileNotFoundError):
                 disk.unlink(_path(self.folder, older))
@@ -160,7 +164,7 @@ class _Held:
 
     path: Path
     number: int
-    me: dict[str, Any]
+    me: dict[str, object]
     process: int
     beats: int = 0
     over: threading.Event = field(default_factory=threading.Event)
@@ -175,6 +179,7 @@ class _Held:
         """Write a sign of life into the existing file: a removed one is not made again."""
         self.beats += 1
         self.me |= {"beat": _beat_text(self.beats), "heard": _now()}
+        # All contents of a lease have one length, so nothing of the old one remains behind the new one.
         with self.path.open("r+b") as file:
             file.write(json.dumps(self.me).encode())
 
@@ -224,7 +229,7 @@ def _content(folder: Path, number: int) -> bytes:
         return b""
 
 
-def _owner(content: bytes) -> dict[str, Any]:
+def _owner(content: bytes) -> dict[str, object]:
     """Return the owner that a lease names; empty if it cannot be parsed, as while it is being written."""
     try:
         data = parse_json(content, any_text=True, max_values=32, max_depth=1)
@@ -233,7 +238,7 @@ def _owner(content: bytes) -> dict[str, Any]:
     return data if isinstance(data, dict) else {}
 
 
-def _myself(token: str) -> dict[str, Any]:
+def _myself(token: str) -> dict[str, object]:
     number = os.getpid()
     return {
         "token": token,
@@ -266,13 +271,13 @@ def _link(path: str) -> str:
         return ""
 
 
-def _place(owner: Mapping[str, Any]) -> tuple[Any, ...] | None:
+def _place(owner: Mapping[str, object]) -> tuple[object, ...] | None:
     """Return a key of the process namespace (of one running kernel); None if unknown."""
     place = owner.get("kernel"), owner.get("namespace")
     return place if all(isinstance(part, str) and part for part in place) else None
 
 
-def _is_here(owner: Mapping[str, Any]) -> bool:
+def _is_here(owner: Mapping[str, object]) -> bool:
     """Return True if the owner's process id is valid in this process's namespace."""
     return (place := _place(owner)) is not None and place == _place(_myself(""))
 
@@ -294,9 +299,10 @@ def _began(process: int) -> str:
     return "hidden"
 
 
-def _runs(owner: Mapping[str, Any]) -> bool:
+def _runs(owner: Mapping[str, object]) -> bool:
     """Return True if a process on this machine is alive; for this process, if the holder of the lease exists."""
     process = owner.get("process")
+    # The start time tells whether the id belongs to another process by now; the content may be anything.
     if type(process) is not int or not 0 < process < 2**31 or _began(process) not in (owner.get("began"), "hidden"):
         return False
     if process != os.getpid():
@@ -305,7 +311,7 @@ def _runs(owner: Mapping[str, Any]) -> bool:
     return owner.get("token") in _open_here
 
 
-def _in_words(owner: Mapping[str, Any]) -> str:
+def _in_words(owner: Mapping[str, object]) -> str:
     if not owner:
         return "one that has not said who it is"
     host, process, started, heard = (shown(owner.get(key, "?")) for key in ("host", "process", "started", "heard"))

@@ -78,6 +78,7 @@ class ShardHandler(ocp.type_handlers.ArrayHandler):
     async def deserialize(self, infos: Sequence[Any], args: Any = None) -> Any:
         """Read the shards that this process's devices need."""
         here = [i for i, arg in enumerate(args) if arg.sharding.addressable_devices]
+        # Orbax expects each process to have a part of each array; those without one are made as handles below.
         read = await super().deserialize([infos[i] for i in here], [args[i] for i in here]) if here else []
         arrays = dict(zip(here, read, strict=True))
         return [
@@ -209,6 +210,7 @@ class _PendingWrite:
         try:
             for each in self._futures:
                 each.result(timeout=timeout)
+            # The first process writes the digests of its own files together with the whole list.
             if jax.process_index() > 0 and self._handler.problem is None:
                 write_part(self._folder, _part(jax.process_index()))
         except Exception as error:

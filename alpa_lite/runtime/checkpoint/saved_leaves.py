@@ -24,6 +24,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from alpa_lite import _jax
+from alpa_lite._jax import Tree
 from alpa_lite.errors import CheckpointError
 from alpa_lite.runtime.checkpoint.untrusted import read_bounded, shown
 from alpa_lite.trace.trace import unique
@@ -83,12 +84,13 @@ class Leaf:
 
     def fits(self, other: Leaf) -> bool:
         """Return True if one can be restored as the other."""
+        # A Python number has no width, so any number of its kind will do.
         alike = self.kind == other.kind if self.is_number or other.is_number else self.dtype == other.dtype
         return alike and self.shape == other.shape
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return JSON-compatible data."""
-        data: dict[str, Any] = {"shape": list(self.shape), "dtype": self.dtype}
+        data: dict[str, object] = {"shape": list(self.shape), "dtype": self.dtype}
         return {**data, "is_number": True} if self.is_number else data
 
     @staticmethod
@@ -97,6 +99,7 @@ class Leaf:
         shape, dtype = data["shape"], data["dtype"]
         if not (isinstance(shape, list) and len(shape) <= _MOST_DIMS and all(map(_is_size, shape))):
             raise ValueError(f"{shown(shape)} is no shape")
+        # Checked by its letters first, as NumPy parses names of dtypes as expressions.
         if not (isinstance(dtype, str) and _DTYPE.fullmatch(dtype)):
             raise ValueError(f"{shown(dtype)} is no dtype")
         if not dtype.startswith("key<") and not _is_of_numbers(dtype):
@@ -117,7 +120,7 @@ class Stored:
     arrays: Mapping[str, Any]
 
 
-def stored(state: Any) -> Stored:
+def stored(state: Tree) -> Stored:
     """Return a state as it is written. Raises `CheckpointError` for a leaf that is no array and no number."""
     leaves: dict[str, Leaf] = {}
     arrays: dict[str, Any] = {}
@@ -146,6 +149,7 @@ def write_leaves(leaves: Mapping[str, Leaf]) -> bytes:
     """
     data = {"format": FORMAT, "leaves": {name: leaf.to_json() for name, leaf in leaves.items()}}
     text = json.dumps(data, allow_nan=False).encode()
+    # What could not be read back must fail now, while the state still exists.
     if len(leaves) > _MOST_LEAVES or len(text) > _MOST_BYTES:
         raise CheckpointError(
             f"The state has {len(leaves)} leaves, described in {len(text)} bytes, but a checkpoint holds at most "
@@ -169,7 +173,7 @@ def read_leaves(path: Path) -> dict[str, Leaf]:
         ) from error
 
 
-def _is_size(size: Any) -> bool:
+def _is_size(size: object) -> bool:
     return type(size) is int and 0 <= size < _LARGEST_SIZE
 
 
@@ -213,19 +217,20 @@ class Wanted:
         return array
 
 
-def _keys(data: Any, implementation: str) -> Any:
+def _keys(data: jax.Array, implementation: str) -> jax.Array:
     return jax.random.wrap_key_data(data, impl=implementation)
 
 
 def _placed(name: str, array: Any, form: jax.ShapeDtypeStruct, sharding: Any) -> jax.Array:
     """Return an array in a sharding, made from one that every process has on its host; each puts its own blocks."""
     converted = np.asarray(array).astype(form.dtype)
+    # A Python number of any size may have been saved where an array of narrow integers is wanted.
     if jnp.issubdtype(form.dtype, np.integer) and (converted != array).any():
         raise CheckpointError(f"it holds {shown(array)} for {shown(name)}, which is too large for {form.dtype}")
     return jax.make_array_from_callback(form.shape, sharding, lambda index: converted[index], dtype=form.dtype)
 
 
-def wanted(like: Any, shardings: Sequence[Sharding] | None = None) -> list[Wanted]:
+def wanted(like: Tree, shardings: Sequence[Sharding] | None = None) -> list[Wanted]:
     """Return the leaves of a pytree like the state to be restored: arrays, `jax.ShapeDtypeStruct`s, numbers.
 
     shardings: of each leaf; None: those of the arrays or structs; leaves without one go to the first device.
@@ -274,7 +279,7 @@ def _listed(what: str, names: Sequence[str]) -> list[str]:
     return [f"{what} {', '.join(map(shown, sorted(names)[:_SHOWN]))}{more}"] if names else []
 
 
-def _named(tree: Any) -> list[tuple[str, Any]]:
+def _named(tree: Tree) -> list[tuple[str, Any]]:
     """Return the leaves by their paths; of paths that read alike the later ones are numbered."""
     paths, _ = jax.tree_util.tree_flatten_with_path(tree)
     names = unique(jax.tree_util.keystr(path, simple=True, separator="/") or "state" for path, _ in paths)
@@ -303,4 +308,5 @@ def _can_be_stored(dtype: Any) -> bool:
         return dtype is not None
     if not any(jnp.issubdtype(dtype, kind) for kind in _KINDS):
         return False
+    # No long doubles, whose size and layout differ between machines.
     return np.dtype(dtype).itemsize <= _LARGEST_BYTES.get(np.dtype(dtype).kind, 8)

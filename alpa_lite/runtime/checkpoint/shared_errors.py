@@ -30,6 +30,7 @@ class Trouble:
 
 def agreed_trouble(problem: Exception | None) -> Trouble | None:
     """Return the error of any process, given that of this one; collective. None: there was none."""
+    # Before the exchange of errors, in which a lost process would be awaited in vain.
     if problem is not None and (here := roll_call()) is not None and (lost := here.silent()):
         return Trouble(
             reason=f"there is no word from {processes(lost)} ({reason_of(problem)})",
@@ -39,6 +40,7 @@ def agreed_trouble(problem: Exception | None) -> Trouble | None:
     if not any(said):
         return None
     causes = [None if each is None or each[1] else str(each[0]) for each in said]
+    # Consequences are reported only where nobody knows a cause.
     reason = in_words(causes if any(causes) else [each and str(each[0]) for each in said])
     return Trouble(reason=reason, advice="Look for space and for the right to write there.")
 

@@ -23,6 +23,7 @@ class TooLargeError(ValueError):
 
 def open_regular(path: Path) -> BufferedReader:
     """Open a file for reading. Raises OSError, with a sentence if it is not a regular file."""
+    # Before opening, which has an effect on some devices; and after it, as the file may have been replaced.
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError("it is no regular file")
     file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")

@@ -37,7 +37,9 @@ from alpa_lite.program.phases import StepGraph
 
 def copies(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """Return copies of arrays in the same shardings. Only devices of this process take part."""
+    # `device_put` takes only arrays whose devices all belong to this process; of the others each block is copied.
     if all(array.is_fully_addressable for array in arrays):
+        # A buffer of its own is the point: without this JAX returns an array that is in place as it is.
         return jax.device_put(list(arrays), [array.sharding for array in arrays], may_alias=False)
     return [_copy_of_blocks(array) for array in arrays]
 
@@ -78,13 +80,15 @@ class Apart:
         fresh = [i for i, expected in zip(self._watched, self._expected, strict=True) if expected() is not leaves[i]]
         if not fresh:
             return leaves
+        # An argument that the caller keeps may also be the result that replaces it, which shares no buffer either.
         returned = [i for i, result in self._returned if result() is leaves[i]]
         arrays = {i for i in fresh if isinstance(leaves[i], jax.Array)}.difference(returned)
         return self._with_copies(leaves, arrays) if arrays else leaves
 
-    def note(self, leaves: Sequence[Any], outputs: Sequence[Any]) -> None:
+    def note(self, leaves: Sequence[Any], outputs: Sequence[jax.Array]) -> None:
         """Remember, after a step, arrays that share no buffers: its results, and arguments that were not donated."""
         if self._watched:
+            # By weak references: watching an array must not keep it alive.
             self._expected = [
                 *[weakref.ref(outputs[i]) for i in self._results],
                 *[_reference(leaves[i]) for i in self._kept],
@@ -104,6 +108,7 @@ class Apart:
     def _repeated(self, group: Sequence[int], leaves: Sequence[Any]) -> list[int]:
         """Return the members of a group to copy: never arguments that the caller keeps."""
         taken, found = set[Hashable](), list[int]()
+        # Those that the caller keeps come first, so that of two arrays with one buffer the donated one is copied.
         for i in sorted(group, key=lambda i: self._donated[i]):
             if isinstance(leaves[i], jax.Array):
                 own = {id(leaves[i]), *_jax.addresses(leaves[i])}
@@ -125,6 +130,7 @@ def _alike(leaves: Sequence[jax.ShapeDtypeStruct], shardings: Sequence[Sharding]
     """Return the arguments in groups, so that arrays of two groups cannot share a buffer of one shape and dtype."""
     groups: list[tuple[set[Hashable], list[int]]] = []
     for i, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True)):
+        # The data of one shard is an array of its own, as large as the block, over the same buffer as the whole array.
         forms: set[Hashable] = {(leaf.shape, leaf.dtype), (sharding.shard_shape(leaf.shape), leaf.dtype)}
         members = [i]
         for group in [group for group in groups if not group[0].isdisjoint(forms)]:
@@ -171,6 +177,7 @@ def donations(program: Program, plan: Plan, step: StepGraph, donated: Sequence[b
         if instruction.kind == "RUN":
             inputs = range(len(program.tasks[instruction.task].inputs))
             free = {i for i in inputs if facts.is_free(number, instruction, i)}
+            # One executable runs all micro-batches: it may overwrite only what is free in each of them.
             kept[instruction.task] = kept.get(instruction.task, free) & free
     return {task: _reusable(program.tasks[task], sorted(free), step) for task, free in kept.items() if free}
 
@@ -194,6 +201,7 @@ class _Facts:
     def is_free(self, number: int, instruction: Instruction, position: int) -> bool:
         """Return True if nothing reads an input of this instruction later, and the runtime owns its buffer."""
         buffer = instruction.reads[position]
+        # An instruction that reads a buffer twice would pass XLA a donated buffer twice.
         if buffer in self.returned or self.last.get(buffer) != (number, position) or self.times[number, buffer] > 1:
             return False
         leaf = self.leaf.get(buffer.value)
@@ -214,6 +222,7 @@ class _Facts:
                 source, target = (
                     set(self.plan.stages[s].submesh.devices) for s in (instruction.source_stage, instruction.stage)
                 )
+                # On a device that both stages share, the transfer may return the very block that the source holds.
                 if source.isdisjoint(target):
                     found.update(instruction.writes)
         return found
@@ -224,6 +233,7 @@ def sent_in_place(program: Program, plan: Plan) -> dict[Buffer, Buffer]:
 
     The copy may be the very same array, as JAX does not move an array that is in place.
     """
+    # A copy of a copy is traced back to the first original.
     same: dict[Buffer, Buffer] = {}
     for instruction in program.instructions:
         if instruction.kind == "SEND":

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
+import jax
 from jax.sharding import NamedSharding
 
 from alpa_lite.lower.emission import Executable
@@ -28,7 +29,7 @@ from alpa_lite.program.phases import StepGraph
 from alpa_lite.runtime.execute.crossing import Windows
 from alpa_lite.runtime.execute.placing import Placing
 from alpa_lite.runtime.execute.run_transfers import Transfer
-from alpa_lite.runtime.job.in_flight import Flight
+from alpa_lite.runtime.job.in_flight import Flight, Token
 from alpa_lite.runtime.job.launch_order import in_turn
 from alpa_lite.runtime.job.processes import devices_of
 from alpa_lite.sharding.specs import Spec
@@ -82,11 +83,11 @@ class Binder:
     program: Program
     step: StepGraph
     executables: Sequence[Executable]
-    zeros: Mapping[int, Callable[[], Sequence[Any]]]
-    concats: Mapping[Buffer, Callable[..., Any]]
+    zeros: Mapping[int, Callable[[], Sequence[jax.Array]]]
+    concats: Mapping[Buffer, Callable[..., jax.Array]]
     transfers: Mapping[Buffer, Transfer]
     is_here: Sequence[bool]
-    indices: Sequence[Sequence[Any]]
+    indices: Sequence[Sequence[jax.Array]]
     groups: Sequence[int]
     flight: Flight
     sharding: Callable[[int, Spec | None], NamedSharding]
@@ -119,6 +120,7 @@ class Binder:
                 if buffer not in self.slot:
                     self.slot[buffer] = self.num_slots
                     self.num_slots += 1
+            # Buffers of other processes have slots too, which stay empty: outputs of the program may be among them.
             if not self._runs_here(instruction):
                 continue
             actions.append((kinds[instruction.kind](number, instruction), []))
@@ -157,6 +159,8 @@ class Binder:
         take = _taker([self.slot[b] for b in instruction.reads])
         more = (self.indices[instruction.stage][instruction.microbatch or 0],) if executable.takes_microbatch else ()
 
+        # All that the function needs is a local of its closure: look-ups of attributes add up over thousands of
+        # launches.
         def run(slots: Slots) -> None:
             *results, token = compiled(*take(slots), *more)
             for i, result in zip(writes, results, strict=True):
@@ -171,13 +175,14 @@ class Binder:
         source, target = self.slot[instruction.reads[0]], self.slot[instruction.writes[0]]
         group, other = self.groups[instruction.stage], self.groups[instruction.source_stage]
         if not transfer.num_programs:
-
+            # No program is launched, so there is nothing to count or to wait for.
             def copy(slots: Slots) -> None:
                 slots[target] = transfer(slots[source])
 
             return copy
 
-        def note(token: Any, *, at_source: bool) -> None:
+        def note(token: Token, *, at_source: bool) -> None:
+            # Each program counts for the devices that it runs on: their credits are apart.
             launched(other if at_source else group, number, token)
 
         def send(slots: Slots) -> None:
@@ -201,6 +206,7 @@ class Binder:
         size = self.step.graph.values[buffer.value].shape[dim]
         rows = Windows(dim=dim, start=0, size=size, count=self.step.num_microbatches)
         key = buffer.value, instruction.stage, instruction.spec
+        # The first micro-batch that is placed stages the whole array, from which all of them take their rows.
         first = key not in self.staged
         if first:
             self.staged[key] = self.num_slots
@@ -239,5 +245,6 @@ class Binder:
 def _taker(slots: Sequence[int]) -> Callable[[Slots], Sequence[Any]]:
     """Return a function that reads these slots at once."""
     if len(slots) > 1:
+        # With one index `itemgetter` returns the item itself, and without any it fails.
         return itemgetter(*slots)
     return (lambda values: (values[slots[0]],)) if slots else (lambda values: ())

@@ -27,12 +27,12 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from alpa_lite import _jax
+from alpa_lite._jax import Device
 from alpa_lite.errors import ExecutionError
 from alpa_lite.lower.emission import BoundaryArray, Emitted, boundary_layout, boundary_spec, emit_task
 from alpa_lite.lower.instructions import Buffer, Program
 from alpa_lite.lower.same_task import task_form
 from alpa_lite.lower.slices import TaskSpec
-from alpa_lite.plan.parts import OpPlacement
 from alpa_lite.plan.plan import Plan
 from alpa_lite.program.equations import Equation
 from alpa_lite.program.phases import StepGraph
@@ -52,22 +52,12 @@ def task_units(
     for number, task in enumerate(program.tasks):
         mesh, placements, given = meshes[task.stage], plan.stages[task.stage].ops, donated.get(number, ())
         form = task_form(task, step, equations, placements, dict(mesh.shape), given)
-        emit = partial(_emit_task, task, step, equations, placements, mesh, given)
+        platform = _jax.lowering_platform(mesh.devices.flat[0])
+        emit = partial(
+            emit_task, task, step, equations, placements, mesh.abstract_mesh, platform=platform, donated=given
+        )
         units.append(CompileUnit(name=task.name, mesh=mesh, form=form, emit=emit))
     return units
-
-
-def _emit_task(
-    task: TaskSpec,
-    step: StepGraph,
-    equations: Sequence[Equation],
-    placements: Mapping[int, OpPlacement],
-    mesh: Mesh,
-    given: Sequence[int],
-    name: str,
-) -> Emitted:
-    platform = _jax.lowering_platform(mesh.devices.flat[0])
-    return emit_task(task, step, equations, placements, mesh.abstract_mesh, name=name, platform=platform, donated=given)
 
 
 def lowered_tasks(
@@ -117,9 +107,8 @@ def zeros_units(program: Program, step: StepGraph, meshes: Sequence[Mesh]) -> di
 
 
 def _zeros(layout: BoundaryArray) -> jax.Array:
-    if layout.dtype.startswith(
-        "key<"
-    ):  # every micro-batch returns the key of the whole step, so nothing is added to it
+    if layout.dtype.startswith("key<"):
+        # Every micro-batch returns the key of the whole step, so nothing is added to it.
         key = jax.random.key(0, impl=_jax.key_implementation(layout.dtype))
         return jax.numpy.broadcast_to(key, layout.shape)
     return jax.numpy.zeros(layout.shape, layout.dtype)
@@ -150,20 +139,22 @@ def concat_units(program: Program, step: StepGraph, meshes: Sequence[Mesh]) -> d
     return units
 
 
-def _join(dim: int, runs: int, *parts: Any) -> jax.Array:
+def _join(dim: int, runs: int, *parts: jax.Array) -> jax.Array:
     """Concatenate the samples of all micro-batches; with several runs of rows, run by run."""
     if runs == 1:
         return jax.numpy.concatenate(parts, dim)
     shape = parts[0].shape
+    # Run r of the whole array consists of run r of each micro-batch, so the parts are joined within each run.
     cut = [part.reshape(*shape[:dim], runs, shape[dim] // runs, *shape[dim + 1 :]) for part in parts]
     whole = jax.numpy.concatenate(cut, dim + 1)
     return whole.reshape(*shape[:dim], shape[dim] * len(parts), *shape[dim + 1 :])
 
 
 def _emit(function: Callable[..., Any], mesh: Mesh, ins: tuple[BoundaryArray, ...], outs: Any, name: str) -> Emitted:
-    def run(*arrays: Any) -> Any:
+    def run(*arrays: jax.Array) -> Any:
         return function(*arrays)
 
+    # XLA names the module after the function, which profiles and its errors show.
     run.__name__ = name.replace(" ", "_")
     return Emitted(
         function=run,
@@ -179,17 +170,17 @@ def _emit(function: Callable[..., Any], mesh: Mesh, ins: tuple[BoundaryArray, ..
 Tell = Callable[[str, int, int], None]
 """Callback: the name of the unit being compiled, the number of units done, and the number of units."""
 
-Devices = tuple[Any, ...]
+Devices = tuple[Device, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompileUnit:
-    """A program to compile for a mesh. Units of equal forms are the same program; `emit` makes it, under a name."""
+    """A program to compile for a mesh. Units of equal forms are the same program; `emit(name=…)` makes it."""
 
     name: str
     mesh: Mesh
     form: Hashable
-    emit: Callable[[str], Emitted]
+    emit: Callable[..., Emitted]
 
     @property
     def devices(self) -> Devices:
@@ -252,6 +243,7 @@ def precompile(
         ExecutionError: XLA could not compile a unit; its name is in the message.
     """
     members: dict[Hashable, list[CompileUnit]] = {}
+    # Equal forms on meshes of one shape are one program, if they are on one platform: lowering depends on it.
     keys = [(unit.mesh.abstract_mesh, unit.mesh.devices.flat[0].platform, unit.form) for unit in units]
     for key, unit in zip(keys, units, strict=True):
         members.setdefault(key, []).append(unit)
@@ -277,7 +269,7 @@ def _group(alike: Sequence[CompileUnit]) -> _EqualUnits:
     name = alike[0].name + more
     return _EqualUnits(
         name=name,
-        emitted=alike[0].emit(name),
+        emitted=alike[0].emit(name=name),
         meshes={unit.devices: unit.mesh for unit in alike if any_here(unit.devices)},
         uses=Counter(unit.devices for unit in alike if any_here(unit.devices)),
     )
@@ -297,6 +289,7 @@ class _Precompiler:
             for group in groups:
                 self.tell(group.name, self.done, self.num_units)
                 self._begin(group, pool)
+                # Between two tracings, so that finished units are reported, and errors raised, as soon as possible.
                 self._take(pool, timeout=0)
             while self.waiting:
                 self._take(pool, timeout=None)
@@ -327,6 +320,7 @@ class _Precompiler:
                     f"XLA could not compile {group.name} for {', '.join(map(str, devices))}: {error}. If memory ran "
                     "out, plan for less of it (al.planners.Auto(max_memory_bytes=…)); else report what XLA says."
                 ) from error
+            # Only the executable of the first unit can be loaded for the others, so these had to wait for it.
             is_first = not group.on and group.lowered is not None
             group.on[devices] = executable
             group.compiled += compiled
@@ -335,6 +329,7 @@ class _Precompiler:
             for other in list(group.uses)[1:] if is_first else ():
                 self.waiting[pool.submit(_load_or_compile, group, other)] = group, other
             if len(group.on) == len(group.uses):
+                # Modules and packed executables of a large step take much memory, and the other groups still compile.
                 group.lowered = group.packed = None
 
 
@@ -344,6 +339,7 @@ def _compile_alone(lowered: Any) -> tuple[Any, int]:
 
 def _compile_first(group: _EqualUnits, devices: Devices) -> tuple[Any, int]:
     compiled = _jax.compiled(group.lowered, device_assignment=devices)
+    # Packing costs time, and serves only to load the executable on further devices of this process.
     if len(group.uses) > 1 and all_here(devices):
         group.packed = _jax.packed(compiled, devices)
     return compiled, 1
@@ -357,5 +353,6 @@ def _load_or_compile(group: _EqualUnits, devices: Devices) -> tuple[Any, int]:
 
 
 def _num_cores() -> int:
+    # A container or a scheduler may allow fewer cores than the machine has.
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity is not None else os.cpu_count() or 1

@@ -34,12 +34,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from numpy.typing import NDArray
 
 from alpa_lite import _jax
+from alpa_lite._jax import Device
 from alpa_lite.runtime.execute.exchange import Blanks, Exchange, Sent, joined, stacked, stacked_spec, token
+from alpa_lite.runtime.job.in_flight import Token
 from alpa_lite.runtime.job.launch_order import in_turn
 from alpa_lite.runtime.job.processes import devices_of, is_here
 from alpa_lite.sharding.transfer import Box
 
-Local = Callable[[Any], Any]
+Local = Callable[[jax.Array], jax.Array]
 """A function of a device's block, inside the program."""
 
 
@@ -47,15 +49,15 @@ Local = Callable[[Any], Any]
 class Message:
     """A number of bytes sent from one device to another."""
 
-    source: Any
-    target: Any
+    source: Device
+    target: Device
     bytes: int
 
 
 class LaunchObserver(Protocol):
     """A callback that receives the token of each launched program, and on which of the two meshes it runs."""
 
-    def __call__(self, token: Any, *, at_source: bool) -> None:
+    def __call__(self, token: Token, *, at_source: bool) -> None:
         """Observe the launch of a program."""
         ...
 
@@ -123,6 +125,7 @@ class Crossing:
         self.source, self.target = devices_of(course.source.mesh), devices_of(course.wanted.mesh)
         self.here = [at for at, device in enumerate(self.source) if is_here(device)]
         self.landing_here = [at for at, device in enumerate(self.target) if is_here(device)]
+        # A piece that is the block itself is sent as it is, without a program that copies it.
         self.whole = [
             n for n, h in enumerate(hands) if h.shape == course.held and not any(h.start) and course.resolve is None
         ]
@@ -130,11 +133,13 @@ class Crossing:
         self.cut_slots = _slots([(n, hands[n].source, hands[n].start) for n in others], hands, len(self.source))
         self.land_slots = _slots([(n, h.target, h.landing) for n, h in enumerate(hands)], hands, len(self.target))
         ends = [(self.source[h.source], self.target[h.target]) for h in hands]
+        # Pieces for other processes go through the exchange below, and those that stay need no copy.
         self.copied = [n for n, (a, b) in enumerate(ends) if a != b and is_here(a) and is_here(b)]
         self.copy = _jax.copying_to([SingleDeviceSharding(ends[n][1]) for n in self.copied])
         self.cut = compiled(_cut(course, self.cut_slots), [course.array]) if others and self.here else None
         self._compile_landing(blanks)
         dtype = course.array.dtype
+        # Between processes only, where nothing but a collective can send.
         sent = [
             Sent(number=n, shape=hands[n].shape, source=a, target=b)
             for n, (a, b) in enumerate(ends)
@@ -186,8 +191,9 @@ class Crossing:
         note = launched if launched is not None else _ignore
         pieces = self._pieces(array, note) if self.here else {}
         leaving = [pieces[n] for n in self.copied]
-        exchanged: dict[int, Any] = {}
+        exchanged: dict[int, jax.Array] = {}
         if self.exchange is not None:
+            # One program over both meshes: it counts as a launch on each of them.
             exchanged, done = self.exchange(pieces)
             note(done, at_source=True)
             note(done, at_source=False)
@@ -196,12 +202,13 @@ class Crossing:
         pieces.update(zip(self.copied, self.copy(leaving), strict=True))
         return self._landed({**pieces, **exchanged}, note) if self.landing_here else None
 
-    def _landed(self, pieces: dict[int, Any], note: LaunchObserver) -> Any:
+    def _landed(self, pieces: dict[int, jax.Array], note: LaunchObserver) -> jax.Array:
         if self._launch_land is None:
             (slot,) = self.land_slots
+            # The pieces are the blocks of the result, so no program has to assemble them.
             like = jax.ShapeDtypeStruct(self.course.shape, self.course.array.dtype, sharding=self.course.wanted)
             return joined(like, [pieces[slot.numbers[at]] for at in self.landing_here])
-        parts: list[Any] = []
+        parts: list[jax.Array] = []
         for slot, blanks, like in zip(self.land_slots, self.blanks, self.landing, strict=True):
             shown = [blanks[at] if slot.numbers[at] < 0 else pieces[slot.numbers[at]] for at in self.landing_here]
             parts.append(joined(like, shown))
@@ -209,9 +216,9 @@ class Crossing:
         note(done, at_source=False)
         return landed
 
-    def _pieces(self, array: Any, note: LaunchObserver) -> dict[int, Any]:
+    def _pieces(self, array: jax.Array, note: LaunchObserver) -> dict[int, jax.Array]:
         """Return each piece of this process on its source device."""
-        found = dict[int, Any]()
+        found = dict[int, jax.Array]()
         if self.whole:
             blocks = dict(zip(self.here, _jax.blocks(array), strict=True))
             found = {n: blocks[at] for n in self.whole if (at := self.course.hands[n].source) in blocks}
@@ -223,14 +230,14 @@ class Crossing:
                 found.update({slot.numbers[at]: block for at, block in blocks if slot.numbers[at] >= 0})
         return found
 
-    def _tell(self, sent: list[Message], leaving: Sequence[Any]) -> None:
+    def _tell(self, sent: list[Message], leaving: Sequence[jax.Array]) -> None:
         for n, piece in zip(self.copied, leaving, strict=True):
             hand = self.course.hands[n]
             source, target = self.source[hand.source], self.target[hand.target]
             sent.append(Message(source=source, target=target, bytes=piece.nbytes))
 
 
-def _ignore(token: Any, *, at_source: bool) -> None:
+def _ignore(token: Token, *, at_source: bool) -> None:
     del token, at_source
 
 
@@ -253,6 +260,7 @@ def _slots(pieces: Sequence[tuple[int, int, tuple[int, ...]]], hands: Sequence[H
     for number, at, offset in pieces:
         shape = hands[number].shape
         places.setdefault((shape, seen[at, shape]), {})[at] = number, offset
+        # A device with several pieces of one shape has the next one in the next slot.
         seen[at, shape] += 1
     slots: list[PieceSlot] = []
     for (shape, _), found in places.items():
@@ -270,12 +278,13 @@ def _cut(course: Course, slots: Sequence[PieceSlot]) -> Callable[..., Any]:
     """
     mesh = course.source.mesh
 
-    def cut(x: Any) -> Any:
+    def cut(x: jax.Array) -> Any:
         at = lax.axis_index(mesh.axis_names)
         x = x if course.resolve is None else course.resolve(x)
         cuts = [lax.dynamic_slice(x, tuple(jnp.asarray(slot.offsets)[at]), slot.shape) for slot in slots]
         return (*cuts, token())
 
+    # Without the check of replication: tokens, and scalars that differ by device, are declared replicated.
     out_specs = (*(stacked_spec(mesh, slot.shape) for slot in slots), PartitionSpec())
     return jax.shard_map(cut, mesh=mesh, in_specs=course.source.spec, out_specs=out_specs, check_vma=False)
 
@@ -285,11 +294,12 @@ def _land(course: Course, slots: Sequence[PieceSlot]) -> Callable[..., Any]:
     mesh, chunk, dtype = course.wanted.mesh, course.chunk, course.array.dtype
     whole = len(slots) == 1 and slots[0].is_full and slots[0].shape == chunk
 
-    def land(*parts: Any) -> Any:
+    def land(*parts: jax.Array) -> Any:
         at = lax.axis_index(mesh.axis_names)
         x = parts[0] if whole else jnp.zeros(chunk, dtype)
         for slot, part in zip(slots, () if whole else parts, strict=False):
             placed = lax.dynamic_update_slice(x, part, tuple(jnp.asarray(slot.offsets)[at]))
+            # One program runs on all devices: one without a piece in this slot was given a blank, which is dropped.
             present = np.array(slot.numbers) >= 0
             x = placed if slot.is_full else jnp.where(jnp.asarray(present)[at], placed, x)
         return x if course.gather is None else course.gather(x), token()
@@ -330,6 +340,7 @@ def course_between(array: jax.ShapeDtypeStruct, wanted: NamedSharding, windows: 
     for target, box in enumerate(landed):
         for number, first in enumerate(runs):
             moved = box if windows is None else _shifted(box, windows.dim, first)
+            # In the chunk of a device its shares of the runs lie one after the other.
             shift = tuple(number * (b - a) if windows and d == windows.dim else 0 for d, (a, b) in enumerate(box))
             for owned, part in senders.overlaps(moved):
                 landing = [a - first + by for (a, _), (first, _), by in zip(part, moved, shift, strict=True)]
@@ -359,7 +370,7 @@ def on_plain_mesh(sharding: NamedSharding) -> NamedSharding:
 class _PieceSenders:
     """Which devices hold each box, and how many bytes each sends."""
 
-    def __init__(self, held: Sequence[Box], devices: Sequence[Any]) -> None:
+    def __init__(self, held: Sequence[Box], devices: Sequence[Device]) -> None:
         self.devices, self.sent = devices, Counter[int]()
         self.holders: dict[Box, list[int]] = {}
         for place, box in enumerate(held):
@@ -374,13 +385,14 @@ class _PieceSenders:
                 found.append((owned, part))
         return found
 
-    def choose(self, owned: Box, part: Box, receiver: Any) -> int:
+    def choose(self, owned: Box, part: Box, receiver: Device) -> int:
         """Return the sender: the receiver itself, a device of its process, or the device that has sent the fewest
         bytes.
         """
 
         def cost(place: int) -> tuple[bool, bool, int, int]:
             device = self.devices[place]
+            # The place comes last, so that all processes choose the same among equals.
             return device != receiver, device.process_index != receiver.process_index, self.sent[place], place
 
         place = min(self.holders[owned], key=cost)

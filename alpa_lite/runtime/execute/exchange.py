@@ -28,9 +28,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from alpa_lite import _jax
+from alpa_lite._jax import Device
 from alpa_lite.runtime.job.consensus import meet
+from alpa_lite.runtime.job.in_flight import Token
 from alpa_lite.runtime.job.launch_order import in_turn
 from alpa_lite.runtime.job.processes import any_here, devices_of, is_here, processes_of
 
@@ -43,8 +46,8 @@ class Sent:
 
     number: int
     shape: tuple[int, ...]
-    source: Any
-    target: Any
+    source: Device
+    target: Device
 
 
 class Blanks:
@@ -52,9 +55,9 @@ class Blanks:
 
     def __init__(self) -> None:
         """Start with an empty cache."""
-        self._made: dict[tuple[tuple[int, ...], Any, Any], Any] = {}
+        self._made: dict[tuple[tuple[int, ...], object, Device], jax.Array] = {}
 
-    def get(self, shape: tuple[int, ...], dtype: Any, device: Any) -> Any:
+    def get(self, shape: tuple[int, ...], dtype: DTypeLike, device: Device) -> jax.Array:
         """Return zeros of a shape on a device of this process."""
         key = (shape, jnp.dtype(dtype), device)
         if key not in self._made:
@@ -74,13 +77,13 @@ def stacked_spec(mesh: Mesh | AbstractMesh, shape: Sequence[int]) -> PartitionSp
     return PartitionSpec(mesh.axis_names) if shape else PartitionSpec()
 
 
-def stacked(mesh: Mesh | AbstractMesh, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+def stacked(mesh: Mesh | AbstractMesh, shape: tuple[int, ...], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
     """Return an abstract array of one block of a shape per device of a mesh."""
     whole = (mesh.size * shape[0], *shape[1:]) if shape else ()
     return jax.ShapeDtypeStruct(whole, dtype, sharding=NamedSharding(mesh, stacked_spec(mesh, shape)))
 
 
-def joined(like: jax.ShapeDtypeStruct, blocks: Sequence[Any]) -> Any:
+def joined(like: jax.ShapeDtypeStruct, blocks: Sequence[jax.Array]) -> jax.Array:
     """Return an array made of the blocks on devices of this process."""
     return jax.make_array_from_single_device_arrays(like.shape, like.sharding, list(blocks), dtype=like.dtype)
 
@@ -88,9 +91,10 @@ def joined(like: jax.ShapeDtypeStruct, blocks: Sequence[Any]) -> Any:
 class Exchange:
     """An exchange compiled on the processes that take part; call it with the pieces on devices of this process."""
 
-    def __init__(self, pieces: Sequence[Sent], dtype: Any, blanks: Blanks) -> None:
+    def __init__(self, pieces: Sequence[Sent], dtype: DTypeLike, blanks: Blanks) -> None:
         """Compile the exchange. Collective: all processes that take part must call this at about the same time."""
         found = {device for piece in pieces for device in (piece.source, piece.target)}
+        # In an order that does not depend on the process, as all of them must build the same program.
         devices = sorted(found, key=lambda device: (device.process_index, device.id))
         self.is_here = any_here(devices)
         if not self.is_here:
@@ -103,7 +107,7 @@ class Exchange:
         specs = tuple(stacked_spec(mesh, each.shape) for each in self.rounds)
         pairs = [each.pairs for each in self.rounds]
 
-        def permute(*arrays: Any) -> Any:
+        def permute(*arrays: jax.Array) -> Any:
             return (*(lax.ppermute(x, AXIS, p) for x, p in zip(arrays, pairs, strict=True)), token())
 
         program = jax.shard_map(
@@ -112,12 +116,12 @@ class Exchange:
         self._permute = in_turn(_jax.compiled(jax.jit(program).lower(*self._avals)), devices)
         together(devices, lambda: self._permute(*map(_zeros, self._avals)))
 
-    def _blank(self, blanks: Blanks, each: _Round, dtype: Any, at: int, device: Any) -> Any:
+    def _blank(self, blanks: Blanks, each: _Round, dtype: DTypeLike, at: int, device: Device) -> jax.Array | None:
         return None if at in each.sent else blanks.get(each.shape, dtype, device)
 
-    def __call__(self, pieces: Mapping[int, Any]) -> tuple[dict[int, Any], Any]:
+    def __call__(self, pieces: Mapping[int, jax.Array]) -> tuple[dict[int, jax.Array], Token]:
         """Send `pieces`; return the pieces that devices of this process receive, by number, and the token."""
-        arrays: list[Any] = []
+        arrays: list[jax.Array] = []
         for each, aval, blanks in zip(self.rounds, self._avals, self._blanks, strict=True):
             shown = [
                 pieces[each.sent[at]] if blank is None else blank
@@ -125,7 +129,7 @@ class Exchange:
             ]
             arrays.append(joined(aval, shown))
         *results, done = self._permute(*arrays)
-        found: dict[int, Any] = {}
+        found: dict[int, jax.Array] = {}
         for each, result in zip(self.rounds, results, strict=True):
             for (at, _), block in zip(self._mine, _jax.blocks(result), strict=True):
                 if at in each.got:
@@ -143,13 +147,14 @@ class _Round:
     got: Mapping[int, int]
 
 
-def _rounds(pieces: Sequence[Sent], devices: Sequence[Any]) -> list[_Round]:
+def _rounds(pieces: Sequence[Sent], devices: Sequence[Device]) -> list[_Round]:
     """Assign each piece to the first round of its shape in which its sender and its receiver are idle."""
     place = {device: at for at, device in enumerate(devices)}
     rounds: dict[tuple[int, ...], list[tuple[dict[int, int], dict[int, int], list[tuple[int, int]]]]] = {}
     for piece in pieces:
         source, target = place[piece.source], place[piece.target]
         existing = rounds.setdefault(piece.shape, [])
+        # Fewer rounds are fewer collectives, though this greedy choice may need more than the least possible number.
         free = next((r for r in existing if source not in r[0] and target not in r[1]), None)
         if free is None:
             free = {}, {}, []
@@ -164,7 +169,7 @@ def _rounds(pieces: Sequence[Sent], devices: Sequence[Any]) -> list[_Round]:
     ]
 
 
-def together(devices: Sequence[Any], run: Callable[[], Any]) -> None:
+def together(devices: Sequence[Device], run: Callable[[], object]) -> None:
     """Run a program on devices of several processes for the first time, after all of them are ready.
 
     The CPU's collectives connect the devices of a group at its first use, and time out when one is half a minute late.
@@ -176,6 +181,7 @@ def together(devices: Sequence[Any], run: Callable[[], Any]) -> None:
 def warm(mesh: Mesh) -> None:
     """Connect the devices of a mesh of several processes, in every group that collectives may use."""
     axes = [axis for axis, size in mesh.shape.items() if size > 1]
+    # Every set of axes is a group of its own to the collectives, with connections of its own.
     groups = [tuple(a for i, a in enumerate(axes) if chosen >> i & 1) for chosen in range(1, 1 << len(axes))]
 
     def reduce() -> tuple[jax.Array]:
@@ -186,7 +192,7 @@ def warm(mesh: Mesh) -> None:
     together(devices, in_turn(jax.jit(program).lower().compile(), devices))
 
 
-def _zeros(like: jax.ShapeDtypeStruct) -> Any:
+def _zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
     def block(index: Any) -> Any:
         shape = [len(range(*part.indices(n))) for part, n in zip(index, like.shape, strict=True)]
         return np.zeros(shape, like.dtype)
@@ -220,6 +226,7 @@ def wanted(result: Result) -> bool:
     if jax.numpy.issubdtype(dtype, jax.dtypes.extended):
         return False
     small = prod(shape) * dtype.itemsize <= MAX_BYTES
+    # All processes can read a result where it is only if each of them has a replica.
     readable = result.sharding.is_fully_replicated and _count(result) == jax.process_count()
     return small and not readable and (not result.is_state or not shape)
 
@@ -231,11 +238,12 @@ def _count(result: Result) -> int:
 class Delivery:
     """The delivery of a step's results, compiled on all processes of the job; `devices`: of the job."""
 
-    def __init__(self, results: Sequence[Result], devices: Sequence[Any], blanks: Blanks) -> None:
+    def __init__(self, results: Sequence[Result], devices: Sequence[Device], blanks: Blanks) -> None:
         """Compile the delivery. Collective: all processes must call this. `results`: the results to deliver."""
         self.results = tuple(results)
         if not self.results:
             return
+        # Reversed, so that of each process its first device remains.
         first = {device.process_index: device for device in reversed(devices)}
         processes = sorted(first)
         mesh = Mesh(np.array([first[p] for p in processes]), (AXIS,))
@@ -247,7 +255,7 @@ class Delivery:
         self._blanks = [blanks.get(aval.shape, aval.dtype, self.mine) for aval in self._avals]
         self._gather = [_gathering(result) for result in self.results]
 
-        def deliver(*blocks: Any) -> Any:
+        def deliver(*blocks: jax.Array) -> Any:
             return (*(lax.all_gather(x, AXIS)[at] for x, at in zip(blocks, places, strict=True)), token())
 
         # Each process contributes a different block of an array declared replicated; the program makes them equal.
@@ -258,9 +266,9 @@ class Delivery:
         self._deliver = in_turn(_jax.compiled(jax.jit(program).lower(*self._avals)), devices_of(mesh))
         together(devices_of(mesh), lambda: self._deliver(*map(self._shown, self._avals, self._blanks)))
 
-    def __call__(self, leaves: Sequence[Any]) -> tuple[list[Any], Any]:
+    def __call__(self, leaves: Sequence[jax.Array]) -> tuple[list[jax.Array], Token]:
         """Return all results of a step, the small ones delivered, and the program's token."""
-        found, shown = list(leaves), list[Any]()
+        found, shown = list(leaves), list[jax.Array]()
         for result, gather, owner, aval, blank in zip(
             self.results, self._gather, self.owners, self._avals, self._blanks, strict=True
         ):
@@ -273,17 +281,17 @@ class Delivery:
             found[result.number] = array
         return found, done
 
-    def _block(self, array: Any, owner: Any) -> Any:
+    def _block(self, array: jax.Array, owner: Device) -> jax.Array:
         """Return the block of one device of this process, on the device that it is delivered from."""
         (block,) = (block for block in _jax.blocks(array) if owner in block.devices())
         return block if owner == self.mine else jax.device_put(block, self.mine)
 
     @staticmethod
-    def _shown(aval: jax.ShapeDtypeStruct, block: Any) -> Any:
+    def _shown(aval: jax.ShapeDtypeStruct, block: jax.Array) -> jax.Array:
         return joined(aval, [block])
 
 
-def _gathering(result: Result) -> Callable[[Any], Any] | None:
+def _gathering(result: Result) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]] | None:
     """Return a function that replicates a result on its stage; None if it is replicated or not on this process."""
     sharding = result.sharding
     if sharding.is_fully_replicated or not any_here(devices_of(sharding.mesh)):

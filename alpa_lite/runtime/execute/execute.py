@@ -3,7 +3,7 @@
     before the first step   every executable is compiled (compile), every instruction is bound (bind)
     in a step               launches only, with a bounded number in flight per group of devices (in_flight); nothing is
                             fetched from devices
-    on a hang               an error names the instruction (in_flight within a step, watchdog after it)
+    on a hang               an error names the instruction (in_flight within a step, watch after it)
 
 A step that is one task on one micro-batch needs no list of instructions: its arguments go directly to the executable
 (`Executor._as_one_task`).
@@ -21,6 +21,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
+from alpa_lite._jax import Device
 from alpa_lite.errors import ExecutionError
 from alpa_lite.lower.emission import Executable, boundary_spec
 from alpa_lite.lower.instructions import Program, TaskTime
@@ -34,8 +35,7 @@ from alpa_lite.runtime.execute.exchange import Blanks, Delivery, Result, wanted,
 from alpa_lite.runtime.execute.placing import Alone, InJob
 from alpa_lite.runtime.execute.run_transfers import compile_transfers
 from alpa_lite.runtime.execute.stacked import Leaves
-from alpa_lite.runtime.execute.watch import Watch, spans
-from alpa_lite.runtime.execute.watchdog import Watchdog, explanation, short_name
+from alpa_lite.runtime.execute.watch import Watch, Watchdog, explanation, short_name, spans
 from alpa_lite.runtime.job.in_flight import CPU_CREDITS, CREDITS, Flight
 from alpa_lite.runtime.job.launch_order import in_turn, participants, verify_order
 from alpa_lite.runtime.job.processes import all_here, any_here, devices_of, handle, host_by_host, processes_of
@@ -49,8 +49,9 @@ WATCHDOG_SECONDS = 300.0
 """Seconds without any progress of a step before it counts as hung."""
 
 
-def stage_meshes(plan: Plan, devices: Sequence[Any] | None = None) -> tuple[Mesh, ...]:
+def stage_meshes(plan: Plan, devices: Sequence[Device] | None = None) -> tuple[Mesh, ...]:
     """Return a JAX mesh per stage. Raises `ExecutionError` if there are fewer devices than the plan uses."""
+    # Plans number devices host by host, which JAX's own order need not be.
     available = host_by_host(jax.devices() if devices is None else devices)
     needed = 1 + max(device for stage in plan.stages for device in stage.submesh.devices)
     if needed > len(available):
@@ -69,9 +70,10 @@ def device_groups(meshes: Sequence[Mesh]) -> tuple[int, ...]:
     """Return a group number for each stage: stages that share a device, directly or through others, have the same
     number.
     """
-    of_device: dict[Any, int] = {}
+    of_device: dict[Device, int] = {}
     for number, mesh in enumerate(meshes):
         met = {of_device[d] for d in mesh.devices.flat if d in of_device}
+        # A stage may connect groups that were apart before: they become one.
         of_device.update({d: number for d, group in of_device.items() if group in met})
         of_device.update(dict.fromkeys(mesh.devices.flat, number))
     numbers = {group: i for i, group in enumerate(dict.fromkeys(of_device.values()))}
@@ -89,7 +91,7 @@ class Executor:
         equations: Sequence[Equation],
         *,
         donated: Sequence[bool],
-        devices: Sequence[Any] | None = None,
+        devices: Sequence[Device] | None = None,
         progress: Tell | None = None,
         watchdog_seconds: float | None = WATCHDOG_SECONDS,
         on_hang: OnHang = "auto",
@@ -125,10 +127,13 @@ class Executor:
             for task, emitted, compiled in zip(program.tasks, made.emitted, made.compiled, strict=False)
         ]
         rest = iter(made.compiled[len(tasks) :])
+        # `zip` asks `zeros` first, and at its end takes nothing more from `rest`, which goes on with the concats.
         self._zeros, self._concats = dict(zip(zeros, rest, strict=False)), dict(zip(concats, rest, strict=True))
+        # All processes meet here, with their tasks compiled: none is late for the first program that spans several.
         self._delivery = self._connected(blanks)
         self.transfers = compile_transfers(program, step, self.meshes, blanks)
         self._groups = device_groups(self.meshes)
+        # Virtual devices run their launches in the threads of one pool, which many launches in flight would fill.
         on_cpu = any(d.platform == "cpu" for mesh in self.meshes for d in mesh.devices.flat)
         self.flight = Flight(
             1 + max(self._groups),
@@ -193,7 +198,7 @@ class Executor:
         count = self.step.num_microbatches
         return tuple(n * count if d == dim else n for d, n in enumerate(shape))
 
-    def _complete(self, results: list[Any]) -> list[Any]:
+    def _complete(self, results: list[Any]) -> list[jax.Array]:
         """Return the results of the step, with handles for those on other processes."""
         if all(self._is_here):
             return results
@@ -206,10 +211,11 @@ class Executor:
                 found.append(handle(self._full(value, about.shape), _jax.struct((), about.dtype).dtype, sharding))
         return found
 
-    def _delivered(self, leaves: list[Any]) -> list[Any]:
+    def _delivered(self, leaves: list[jax.Array]) -> list[jax.Array]:
         if self._delivery is None or not self._delivery.results:
             return leaves
         found, token = self._delivery(leaves)
+        # The number after that of the last instruction stands for the delivery, as in the message on a hang.
         self.flight.launched(0, len(self.program.instructions), token)
         return found
 
@@ -222,20 +228,21 @@ class Executor:
         stages = [processes_of(devices_of(mesh)) for mesh in self.meshes]
         return participants(self.program.instructions[instruction], stages)
 
-    def _microbatch_indices(self) -> list[list[Any]]:
+    def _microbatch_indices(self) -> list[list[jax.Array]]:
         """Return the index of each micro-batch, placed once on each stage."""
         count = self.step.num_microbatches
-        on_devices: dict[Mesh, list[Any]] = {}
+        on_devices: dict[Mesh, list[jax.Array]] = {}
         for mesh in self.meshes:
             if mesh not in on_devices:
                 whole = NamedSharding(mesh, PartitionSpec())
                 on_devices[mesh] = [self.placing.put(np.int32(i), whole) for i in range(count)]
         return [on_devices[mesh] for mesh in self.meshes]
 
-    def _as_one_task(self) -> Callable[[Sequence[Any]], list[Any]] | None:
+    def _as_one_task(self) -> Callable[[Sequence[Any]], list[jax.Array]] | None:
         """Return a function that runs a single-task program on arguments in place; None for other programs."""
         instructions = [i for i in self.program.instructions if i.kind != "FREE"]
         runs = [number for number, i in enumerate(self.program.instructions) if i.kind == "RUN"]
+        # An accumulator, a transfer or a concatenation needs slots for what passes between instructions.
         if len(runs) != 1 or any(i.kind not in ("PLACE", "RUN") for i in instructions):
             return None
         if len(processes_of(devices_of(self.meshes[0]))) < jax.process_count():
@@ -255,7 +262,7 @@ class Executor:
         compiled = in_turn(executable.compiled, devices_of(executable.mesh))
         launched, put_all = self.flight.launched, self.placing.put_all
 
-        def at_once(inputs: Sequence[Any]) -> list[Any]:
+        def at_once(inputs: Sequence[Any]) -> list[jax.Array]:
             arrays = inputs if all_in_order else [inputs[i] for i in places]
             *results, token = compiled(*put_all(arrays, shardings))
             launched(0, number, token)
@@ -269,7 +276,7 @@ class Executor:
 
     def __call__(
         self, inputs: Sequence[Any], record: list[TaskTime] | None = None, *, awaited: bool = True
-    ) -> list[Any]:
+    ) -> list[jax.Array]:
         """Run one step. With `record`, append the measured span of every instruction but FREE.
 
         awaited: in a recorded step, whether each instruction is awaited before the next one is launched; otherwise
@@ -285,6 +292,7 @@ class Executor:
             results = self._at_once(parts)
         else:
             slots = self.bound.slots(parts)
+            # The slots alone hold the arguments, so that each is freed as soon as nothing reads it any more.
             del parts
             if record is None:
                 self.bound.run(slots)
@@ -296,6 +304,7 @@ class Executor:
             slots.clear()
         results = self._complete(with_copies(results, self._shared))
         leaves = self._delivered(self.outputs.join(results))
+        # From now on the caller may wait for results, where only the thread of the watchdog sees a hang.
         self.watchdog.watch()
         return leaves
 
@@ -319,6 +328,7 @@ class Executor:
                 instruction = self.program.instructions[number]
                 launches[number] = time.perf_counter() - began
                 action(slots)
+                # A copy that launches no program leaves no token by which its end could be seen.
                 if instruction.kind == "SEND" and not self.transfers[instruction.writes[0]].num_programs:
                     watch.copied(number, slots[self.bound.slot[instruction.writes[0]]])
                 for i in free:
@@ -335,7 +345,7 @@ class Executor:
             self._shardings[key] = NamedSharding(self.meshes[stage], partition)
         return self._shardings[key]
 
-    def own_constants(self, first: int, constants: Sequence[Any]) -> list[Any]:
+    def own_constants(self, first: int, constants: Sequence[Any]) -> list[jax.Array]:
         """Return copies, in their shardings, of captured arrays, which are inputs of the step from number `first` on.
 
         As with `jax.jit`, the caller may overwrite or donate the originals without changing the step.
@@ -344,9 +354,10 @@ class Executor:
         for leaf, constant in enumerate(constants, first):
             array = constant if isinstance(constant, jax.Array) else np.asarray(constant)
             placed = self.placing.put(array, self.input_sharding(leaf))
+            # `put` returns an array that is in place as it is, still shared with the caller.
             found += copies([placed]) if array is constant else [placed]
         return found
 
-    def place_inputs(self, inputs: Sequence[Any]) -> list[Any]:
+    def place_inputs(self, inputs: Sequence[Any]) -> list[jax.Array]:
         """Return the inputs in their shardings, so that the next call moves nothing."""
         return [self.placing.put(x, self.input_sharding(leaf)) for leaf, x in enumerate(inputs)]

@@ -12,9 +12,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from alpa_lite import _jax
+from alpa_lite._jax import Tree
 from alpa_lite.errors import ExecutionError, PlanError, TraceError
 from alpa_lite.lower.instructions import TaskTime
 from alpa_lite.plan.plan import Plan
@@ -41,12 +42,12 @@ class CompiledFunction:
     step: TracedStep
     executor: Executor
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Tree:
         """Run one step and return its outputs."""
         call = self._call(args, kwargs)
         return self.finish(self.run_flat(self._leaves(call), None), call)
 
-    def timed(self, *args: Any, **kwargs: Any) -> tuple[Any, list[TaskTime]]:
+    def timed(self, *args: Any, **kwargs: Any) -> tuple[Tree, list[TaskTime]]:
         """Run one step with every instruction awaited; return the outputs and the measured spans."""
         record: list[TaskTime] = []
         call = self._call(args, kwargs)
@@ -90,9 +91,10 @@ class CompiledFunction:
         """Return the peak allocation on the device that needs most, as XLA reports it; see `allocated` for all."""
         return max(self.allocated(), key=lambda stage: stage.peak_bytes)
 
-    def run_flat(self, leaves: Sequence[Any], record: list[TaskTime] | None) -> Any:
+    def run_flat(self, leaves: Sequence[Any], record: list[TaskTime] | None) -> Tree:
         """Run one step on flattened traced arguments; return the pytree of all arrays that come out."""
         try:
+            # Without a look at the types: mostly all leaves are JAX arrays, and this runs before every step.
             gone = any([leaf.is_deleted() for leaf in leaves])
         except AttributeError:  # NumPy's arrays and numbers
             refuse_shapes(self.traced.name, leaves)
@@ -113,7 +115,7 @@ class CompiledFunction:
         self._apart.note(leaves, outputs)
         return jax.tree.unflatten(self.traced.out_tree, outputs)
 
-    def finish(self, arrays: Any, call: Call) -> Any:
+    def finish(self, arrays: Tree, call: Call) -> Tree:
         """Return the results of a call, made of the arrays that come out of a step; see `Results.finish`."""
         results = self.traced.results
         return arrays if results.is_plain else results.finish(arrays, call)
@@ -126,7 +128,7 @@ class CompiledFunction:
         placed = call.with_values(jax.tree.unflatten(self.traced.in_tree, leaves))
         return tuple(placed[i] for i in range(len(args)))
 
-    def input_shardings(self) -> Any:
+    def input_shardings(self) -> Tree:
         """The arguments' pytrees with a `NamedSharding` in place of each array."""
         shardings = [self.executor.input_sharding(leaf) for leaf in range(len(self.traced.leaves))]
         return jax.tree.unflatten(self.traced.in_tree, shardings)
@@ -163,6 +165,7 @@ class CompiledFunction:
                 f"{printable(str(call.static))}, and were {printable(str(self.traced.call.static))}. Trace and compile "
                 "again."
             )
+        # Whole lists are compared first, and a message is made only if they differ: this runs before every step.
         if [np.shape(leaf) for leaf in leaves] != self._shapes:
             raise PlanError(self._misfit(leaves))
         if [getattr(leaf, "dtype", None) for leaf in leaves] != self._dtypes:
@@ -210,7 +213,7 @@ def _finishing(leaf: jax.ShapeDtypeStruct) -> Callable[[Any], Any]:
     """
     if leaf.dtype == jax.dtypes.float0:
         return lambda array: np.zeros(leaf.shape, leaf.dtype)
-    known: dict[Any, Any] = {}
+    known: dict[Sharding, Any] = {}
 
     def finish(array: jax.Array) -> jax.Array:
         # The same object in all steps, since the next step recognises its arguments by identity.
@@ -266,7 +269,7 @@ def compiling(progress: Progress) -> Callable[[str, int, int], None]:
     return tell
 
 
-def init_sharded(init_fn: Callable[..., Any], *args: Any, like: CompiledFunction, argument: int | str = 0) -> Any:
+def init_sharded(init_fn: Callable[..., Any], *args: Any, like: CompiledFunction, argument: int | str = 0) -> Tree:
     """Initialise state directly in the shardings of a compiled step: no device ever holds more than its own blocks.
 
     Args:
@@ -296,6 +299,7 @@ def init_sharded(init_fn: Callable[..., Any], *args: Any, like: CompiledFunction
         )
     result: list[Any] = [None] * len(flat)
     leaves = jax.tree.leaves(shapes)
+    # A jitted function runs on one set of devices, so each mesh has its own; XLA drops what its arrays do not need.
     for mesh in dict.fromkeys(s.mesh for s in flat):
         mine = [i for i, s in enumerate(flat) if s.mesh == mesh]
         if not any_here(devices_of(mesh)):

@@ -42,12 +42,13 @@ def step_seconds(executor: Executor, shapes: Sequence[jax.ShapeDtypeStruct], inp
 
 def _seconds_once(executor: Executor, shapes: Sequence[jax.ShapeDtypeStruct], inputs: Inputs) -> float:
     leaves = jax.block_until_ready(executor.place_inputs([*map(_zeros, shapes)]))
+    # Placed anew for every step, as the step before may have taken over the memory of its arguments.
     started = time.perf_counter()
     jax.block_until_ready(executor(inputs(leaves)))
     return time.perf_counter() - started
 
 
-def _zeros(like: jax.ShapeDtypeStruct) -> Any:
+def _zeros(like: jax.ShapeDtypeStruct) -> np.ndarray | jax.Array:
     """Return an array of zeros on the host, or of PRNG keys, of a shape and dtype."""
     if not jax.numpy.issubdtype(like.dtype, jax.dtypes.prng_key):
         return np.zeros(like.shape, like.dtype)
@@ -69,6 +70,7 @@ def typical_times(
         leaves = jax.block_until_ready(executor.place_inputs([*map(_zeros, shapes)]))
         executor(inputs(leaves), record, awaited=awaited)
         steps.append(record)
+    # All spans are of one step, so that they fit together as medians of each span would not.
     return tuple(sorted(steps[1:], key=_length)[NUM_STEPS // 2])
 
 
@@ -163,6 +165,7 @@ class _BufferWalk:
             )
             if place not in self.most or now.peak_bytes > self.most[place].peak_bytes:
                 self.most[place] = now
+            # Outputs overwrite these; XLA counts such a buffer once, as an argument.
             for position in executable.donated:
                 live.pop(instruction.reads[position], None)
         live.update(written)

@@ -21,6 +21,7 @@ import jax
 import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.typing import ArrayLike, DTypeLike
 
 from alpa_lite import _jax
 from alpa_lite.errors import ExecutionError
@@ -32,7 +33,7 @@ from alpa_lite.runtime.job.processes import any_here, devices_of, handle, proces
 class Carried(NamedTuple):
     """Rows on other devices; `is_copy`: whether they share no buffer with the original array."""
 
-    array: Any
+    array: jax.Array
     is_copy: bool
 
 
@@ -45,11 +46,11 @@ class Placing(ABC):
         self._crossings: dict[object, Crossing] = {}
 
     @abstractmethod
-    def put(self, array: Any, sharding: NamedSharding) -> Any:
+    def put(self, array: Any, sharding: NamedSharding) -> jax.Array:
         """Return the array in a sharding; the array itself if it has this sharding."""
 
     @abstractmethod
-    def rows(self, array: Any, windows: Windows, number: int, sharding: NamedSharding) -> Any:
+    def rows(self, array: Any, windows: Windows, number: int, sharding: NamedSharding) -> jax.Array:
         """Return one of several runs of rows in a sharding."""
 
     def staged(self, array: Any, windows: Windows, sharding: NamedSharding) -> Any:
@@ -57,7 +58,7 @@ class Placing(ABC):
         del windows, sharding
         return array
 
-    def carried(self, array: Any, start: int, stop: int, sharding: NamedSharding) -> Carried:
+    def carried(self, array: jax.Array, start: int, stop: int, sharding: NamedSharding) -> Carried:
         """Return some rows of an array that a step left on devices of this job, sent directly from these."""
         rows = Windows(dim=0, start=start, size=stop - start, count=1)
         found = None if rows.size == array.shape[0] else rows
@@ -66,14 +67,14 @@ class Placing(ABC):
             moved = handle((rows.size, *array.shape[1:]), array.dtype, sharding)
         return Carried(array=moved, is_copy=self._crossing(array, sharding, found).copies)
 
-    def put_all(self, arrays: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[Any]:
+    def put_all(self, arrays: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[jax.Array]:
         """Return `put` of each array, at the cost of one comparison of shardings for each that is in place."""
         try:
             return [x if x.sharding == s else self.put(x, s) for x, s in zip(arrays, shardings, strict=True)]
         except AttributeError:  # NumPy's
             return [self.put(x, s) for x, s in zip(arrays, shardings, strict=True)]
 
-    def _moved(self, array: Any, sharding: NamedSharding, windows: Windows | None) -> Any:
+    def _moved(self, array: jax.Array, sharding: NamedSharding, windows: Windows | None) -> jax.Array | None:
         if jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key):
             return self._moved_keys(array, sharding, windows)
         if not isinstance(array.sharding, NamedSharding):
@@ -81,6 +82,7 @@ class Placing(ABC):
                 f"An argument of shape {list(array.shape)} lies on several processes as {array.sharding}. Place it "
                 "with a jax.sharding.NamedSharding, as those of compiled.input_shardings()."
             )
+        # The same blocks on a mesh without axis types, for which the programs are compiled.
         blocks = _of_blocks(array.shape, array.dtype, on_plain_mesh(array.sharding), _jax.blocks(array))
         return self._crossing(array, sharding, windows)(blocks)
 
@@ -92,9 +94,10 @@ class Placing(ABC):
             self._crossings[key] = relocation(like, sharding, windows, self._blanks)
         return self._crossings[key]
 
-    def _moved_keys(self, keys: Any, sharding: NamedSharding, windows: Windows | None) -> Any:
+    def _moved_keys(self, keys: jax.Array, sharding: NamedSharding, windows: Windows | None) -> jax.Array | None:
         """Move typed PRNG keys as the words that store them."""
         words = jax.random.key_data(keys)
+        # The words of a key are the last dim, which stays whole.
         inner = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec, *[None] * (words.ndim - len(sharding.spec))))
         moved = self._moved(words, inner, windows)
         return None if moved is None else jax.random.wrap_key_data(moved, impl=jax.random.key_impl(keys))
@@ -103,13 +106,13 @@ class Placing(ABC):
 class Alone(Placing):
     """Placement in a job of one process."""
 
-    def put(self, array: Any, sharding: NamedSharding) -> Any:
+    def put(self, array: Any, sharding: NamedSharding) -> jax.Array:
         """Call `jax.device_put`, except for an array that is already in place: a step has hundreds of those."""
         if getattr(array, "sharding", None) == sharding and getattr(array, "committed", False):
             return array
         return _jax.put_numpy(array, sharding) if type(array) is np.ndarray else jax.device_put(array, sharding)
 
-    def rows(self, array: Any, windows: Windows, number: int, sharding: NamedSharding) -> Any:
+    def rows(self, array: Any, windows: Windows, number: int, sharding: NamedSharding) -> jax.Array:
         return self.put(rows_of(array, windows, number), sharding)
 
 
@@ -125,13 +128,15 @@ class InJob(Placing):
         """Register meshes; arrays on them are the job's."""
         _known.update(meshes)
 
-    def put(self, array: Any, sharding: NamedSharding) -> Any:
+    def put(self, array: Any, sharding: NamedSharding) -> jax.Array:
         if not _is_of_job(array):
             return _spread(array, sharding)
         if array.sharding == sharding:
             return array
+        # Another description of the same placement: the blocks stay where they are.
         if array.sharding.is_equivalent_to(sharding, array.ndim):
             return _of_blocks(array.shape, array.dtype, sharding, _jax.blocks(array))
+        # Every process that needs a part holds the whole array, so nothing has to be sent.
         wanted_by, held_by = processes_of(devices_of(sharding.mesh)), processes_of(array.sharding.device_set)
         if not (array.is_fully_replicated and {*wanted_by} <= {*held_by}):
             moved = self._moved(array, sharding, None)
@@ -145,7 +150,7 @@ class InJob(Placing):
             return array if isinstance(array, jax.Array) else np.asarray(array)
         return _Staged(value=self._moved(array, sharding, windows), shape=array.shape, dtype=array.dtype)
 
-    def rows(self, array: Any, windows: Windows, number: int, sharding: NamedSharding) -> Any:
+    def rows(self, array: Any, windows: Windows, number: int, sharding: NamedSharding) -> jax.Array:
         if not any_here(devices_of(sharding.mesh)):
             shape = (windows.size if d == windows.dim else n for d, n in enumerate(array.shape))
             return handle(tuple(shape), array.dtype, sharding)
@@ -158,9 +163,9 @@ class InJob(Placing):
 class _Staged:
     """All runs of rows of an array, with each device's share of every run; empty on processes that receive nothing."""
 
-    value: Any
+    value: jax.Array | None
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: DTypeLike
 
 
 def _is_of_job(array: Any) -> bool:
@@ -169,11 +174,13 @@ def _is_of_job(array: Any) -> bool:
     return not array.is_fully_addressable or getattr(array.sharding, "mesh", None) in _known
 
 
-def _of_blocks(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding, blocks: Sequence[Any]) -> Any:
+def _of_blocks(
+    shape: tuple[int, ...], dtype: DTypeLike, sharding: NamedSharding, blocks: Sequence[jax.Array]
+) -> jax.Array:
     return jax.make_array_from_single_device_arrays(shape, sharding, list(blocks), dtype=dtype)
 
 
-def _spread(array: Any, sharding: NamedSharding) -> Any:
+def _spread(array: Any, sharding: NamedSharding) -> jax.Array:
     """Return an array that each process holds whole, on its devices of a sharding.
 
     `jax.device_put` would first compare the arrays of all processes, in a collective.
@@ -191,7 +198,7 @@ def rows_of(array: Any, windows: Windows, number: int) -> Any:
     return np.asarray(array)[(*[slice(None)] * dim, slice(first, first + windows.size))]
 
 
-def _untyped(array: Any) -> Any:
+def _untyped(array: Any) -> jax.Array:
     """Return the array on a mesh without explicit axis types, under which slices that the axes do not divide fail."""
     mesh = getattr(array.sharding, "mesh", None)
     if mesh is None or AxisType.Explicit not in mesh.axis_types:
@@ -200,15 +207,15 @@ def _untyped(array: Any) -> Any:
 
 
 @partial(jax.jit, static_argnums=(2, 3))
-def _cut(array: Any, start: Any, size: int, dim: int) -> Any:
+def _cut(array: jax.Array, start: ArrayLike, size: int, dim: int) -> jax.Array:
     return lax.dynamic_slice_in_dim(array, start, size, dim)
 
 
 @lru_cache(maxsize=1024)
-def _run_of(sharding: NamedSharding, dim: int, count: int) -> Callable[..., Any]:
+def _run_of(sharding: NamedSharding, dim: int, count: int) -> Callable[..., jax.Array]:
     """Return a function that slices one run out of all of them, each device its own share."""
 
-    def cut(x: Any, number: Any) -> Any:
+    def cut(x: jax.Array, number: jax.Array) -> jax.Array:
         size = x.shape[dim] // count
         return lax.dynamic_slice_in_dim(x, number * size, size, dim)
 

@@ -21,6 +21,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
+from alpa_lite._jax import Device
 from alpa_lite.lower.emission import boundary_shape, boundary_spec, move
 from alpa_lite.lower.instructions import Buffer, Program
 from alpa_lite.program.phases import StepGraph
@@ -66,6 +67,7 @@ def compile_transfers(
         source, target = meshes[instruction.source_stage], meshes[instruction.stage]
         if not any_here((*devices_of(source), *devices_of(target))):
             continue
+        # Micro-batches repeat the same transfer, which then shares its programs.
         key = (planned, dtype, source, target)
         if key not in made:
             made[key] = compile_transfer(planned, dtype, source, target, shared)
@@ -126,6 +128,7 @@ class _InPlace(Transfer):
         return 1
 
     def __call__(self, array: Any, sent: list[Message] | None = None, launched: LaunchObserver | None = None) -> Any:
+        # Source and target are one mesh, so the program counts once.
         moved, done = self._launch(array)
         if launched is not None:
             launched(done, at_source=True)
@@ -151,6 +154,7 @@ class _MeshCrossing(Transfer):
             array=array,
             hands=hands,
             held=tuple(stop - start for start, stop in held[0]),
+            # Programs have one shape on all devices: a smaller chunk at the end of a dim is padded to the largest.
             chunk=tuple(max((b - a for a, b in ends), default=0) for ends in zip(*landed, strict=True)),
             shape=planned.shape,
             wanted=NamedSharding(target, boundary_spec(planned.target.spec)),
@@ -172,6 +176,7 @@ class _OfKeys(Transfer):
     """A transfer of typed PRNG keys as the words that store them."""
 
     def __init__(self, planned: PlannedTransfer, dtype: str, source: Mesh, target: Mesh, blanks: Blanks) -> None:
+        # Blocks of typed keys cannot be reached, while their words are an array as any other.
         self.words = compile_transfer(planned, "uint32", source, target, blanks)
         (outside, sent), (wanted, landed) = (
             [NamedSharding(mesh, boundary_spec(spec)) for spec in (Spec(layout.spec.dims[:-1]), layout.spec)]
@@ -207,12 +212,12 @@ def _keeps_form(planned: PlannedTransfer) -> bool:
     return planned.in_place or (held == planned.landing_blocks() and pairs == [(i, i) for i in range(len(held))])
 
 
-def _note(sent: list[Message], array: Any, source: Any, target: Any) -> None:
+def _note(sent: list[Message], array: jax.Array, source: Device, target: Device) -> None:
     if source != target:
         sent.append(Message(source=source, target=target, bytes=array.nbytes))
 
 
-def _local(planned: PlannedTransfer, x: Any) -> Any:
+def _local(planned: PlannedTransfer, x: jax.Array) -> jax.Array:
     sizes = planned.source.mesh.axis_sizes
     x = x[0] if planned.source.spec.partial else x
     for step in planned.resolve:
@@ -220,7 +225,7 @@ def _local(planned: PlannedTransfer, x: Any) -> Any:
     return x
 
 
-def _gathered(planned: PlannedTransfer, x: Any) -> Any:
+def _gathered(planned: PlannedTransfer, x: jax.Array) -> jax.Array:
     """Return the chunks of all receivers of a block, gathered and without padding."""
     block = local_shape(planned.target.spec, planned.shape, planned.target.mesh.axis_sizes)
     for step in planned.gathers:
@@ -232,7 +237,7 @@ def _gathered(planned: PlannedTransfer, x: Any) -> Any:
 def _walk(planned: PlannedTransfer, mesh: Mesh) -> Callable[..., Any]:
     wanted = planned.target.spec
 
-    def walk(x: Any) -> Any:
+    def walk(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         x = _local(planned, x)
         return x[None] if wanted.partial else x, token()
 

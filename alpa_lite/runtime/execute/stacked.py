@@ -39,7 +39,7 @@ class RowBlocks:
     sharding: NamedSharding
 
     @property
-    def devices(self) -> Any:
+    def devices(self) -> np.ndarray:
         """The devices of the stage, as the array of its mesh."""
         return np.asarray(self.sharding.mesh.devices)
 
@@ -63,7 +63,7 @@ class RowBlocks:
         """The number of the stage's devices that belong to this process."""
         return sum(map(is_here, devices_of(self.sharding.mesh)))
 
-    def join(self, parts: Sequence[Any]) -> Any:
+    def join(self, parts: Sequence[jax.Array]) -> jax.Array:
         """Return the parts as one array on the stage."""
         if len(parts) == 1:
             return parts[0]
@@ -71,7 +71,7 @@ class RowBlocks:
             return handle((self.num_rows, *parts[0].shape[1:]), parts[0].dtype, self.sharding)
         return self._join(list(parts))
 
-    def split(self, array: Any) -> list[Any]:
+    def split(self, array: jax.Array) -> list[jax.Array]:
         """Return the parts of an array on the stage; the inverse of `join`."""
         if len(self.rows) == 1:
             return [array]
@@ -98,6 +98,7 @@ def joint_sharding(runs: Sequence[RowBlocks]) -> NamedSharding | None:
 
     first = runs[0].sharding
     meshes = {run.sharding.mesh for run in runs}
+    # A mesh can hold a device only once, so two runs on the same mesh have no joint one.
     if any(form(run) != form(runs[0]) for run in runs) or len(meshes) < len(runs):
         return None
     if len(runs) == 1:
@@ -162,9 +163,9 @@ class StackedRest:
             shelves.append(Shelf(sharding=over(numbers[0], numbers[-1] + 1), sources=sources))
         return StackedRest(sharding=over(0, len(groups)), shelves=tuple(shelves))
 
-    def put(self, runs: Sequence[Any], placing: Placing) -> Any:
+    def put(self, runs: Sequence[jax.Array], placing: Placing) -> jax.Array:
         """Return the whole array, made of its runs."""
-        shelved = list[Any]()
+        shelved = list[jax.Array]()
         for shelf in self.shelves:
             pieces = [placing.carried(runs[n], start, stop, shelf.sharding).array for n, start, stop in shelf.sources]
             here = any_here(devices_of(shelf.sharding.mesh))
@@ -175,7 +176,7 @@ class StackedRest:
 
 
 @lru_cache(maxsize=1024)
-def _joined(sharding: NamedSharding) -> Callable[..., Any]:
+def _joined(sharding: NamedSharding) -> Callable[..., jax.Array]:
     """Return a function that concatenates pieces."""
     return jax.jit(jax.numpy.concatenate, out_shardings=sharding)
 
@@ -202,30 +203,34 @@ class Stack:
         """The sharding of the whole array between steps."""
         return self.joint or self.rest.sharding
 
-    def split(self, array: Any, placing: Placing, *, donated: bool) -> list[Any]:
+    def split(self, array: Any, placing: Placing, *, donated: bool) -> list[jax.Array]:
         """Return the parts, each on its stage. `donated`: the array is not needed any more."""
+        # The first step gets the array as the user made it; later ones get it as this class has returned it.
         if not isinstance(array, jax.Array) or array.sharding != self.sharding:
             return [self._part(array, a, b, run, placing) for run in self.runs for a, b in run.rows]
         if self.joint is None:
             carried = [placing.carried(array, run.rows[0][0], run.rows[-1][1], run.sharding) for run in self.runs]
             parts = [part for run, x in zip(self.runs, carried, strict=True) for part in run.split(x.array)]
+            # The rows are on their stages now; the caller's reference would keep the original in memory for the whole
+            # step.
             if donated and all(x.is_copy for x in carried):
                 array.delete()
             return parts
-        blocks, parts = iter(_jax.blocks(array)), list[Any]()
+        blocks, parts = iter(_jax.blocks(array)), list[jax.Array]()
         for run in self.runs:
             shape = (run.num_rows, *array.shape[1:])
+            # The blocks of a joint array come stage by stage, since "stage" is the first axis of its mesh.
             mine = list(islice(blocks, run.num_blocks))
             whole = jax.make_array_from_single_device_arrays(shape, run.sharding, mine, dtype=array.dtype)
             parts += run.split(whole)
         return parts
 
     @staticmethod
-    def _part(array: Any, start: int, stop: int, run: RowBlocks, placing: Placing) -> Any:
+    def _part(array: Any, start: int, stop: int, run: RowBlocks, placing: Placing) -> jax.Array:
         rows = Windows(dim=0, start=start, size=stop - start, count=1)
         return placing.rows(placing.staged(array, rows, run.sharding), rows, 0, run.sharding)
 
-    def join(self, parts: Sequence[Any], placing: Placing) -> Any:
+    def join(self, parts: Sequence[jax.Array], placing: Placing) -> jax.Array:
         """Return the whole array, made of the parts."""
         rest = iter(parts)
         joined = [run.join([next(rest) for _ in run.rows]) for run in self.runs]
@@ -273,13 +278,14 @@ class Leaves:
             parts += whole.split(array, self._placing, donated=donated) if isinstance(whole, Stack) else [array]
         return parts
 
-    def join(self, parts: list[Any]) -> list[Any]:
+    def join(self, parts: list[jax.Array]) -> list[jax.Array]:
         """Return the results, made of graph outputs.
 
         The outputs are removed from the list, so that the parts of one result are freed while others are moved.
         """
         if not self.in_parts:
             return parts
+        # Reversed, as a list is popped at its end in constant time.
         parts.reverse()
         return [
             whole.join([parts.pop() for run in whole.runs for _ in run.rows], self._placing)

@@ -34,6 +34,7 @@ def busy(what: str) -> Iterator[None]:
     try:
         yield
     finally:
+        # By value, not the last: activities of several threads may end in another order than they began.
         _doing.remove(what)
 
 
@@ -57,6 +58,7 @@ def where() -> str:
     found: FrameType = frame
     while _jax.is_in_a_library(found.f_code.co_filename) and found.f_back is not None:
         found = found.f_back
+    # If no frame is of the user's own, the innermost one says most.
     found = frame if found.f_back is None and _jax.is_in_a_library(found.f_code.co_filename) else found
     return f"{found.f_code.co_filename}:{found.f_lineno} ({found.f_code.co_name})"
 
@@ -65,6 +67,7 @@ def dump_stacks() -> None:
     """Write the stacks of all Python threads to the error stream, even if Python's own is closed or redirected."""
     for stream in (sys.stderr, sys.__stderr__):
         with suppress(Exception):
+            # This needs a file descriptor, which a replaced stream may lack: then the next one is tried.
             faulthandler.dump_traceback(file=stream or 2, all_threads=True)
             return
 
@@ -101,6 +104,7 @@ class Neighbours:
     def stopped(self, now: float) -> str:
         """Return the processes that have been stopped for too long, in words; empty if there are none."""
         still = self._still()
+        # A process that was continued in between has no entry here, so its time starts again.
         self._since = {process: self._since.get(process, now) for process in still}
         for process, since in self._since.items():
             if now - since >= self._limit:
@@ -118,6 +122,7 @@ class Neighbours:
         """Return the process ids of the stopped processes, by their numbers in the job."""
         if len(self._known) < self._num_processes:
             self._known = self._places()
+        # Process ids mean the same only on one running kernel and in one process namespace, as of a container.
         machine = self._known.get(self._me, "").split()[:2]
         others = {process: text.split() for process, text in self._known.items() if process != self._me and machine}
         here = {process: (int(text[2]), int(text[3])) for process, text in others.items() if text[:2] == machine}
@@ -133,4 +138,5 @@ def _is_stopped(pid: int, started: int) -> bool:
 
 
 def _stat(pid: int) -> list[str]:
+    # The name of the program, in parentheses, may itself contain spaces and parentheses.
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -81,6 +81,7 @@ def differences(facts: Sequence[Mapping[str, str]]) -> str:
                 found[f"{name} {mine}, where process 0 has {other}"].append(number)
     if not found:
         return ""
+    # Processes with the same difference share a part of the sentence, of which a large job would have hundreds.
     told = "; ".join(f"{_processes(numbers)} {what}" for what, numbers in found.items())
     return (
         f"The processes of this job do not do the same, and nothing was run: {told}. Start all processes with the same "
@@ -138,6 +139,7 @@ class _Service:
 
     def _of(self, processes: tuple[int, ...]) -> _GroupExchange:
         if processes not in self._groups:
+            # Hashed, so that keys stay short for groups of hundreds of processes.
             name = "all" if processes == self._all else hashlib.sha256(repr(processes).encode()).hexdigest()[:16]
             self._groups[processes] = _GroupExchange(name, processes, self._words)
         return self._groups[processes]
@@ -161,6 +163,7 @@ class _GroupExchange:
         if self._words.me != self._first:
             return self._words.get(f"{key}/answer", self._first)
         values = [self._words.get(f"{key}/{process}", process) for process in self._processes]
+        # All have written for this agreement, and so have read whatever was exchanged before it.
         self._words.remove(self._read_by_all_that_come)
         self._read_by_all_that_come = [key]
         answer = combine(values)
@@ -170,6 +173,8 @@ class _GroupExchange:
     def said_by_first(self, value: Any) -> Any:
         """Return the first process's value."""
         number = next(self._numbers)
+        # Now and then all of them answer: otherwise the first process would never learn that they have read its values,
+        # and could remove none.
         if number % TURN == TURN - 1:
             return self.gathered(value if self._words.me == self._first else None, lambda values: values[0])
         key = f"agreed/{self._name}/{number}"
@@ -205,22 +210,28 @@ class KeyValues:
         key, read = f"alpa_lite/{name}", self._client.blocking_key_value_get_bytes
         began = at_work = time.monotonic()
         word, ended = FIRST_WORD_SECONDS, dict[int, str]()
+        # Two processes that wait for each other must not take each other for busy, or their hang would never be
+        # detected.
         with idle():
             while True:
                 try:
+                    # A short wait each time: in between it is checked whether the other process has ended or hangs.
                     return json.loads(zlib.decompress(read(key, int(1000 * min(LOOK_SECONDS, hang_timeout() / 2)))))
                 except jax.errors.JaxRuntimeError as error:
                     waited = time.monotonic() - began
+                    # The client raises one type for all errors; only running out of time is none.
                     if "DEADLINE_EXCEEDED" not in str(error) or waited > PATIENCE_SECONDS or process in ended:
                         raise ExecutionError(_in_vain(process, waited, ended, error)) from error
                 # It may have written the value just before it ended: look once more.
                 ended = self._roll_call.ended(self._roll_call.said())
                 doing = self._roll_call.doing(process)
+                # Planning and compiling may take hours, so a hang counts from the last sign of either.
                 at_work = time.monotonic() if doing else at_work
                 if process not in ended and time.monotonic() - at_work > hang_timeout():
                     end_hung(f"process {self.me} has waited {waited:.0f} s for a word of process {process} in vain.")
                 if waited > word:
                     say(f"process {self.me} has waited {waited:.0f} s for process {process}{doing and f', {doing}'}.")
+                    # Ever more rarely, so that a long wait does not fill the log.
                     word += 2 * word
 
 

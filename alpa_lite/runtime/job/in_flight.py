@@ -116,6 +116,7 @@ class Flight:
         self.hang = ""
         self.waited_seconds = 0.0
         self.observer: Callable[[int, int, Token], None] | None = None
+        # By weak references, as a dropped step must be freed; those that are gone are left out.
         _all_flights[:] = [*(each for each in _all_flights if each() is not None), ref(self)]
 
     def launched(self, group: int, instruction: int, token: Token) -> None:
@@ -129,6 +130,7 @@ class Flight:
         self._last = Launch(next(self._order), instruction, token)
         queue.append(self._last)
         if len(queue) > self.limit:
+            # It stays in the queue while it is awaited: the watchdog and the heartbeat must see it pending.
             oldest = queue[0].token
             if not oldest.is_ready():
                 self._wait(oldest)
@@ -136,6 +138,7 @@ class Flight:
 
     def pending(self) -> tuple[Launch, ...]:
         """Return the launches that are not done, in order."""
+        # Copies, as the thread that launches changes the queues meanwhile.
         launches = (launch for queue in self.queues for launch in queue.copy())
         return tuple(sorted((x for x in launches if not x.token.is_ready()), key=lambda x: x.order))
 
@@ -202,6 +205,7 @@ class Flight:
             pause = min(1.5 * pause, LONGEST_PAUSE)
             if self.patience is None or self._clock() < look_at:
                 continue
+            # Looking at all launches costs more than polling one token, and a hang need not be seen at once.
             look_at = self._clock() + min(1.0, self.patience / 8)
             pending = self.pending()
             if self.is_hung(patience, pending):

@@ -137,6 +137,7 @@ class Listeners:
         silent = 0.0
         while True:
             ended = self._ended.is_set()
+            # Unlike `select`, it takes file descriptors above 1023, which a launch of many processes needs.
             ready = select.poll()
             ready.register(file, select.POLLIN)
             if ready.poll(1000 * _POLL_SECONDS):
@@ -253,9 +254,11 @@ def launch(
     if num_processes < 1:
         raise ExecutionError(f"{num_processes} processes were requested: at least one is needed.")
     base = dict(os.environ if environment is None else environment)
+    # By its path: with `-m`, Python would import this package, and JAX, before the program can set what JAX reads.
     command = [sys.executable, str(Path(__file__).with_name("launched.py")), *program]
     with reserved_port(port or 0) as reserved, _ended_by_sigterm():
         address = f"127.0.0.1:{reserved.getsockname()[1]}"
+        # Unbuffered: Python would hold back what it writes to a pipe, and a killed process would lose it.
         base |= {COORDINATOR: address, NUM_PROCESSES: str(num_processes), "PYTHONUNBUFFERED": "1"}
         job = _Job(out or sys.stdout.buffer, err or sys.stderr.buffer, grace_seconds)
         try:
@@ -275,8 +278,10 @@ class _Job:
         self.targets = Target(out), Target(err)
         self.listeners = Listeners(self.targets)
         self.processes: list[subprocess.Popen[bytes]] = []
+        # Isolated and without site packages it starts in milliseconds, whatever environment the user has.
         orphans = [sys.executable, "-I", "-S", str(Path(__file__).with_name("orphans.py"))]
         pipe, self.register = os.pipe()
+        # Only `orphans` keeps the reading end: a write after its end fails instead of blocking.
         with open(pipe, "rb") as registered:
             self.orphans = subprocess.Popen(
                 [*orphans, str(os.getpid()), str(grace_seconds)],
@@ -291,6 +296,7 @@ class _Job:
             process = subprocess.Popen(
                 list(command),
                 env={**environment, REGISTER: str(self.register)},
+                # None of several processes can be the one that reads the terminal.
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -329,9 +335,11 @@ class _Job:
                 # Child processes may outlive a process, whose id remains the id of its group.
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, how)
+                    # A stopped process acts on SIGTERM only once it is continued.
                     os.killpg(process.pid, signal.SIGCONT)
             with suppress(KeyboardInterrupt, SystemExit):  # a second signal: do not wait
                 self._await(seconds)
+        # Before `wait` below makes the ids of the processes free: `orphans` must not signal a group that reuses one.
         with suppress(BrokenPipeError):
             os.write(self.register, DONE + b"\n")
         os.close(self.register)

@@ -22,8 +22,10 @@ from typing import Any
 
 import jax
 
+from alpa_lite._jax import Device
 from alpa_lite.errors import VerificationError
 from alpa_lite.lower.instructions import Buffer, Instruction, Program
+from alpa_lite.runtime.job.in_flight import Token
 from alpa_lite.runtime.job.processes import all_here, any_here, is_here
 
 
@@ -53,6 +55,7 @@ def verify_order(
     at, written = dict.fromkeys(queues, 0), set[Buffer]()
     waiting = {process for process, queue in queues.items() if queue}
     while waiting:
+        # Only the heads of the queues: an instruction behind one of them has to wait for it anyway.
         ready = {number for process in waiting if _is_ready(number := queues[process][at[process]], program, written)}
         done = [number for number in ready if _all_there(number, program, processes, queues, at)]
         if not done:
@@ -96,7 +99,7 @@ class Turns:
     def __init__(self) -> None:
         """Start without launches."""
         self._alone = False
-        self._pending: list[Any] = []
+        self._pending: list[Token] = []
 
     def take(self, *, alone: bool) -> None:
         """Prepare for a launch; `alone`: on one device of this process."""
@@ -105,7 +108,7 @@ class Turns:
             self._pending.clear()
             self._alone = alone
 
-    def launched(self, token: Any) -> None:
+    def launched(self, token: Token) -> None:
         """Record the token of a launch."""
         self._pending.append(token)
         if len(self._pending) > _MOST_PENDING:
@@ -117,7 +120,7 @@ _launches = Turns()
 """The launches of this process, shared by all its steps."""
 
 
-def in_turn(program: Callable[..., Any], devices: Sequence[Any]) -> Callable[..., Any]:
+def in_turn(program: Callable[..., Any], devices: Sequence[Device]) -> Callable[..., Any]:
     """Return a compiled program that respects the order, unchanged where none is needed.
 
     The last result of the program must be its token.
@@ -126,7 +129,7 @@ def in_turn(program: Callable[..., Any], devices: Sequence[Any]) -> Callable[...
         return program
     alone = sum(map(is_here, devices)) == 1
 
-    def run(*arrays: Any) -> Any:
+    def run(*arrays: jax.Array) -> Any:
         _launches.take(alone=alone)
         results = program(*arrays)
         _launches.launched(results[-1])

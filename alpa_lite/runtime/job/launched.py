@@ -24,6 +24,7 @@ def leave(code: int, reason: str) -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
             stream.flush()
+    # A program that has not imported JAX has joined no job, and importing it now would take seconds.
     if "jax" in sys.modules:
         with suppress(Exception):
             from alpa_lite import _jax
@@ -32,10 +33,12 @@ def leave(code: int, reason: str) -> None:
             take_leave(reason)
             _jax.forget_job()
     with suppress(Exception):
+        # `os._exit` below would leave these out.
         atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
             stream.flush()
+    # Not `sys.exit`, which would wait for the program's other threads.
     os._exit(code)
 
 
@@ -56,6 +59,7 @@ def run(arguments: list[str]) -> None:
             leave(code, f"exit code {code}")
         raise SystemExit(0) from None
     except BaseException as error:
+        # The user sees the traceback that Python would have printed without the launcher.
         error.__traceback__ = _users(error)
         sys.excepthook(type(error), error, error.__traceback__)
         leave(130 if isinstance(error, KeyboardInterrupt) else 1, summary(error))
@@ -78,6 +82,7 @@ def _users(error: BaseException) -> TracebackType | None:
 
 def register() -> None:
     """Register this process with the launcher's `orphans`, which ends it together with the launcher."""
+    # Removed from the environment, as the pipe is closed for whatever this program starts.
     pipe = int(os.environ.pop("ALPA_LITE_REGISTER"))
     with suppress(OSError):
         os.write(pipe, b"%d\n" % os.getpid())

@@ -40,10 +40,13 @@ def watch(pipe: int, launcher: int, grace_seconds: float) -> None:
         if not over and select.select([pipe], [], [], _LOOK_SECONDS)[0]:
             part = os.read(pipe, 4096)
             text, over = text + part, not part
+        # What follows the last line break may be a part of a line that is still being written.
         words = text.split(b"\n")[:-1]
         if DONE in words:
             return
         now = time.monotonic()
+        # When its parent ends, this process gets another one. The end of the pipe may come later: a process of the job
+        # holds it too until it has registered.
         if kill_at is None and (over or os.getppid() != launcher):
             kill_at = now + grace_seconds
         if kill_at is None:

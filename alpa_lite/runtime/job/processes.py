@@ -7,53 +7,55 @@ its own devices. An array without a block on this process is a handle: shape, dt
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.typing import DTypeLike
+
+from alpa_lite._jax import Device
 
 
-def is_here(device: Any) -> bool:
+def is_here(device: Device) -> bool:
     """Return True if a device belongs to this process."""
     return device.process_index == jax.process_index()
 
 
-def any_here(devices: Iterable[Any]) -> bool:
+def any_here(devices: Iterable[Device]) -> bool:
     """Return True if this process takes part in what runs on these devices."""
     return any(map(is_here, devices))
 
 
-def all_here(devices: Iterable[Any]) -> bool:
+def all_here(devices: Iterable[Device]) -> bool:
     """Return True if no other process takes part."""
     return all(map(is_here, devices))
 
 
-def devices_of(mesh: Mesh | AbstractMesh) -> tuple[Any, ...]:
+def devices_of(mesh: Mesh | AbstractMesh) -> tuple[Device, ...]:
     """Return the devices of a mesh, row-major."""
     assert isinstance(mesh, Mesh), "an array that exists lies on devices"
     return tuple(mesh.devices.flat)
 
 
-def processes_of(devices: Iterable[Any]) -> tuple[int, ...]:
+def processes_of(devices: Iterable[Device]) -> tuple[int, ...]:
     """Return the numbers of the processes that devices belong to."""
     return tuple(sorted({device.process_index for device in devices}))
 
 
-def host_rows(devices: Sequence[Any]) -> list[list[Any]]:
+def host_rows(devices: Sequence[Device]) -> list[list[Device]]:
     """Return the devices of each host (process), hosts in the order of their first device."""
-    rows: dict[int, list[Any]] = {}
+    rows: dict[int, list[Device]] = {}
     for device in devices:
         rows.setdefault(device.process_index, []).append(device)
     return list(rows.values())
 
 
-def host_by_host(devices: Sequence[Any]) -> list[Any]:
+def host_by_host(devices: Sequence[Device]) -> list[Device]:
     """Return the devices in the order in which plans number them."""
     return [device for row in host_rows(devices) for device in row]
 
 
-def handle(shape: Sequence[int], dtype: Any, sharding: Sharding) -> jax.Array:
+def handle(shape: Sequence[int], dtype: DTypeLike, sharding: Sharding) -> jax.Array:
     """Return an array without blocks on this process, which lies on devices of other processes."""
     return jax.make_array_from_single_device_arrays(tuple(shape), sharding, [], dtype=dtype)
 

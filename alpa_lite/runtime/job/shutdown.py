@@ -100,6 +100,7 @@ class RollCall:
         self.say(f"{_CALL}{call}", "")
         self._answer(call, seconds)
         with suppress(jax.errors.JaxRuntimeError):
+            # The first process may see the call only at its next look, and then waits for the answers itself.
             wait = int(1000 * (seconds + 2 * LOOK_SECONDS))
             return json.loads(self._client.blocking_key_value_get(f"{_FOLDER}{_SILENT}{call}", wait))
         return []
@@ -116,6 +117,7 @@ class RollCall:
         self.say(f"{_HERE}{call} {self.me}", "")
         if self.me == 0 and f"{_SILENT}{call}" not in self.said():
             left = self.unheard(f"{_HERE}{call} ", self.listening(), seconds)
+            # Once: another thread of this process may be answering too, and all must read one answer.
             self.say(f"{_SILENT}{call}", json.dumps(sorted(left)), once=True)
             self._forget_before(call)
 
@@ -148,6 +150,7 @@ class RollCall:
         with suppress(jax.errors.JaxRuntimeError):
             found = str(self._client.key_value_try_get(f"{_DOING}{process}"))
         now = time.monotonic()
+        # The age is that of the last change seen here: the clocks of several machines are not compared.
         before, since = _watched.heard.get(process, ("", now))
         if found != before:
             since = now
@@ -246,7 +249,9 @@ def take_leave(reason: str) -> None:
 
 def _take_leave(here: RollCall, reason: str) -> None:
     here.say(f"{here.me}", reason)
+    # Only the first reason counts as the cause: what fails later fails because of it.
     here.say(_FIRST, json.dumps([here.me, reason]), once=True)
+    # Everybody who leaves takes part in this roll call, whoever began it, so that all wait only once.
     silent = here.silent(last=True)
     first, why = json.loads(here.said().get(_FIRST, "[-1, null]"))
     if silent:
@@ -287,6 +292,7 @@ def _end_hung(here: RollCall | None, reason: str = "") -> NoReturn:
         here.say(f"{_HUNG}{here.me}", mine, once=True)
         _tell_hang(here)
     flush()
+    # The main thread may be in a call that never returns to Python, where no exception would reach it.
     os._exit(HUNG)
 
 
@@ -379,11 +385,13 @@ class Heartbeat:
         threading.Thread(target=self._see, args=(neighbours,), daemon=True, name="alpa_lite neighbours").start()
         here.listen()
         self._thread.start()
+        # Exit functions run in reverse order: this one before JAX's, which shuts the coordination service down.
         atexit.register(self._at_exit)
 
     def look(self, now: float) -> str:
         """Return why to end this process, empty while there is no reason."""
         said = self._here.said()
+        # Before all else: other processes may already fail because of those that end for the hang.
         if _HANG in said:
             with _ends:
                 _left.set()
@@ -391,6 +399,7 @@ class Heartbeat:
         self._here.answer(said)
         if _FIRST in said:
             return _ANOTHER
+        # Only while it is busy, and once more at the end: an idle job does not load the service.
         if (what := doing()) or self._was_busy:
             self._looks += 1
             self._here.say_doing(what, self._looks)
@@ -401,6 +410,7 @@ class Heartbeat:
     def _in_vain(self, ended: Mapping[int, str], now: float) -> str:
         """Return what waits for processes that have ended, if it has done so for long."""
         stuck = {launch: needed & ended.keys() for launch, needed in self._awaited().items() if needed & ended.keys()}
+        # Whenever the launches that wait change, there was progress, and the time starts again.
         if frozenset(stuck) != self._stuck:
             self._stuck, self._since = frozenset(stuck), now
         if not stuck or now - self._since < STUCK_SECONDS:
@@ -410,6 +420,7 @@ class Heartbeat:
 
     def wait_for_all(self) -> str:
         """Wait until the others have ended too. Return why the job failed instead, if so."""
+        # The first pauses are short: mostly all processes come to their end at about the same time.
         me, until, pause = self._here.me, time.monotonic() + self._seconds, 0.01
         self._here.say(f"{me}", "")
         while True:
@@ -459,4 +470,5 @@ def _end(reason: str, grace: float) -> None:
     take_leave(reason)
     time.sleep(grace)
     flush()
+    # Only the launcher knows `ENDED`: it then looks for the cause elsewhere.
     os._exit(ENDED if reason == _ANOTHER and COORDINATOR in os.environ else 1)

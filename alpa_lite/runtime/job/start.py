@@ -72,12 +72,14 @@ def initialize(
     if launched:
         coordinator_address = os.environ[COORDINATOR]
         num_processes, process_id = int(os.environ[NUM_PROCESSES]), int(os.environ[PROCESS_ID])
+        # JAX must not look for more in the variables of a scheduler in whose allocation the launcher may run.
         options = {"cluster_detection_method": "deactivate", **options}
     if coordinator_bind_address is None and "JAX_COORDINATOR_BIND_ADDRESS" not in os.environ:
         coordinator_bind_address = _interface(coordinator_address)
     # The launcher has checked the port and reserves it for the coordinator.
     if not launched and process_id == 0 and (listens_at := coordinator_bind_address or coordinator_address):
         _check_port(listens_at)
+    # A job on loopback should not be reachable from outside by its collectives either.
     if _is_loopback(coordinator_address):
         _jax.collectives_at("127.0.0.1")
     try:
@@ -92,6 +94,7 @@ def initialize(
             )
         _look_after_each_other(hang_timeout_seconds, heartbeat_timeout_seconds, options)
     except ValueError as error:
+        # JAX says "… should be defined" where it finds no other processes; any other `ValueError` is about an option.
         if (coordinator_address, num_processes, process_id) != (None, None, None) or "defined" not in str(error):
             raise
         print("alpa_lite: no other processes were found; this one is the whole job.", file=sys.stderr, flush=True)

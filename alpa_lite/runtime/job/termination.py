@@ -66,6 +66,7 @@ class Stopping:
     def close(self) -> None:
         """Restore the previous handling of SIGTERM."""
         if self._listens:
+            # Another handler that was installed on top of this one stays; it may still call this one.
             if signal.getsignal(signal.SIGTERM) == self._tell:
                 signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)
             self._listens = False
@@ -73,6 +74,7 @@ class Stopping:
 
     def _end(self) -> None:
         self._over.set()
+        # While it agrees with the others, the thread holds the lock, and may wait for processes that have ended.
         if self._thread is not None and not self._answering.locked():
             self._thread.join(2 * LOOK_SECONDS)
             self._thread = None
@@ -92,6 +94,7 @@ class Stopping:
             work = (job, f"stop/{next(_numbers)}")
             self._thread = threading.Thread(target=self._watch, args=work, daemon=True, name="alpa_lite stop")
             self._thread.start()
+            # The thread must not use the coordination service any more when JAX shuts that down.
             atexit.register(self._end)
 
     def _tell(self, number: int, frame: FrameType | None) -> None:
@@ -102,6 +105,7 @@ class Stopping:
     def _watch(self, job: _jax.JobInfo, name: str) -> None:
         """Wait until any process has received the signal; then agree."""
         while not self._over.is_set():
+            # Both the pause between two looks at the others, and a wait that a signal here ends at once.
             if self._told.wait(LOOK_SECONDS):
                 self._set(job, f"alpa_lite/{name}/told")
             if self._told.is_set() or self._was_told(job, f"alpa_lite/{name}/told"):

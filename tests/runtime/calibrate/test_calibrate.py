@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from alpa_lite.errors import ExecutionError
-from alpa_lite.runtime.calibrate.calibrate import Calibration, conclude, quick_cluster
+from alpa_lite.runtime.calibrate.calibrate import Calibration, CalibrationPrograms, conclude, quick_cluster
 from alpa_lite.runtime.calibrate.fit import predicted_seconds
 from alpa_lite.runtime.calibrate.probes import Probe
 from alpa_lite.runtime.calibrate.timing import Stopwatch, TimedProgram
@@ -39,10 +39,10 @@ def simulate(guess=GUESS, truth=TRUTH, *, alone=None, seed=0, noise=0.0):
         )
         for m in measurements(truth)
     ]
-    others = [program("dispatch", 3e-4)]
-    others += [] if alone is None else [program("alone", alone), program("together", 8.0)]
+    blocks = [] if alone is None else [program("alone", alone), program("together", 8.0)]
+    programs = CalibrationPrograms(dispatch=program("dispatch", 3e-4), blocks=blocks, probes=probes)
     stopwatch = Stopwatch(clock=lambda: now, limit_seconds=1e9)
-    return conclude(guess, others, probes, stopwatch, "these devices")
+    return conclude(guess, programs, stopwatch, "these devices")
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ import pytest
 import alpa_lite as al
 from alpa_lite.errors import HangError
 from alpa_lite.planners import Hybrid
-from alpa_lite.runtime.execute.watchdog import Watchdog
+from alpa_lite.runtime.execute.watch import Watchdog
 from alpa_lite.runtime.job.in_flight import Flight
 from tests.end_to_end.cases import eager_cluster
 
