@@ -288,6 +288,7 @@ def load_cluster(name_or_path: str, *, num_hosts: int | None = None) -> Cluster:
     # A colon may also be a part of the path.
     if not colon or hosts.lower().endswith(".json"):
         name = name_or_path
+    # `int` would also accept signs, blanks and underscores.
     elif not hosts.isdecimal():
         raise ClusterError(f"{name_or_path!r} is no cluster: write NAME or NAME:HOSTS, for example p3.16xlarge:8.")
     elif num_hosts not in (None, int(hosts)):

@@ -50,6 +50,7 @@ LEAST_SHARE = 0.25
 Flow = tuple[int, int, float]
 """A value between two ops: (producing op, reading op, bytes)."""
 
+# A margin for sums in different orders, so that a layer of exactly the limit is allowed.
 _ROUNDING = 1 + 1e-9
 
 

@@ -237,6 +237,7 @@ def _run(model: _Model, solver: pulp.HiGHS) -> _PulpRun:
         solver.findSolutionValues(program)
     return _PulpRun(
         choices=_read_choices(model) if found else None,
+        # All variables are bounded, so that the second status also means infeasible.
         infeasible=status in (ended.kInfeasible, ended.kUnboundedOrInfeasible),
         optimal=status == ended.kOptimal,
         bound=float(info.mip_dual_bound),
