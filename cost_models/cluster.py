@@ -180,6 +180,7 @@ class Cluster:
             device=slowest_device([group.device for group in found]),
             intra_host=slowest_link([group.intra_host for group in found]),
             inter_host=inter_host or self.inter_host,
+            # Within the range, all hosts are taken as equal.
             groups=(),
         )
 

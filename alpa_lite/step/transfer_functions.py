@@ -244,6 +244,7 @@ def through_factor(site: Site) -> Transferred:
     factor = _batch_factor(site, rule)
     if factor is None:
         return site.refused(MIXES)
+    # A sum over the batch is not complete while the loop runs.
     if any(not r.is_same for r in site.operands if r.kind is not RelationKind.SAMPLES):
         return site.refused(AGAIN)
     try:

@@ -72,6 +72,7 @@ def choices_in_haste(problem: Problem, *, seconds: float, control: Control) -> t
     with ThreadPoolExecutor(1) as pool:
         for attempt, start in enumerate(_starts(problem)):
             search = Neighbourhood(flat=flat, seed=attempt, halt=halt)
+            # Heat as high as a forbidden cost lets a search leave choices that are forbidden on all sides.
             heat = forbidden if attempt % 2 else 0.0
             for call in range(_CALLS_PER_START):
                 before, found = start, list[IntArray]()
