@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from alpa_lite.intra_op.formulate import Builder
 from alpa_lite.intra_op.limits import Infeasibility, explain_infeasible
 from alpa_lite.intra_op.liveness import Lives
-from alpa_lite.intra_op.placements import Key
 from alpa_lite.intra_op.problem import Problem
 from alpa_lite.intra_op.solvers.solver import Solver
-from alpa_lite.intra_op.stage import StageView
+from alpa_lite.intra_op.stage import Key, StageView
 from alpa_lite.intra_op.usages import UsageOf, stage_lives
 from alpa_lite.program.ir import Graph, Op
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.extend.random import threefry2x32_p
 
-from alpa_lite.lower.local.block import LocalOp, local_lowering
+from alpa_lite.lower.block import LocalOp, local_lowering
 
 _WORD = 2**32
 
