@@ -188,6 +188,7 @@ def axis_choices(
         elif role in (AxisRole.MODEL, AxisRole.TENSOR):
             choices = [None, *(f for f in fits if f not in batch_factors)]
         else:
+            # The update works on state, which only some axes may split.
             choices = [None, *fits] if split_state else [None]
         if takes_partial and not (role in _SPLITS_ANY_BATCH and batch_factors):
             choices.append(-1)

@@ -137,6 +137,7 @@ def _grow(flat: Flat, scratch: Scratch, number: int) -> int:
         # Trees of a block must not be joined by an edge, which their minimisation would miss.
         if scratch.entered[seed] == number or (scratch.seen[seed] == number and scratch.near[seed] > 0):
             continue
+        # The trees share the size of the block evenly, and each has a node at least.
         limit = min(_MAX_BLOCK, max(count + 1, size * tree // num_trees))
         if count >= limit:
             break

@@ -165,6 +165,7 @@ class Portfolio(Solver):
         return replace(solution, seconds=clock.spent)
 
     def _solve(self, problem: Problem, clock: Clock) -> Solution:
+        # A problem that was reduced before, for another gap, is not reduced again.
         takes = 0.0 if _known_reductions(problem) else _reduction_seconds(problem)
         # Reductions would exceed the time even further, and a search needs none.
         if clock.over() and takes > _LEAST_SECONDS:

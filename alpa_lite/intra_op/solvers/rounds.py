@@ -277,6 +277,7 @@ class RoundSearch:
                 free = max(0, free - 1)
             jobs += [self._searching(index, number) for index in range(len(core.searches))][:free]
         run_attended(pool, jobs, over=self._over, halt=self._halt)
+        # Rounding may lift the sum of the messages above the cost of the best choices.
         self.bound = max(self.bound, min(core.dual.bound + self._offset, self.cost))
         self._offer(core.dual.choices)
         for index, search in enumerate(core.searches):
