@@ -180,6 +180,7 @@ class Cluster:
             device=slowest_device([group.device for group in found]),
             intra_host=slowest_link([group.intra_host for group in found]),
             inter_host=inter_host or self.inter_host,
+            # Within the range, all hosts are taken as equal.
             groups=(),
         )
 
@@ -288,6 +289,7 @@ def load_cluster(name_or_path: str, *, num_hosts: int | None = None) -> Cluster:
     # A colon may also be a part of the path.
     if not colon or hosts.lower().endswith(".json"):
         name = name_or_path
+    # `int` would also accept signs, blanks and underscores.
     elif not hosts.isdecimal():
         raise ClusterError(f"{name_or_path!r} is no cluster: write NAME or NAME:HOSTS, for example p3.16xlarge:8.")
     elif num_hosts not in (None, int(hosts)):

@@ -202,10 +202,12 @@ def transfer_seconds(
     # Each pair of devices communicates as a group of two.
     rate = num_lanes * inside.rate(2)
     link = _link_between(cluster, crosses_domains) if crosses_hosts else None
+    # The link inside a host also joins the hosts of a domain that has no link of its own.
     if link is None:
         return inside.latency_seconds + moving_seconds(bytes, rate, inside.ramp_seconds)
     num_hosts = -(-num_links // cluster.devices_per_host)
     per_host = rate_of_host(link, cluster, num_senders=min(num_links, cluster.devices_per_host))
+    # The bytes pass the links of the devices and of their hosts, and the slower of the two sets the rate.
     return link.latency_seconds + moving_seconds(bytes, min(rate, num_hosts * per_host), link.ramp_seconds)
 
 

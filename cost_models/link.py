@@ -191,6 +191,7 @@ def _lie(name: str, key: int | str | tuple[int, int]) -> tuple[int, int]:
     if isinstance(key, tuple):
         return key
     members, _, stride = str(key).partition("/")
+    # `int` would also accept signs, blanks and underscores.
     if not members.isdecimal() or not (stride or "1").isdecimal():
         raise ClusterError(
             f"Link.{name} has the key {key!r}, but a number of members is needed, "

@@ -26,6 +26,7 @@ from typing import Literal, get_args
 from cost_models.errors import CostModelError, require_amount, require_choice, require_count
 
 WorkKind = Literal["matmul", "convolution", "attention", "elementwise"]
+# From the type, so that the type checker and the check at run time agree.
 WORK_KINDS: tuple[WorkKind, ...] = get_args(WorkKind)
 
 

@@ -109,7 +109,7 @@ class TracedFunction:
         wanted = self.options.num_microbatches if num_microbatches is None else num_microbatches
         if check_microbatches(wanted) not in ("auto", 1):
             self.step(int(wanted))  # says what is wrong with the user's number before any search
-        request = self.request(target, wanted)
+        request = self.request(target, wanted, advise=True)
         with _jax.no_mesh(), busy("planning"):
             answer = planned_together(chosen, request, self.options.cache if cache is None else cache)
         plan = replace(answer.plan, request=request, batch=self.batch)
@@ -127,11 +127,17 @@ class TracedFunction:
         return BatchDims(size=traced.batch_size, dims=dims, assumed=traced.batch_assumed)
 
     def request(
-        self, cluster: Cluster, num_microbatches: int | str = "auto", *, backend: Backend | None = None
+        self,
+        cluster: Cluster,
+        num_microbatches: int | str = "auto",
+        *,
+        backend: Backend | None = None,
+        advise: bool = False,
     ) -> PlanRequest:
         """Return what a planner needs to know to plan this step for a cluster.
 
         backend: how the compiler executes a stage; default: as XLA does today.
+        advise: whether a planner that finds nothing looks for what would fit.
         """
         traced = self.traced
         return PlanRequest(
@@ -148,6 +154,7 @@ class TracedFunction:
             on_non_additive=self.options.on_non_additive,
             on_interrupt=self.options.on_interrupt,
             progress=self.options.progress,
+            advise=advise,
             measure=self._measured_seconds,
         )
 

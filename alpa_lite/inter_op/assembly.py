@@ -22,7 +22,7 @@ from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.inter_op.shared_devices import device_peak
 from alpa_lite.inter_op.stage_costs import PlacedStage
 from alpa_lite.inter_op.work_floor import least_seconds
-from alpa_lite.intra_op.placements import Choice
+from alpa_lite.intra_op.stage import Choice
 from alpa_lite.plan.plan import (
     ArrayShape,
     OpaqueUse,

@@ -26,14 +26,13 @@ from typing import Any
 from alpa_lite.errors import PlanError
 from alpa_lite.inter_op.workers import Likely, Workers
 from alpa_lite.intra_op.formulate import Builders
-from alpa_lite.intra_op.placements import remap
 from alpa_lite.intra_op.problem import Status
 from alpa_lite.intra_op.shortage import Shortage, explain_shortage
 from alpa_lite.intra_op.solve import RELATIVE_GAP, StageSolution, in_two_parts, solve_stage
 from alpa_lite.intra_op.solvers.integer_program import IntegerProgram
 from alpa_lite.intra_op.solvers.portfolio import Portfolio
 from alpa_lite.intra_op.solvers.solver import TooLargeError
-from alpa_lite.intra_op.stage import NO_LAYOUT, GivenLayout, StageView
+from alpa_lite.intra_op.stage import NO_LAYOUT, GivenLayout, StageView, remap
 from alpa_lite.intra_op.strategies import FREE_CHOICE, AxisRole, BatchSplit, Restriction
 from alpa_lite.intra_op.strategy_catalogue import Catalogue
 from alpa_lite.plan.pricing import Pricer

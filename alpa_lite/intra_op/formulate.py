@@ -37,9 +37,18 @@ from itertools import combinations
 from alpa_lite.intra_op.interning import Recent, SharedArrays
 from alpa_lite.intra_op.layout_constraints import Keeping
 from alpa_lite.intra_op.leaders import Deciding, PartialSums, is_scalar_sum
-from alpa_lite.intra_op.placements import Choice, Key, Offer, Placed, PlacedBodies, PlacedSum, StageScope, placements_of
 from alpa_lite.intra_op.problem import Edge, FloatArray, Problem, Usage
-from alpa_lite.intra_op.stage import StageView
+from alpa_lite.intra_op.stage import (
+    Choice,
+    Key,
+    Offer,
+    Placed,
+    PlacedBodies,
+    PlacedSum,
+    StageScope,
+    StageView,
+    placements_of,
+)
 from alpa_lite.intra_op.strategies import AxisRole, BatchSplit, Restriction
 from alpa_lite.intra_op.strategy_catalogue import Catalogue, PlacementOptions, SumOptions, batch_factors
 from alpa_lite.intra_op.usages import StageLayout, UsageOf, usages_of

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 
-from alpa_lite.intra_op.placements import Key, Offer, StageScope
-from alpa_lite.intra_op.stage import StageView
+from alpa_lite.intra_op.stage import Key, Offer, StageScope, StageView
 from alpa_lite.program.ir import ADDITIONS, Graph, Op, Value, wiring_of
 from alpa_lite.rules import Rule
 from alpa_lite.rules.op_info import is_zero, ranked_values, rule_of_op

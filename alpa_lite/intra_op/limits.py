@@ -188,6 +188,7 @@ def explain_infeasible(
             bound_bytes=lean.bound_bytes,
         )
     best = budget.best(problem, lean.peak_bytes, share=1.0)
+    # The leanest choices do fit, if no cheaper ones were reached in time.
     choices = lean.choices if best.choices is None else best.choices
     moment, nodes = _worst(problem, choices)
     used = sum(each.bytes for each in nodes)
@@ -271,10 +272,12 @@ def pareto_front(
     first = _point(problem, budget, lean.peak_bytes, share=0.3) or _unsolved(problem, lean)
     last = _point(problem, budget, None, share=0.3)
     points = [first, *filter(None, [last])]
+    # Bytes are whole numbers, so that the next larger limit is one byte more.
     gaps = _open([_Gap(below=first, above=each, first_bytes=first.limit_bytes + 1.0) for each in points[1:]])
     while gaps and budget.left > 0.0 and (missing := num_points - len(_front(points))) > 0:
         gap = max(gaps, key=lambda each: each.area)
         gaps.remove(gap)
+        # The time is divided evenly among the missing points, with one share in reserve.
         found = _point(problem, budget, gap.limit, share=1.0 / (missing + 1))
         points += filter(None, [found])
         gaps += _open(gap.split(found))

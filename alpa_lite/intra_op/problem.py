@@ -64,6 +64,7 @@ class Ragged:
         return self.starts.size - 1
 
     def __getitem__(self, index: int) -> FloatArray:
+        # A negative index would silently give a slice of other vectors.
         if not 0 <= index < len(self):
             raise IndexError(f"There is no vector {index} among {len(self)}.")
         return self.values[self.starts[index] : self.starts[index + 1]]

@@ -106,6 +106,7 @@ def _load(path: Path) -> Any:
 
 def _ragged(vectors: Sequence[Sequence[float]]) -> Ragged:
     sizes = [len(vector) for vector in vectors]
+    # In one pass, without an array per vector: a file may hold 10^7 numbers.
     values = np.fromiter(chain.from_iterable(vectors), dtype=np.float64, count=sum(sizes))
     return Ragged(values=values, starts=np.concatenate([[0], np.cumsum(sizes, dtype=np.intp)]))
 
@@ -226,6 +227,7 @@ def solve_file(
     Raises ProblemFileError when the file holds no problem, or when the solver cannot handle it.
     """
     started = time.perf_counter()
+    # Before the solve, which may take long.
     if out is not None and not Path(out).resolve().parent.is_dir():
         raise ProblemFileError(f"{out} cannot be written: there is no folder {Path(out).resolve().parent}.")
     problem = read_problem(path)
@@ -233,6 +235,7 @@ def solve_file(
     try:
         with rare_collection(), control() as controlled:
             solution = (solver or Portfolio()).solve(problem, time_limit_seconds=left, control=controlled)
+    # Some solvers refuse large problems by a ValueError.
     except (TooWide, ValueError) as error:
         raise ProblemFileError(f"{path}: {error}") from error
     if out is not None:

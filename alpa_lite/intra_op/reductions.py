@@ -124,6 +124,7 @@ class Workspace:
     limit_bytes: float
     offset: float = 0.0
     steps: list[UndoStep] = field(default_factory=list[UndoStep])
+    # Dicts serve as ordered sets, so that reductions run in a reproducible order.
     changed_edges: dict[tuple[int, int], None] = field(default_factory=dict[tuple[int, int], None])
     changed: dict[int, None] = field(default_factory=dict[int, None])
     stale: dict[int, None] = field(default_factory=dict[int, None])

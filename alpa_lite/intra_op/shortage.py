@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from alpa_lite.intra_op.formulate import Builder
 from alpa_lite.intra_op.limits import Infeasibility, explain_infeasible
 from alpa_lite.intra_op.liveness import Lives
-from alpa_lite.intra_op.placements import Key
 from alpa_lite.intra_op.problem import Problem
 from alpa_lite.intra_op.solvers.solver import Solver
-from alpa_lite.intra_op.stage import StageView
+from alpa_lite.intra_op.stage import Key, StageView
 from alpa_lite.intra_op.usages import UsageOf, stage_lives
 from alpa_lite.program.ir import Graph, Op
 
@@ -46,6 +45,7 @@ class Shortage:
         empty.
         """
         why = self.explained
+        # Nothing to tell: no choices were reached in time, or the limit suffices after all.
         if why.choices is None or why.over_bytes == 0.0:
             return ""
         rest = self.values[_NUM_NAMES:]
@@ -92,6 +92,7 @@ def shortage_of(
     The problem may be the stage's own, or one in which nodes may take only some of their strategies.
     """
     explained = explain_infeasible(problem, solver=solver, time_limit_seconds=time_limit_seconds)
+    # Without usages there is no peak either.
     if explained.choices is None or explained.time is None:
         return Shortage(explained=explained, when="", values=())
     held = held_bytes(builder.usages(in_flight), explained.choices, explained.time)

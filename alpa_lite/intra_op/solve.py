@@ -9,11 +9,10 @@ from dataclasses import dataclass, replace
 
 from alpa_lite.intra_op.formulate import Builder
 from alpa_lite.intra_op.liveness import lives_of
-from alpa_lite.intra_op.placements import Choice
 from alpa_lite.intra_op.problem import Status
 from alpa_lite.intra_op.solvers.portfolio import Portfolio
 from alpa_lite.intra_op.solvers.solver import Solver
-from alpa_lite.intra_op.stage import StageView
+from alpa_lite.intra_op.stage import Choice, StageView
 from alpa_lite.plan.plan import CollectiveUse
 from alpa_lite.plan.pricing import Estimator, Pricer, local_bytes
 from alpa_lite.plan.walk import Machine, Walk

@@ -188,6 +188,7 @@ def axis_choices(
         elif role in (AxisRole.MODEL, AxisRole.TENSOR):
             choices = [None, *(f for f in fits if f not in batch_factors)]
         else:
+            # The update works on state, which only some axes may split.
             choices = [None, *fits] if split_state else [None]
         if takes_partial and not (role in _SPLITS_ANY_BATCH and batch_factors):
             choices.append(-1)
@@ -287,6 +288,7 @@ def placements(
         for factors in product(*(restriction.orders(axes, sizes) for axes in in_mesh_order)):
             bare = OpPlacement(factors=factors, partial=partial)
             raw = raw_result_specs(rule, bare)
+            # The partial sums of several results are completed at once.
             if len(results) > 1 or not raw[0].partial:
                 found.append(replace(bare, results=tuple(s.without_partial() for s in raw)))
                 continue

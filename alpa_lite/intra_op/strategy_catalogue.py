@@ -167,6 +167,7 @@ class Catalogue:
         self, graph: Graph, op: Op, main: int, specs: tuple[Spec, ...], *, keep_partial: bool
     ) -> PlacementOptions:
         """Return the placements of an op that follows its operand number `main` in each of these specs."""
+        # Numbers in place of long tuples of specs, which would be hashed for every op.
         key = (self.pricer.price_class(graph, op.id), main, self._number(specs), keep_partial)
         found = self._followers.get(key)
         if found is None:
@@ -218,6 +219,7 @@ class Catalogue:
         """Return the seconds of one run of a following op for each placement: its work, and resharding before and
         after it.
         """
+        # Its own collectives depend on the mesh axes; all other work depends on the sizes of the blocks alone.
         if has_own_collectives(graph, op):
             seconds = [self.pricer.op_seconds(graph, op, way.placements[n]) for n in way.first]
         else:
@@ -225,6 +227,7 @@ class Catalogue:
             seconds = [self.pricer.local_price(kind, cuts).seconds for cuts in way.cuts]
         # Equal lists of specs are one object (`Numbering.one`), so that identity tells whether anything moves.
         moved = [(r, m, t) for r, m, t in zip(op.results, way.made, way.results, strict=True) if m is not t]
+        # The op cannot take its operand in every spec, and then gathers it first.
         if way.demanded[main] != specs:
             moved.append((op.operands[main], specs, way.demanded[main]))
         for v, sources, targets in moved:
@@ -311,6 +314,7 @@ class Catalogue:
                 found += [Accumulator(stored=stored, resolved=r) for r in self.restriction.on_one_dim(targets)]
             may_split = BatchSplit.NEVER if self.restriction.optimizer is BatchSplit.NEVER else BatchSplit.MAY
             found += [Accumulator(stored=s, resolved=s) for s in self.value_specs(value, None, split=may_split)]
+            # The two sources overlap, and a strategy should occur once.
             found = list(dict.fromkeys(found))
             self._sums[key] = SumOptions(
                 accumulators=tuple(found),
@@ -337,6 +341,7 @@ class Catalogue:
             for spec in dict.fromkeys(offered):
                 known = self._moves_from(value, spec)
                 # `known` covers the specs reached from `spec`; a spec with a later number is not among them.
+                # The minimum keeps the look-up in bounds; `where` discards what it finds there.
                 rows[spec] = np.where(targets < known.size, known[np.minimum(targets, known.size - 1)], math.inf)
             self._tables[key] = frozen(np.array([rows[spec] for spec in offered]))
         return self._tables[key]
@@ -408,6 +413,7 @@ class Catalogue:
             total = np.zeros(len(options.placements))
             for value, made, results in zip(graph.results(op), options.made, options.results, strict=True):
                 before, after = self.local_sizes(value, made), self.local_sizes(value, results)
+                # Of all ways to complete a partial sum, only a reduce_scatter makes its block smaller.
                 total += np.where(before > after, before, 0.0)
             self._scratch[options] = frozen(total)
         return self._scratch[options]

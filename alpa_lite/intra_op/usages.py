@@ -24,9 +24,8 @@ from dataclasses import dataclass
 
 from alpa_lite.intra_op.interning import SharedArrays
 from alpa_lite.intra_op.liveness import Life, Lives, Path, lives_of
-from alpa_lite.intra_op.placements import Key, Offer, Placed, PlacedBodies, PlacedSum, StageScope
 from alpa_lite.intra_op.problem import FloatArray
-from alpa_lite.intra_op.stage import StageView
+from alpa_lite.intra_op.stage import Key, Offer, Placed, PlacedBodies, PlacedSum, StageScope, StageView
 from alpa_lite.intra_op.strategy_catalogue import Catalogue, PlacementOptions, SumOptions
 from alpa_lite.plan.walk import stacked
 from alpa_lite.program.ir import Op, Value, wiring_of
@@ -92,6 +91,7 @@ class _Collector:
 
     def collect(self) -> Iterator[UsageOf]:
         found = (*self._state(), *self._values(), *self._moved())
+        # Usages of nothing would only enlarge the problem.
         return (usage for usage in found if usage.end > usage.start and self.arrays.any(usage.sizes))
 
     def _use(self, key: Key, offer: Offer, start: int, end: int, copies: float = 1.0) -> UsageOf:

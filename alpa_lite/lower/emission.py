@@ -33,8 +33,8 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
-from alpa_lite.lower.local.block import LocalOp, block_index
-from alpa_lite.lower.local.run_local import bind_local
+from alpa_lite.lower.block import LocalOp, block_index
+from alpa_lite.lower.run_local import bind_local
 from alpa_lite.lower.slices import Port, TaskSpec, run_parts
 from alpa_lite.lower.waiting import Gathered, once_there
 from alpa_lite.plan.plan import OpPlacement

@@ -86,6 +86,7 @@ def places_of(plan: Plan, step: StepGraph) -> tuple[OpPlace | None, ...]:
         elif step.phases[op].in_loop:
             places.append(OpPlace(stage=stage, kind=in_loop.kind_of(op, stage)))
         else:
+            # Ops are in program order, so that the operands of this one have their places.
             places.append(OpPlace(stage=stage, kind="update", wave=_wave(step, op, stage, places)))
     return tuple(places if is_whole(plan) else _deferred(step, places))
 

@@ -37,6 +37,7 @@ def as_planned(step: TracedStep, plan: Plan) -> TracedStep:
     Raises `MismatchError` if rematerialising the step gives other ops than the plan lists, which happens when another
     version of alpa_lite wrote the plan.
     """
+    # With rematerialisation, `op_layers` describes the rewritten step.
     layers = plan.traced_layers if plan.remat else plan.op_layers
     own = read_originals_across(step.step, layers)
     again = rematerialise(own, layers, plan.remat) if plan.remat else None

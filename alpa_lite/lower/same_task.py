@@ -41,6 +41,7 @@ def task_form(
     `sizes`: size of each mesh axis. `donated`: numbers of the inputs whose buffers may be reused.
     """
     form = _Form(step, equations, placements)
+    # First, so that the number of an input is its position.
     inputs = tuple([(form.fresh(p.value), p.spec) for p in task.inputs])
     for op_id in task.ops:
         form.add(step.graph.ops[op_id])
@@ -163,6 +164,7 @@ def content(value: Any) -> Hashable:
     if isinstance(value, (tuple, list)):
         return type(value), tuple([content(item) for item in value])
     if isinstance(value, Mapping):
+        # By text, since keys may be of types that do not compare.
         return "mapping", tuple([(key, content(value[key])) for key in sorted(value, key=str)])
     if isinstance(value, np.ndarray):
         return "array", value.shape, str(value.dtype), value.tobytes()

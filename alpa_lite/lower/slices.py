@@ -294,6 +294,7 @@ class Slicer:
         None.
         """
         origin = self.place_of_value(v)
+        # What comes from outside the stage arrives in the spec that the plan gives for it.
         if origin is None or origin.stage != place.stage:
             return stage.inputs.get(v, replicated(self.graph.values[v].rank)), None
         if place.kind == "update" and self._is_sum(v):

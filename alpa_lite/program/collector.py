@@ -35,6 +35,7 @@ def rare_collection() -> Iterator[None]:
     try:
         yield
     finally:
+        # Before the thresholds fall, since the next allocation could start the collection that this avoids.
         _let_new_objects_be_old()
         gc.set_threshold(*before)
 

@@ -257,6 +257,7 @@ def loop_without_batch(graph: Graph) -> set[int]:
     These are the ops that JAX marked as differentiated, and the ops between them; without marks, all ops.
     """
     marked = [op.id for op in graph.ops if "jvp(" in op.name_stack or "transpose(" in op.name_stack]
+    # The ops behind the last mark belong to the update.
     last = max(marked, default=len(graph.ops) - 1)
     depends: set[int] = set()
     loop: set[int] = set()

@@ -154,6 +154,7 @@ def plan_transfer(
         PlanError: a spec does not fit the shape, a mesh does not fit its submesh, or the target is a partial sum that
             cannot be reached.
     """
+    # Plans may be written by hand, and a wrong spec must not become a wrong transfer.
     for layout in (source, target):
         _check(shape, layout)
     same = (source.submesh, source.mesh) == (target.submesh, target.mesh)

@@ -50,6 +50,7 @@ LEAST_SHARE = 0.25
 Flow = tuple[int, int, float]
 """A value between two ops: (producing op, reading op, bytes)."""
 
+# A margin for sums in different orders, so that a layer of exactly the limit is allowed.
 _ROUNDING = 1 + 1e-9
 
 
@@ -318,6 +319,7 @@ def _blocks(step: StepGraph, forward: Sequence[Op], count: int) -> dict[int, int
     index: dict[int, int] = {}
     block, current = -1, set[tuple[int, int]]()
     for i, op in enumerate(forward):
+        # Ops before the first and after the last reader of rows belong to no part of the stacked arguments.
         inside = bool(reading) and reading[0] < i <= reading[-1]
         fresh = not read.get(op.id, current) & current
         if not inside or fresh:

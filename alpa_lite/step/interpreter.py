@@ -139,6 +139,7 @@ class Interpreter:
 
     def touching(self, program: PairedGraph, op: Op, relations: Sequence[Relation]) -> Transferred:
         """Return the result of the transfer function of an op that touches the batch, memoized by op class."""
+        # A MIXED operand has the reason of its own op, which equal ops do not share.
         if op.primitive in _LOOKED_AT_CLOSELY or any(r.kind is RelationKind.MIXED for r in relations):
             return transfer(self.site(program, op, relations))
         other = program.small.ops[op.id]
@@ -286,11 +287,13 @@ class Interpreter:
         runs = {r.blocks for r in scanned} - {None}
         if len(runs) > 1:
             return site.refused("goes over arrays whose samples are in different orders").results, Marks()
+        # A value that no trip changes is as good as a constant, even if the loop carries it.
         unchanged = {i for r, i in wiring.carried.items() if body.outputs[r] == body.inputs[i]}
         other_samples = mixed(site.refusal("goes over samples and reads other samples, or sums over them"))
         inside: list[Relation] = []
         for i, relation in enumerate(site.operands):
             if i in wiring.scanned:
+                # The two trips that correspond read the same row.
                 inside.append(INVARIANT)
             elif i in constants or i in unchanged:
                 inside.append(relation if relation.is_same else other_samples)

@@ -88,6 +88,7 @@ def natural_cut(step: StepGraph, stages: Collection[int] = (1,)) -> Cut:
     flops = op_flops(step)
     loops = [op for op in forward_loops(step) if _trips(step, op) <= MAX_TRIPS]
     total = sum(f for f, phase in zip(flops, step.phases, strict=True) if phase is Phase.FORWARD)
+    # Loops that do less than half of the work are no measure of the layers.
     if not loops or 2 * sum(flops[op] for op in loops) < total:
         count = max(default_num_layers(step), min(stages))
         return Cut(loop_parts=count if loops else 0, num_layers=count)
@@ -100,8 +101,11 @@ def natural_cut(step: StepGraph, stages: Collection[int] = (1,)) -> Cut:
     def possible(parts: int) -> int:
         return sum(layers(parts) % count == 0 for count in even)
 
+    # Numbers of stages of which some would take many more trips than their share are left out.
     even = [count for count in stages if -(-sum(trips) // count) * count <= (1 + MOST_UNEVEN) * sum(trips)]
+    # `parts_of` may make more parts than were asked for.
     able = [d for d in range(1, wanted + 1) if len(parts_of(longest, d)) == d]
+    # First the parts that suit most numbers of stages, then equal parts, then more of them.
     parts = max(able, key=lambda d: (possible(d), longest % d == 0, d))
     if 2 * parts <= wanted and longest <= 2 * wanted and possible(longest) >= possible(parts):
         parts = longest  # the trip count has few divisors: one layer per trip is better than a few large ones
@@ -161,6 +165,7 @@ class Layers:
 
 def followed(step: StepGraph, of_op: list[int | None], count: int) -> Layers:
     """Return the layers of all ops and inputs; `of_op` holds those of the forward ops and is completed in place."""
+    # In this order: homes follow from the layers of both passes, and gradients and the update from the homes.
     _backward_layers(step, of_op, count)
     homes = _homes_by_parameter(step, of_op)
     _gradient_layers(step, of_op, homes)
@@ -267,6 +272,7 @@ def _gradient_layers(step: StepGraph, of_op: list[int | None], homes: Mapping[in
         wanted += [layer for c in readers if (layer := of_op[c]) is not None]
         held = [lowest[v] for v in op.operands if v in lowest and graph.producer[v] not in alone]
         if wanted:
+            # No lower than the layers that read it and those that hold what it reads.
             of_op[op_id] = min(here, max(*wanted, *held, 0))
 
 

@@ -203,6 +203,7 @@ class _LoopRewriter:
     def rewrite(self, forward: int, backward: int, policy: Remat) -> None:
         """Rewrite a pair of loops if that saves memory."""
         f, b = self.ops[forward], self.ops[backward]
+        # New stacks need the shapes that the values of the bodies have at the full batch.
         if forward in self.forward or not {f.bodies[0], b.bodies[0]} <= self.scopes.keys():
             return
         self.forward.add(forward)

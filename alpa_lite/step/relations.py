@@ -126,6 +126,7 @@ MIN = Relation(RelationKind.MIN)
 AFTER = Relation(RelationKind.AFTER)
 
 _COMBINED = frozenset((RelationKind.SUM, RelationKind.MAX, RelationKind.MIN))
+# A value that is the same everywhere is its own maximum and minimum, but no sum: the copies would add up.
 _ABOVE = {
     RelationKind.ZERO: {RelationKind.INVARIANT, RelationKind.SUM, RelationKind.MAX, RelationKind.MIN},
     RelationKind.INVARIANT: {RelationKind.MAX, RelationKind.MIN},

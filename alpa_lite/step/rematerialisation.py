@@ -65,6 +65,7 @@ def rematerialise(step: StepGraph, of_op: Sequence[int | None], remat: Sequence[
     for op in looped.step.graph.ops:
         writer.write(op)
     made = writer.finished()
+    # Loops were rewritten under the ids of the traced ops, so that these are the origins.
     origins = {made.step.graph: tuple(o and Origin(step.graph, o.op) for o in writer.copier.origins)}
     verify(made.step.graph)
     return Rematerialised(step=made.step, of_op=made.of_op, origins={**looped.origins, **origins})

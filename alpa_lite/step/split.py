@@ -225,6 +225,7 @@ def split_step(
         try:
             full, other = at_two_sizes(traced, size, loop_parts, exact=exact)
         except TraceError as error:
+            # With one micro-batch the other size only shows the batch dims, and a further size may do as well.
             if num_microbatches > 1:
                 raise
             problem = f"The batch was lost: {error}"

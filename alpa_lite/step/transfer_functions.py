@@ -244,6 +244,7 @@ def through_factor(site: Site) -> Transferred:
     factor = _batch_factor(site, rule)
     if factor is None:
         return site.refused(MIXES)
+    # A sum over the batch is not complete while the loop runs.
     if any(not r.is_same for r in site.operands if r.kind is not RelationKind.SAMPLES):
         return site.refused(AGAIN)
     try:
@@ -280,6 +281,7 @@ class _NotWhole(Exception):
 def _batch_factor(site: Site, rule: Rule) -> int | None:
     """Return the factor of which a micro-batch has 1/count, if that gives all arrays the shapes of the micro-batch."""
     held = [dims[r.dim] for r, dims in zip(site.operands, rule.operands, strict=True) if r.kind is RelationKind.SAMPLES]
+    # All arrays of samples must share the factor, so that those of the first are all candidates.
     for factor in held[0] if held else ():
         sizes = list(rule.sizes)
         sizes[factor], rest = divmod(sizes[factor], site.count)
@@ -405,6 +407,7 @@ def of_running(site: Site) -> Transferred:
         if primitive in ("copy", "optimization_barrier") and len(site.operands) == 1:
             return Transferred(results=(running[0],))
     chosen = primitive == "select_n" and site.operands[0].is_same and len(running) == len(site.operands) - 1
+    # Either case is the same total, with or without one more term.
     if chosen and len({r.total[0] for r in running}) == 1 and len({r.total[1] for r in running} - {""}) <= 1:
         return Transferred(results=(max(running, key=lambda r: r.total[1]),))
     return site.refused("carries a value from sample to sample that is no plain sum, maximum or minimum")

@@ -475,9 +475,7 @@ def test_layers_may_have_equally_many_operators() -> None:
     assert max(forward(by_ops)) - min(forward(by_ops)) < max(forward(by_flops)) - min(forward(by_flops))
 
 
-@pytest.mark.parametrize(
-    "asked", [{"num_stages": 4}, {"num_stages": 4, "layers": "operators"}, {"inter_op_only": True}]
-)
+@pytest.mark.parametrize("asked", [{"pipeline": 4}, {"pipeline": 4, "layers": "operators"}, {"inter_op_only": True}])
 def test_stages_that_are_asked_for_are_made_where_some_have_little_to_do(asked: dict[str, Any]) -> None:
     weights = [jax.ShapeDtypeStruct(pair, jnp.float32) for pair in pairwise([4, 4, 4, 4, 4096, 4096, 4])]
     batch = jax.ShapeDtypeStruct((4096, 4), jnp.float32)

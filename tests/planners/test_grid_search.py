@@ -28,7 +28,7 @@ from tests.end_to_end.transformers import WIDE
 def test_factorisations_are_all_of_them(count: int) -> None:
     want = {d for d in product(range(1, count + 1), repeat=3) if math.prod(d) == count}
     assert {tuple(d) for d in factorisations(count)} == want and len(factorisations(count)) == len(want)
-    assert all(d.pipeline <= 2 and d.model <= 4 for d in factorisations(count, max_pipeline=2, max_tensor=4))
+    assert all(d.pipeline <= 2 and d.tensor <= 4 for d in factorisations(count, max_pipeline=2, max_tensor=4))
 
 
 def test_microbatches_grow_about_twofold() -> None:

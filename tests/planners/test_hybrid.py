@@ -140,7 +140,10 @@ def test_names_say_the_degrees() -> None:
         (Hybrid(pipeline=2, devices=(4, 2)), r"devices = \(4, 2\) .* whose sum is 8, and leave out data"),
         (Hybrid(pipeline=3, devices=(4, 4)), r"as many numbers as the pipeline has parts"),
         (Hybrid(pipeline=2, devices=(4, 4), data=4), r"and data = 4 .* leave out data"),
-        (Hybrid(pipeline=2, devices=(3, 5), tensor=2), r"split into 1 context × 2 model devices\. Give multiples of 2"),
+        (
+            Hybrid(pipeline=2, devices=(3, 5), tensor=2),
+            r"split into 1 context × 2 tensor-parallel devices\. Give multiples of 2",
+        ),
         (Megatron(tensor=3), r"2 data × 3 model = 6 devices"),
     ],
     ids=lambda value: value.name if isinstance(value, Planner) else "",

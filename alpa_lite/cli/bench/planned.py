@@ -94,7 +94,7 @@ def _plan_of(row: Row, traced: TracedFunction, cluster: Cluster, planner: Planne
 
 def plan_at(traced: TracedFunction, cluster: Cluster, planner: Planner, count: Count) -> al.Plan:
     """Return the plan of a planner at a number of micro-batches. Raises `AlpaLiteError`."""
-    return planner.plan(replace(traced.request(cluster, count), advise=False))
+    return planner.plan(traced.request(cluster, count))
 
 
 def best_of_counts(traced: TracedFunction, cluster: Cluster, planner: Planner) -> al.Plan:

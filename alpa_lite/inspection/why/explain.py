@@ -32,7 +32,7 @@ from alpa_lite.inspection.why.alternatives import (
 )
 from alpa_lite.inspection.why.repricing import Repricing
 from alpa_lite.inspection.why.stage_problem import StageProblem
-from alpa_lite.intra_op.placements import Key, Placed
+from alpa_lite.intra_op.stage import Key, Placed
 from alpa_lite.plan.plan import CollectiveUse, Plan, StagePlan
 from alpa_lite.program.ir import Graph, Op
 from alpa_lite.rules.op_info import rule_of_op

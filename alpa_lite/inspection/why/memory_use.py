@@ -18,8 +18,8 @@ from alpa_lite.inspection.text.parameter_groups import is_optimizer_state
 from alpa_lite.inspection.text.tables import Table, render
 from alpa_lite.inspection.why.repricing import Repricing
 from alpa_lite.inspection.why.stage_problem import StageProblem
-from alpa_lite.intra_op.placements import Key
 from alpa_lite.intra_op.shortage import moment_name, value_name
+from alpa_lite.intra_op.stage import Key
 from alpa_lite.intra_op.usages import stage_lives
 from alpa_lite.plan.plan import Plan
 from alpa_lite.text import short_sources, show_bytes, show_percent

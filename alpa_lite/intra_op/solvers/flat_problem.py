@@ -69,6 +69,7 @@ def flat_problem(problem: Problem) -> Flat:
     # Each link has a copy of its matrix in which the strategies of its own node are contiguous.
     turned = _transposed(matrices, starts, sizes[sources], sizes[targets])
     node = np.concatenate([sources, targets])
+    # Stable, so that equal problems are laid out equally and searches are reproducible.
     order = np.argsort(node, kind="stable")
     place = np.empty_like(order)
     place[order] = np.arange(order.size)

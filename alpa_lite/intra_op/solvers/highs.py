@@ -135,6 +135,7 @@ def _pass(matrix: Any, costs: FloatArray, upper: FloatArray, right: FloatArray) 
 
     highs = highspy.Highs()
     highs.setOptionValue("output_flag", False)
+    # With the default of 1e-6 of the limit, 80 GB could be overrun by 80 kB.
     for name in ("mip_feasibility_tolerance", "primal_feasibility_tolerance", "dual_feasibility_tolerance"):
         highs.setOptionValue(name, _TOLERANCE)
     program = highspy.HighsLp()
@@ -165,6 +166,7 @@ def _add_overrun(program: _HighsModel, values: FloatArray, tolerance: float) -> 
         if open_rows.size == 0:
             break
         row = int(open_rows[over[open_rows].argmax()])
+        # Rows close in time have almost the same live nodes, and one of them often settles the others.
         open_rows = open_rows[np.abs(open_rows - row) > max(1, program.times.size // 200)]
         program.added.add(row)
         columns, used = _row_terms(program, row)
@@ -197,6 +199,7 @@ def _cut_off(program: _HighsModel, choices: Sequence[int]) -> None:
 
 def _run_stoppable(highs: Any, control: Control) -> None:
     """Run HiGHS on a thread of its own, so that this one receives signals, and cancel it when the control says stop."""
+    # Otherwise `cancelSolve` has no effect.
     highs.HandleUserInterrupt = True
     # A daemon, so that a run that does not react to its cancellation cannot keep the process alive.
     worker = threading.Thread(target=highs.run, daemon=True)
@@ -299,7 +302,10 @@ class _HighsRun:
         # Only the s become integers: they determine the e (`integer_program`).
         count = self.program.problem.node_costs.values.size
         self.program.highs.changeColsIntegrality(
-            count, np.arange(count, dtype=np.int32), np.full(count, 1, dtype=np.uint8)
+            # 1 is HiGHS's code of an integer variable.
+            count,
+            np.arange(count, dtype=np.int32),
+            np.full(count, 1, dtype=np.uint8),
         )
         self.program.highs.setOptionValue("mip_rel_gap", self.solver.relative_gap)
         # By default HiGHS also ends at an absolute gap, which says nothing about scaled costs.
@@ -313,6 +319,7 @@ class _HighsRun:
 
         ended = highspy.HighsModelStatus
         while True:
+            # For each run again: HiGHS discards it when rows are added.
             if self.start is not None:
                 chosen = self.program.problem.node_costs.starts[:-1] + np.asarray(self.start)
                 self.program.highs.setSolution(chosen.size, chosen.astype(np.int32), np.ones(chosen.size))
@@ -369,6 +376,7 @@ class _HighsRun:
         import highspy
 
         ended = highspy.HighsModelStatus
+        # All variables are bounded, so that the second status also means infeasible.
         infeasible = status in (ended.kInfeasible, ended.kUnboundedOrInfeasible)
         if not infeasible and self.start is not None and evaluate(self.program.problem, self.start).feasible:
             return self._answer(self.start, proven=False)

@@ -151,6 +151,7 @@ class ExactBlocks:
     def _draw(self) -> IntArray:
         """Return the nodes of a random block, ascending."""
         flat, random, count = self.flat, self._random, int(self._num_nodes)
+        # A dict serves as an ordered set, so that equal seeds give equal blocks.
         block = dict.fromkeys(self._of_a_row(count // 2) if random.random() < _OF_ROWS else ())
         if not block:
             block[int(random.integers(flat.cost_start.size - 1))] = None
@@ -186,9 +187,11 @@ class ExactBlocks:
         left = reduced.problem
         if left.num_nodes == 0:
             return reduced.restore(())
+        # The next block is sized by what the reductions leave of this one, which depends on the problem.
         self._num_nodes *= _GROWTH if left.edge_costs.values.size <= _MOST_ENTRIES else _SHRINKAGE
         self._num_nodes = min(max(self._num_nodes, _LEAST_NODES), _MOST_NODES)
         if not left.usage_nodes.size:
+            # Smaller than by default, since several blocks are solved in each round.
             elimination = Elimination(max_table_entries=10**6, max_total_entries=10**7)
             plan = elimination.plan(left)
             if elimination.fits(plan):
@@ -236,6 +239,7 @@ def _usages(
         for node, index in place.items()
         for run in range(int(flat.run_start[node]), int(flat.run_start[node + 1]))
     ]
+    # No row is affected, so that the block needs no limit.
     if not owned:
         return [], None
     runs = np.array([run for _, run in owned])

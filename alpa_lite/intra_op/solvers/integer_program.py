@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -87,6 +88,7 @@ def _row_sums(model: _Model, edge: Edge, entries: Mapping[tuple[int, int], pulp.
     """Add the rows sum_j e[uv,i,j] = s[u,i] for every i."""
     import pulp
 
+    # A strategy without any allowed pair has a row as well, which fixes it at 0.
     rows: dict[int, Terms] = {i: {variable: -1.0} for i, variable in model.nodes[edge.source].items()}
     for (i, _), variable in entries.items():
         rows[i][variable] = 1.0
@@ -164,6 +166,7 @@ def _cost_scale(problem: Problem) -> float:
     """Return the number of seconds in one unit of the objective."""
     arrays = [*problem.node_costs, *(edge.costs for edge in problem.edges)]
     spans = [float(np.ptp(array[np.isfinite(array)])) for array in arrays if np.isfinite(array).any()]
+    # If all costs are equal, any scale will do.
     return max(spans, default=0.0) / _LARGEST_COST or 1.0
 
 
@@ -236,6 +239,7 @@ def _run(model: _Model, solver: pulp.HiGHS) -> _PulpRun:
         solver.findSolutionValues(program)
     return _PulpRun(
         choices=_read_choices(model) if found else None,
+        # All variables are bounded, so that the second status also means infeasible.
         infeasible=status in (ended.kInfeasible, ended.kUnboundedOrInfeasible),
         optimal=status == ended.kOptimal,
         bound=float(info.mip_dual_bound),
@@ -249,7 +253,10 @@ def _run_by(model: _Model, backend: str, seconds: float) -> _PulpRun:
     program = model.program
     objective = pulp.LpAffineExpression(model.objective)
     program.setObjective(objective)
-    program.solve(pulp.getSolver(backend, msg=False, timeLimit=max(seconds, 0.01)))
+    with warnings.catch_warnings():
+        # PuLP calls the CBC that it ships with deprecated, but has no other before its next major release.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        program.solve(pulp.getSolver(backend, msg=False, timeLimit=max(seconds, 0.01)))
     optimal = program.sol_status == pulp.LpSolutionOptimal
     found = optimal or program.sol_status == pulp.LpSolutionIntegerFeasible
     return _PulpRun(
@@ -353,6 +360,7 @@ def leanest_choices(problem: Problem, *, time_limit_seconds: float) -> tuple[int
     model = _build(problem)
     if model is None:
         return None
+    # All rows that determine the peak: without a limit, none can be ruled out.
     rows = maximal_rows(problem)
     unit = max(1.0, *(sum(float(used.max()) for used in row.bytes.values()) for row in rows)) if rows else 1.0
     peak = model.variable("peak", integer=False)

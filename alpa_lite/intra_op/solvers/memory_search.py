@@ -75,6 +75,7 @@ class PricedSearch:
 
     def _begin(self, clock: Clock) -> None:
         self._prices = np.zeros(np.unique(self.problem.usage_times).size)
+        # At equal prices and without costs, choices of few bytes and short lives come first, which are likely to fit.
         if self._cheapest(np.ones(self._prices.size), clock, costs_count=False) is None:
             return
         if np.isinf(self._costs[0]):

@@ -137,6 +137,7 @@ def _grow(flat: Flat, scratch: Scratch, number: int) -> int:
         # Trees of a block must not be joined by an edge, which their minimisation would miss.
         if scratch.entered[seed] == number or (scratch.seen[seed] == number and scratch.near[seed] > 0):
             continue
+        # The trees share the size of the block evenly, and each has a node at least.
         limit = min(_MAX_BLOCK, max(count + 1, size * tree // num_trees))
         if count >= limit:
             break
@@ -388,9 +389,11 @@ class Neighbourhood:
         prices = np.concatenate([np.zeros(1), np.cumsum((row_prices + self._pressure)[rows])])
         choices, best = start.copy(), start.copy()
         cost = _search(
+            # Few rows are ever full, and every tracked one takes time in each block.
             with_rows(self.flat, rows), self._scratch, choices, best, prices, num_blocks,
             first_heat, last_heat, self._number, self.halt,
         )  # fmt: skip
+        # Numbers of blocks never repeat, so that the marks of earlier ones need not be cleared.
         self._number += num_blocks
         overrun = overrun_of(self.flat, choices)
         self._watch(overrun, 1.0)

@@ -72,6 +72,7 @@ def choices_in_haste(problem: Problem, *, seconds: float, control: Control) -> t
     with ThreadPoolExecutor(1) as pool:
         for attempt, start in enumerate(_starts(problem)):
             search = Neighbourhood(flat=flat, seed=attempt, halt=halt)
+            # Heat as high as a forbidden cost lets a search leave choices that are forbidden on all sides.
             heat = forbidden if attempt % 2 else 0.0
             for call in range(_CALLS_PER_START):
                 before, found = start, list[IntArray]()
@@ -156,6 +157,7 @@ class Portfolio(Solver):
         if solution.status is Status.INFEASIBLE and problem.limit_bytes is not None and self.peak_seconds > 0.0:
             peak_bytes = smallest_peak(
                 problem,
+                # Not `solve`, which would look for the smallest peak of every part that is infeasible.
                 solve=lambda part, seconds: self._solve(part, Clock(seconds=seconds, control=clock.control)),
                 time_limit_seconds=min(max(clock.left, 0.1), self.peak_seconds),
             )
@@ -163,6 +165,7 @@ class Portfolio(Solver):
         return replace(solution, seconds=clock.spent)
 
     def _solve(self, problem: Problem, clock: Clock) -> Solution:
+        # A problem that was reduced before, for another gap, is not reduced again.
         takes = 0.0 if _known_reductions(problem) else _reduction_seconds(problem)
         # Reductions would exceed the time even further, and a search needs none.
         if clock.over() and takes > _LEAST_SECONDS:
@@ -260,6 +263,7 @@ class Portfolio(Solver):
         # Dropping the limit can only lower the optimum, so that choices which fit anyway are optimal.
         if found.feasible:
             return self._answer(problem, choices, bound=found.cost, proven=True)
+        # The status of a solution with a bound and without choices.
         return no_solution(status=Status.TIME_LIMIT, started=started, solver=self.name, bound=found.cost)
 
     def _priced(self, problem: Problem, plan: EliminationPlan, free: Solution, clock: Clock) -> Solution:

@@ -102,25 +102,49 @@ def _share_of(number: int) -> float:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
+class _ExactTurns:
+    """The exact blocks: their last choices, the next round in which some are solved, and the pause after it.
+
+    ``saved``: the last blocks made the choices cheaper.
+    """
+
+    blocks: ExactBlocks
+    at: IntArray | None = None
+    next_round: int = 0
+    pause: int = _LEAST_PAUSE
+    saved: bool = False
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Heating:
+    """The cycles of heat: rounds per cycle, and the round in which the bound settled, when the first cycle began.
+
+    ``saved_by_search`` (seconds) is counted over a cycle, and ``stuck_cycles`` are those in a row in which it was
+    little.
+    """
+
+    num_rounds: int
+    settled: int | None = None
+    saved_by_search: float = 0.0
+    stuck_cycles: int = 0
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
 class _Core:
-    """The problem that is searched (the given one, or the rest after fixing), with the tools that work on it."""
+    """The problem that is searched (the given one, or the rest after fixing), with the tools that work on it.
+
+    ``at`` and ``offered`` hold for each search its last choices, and the best ones that were offered as an answer.
+    """
 
     problem: Problem
     flat: Flat
     dual: Dual
     searches: list[Neighbourhood]
-    exact: ExactBlocks
     at: list[IntArray | None]
     offered: list[IntArray | None]
+    exact: _ExactTurns
+    heating: _Heating
     span: float
-    at_exact: IntArray | None = None
-    next_exact: int = 0
-    exact_pause: int = _LEAST_PAUSE
-    exact_saved: bool = False
-    settled: int | None = None
-    saved_by_search: float = 0.0
-    stuck_cycles: int = 0
-    cycle: int
     bounds: list[float] = field(default_factory=list[float])
     seconds_per_pass: float = 0.0
     seconds_per_block: float = 0.0
@@ -206,10 +230,10 @@ class RoundSearch:
         dual = Dual(flat=with_finite_costs(flat, 2.0 * span), halt=self._halt)
         nothing: list[IntArray | None] = [None] * len(searches)
         exact = ExactBlocks(flat=searched, seed=self.options.seed, stop=self._over, seconds_left=self._seconds_left)
+        cycle = min(max(problem.num_nodes // _NODES_PER_ROUND, _SHORT_CYCLE), _CYCLE)
         return _Core(
-            problem=problem, flat=searched, dual=dual, searches=searches, exact=exact, at=nothing,
-            offered=nothing.copy(), span=span,
-            cycle=min(max(problem.num_nodes // _NODES_PER_ROUND, _SHORT_CYCLE), _CYCLE),
+            problem=problem, flat=searched, dual=dual, searches=searches, at=nothing, offered=nothing.copy(),
+            exact=_ExactTurns(blocks=exact), heating=_Heating(num_rounds=cycle), span=span,
         )  # fmt: skip
 
     def _descent(self, flat: Flat) -> float:
@@ -248,11 +272,12 @@ class RoundSearch:
         before, improved = self.cost, list[IntArray]()
         if math.isfinite(core.dual.bound):
             free = max(1, self.options.num_threads - len(jobs))
-            if self.options.exact and self._idle >= _IDLE_ROUNDS and number >= core.next_exact:
+            if self.options.exact and self._idle >= _IDLE_ROUNDS and number >= core.exact.next_round:
                 jobs.append(self._solving_blocks(improved))
                 free = max(0, free - 1)
             jobs += [self._searching(index, number) for index in range(len(core.searches))][:free]
         run_attended(pool, jobs, over=self._over, halt=self._halt)
+        # Rounding may lift the sum of the messages above the cost of the best choices.
         self.bound = max(self.bound, min(core.dual.bound + self._offset, self.cost))
         self._offer(core.dual.choices)
         for index, search in enumerate(core.searches):
@@ -260,18 +285,18 @@ class RoundSearch:
                 core.offered[index] = search.best
                 self._offer(search.best)
         # Savings by exact blocks say nothing about search: they count neither here nor in ``_leave_basin``.
-        core.saved_by_search += before - self.cost if math.isfinite(before) else 0.0
+        core.heating.saved_by_search += before - self.cost if math.isfinite(before) else 0.0
         self._idle = 0 if self.cost < before - _LITTLE * abs(before) or math.isinf(self.cost) else self._idle + 1
         for choices in improved:
             self._offer(choices)
             # Exact blocks are costly: while they save nothing, they are tried less and less often.
-            core.exact_pause = _LEAST_PAUSE if core.exact_saved else min(2 * core.exact_pause, _MOST_PAUSE)
-            core.next_exact = number + core.exact_pause
+            core.exact.pause = _LEAST_PAUSE if core.exact.saved else min(2 * core.exact.pause, _MOST_PAUSE)
+            core.exact.next_round = number + core.exact.pause
 
     def _settle(self, number: int) -> None:
         """Begin the cycles of heat once the bound gains little, or has had its share of the time."""
         core = self._core
-        if core.settled is not None:
+        if core.heating.settled is not None:
             return
         core.bounds.append(core.dual.bound)
         rounds = self.options.max_rounds
@@ -282,7 +307,7 @@ class RoundSearch:
             gained = core.bounds[-1] - core.bounds[-1 - _LOOK_BACK]
             slow = gained < _SLOW * abs(core.bounds[-1])
         if core.dual.converged or slow or spent > _BOUND_SHARE:
-            core.settled = number
+            core.heating.settled = number
 
     def _leave_basin(self, number: int) -> None:
         """Count the cycles in a row in which search saved little; restart exact blocks from the annealed choices.
@@ -291,13 +316,15 @@ class RoundSearch:
         later cycle that anneals from the best, at little heat, usually brings them back near it.
         """
         core, place = self._core, self._place(number)
-        if not self.options.heat or place == 0 or place % core.cycle > 0:
+        if not self.options.heat or place == 0 or place % core.heating.num_rounds > 0:
             return
-        core.stuck_cycles = core.stuck_cycles + 1 if core.saved_by_search <= _LITTLE * abs(self.cost) else 0
-        core.saved_by_search = 0.0
-        if core.stuck_cycles > 1 and core.exact_pause == _MOST_PAUSE:
-            core.at_exact = core.at[0]
-            core.exact_pause, core.next_exact = _LEAST_PAUSE, number
+        core.heating.stuck_cycles = (
+            core.heating.stuck_cycles + 1 if core.heating.saved_by_search <= _LITTLE * abs(self.cost) else 0
+        )
+        core.heating.saved_by_search = 0.0
+        if core.heating.stuck_cycles > 1 and core.exact.pause == _MOST_PAUSE:
+            core.exact.at = core.at[0]
+            core.exact.pause, core.exact.next_round = _LEAST_PAUSE, number
 
     def _bounding(self, number: int) -> Callable[[], None]:
         core = self._core
@@ -343,15 +370,15 @@ class RoundSearch:
         blocks may also continue from choices that cost more than the best.
         """
         core = self._core
-        start = core.at_exact
-        if start is None or not self._fits(start) or not (core.stuck_cycles or self._costs_as_much(start)):
+        start = core.exact.at
+        if start is None or not self._fits(start) or not (core.heating.stuck_cycles or self._costs_as_much(start)):
             start = self._project(self.choices or ())
 
         def job() -> None:
             if self._fits(start):
-                core.at_exact = core.exact.improve(start, _EXACT_BLOCKS)
-                core.exact_saved = cost_of(core.flat, core.at_exact) < cost_of(core.flat, start)
-                improved.append(core.at_exact)
+                core.exact.at = core.exact.blocks.improve(start, _EXACT_BLOCKS)
+                core.exact.saved = cost_of(core.flat, core.exact.at) < cost_of(core.flat, start)
+                improved.append(core.exact.at)
 
         return job
 
@@ -373,32 +400,32 @@ class RoundSearch:
         """
         core = self._core
         at, place = core.at[index], self._place(number)
-        if core.settled is None or at is None:
+        if core.heating.settled is None or at is None:
             return core.dual.choices.copy()
-        if place % core.cycle > 0:
+        if place % core.heating.num_rounds > 0:
             return at
-        if self.choices is None or (place // core.cycle + index) % 3 == 1:
+        if self.choices is None or (place // core.heating.num_rounds + index) % 3 == 1:
             return core.dual.choices.copy()
         return self._project(self.choices)
 
     def _place(self, number: int) -> int:
         """Return the number of rounds since the bound settled."""
-        return 0 if self._core.settled is None else number - self._core.settled
+        return 0 if self._core.heating.settled is None else number - self._core.heating.settled
 
     def _heat(self, index: int, number: int) -> tuple[float, float]:
         """Return the heat in seconds at the start and the end of a round; 0 before there is an answer."""
         core, place = self._core, self._place(number)
-        if self.choices is None or core.settled is None or not self.options.heat:
+        if self.choices is None or core.heating.settled is None or not self.options.heat:
             return 0.0, 0.0
-        hot = self._hotter * _HOT[(place // core.cycle + index) % len(_HOT)]
+        hot = self._hotter * _HOT[(place // core.heating.num_rounds + index) % len(_HOT)]
         hot *= max(abs(self.cost - self._offset), self.cost - self.bound)
-        cycle, place = core.cycle, place % core.cycle
+        cycle, place = core.heating.num_rounds, place % core.heating.num_rounds
         return hot * _COOLING ** (place / cycle), hot * _COOLING ** ((place + 1) / cycle)
 
     @property
     def _hotter(self) -> float:
         """The factor on the heat of a cycle: 1 unless search is stuck."""
-        return _HOTTER[self._core.stuck_cycles % len(_HOTTER)]
+        return _HOTTER[self._core.heating.stuck_cycles % len(_HOTTER)]
 
     # ------------------------------------------------------------------------------------------------ answers
 

@@ -104,6 +104,7 @@ class TooLargeError(ValueError):
 class Solver(ABC):
     """Base class of solvers, which choose one strategy per node."""
 
+    # Solvers are dataclasses with slots, which a base class without would make pointless.
     __slots__ = ()
 
     @property
@@ -152,6 +153,7 @@ def no_solution(
         choices=None,
         cost=math.inf,
         status=status,
+        # The minimum over no choices at all.
         bound=math.inf if status is Status.INFEASIBLE else bound,
         seconds=time.perf_counter() - started,
         solver=solver,

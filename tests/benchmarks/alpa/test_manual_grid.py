@@ -7,7 +7,7 @@ from benchmarks.alpa.manual_grid import degrees, numbers_of_microbatches
 
 
 def test_megatron_splits_tensors_within_a_host():
-    found = [(d.planner.pipeline, d.planner.model, d.data) for d in degrees(CASES["gpt-39B"])]
+    found = [(d.planner.pipeline, d.planner.tensor, d.data) for d in degrees(CASES["gpt-39B"])]
     assert (16, 4, 1) in found
     assert all(pipeline * model * data == 64 and model <= 8 for pipeline, model, data in found)
     assert all(pipeline * model >= 64 * 39e9 * 14 / 64 / 16e9 for pipeline, model, _ in found)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from alpa_lite.lower.local.run_local import bind_local
+from alpa_lite.lower.run_local import bind_local
 from tests.lower.blocks import Placement, local_op
 from tests.rules.row import Row
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.extend.random import threefry2x32_p
 
-from alpa_lite.lower.local.block import LocalOp, local_lowering
+from alpa_lite.lower.block import LocalOp, local_lowering
 
 _WORD = 2**32
 
@@ -30,6 +30,7 @@ def block_counters(block: Sequence[int], starts: Sequence[Array | int], full: Se
     """
     high = jnp.zeros(tuple(block), jnp.uint32)
     low = jnp.zeros(tuple(block), jnp.uint32)
+    # Positions below 2^32 have no high word, and its additions are left out.
     is_wide = prod(full) > _WORD
     for dim, (size, start) in enumerate(zip(block, starts, strict=True)):
         index = lax.iota(jnp.uint32, size) + jnp.asarray(start).astype(jnp.uint32)

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from alpa_lite.lower.local.block import LocalOp, block_index, local_lowering
+from alpa_lite.lower.block import LocalOp, block_index, local_lowering
 
 
 @local_lowering("mulhi")

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from alpa_lite.lower.local.run_local import floats_in_order, ordered_integers
+from alpa_lite.lower.run_local import floats_in_order, ordered_integers
 
 IN_ORDER = [-np.inf, -3e38, -1.5, -1e-38, -0.0, 0.0, 1e-38, 1.0, 2.0, 3e38, np.inf]
 

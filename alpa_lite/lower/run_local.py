@@ -1,6 +1,6 @@
 """Run one op of a graph on local blocks, inside `shard_map`.
 
-The rule of an op promises that any of its shardable factors can be split. This package implements the promise:
+The rule of an op promises that any of its shardable factors can be split. Local lowerings implement the promise:
 parameters that name global sizes are made local and indices are shifted to the block (local_indexing), windows receive
 what they read of other blocks (local_contraction), and sources produce their block of the whole array (local_random).
 Sums over a split factor stay partial; other reductions are combined at once (combine), by the collective over mesh axes
@@ -24,12 +24,12 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from alpa_lite.errors import VerificationError
-from alpa_lite.lower.local import (
+from alpa_lite.lower import (
     local_contraction,
     local_indexing,
     local_random,
 )
-from alpa_lite.lower.local.block import LocalOp, lowering_of
+from alpa_lite.lower.block import LocalOp, lowering_of
 from alpa_lite.plan.walk import combination
 
 _GATHERED: dict[str, Callable[[Array, Array], Array]] = {
