@@ -48,9 +48,9 @@ PLANS: Mapping[str, tuple[Planner, int]] = {
     "data parallel, 4 micro-batches": (DataParallel(), 4),
     "FSDP": (FSDP(), 1),
     "Megatron": (Megatron(), 1),
-    "dp2 × tp4": (Hybrid(data=2, model=4), 1),
-    "pipeline of 2": (Pipeline(num_stages=2), 4),
-    "pp2 × dp2 × tp2": (Hybrid(pipeline=2, data=2, model=2), 4),
+    "dp2 × tp4": (Hybrid(data=2, tensor=4), 1),
+    "pipeline of 2": (Pipeline(pipeline=2), 4),
+    "pp2 × dp2 × tp2": (Hybrid(pipeline=2, data=2, tensor=2), 4),
 }
 """The planners, and the number of micro-batches for each."""
 

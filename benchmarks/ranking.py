@@ -46,9 +46,9 @@ PLANNERS: tuple[Planner, ...] = (
     DataParallel(),
     FSDP(),
     Megatron(),
-    Pipeline(num_stages=2),
-    Pipeline(num_stages=4),
-    Hybrid(pipeline=2, data=2, model=2),
+    Pipeline(pipeline=2),
+    Pipeline(pipeline=4),
+    Hybrid(pipeline=2, data=2, tensor=2),
 )
 """The planners of the demo, and two more."""
 

@@ -115,6 +115,7 @@ def check_keys(where: str, values: Mapping[str, Any], cls: type[Any], optional: 
     known = {field.name for field in fields(cls)}
     needed = {each.name for each in fields(cls) if each.default is MISSING and each.default_factory is MISSING}
     missing, unknown = sorted(needed - set(values) - set(optional)), sorted(set(values) - known)
+    # A misspelt key is unknown and missing at once; its own spelling helps more than the name of the missing key.
     if unknown:
         raise ClusterError(
             f"{where} has the unknown keys {', '.join(unknown)}: known are {', '.join(sorted(known))}."
@@ -167,6 +168,7 @@ def read_file(path: Path) -> dict[str, Any]:
     """
     try:
         with path.open("rb") as file:
+            # One byte more than the limit suffices for `parse_json` to report a file that is too large.
             text = file.read(_MAX_BYTES + 1)
     except (OSError, ValueError) as error:
         sentence = f"The cluster file {str(path)!r} cannot be read ({error}): give the path of a file."
@@ -191,6 +193,7 @@ def _names(folder: str) -> tuple[str, ...]:
 
 
 def _closest(name: str, known: Collection[str]) -> str:
+    # A prefix is more likely meant than a similar name: "h100" for "h100-sxm-80gb".
     longer = [each for each in known if name and each.startswith(name.lower())]
     close = longer[:4] or difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.4)
     return f" Did you mean {' or '.join(map(repr, close))}?" if close else ""

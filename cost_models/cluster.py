@@ -120,6 +120,7 @@ class Cluster:
             raise ClusterError(
                 f"Cluster.device_share is {self.device_share!r}, but a part above 0, up to 1, is needed."
             )
+        # JSON gives a list, with which a cluster could not be hashed.
         object.__setattr__(self, "algorithms", tuple(self.algorithms))
         unknown = sorted(set(self.algorithms) - set(ALGORITHMS))
         if unknown or not self.algorithms:
@@ -172,6 +173,7 @@ class Cluster:
             if start <= last_host and first_host < start + group.num_hosts:
                 found.append(group)
             start += group.num_hosts
+        # Between groups only the link of the cluster exists.
         inter_host = found[0].inter_host if len(found) == 1 else None
         return replace(
             self,
@@ -190,6 +192,7 @@ class Cluster:
                 continue
             data[field.name] = _to_json(value)
         if self.groups:
+            # These values follow from the groups, and reading refuses them next to groups.
             for key in ("device", "num_hosts", "intra_host"):
                 del data[key]
         return data
@@ -203,8 +206,10 @@ class Cluster:
         """
         try:
             return cls._from_values(without_comments(require_object("The cluster", data)))
+        # A ClusterError is a ValueError too, but its message is more precise than the one below.
         except ClusterError:
             raise
+        # Files are not trusted: a value of a wrong type can fail anywhere in the checks of devices and links.
         except (TypeError, ValueError, AttributeError, KeyError, OverflowError) as error:
             raise ClusterError(
                 f"The cluster holds a value of another kind than it should ({error}): see Cluster.to_json()."
@@ -237,6 +242,7 @@ def slowest_device(devices: Sequence[Device]) -> Device:
         name=" | ".join(sorted({device.name for device in devices})),
         memory_bytes=min(device.memory_bytes for device in devices),
         memory_bandwidth=min(device.memory_bandwidth for device in devices),
+        # The entry "float32" is the rate of the vector units; as a matrix format float32 would be read as TF32.
         peak_flops={
             dtype: min(device.peak(dtype, matrix=dtype != "float32") for device in devices) for dtype in base.peaks
         },
@@ -248,6 +254,7 @@ def slowest_device(devices: Sequence[Device]) -> Device:
         },
         convolution_efficiency=min(device.convolution_efficiency for device in devices),
         attention_efficiency=min(device.attention_efficiency for device in devices),
+        # None means equal to `attention_efficiency`, which `with_ported_attention` resolves.
         ported_attention_efficiency=min(device.with_ported_attention.attention_efficiency for device in devices),
         memory_efficiency=min(device.memory_efficiency for device in devices),
         contention=max(device.contention for device in devices),
@@ -278,6 +285,7 @@ def load_cluster(name_or_path: str, *, num_hosts: int | None = None) -> Cluster:
             numbers of hosts.
     """
     name, colon, hosts = name_or_path.rpartition(":")
+    # A colon may also be a part of the path.
     if not colon or hosts.lower().endswith(".json"):
         name = name_or_path
     elif not hosts.isdecimal():

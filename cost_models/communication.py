@@ -14,7 +14,7 @@ sums, minima and maxima of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,7 +23,7 @@ from cost_models.errors import require_amount, require_choice, require_count
 from cost_models.link import Link, moving_seconds
 from cost_models.schemes import Scheme, levels_of, rate_of_host, schemes
 from cost_models.traffic import (
-    Traffic,
+    Algorithm,
     butterfly_all_reduce,
     double_tree_all_reduce,
     halving_doubling_all_reduce,
@@ -37,9 +37,8 @@ from cost_models.work import Collective
 AllReduceAlgorithm = Literal[
     "auto", "ring", "halving_doubling", "tree", "double_tree", "butterfly", "naive", "parameter_server"
 ]
-_Algorithm = Callable[[float, int], Traffic]
 
-ALL_REDUCE_ALGORITHMS: Mapping[AllReduceAlgorithm, _Algorithm] = {
+ALL_REDUCE_ALGORITHMS: Mapping[AllReduceAlgorithm, Algorithm] = {
     "ring": ring_all_reduce,
     "halving_doubling": halving_doubling_all_reduce,
     "tree": tree_all_reduce,
@@ -200,6 +199,7 @@ def transfer_seconds(
         return 0.0
     inside = cluster.intra_host
     num_lanes = 1 if cluster.shared_processor else num_links
+    # Each pair of devices communicates as a group of two.
     rate = num_lanes * inside.rate(2)
     link = _link_between(cluster, crosses_domains) if crosses_hosts else None
     if link is None:
@@ -221,5 +221,6 @@ def _cheapest(collective: Collective, cluster: Cluster) -> Scheme | None:
     levels = levels_of(collective.group, cluster, all_to_all=collective.kind == "all_to_all")
     if not levels or collective.bytes == 0:
         return None
+    # Libraries choose their algorithm by size, too; the model assumes that they choose the fastest one.
     found = schemes(collective.kind, collective.bytes, levels, cluster.algorithms)
     return min(found, key=lambda scheme: scheme.seconds)

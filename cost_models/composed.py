@@ -63,6 +63,7 @@ class ComposedCostModel:
     def compute_seconds(self, work: Work, *, num_active_devices: int = 1) -> float:
         """Return the seconds in which all active devices complete `work`; they add up on a shared processor."""
         require_count("num_active_devices", num_active_devices, advice="count the devices that work at the same time")
+        # One device cannot use the whole processor, so that fewer devices than 1/share leave a part of it idle.
         turns = max(num_active_devices, 1 / self.cluster.device_share) if self.cluster.shared_processor else 1
         device = self.cluster.device
         if self.backend.ported_attention and work.kind == "attention":

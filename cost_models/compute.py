@@ -116,6 +116,8 @@ def sustained_flops(work: Work, device: Device) -> float:
 
 def _head_loss(product: Product | None) -> float:
     """Return the slowdown of a fused attention kernel for heads of this width, relative to wide heads."""
+    # Of the two products of attention, one contracts over the width of the head and the other has it as its columns;
+    # the other size is the number of keys, which is larger.
     return 1 + SOFTMAX_COLUMNS / min(product.depth, product.columns) if product is not None else 1.0
 
 
@@ -125,6 +127,7 @@ class _Tiling:
     filled: float
 
 
+# A search prices the same few products again and again, since the layers of a model repeat each other.
 @lru_cache(maxsize=50_000)
 def _best_tiling(product: Product, device: Device) -> _Tiling:
     """Return the tile with the least waste, and the fraction of the units' time that is not wasted."""

@@ -43,6 +43,7 @@ def require_amount(
 
 def require_count(what: str, value: object, *, advice: str, error: type[CostModelError] = CostModelError) -> None:
     """Raise `error` unless `value` is a whole number of at least 1."""
+    # `bool` is a subclass of `int`, and numpy integers are `Integral` without being `int`.
     is_whole = type(value) is int or (type(value) is not bool and isinstance(value, Integral))
     if is_whole and cast("int", value) >= 1:
         return

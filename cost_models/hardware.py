@@ -70,6 +70,7 @@ class Device:
 
     def __post_init__(self) -> None:
         label = f"The device {self.name!r}:"
+        # Mappings are stored as sorted pairs, so that a device is hashable: prices are cached by device.
         pairs = tuple(sorted(dict(self.peak_flops).items()))
         object.__setattr__(self, "peak_flops", pairs)
         object.__setattr__(self, "tiles", tuple((int(rows), int(columns)) for rows, columns in self.tiles))
@@ -126,6 +127,7 @@ class Device:
         if isinstance(given, (int, float)):
             return dict.fromkeys(self.peaks, float(given))
         stated = dict(given)
+        # The lowest stated efficiency is the cautious guess for a dtype that was not measured.
         return {dtype: stated.get(dtype, min(stated.values())) for dtype in self.peaks}
 
     def format(self, dtype: str, *, matrix: bool = True) -> str:
@@ -134,6 +136,7 @@ class Device:
         A missing 16-bit type uses the other one; float8 uses the 16-bit types; everything else float32. Vector units
         (`matrix=False`) run at the float32 rate, except for float64 where the device states it.
         """
+        # The variants of float8 (e4m3fn, e5m2, …) run at one rate.
         family = "float8" if dtype.startswith("float8") else dtype
         names = _MATRIX_FALLBACKS.get(family, (family,)) if matrix or family == "float64" else ()
         return next((name for name in names if name in self.peaks), "float32")
@@ -143,6 +146,7 @@ class Device:
         return self.peaks[self.format(dtype, matrix=matrix)]
 
 
+# Cached because `replace` validates all fields again, and this is read for every attention kernel that is priced.
 @lru_cache(maxsize=256)
 def _with_ported_attention(device: Device) -> Device:
     ported = device.ported_attention_efficiency

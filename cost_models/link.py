@@ -92,12 +92,14 @@ class Link:
         parts = {"efficiency": self.efficiency}
         for name in _BY_MEMBERS:
             known = {_lie(name, key): part for key, part in dict(getattr(self, name)).items()}
+            # Sorted pairs make links hashable, and equal if their descriptions list the same entries in another order.
             object.__setattr__(self, name, tuple(sorted(known.items())))
             parts |= {f"{name}[{key}]": part for key, part in _written(known).items()}
         for key, part in parts.items():
             _check_part(f"Link.{key}", part)
         for size in self.torus:
             require_count("Link.torus", size, advice="count the devices along each ring", error=ClusterError)
+        # The value may come from a file, where a text such as "false" would count as true.
         if self.in_network_reduction not in (True, False):
             given = repr(self.in_network_reduction)
             raise ClusterError(f"Link.in_network_reduction is {given}, but true or false is needed.")
@@ -112,6 +114,7 @@ class Link:
         known = _by_lie(self.efficiency_by_members)
         if all_to_all:
             known |= _by_lie(self.all_to_all_efficiency_by_members)
+        # A stride without an entry of its own is taken to be as fast as neighbours.
         part = known.get((num_members, stride), known.get((num_members, 1), self.efficiency))
         return part * self.torus_share(num_members) * self.bandwidth_bytes_per_second
 
@@ -121,6 +124,7 @@ class Link:
             return 1.0
         rings, rest = self._rings(num_members)
         dims = len(self.torus)
+        # Fewer members than the shortest ring form a compact block, whose lines have no wrap-around link.
         if not rings:
             return min(dims, num_members.bit_length() - 1) / (2 * dims)
         return min(1.0, (2 * len(rings) + (rest > 1)) / (2 * dims))

@@ -102,6 +102,8 @@ def layer_activation_bytes(
     tokens = float(seq_len * batch * hidden)
     if recompute == "full":
         return 2 * tokens
+    # 10 of the 34 bytes belong to values outside the products (norms, dropout), which tensor parallelism does not
+    # split.
     shared = num_tensor_parallel if sequence_parallel else 1
     core = 0.0 if recompute == "selective" else 5 * num_heads * seq_len / hidden
     return tokens * (10 / shared + (24 + core) / num_tensor_parallel)
@@ -132,7 +134,9 @@ def microbatches_in_flight(
         raise CostModelError(f"The schedule is {schedule!r}, but only {known} exist: choose one of them.")
     if schedule == "gpipe":
         return float(num_microbatches)
+    # Interleaving a single chunk is the same order as 1F1B.
     if schedule == "1f1b" or num_chunks == 1:
         return float(min(num_stages - stage, num_microbatches))
     warmup = 2 * (num_stages - stage - 1) + (num_chunks - 1) * num_stages
+    # The warm-up passes, and the forward pass that precedes the first backward pass, each of one chunk.
     return min(warmup + 1, num_chunks * num_microbatches) / num_chunks

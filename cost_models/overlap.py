@@ -95,6 +95,7 @@ def without_first(tasks: Sequence[StreamTask]) -> Postponed:
     """Remove collectives that depend on no kernel: they may overlap with work before these tasks."""
     free = set[int]()
     for i, task in enumerate(tasks):
+        # Tasks of 0 seconds stand for inputs, which are there before the first kernel.
         if set(task.needs) <= free and (task.stream == "communication" or not task.seconds):
             free.add(i)
     return _without(tasks, free)
@@ -140,6 +141,7 @@ def loop_seconds(
 
     if trips < 2:
         return trips * end(1)
+    # Prefetching reaches one trip ahead, so that trips repeat one another from the third on.
     second = end(2)
     third = end(3) if trips >= 3 else 2 * second - end(1)
     return second + (trips - 2) * (third - second)
@@ -166,6 +168,7 @@ def _repeated(body: Sequence[StreamTask], carried: Sequence[tuple[int, int]], co
 def _ways(tasks: Sequence[StreamTask]) -> list[float]:
     """Return for each task the longest path in seconds from its start to the end of all tasks."""
     ways = [0.0] * len(tasks)
+    # Tasks follow what they need, so that one pass from the end suffices.
     for number in range(len(tasks) - 1, -1, -1):
         ways[number] += tasks[number].seconds
         for needed in tasks[number].needs:
@@ -201,14 +204,17 @@ class _OverlapState:
         self._start()
         if not self.running:
             return False
+        # A task that occupies both streams is a single entry: nothing contends with it.
         slow = self.slow if len(self.running) == 2 else 1.0
         first = min(self.running, key=lambda s: self.running[s][1])
         step = self.running[first][1]
         release = self.releases[0][0] - self.now if self.releases else step * slow
+        # A reader may start before any running task ends: advance only to its release, in seconds without contention.
         if release < step * slow:
             first, step = None, max(0.0, release) / slow
         self.now += step * slow
         for stream, (task, left) in self.running.items():
+            # Rounding may leave a tiny negative rest.
             self.running[stream] = (task, max(0.0, left - step))
             self.busy[stream] += step * slow
         while self.releases and self.releases[0][0] <= self.now:
@@ -222,6 +228,8 @@ class _OverlapState:
         if "both" in self.running:
             return
         if self.waiting["both"] and not self.running:
+            # Entries hold the negated length of the path to the end, so that the most urgent task is first in each
+            # heap.
             first = max((heap[0] for heap in self.waiting.values() if heap), key=lambda entry: -entry[0])
             if first == self.waiting["both"][0]:
                 self._take("both")
@@ -247,12 +255,14 @@ class _OverlapState:
         for reader in self.readers[number]:
             task = self.tasks[reader]
             if task.streams and self.missing[reader] == 1 and task.seconds > 0:
+                # The mark keeps `_end` from entering the reader a second time when the collective ends.
                 self.missing[reader] = -1
                 beside = task.seconds * (1 - 1 / NUM_PARTS)
                 heapq.heappush(self.releases, (self.now + max(seconds / NUM_PARTS, seconds - beside), reader))
 
     def _enter(self, number: int) -> None:
         task = self.tasks[number]
+        # Tasks without duration (inputs, collectives that were removed) need no stream and end at once.
         if task.seconds == 0:
             self.free.append(number)
         else:

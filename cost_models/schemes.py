@@ -40,7 +40,7 @@ GB/s of bus bandwidth (NVIDIA/nccl-tests issue 347), 0.85 of what their all_gath
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import log2
@@ -49,7 +49,7 @@ from cost_models import traffic
 from cost_models.cluster import Cluster
 from cost_models.errors import CostModelError
 from cost_models.link import Link, moving_seconds
-from cost_models.traffic import Traffic
+from cost_models.traffic import Algorithm, Traffic
 from cost_models.work import CollectiveKind, Group
 
 
@@ -110,6 +110,7 @@ def levels_of(group: Group, cluster: Cluster, *, all_to_all: bool = False) -> tu
     num_units = -(-group.num_devices // per_domain)
     name = "between domains" if cluster.hosts_per_domain > 1 else "between hosts"
     found.append(_between(group, cluster, cluster.inter_host, hosts_in_domain, num_units, num_units, name))
+    # A level on which nothing is sent has no part in a scheme.
     return tuple(level for level in found if level.num_members > 1)
 
 
@@ -146,6 +147,7 @@ def _between(
     """Return a level whose units of `num_hosts` hosts each communicate over `link`."""
     per_host = group.devices_per_host
     rate = rate_of_host(link, cluster, num_senders=per_host, num_concurrent=group.num_concurrent)
+    # Bytes pass the links inside a host before they reach its network cards.
     feed = per_host * _bottom(group, cluster, per_host).bytes_per_second
     return Level(
         name=name,
@@ -170,10 +172,8 @@ def _check_fits(group: Group, cluster: Cluster) -> None:
 TREE_CHAIN_PASSES = 4.0
 IN_NETWORK_EFFICIENCY = 0.85
 
-_Algorithm = Callable[[float, int], Traffic]
-
 #: What runs on one level, by the name of the algorithm that a library must have for it.
-ON_ONE_LEVEL: Mapping[CollectiveKind, Mapping[str, _Algorithm]] = {
+ON_ONE_LEVEL: Mapping[CollectiveKind, Mapping[str, Algorithm]] = {
     "all_reduce": {
         "ring": traffic.ring_all_reduce,
         "halving_doubling": traffic.halving_doubling_all_reduce,
@@ -270,6 +270,7 @@ def _by_level(
         size = below * bytes if kind == "all_to_all" else bytes
         menus.append(_menu(kind, size, level, algorithms))
         below *= level.num_members
+    # At most three levels with at most four algorithms each: all combinations are few enough to compare.
     for parts in product(*menus):
         yield Scheme(parts[0].algorithm if len(parts) == 1 else "level by level", parts)
 
@@ -280,11 +281,13 @@ def _menu(kind: CollectiveKind, bytes: float, level: Level, algorithms: Sequence
         return [_on_torus(kind, bytes, level)]
     # Inside a host a double tree is a chain, which is worse than the ring (`_trees` has it as a part).
     left_out = {"double_tree"} if level.is_inside else set[str]()
+    # Every library has rings, even if the given names contain none that implements this kind.
     names = [name for name in known if name in algorithms and name not in left_out] or ["ring"]
     return [_part(level, name, known[name](bytes, level.num_members)) for name in names]
 
 
 def _part(level: Level, name: str, sent: Traffic) -> SchemePart:
+    # Members that share memory meet once; a group of one sends no message at all.
     messages = min(1, sent.num_serial_messages) if level.single_round else sent.num_serial_messages
     return SchemePart(level, name, messages, sent.serial_bytes)
 
@@ -312,6 +315,7 @@ def _ring(kind: CollectiveKind, bytes: float, levels: Sequence[Level]) -> Scheme
 
 
 def _spans_hosts(levels: Sequence[Level]) -> bool:
+    # A domain without a link of its own is one level that spans several hosts.
     return len(levels) > 1 or levels[0].num_members > levels[0].members_per_host
 
 

@@ -40,6 +40,7 @@ with N^2 M, each one device or step too many; and the ring is called best, which
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from cost_models.link import Link, moving_seconds
@@ -76,7 +77,12 @@ class Traffic:
         return self.latency_seconds(link) + self.bandwidth_seconds(link)
 
 
+Algorithm = Callable[[float, int], Traffic]
+"""Function that returns the traffic of an algorithm, from the bytes of the buffer and the number of devices."""
+
+
 def _log2(num_devices: int) -> int:
+    # ceil(log2 n) in whole numbers, exact for every n.
     return (num_devices - 1).bit_length()
 
 
@@ -87,6 +93,7 @@ def naive_all_reduce(bytes: float, num_devices: int) -> Traffic:
     return Traffic(
         total_sent_bytes=num_devices * sent,
         max_sent_bytes=sent,
+        # One round, in which each device sends its messages one after the other.
         num_rounds=min(peers, 1),
         num_serial_messages=peers,
         serial_bytes=sent,
@@ -117,6 +124,7 @@ def in_network_all_reduce(bytes: float, num_devices: int) -> Traffic:
         total_sent_bytes=num_devices * sent,
         max_sent_bytes=sent,
         num_rounds=2,
+        # As many as a ring has, since measured latencies grow with the number of devices (see the module docstring).
         num_serial_messages=2 * (num_devices - 1),
         serial_bytes=sent,
     )
@@ -127,6 +135,7 @@ def tree_all_reduce(bytes: float, num_devices: int) -> Traffic:
     rounds = 2 * _log2(num_devices)
     return Traffic(
         total_sent_bytes=2 * (num_devices - 1) * bytes,
+        # The root sends the sum to one child in every round of the broadcast.
         max_sent_bytes=rounds // 2 * bytes,
         num_rounds=rounds,
         num_serial_messages=rounds,
@@ -137,10 +146,12 @@ def tree_all_reduce(bytes: float, num_devices: int) -> Traffic:
 def butterfly_all_reduce(bytes: float, num_devices: int) -> Traffic:
     """All-reduce by recursive doubling: partners at distance 1, 2, 4, ... exchange whole buffers."""
     exchanges = num_devices.bit_length() - 1
+    # Surplus devices hand their buffer to a partner before the exchanges, and receive the result after them.
     surplus = num_devices - 2**exchanges
     rounds = exchanges + (2 if surplus else 0)
     return Traffic(
         total_sent_bytes=(2**exchanges * exchanges + 2 * surplus) * bytes,
+        # A partner of a surplus device also returns the sum to it.
         max_sent_bytes=(exchanges + (1 if surplus else 0)) * bytes,
         num_rounds=rounds,
         num_serial_messages=rounds,

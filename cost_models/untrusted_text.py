@@ -20,6 +20,7 @@ LONGEST_TEXT = 4096
 LONGEST_MESSAGE = 3000
 """Largest number of characters of a message, about one screen."""
 
+# Possessive quantifiers: a match that fails, at an unterminated string, must not backtrack through the text.
 _STRING = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 _NESTING = re.compile(r"[\[{]+|[\]}]+")
 
@@ -32,6 +33,7 @@ def printable(text: str, *, keep: str = "") -> str:
 def message(text: str) -> str:
     """Return the text of an error message with control characters escaped and the middle of long texts removed."""
     text = printable(text, keep="\n")
+    # The start of a message states the problem and its end the remedy, so the middle is dropped.
     half = LONGEST_MESSAGE // 2
     return text if len(text) <= LONGEST_MESSAGE else f"{text[:half]} … {text[-half:]}"
 
@@ -61,6 +63,7 @@ def parse_json(
     # Counted before parsing, since the parser allocates; unterminated strings are left to the parser.
     _check_sizes(_STRING.sub("", decoded), max_values, max_depth)
     try:
+        # By default Python also accepts NaN and Infinity, which are not JSON and would pass most comparisons unnoticed.
         data = json.loads(decoded, parse_constant=_no_number)
     except json.JSONDecodeError as error:
         raise ValueError(f"{error.msg} in line {error.lineno}, column {error.colno}") from error
@@ -71,6 +74,7 @@ def parse_json(
 
 def _check_sizes(bare: str, max_values: int, max_depth: int) -> None:
     """Raise ValueError if a JSON text, given without its strings, has too many values or nests too deep."""
+    # Every element but the first of its container follows a comma, so this bounds the number of values.
     values = sum(map(bare.count, ",[{")) + 1
     if values > max_values:
         raise ValueError(f"it has {values} values, of at most {max_values}")

@@ -70,5 +70,6 @@ def with_bandwidth(cluster: Cluster, scale: float) -> Cluster:
 
 
 def _with_devices(cluster: Cluster, changed: Callable[[Device], Device]) -> Cluster:
+    # The device of the cluster stands for the slowest of its groups, so it changes with them.
     groups = tuple(replace(group, device=changed(group.device)) for group in cluster.groups)
     return replace(cluster, device=changed(cluster.device), groups=groups)

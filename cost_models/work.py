@@ -80,6 +80,7 @@ class Work:
     bytes: float = 0
     kind: WorkKind = "elementwise"
     dtype: str = "float32"
+    # A float, since trip counts are: a branch counts as a fraction of a run.
     num_kernels: float = 1
     product: Product | None = None
 

@@ -60,7 +60,7 @@ def train_step(params: Any, x: Any) -> tuple[Any, Any]:
 @cache
 def _planned() -> al.PlannedFunction:
     width = jax.ShapeDtypeStruct((64, 64), jnp.float32)
-    function = al.parallelize(train_step, cluster=HOST, planner=al.planners.Pipeline(num_stages=2), num_microbatches=2)
+    function = al.parallelize(train_step, cluster=HOST, planner=al.planners.Pipeline(pipeline=2), num_microbatches=2)
     return function.trace({"a": width, "b": width}, width).plan(cache=False)
 
 

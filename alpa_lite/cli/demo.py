@@ -56,7 +56,7 @@ class DemoConfig:
     num_rounds: int = 9
     learning_rate: float = 1e-3
     seed: int = 0
-    manual: tuple[Planner, ...] = (DataParallel(), Megatron(), Pipeline(num_stages=2), Pipeline(num_stages=4))
+    manual: tuple[Planner, ...] = (DataParallel(), Megatron(), Pipeline(pipeline=2), Pipeline(pipeline=4))
 
 
 @dataclass(frozen=True, kw_only=True)

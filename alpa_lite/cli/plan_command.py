@@ -291,7 +291,7 @@ def add_planner(parser: argparse.ArgumentParser, default: str | None) -> None:
     )
     suggests(planner, tuple(PLANNERS))
     parser.add_argument(
-        "--option", action="append", default=[], metavar="NAME=VALUE", help="option of the planner, e.g. num_stages=4"
+        "--option", action="append", default=[], metavar="NAME=VALUE", help="option of the planner, e.g. pipeline=4"
     )
 
 

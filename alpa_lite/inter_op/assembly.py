@@ -1,8 +1,7 @@
 """Assemble a `Plan` and its prediction from stages that have been solved.
 
-Dims of arguments that the devices do not divide stay whole; here is what padding them would buy.
-
-A dim of local size s on an axis of n unused devices, padded to p = ⌈s / n⌉ · n, would save
+Dims of arguments that the devices do not divide stay whole. The plan says what padding them would save
+(`_PricedStage.undivided`). A dim of local size s on an axis of n unused devices, padded to p = ⌈s / n⌉ · n, would save
 
     bytes    = local bytes · (1 - p / (s n))
     seconds  = Σ over the contractions that read the argument: seconds · runs per step · (1 - p / (s n))
@@ -15,13 +14,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from math import ceil, prod
+from typing import NamedTuple
 
 from alpa_lite.errors import PlanError
-from alpa_lite.inter_op.boundaries import inflow_seconds, received_values
+from alpa_lite.inter_op.boundaries import inflow_seconds, received_values, stacks_at_rest
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.inter_op.shared_devices import device_peak
-from alpa_lite.inter_op.space import PlacedStage
-from alpa_lite.inter_op.stacked_arguments import stacks_at_rest
+from alpa_lite.inter_op.stage_costs import PlacedStage
 from alpa_lite.inter_op.work_floor import least_seconds
 from alpa_lite.intra_op.placements import Choice
 from alpa_lite.plan.plan import (
@@ -40,7 +39,6 @@ from alpa_lite.program.phases import Phase, StepGraph
 from alpa_lite.rules.op_info import opaque_ops, rule_of_op
 from alpa_lite.schedule import Inference, Schedule, passes_of, simulate
 from alpa_lite.sharding.meshes import sharing
-from alpa_lite.sharding.specs import Spec
 from alpa_lite.step.layers import Layers
 
 
@@ -53,7 +51,7 @@ def assemble(
     schedule: Schedule,
     started: float,
 ) -> Plan:
-    """A `Plan` with its prediction, from solved stages."""
+    """Return a `Plan` with its prediction, from solved stages; ``started``: when planning began (`perf_counter`)."""
     plans = tuple(_stage_plan(request, step, layers, stage) for stage in stages)
     statuses = {stage.solution.status.value for stage in stages}
     prediction = predict(request, step, layers, stages, schedule)
@@ -84,19 +82,19 @@ def assemble(
 
 
 def schedule_for(step: StepGraph, schedule: Schedule) -> Schedule:
-    """The schedule that was asked for, or that of inference where a step has no backward pass to be scheduled."""
+    """Return the schedule, or the one of inference if a step has no backward pass."""
     forward_alone = Phase.BACKWARD not in step.phases and schedule.stages_per_processor == 1
     return Inference() if forward_alone else schedule
 
 
 def with_microbatches(plan: Plan) -> str:
-    """The name of a plan, and how many micro-batches it has."""
+    """Return the name of a plan with its number of micro-batches, if it has several."""
     count = plan.num_microbatches
     return plan.name if count == 1 else f"{plan.name}, {count} micro-batches"
 
 
 def relative_gap(seconds: float, bound: float) -> float:
-    """How much less than `seconds` the best can take at most, relative to it."""
+    """Return the largest possible saving over `seconds`, relative to it, given a lower bound."""
     return max(0.0, (seconds - bound) / seconds) if seconds > 0 else 0.0
 
 
@@ -105,16 +103,17 @@ def _undivided(
 ) -> tuple[UndividedDim, ...]:
     found: list[UndividedDim] = []
     for number, stage in enumerate(stages):
+        if stage.solution.choice is None:
+            continue
         homes = zip(step.graph.inputs, layers.of_input, strict=True)
         arguments = [v for v, home in homes if stage.first <= home <= stage.last]
         pricer = Pricer(cost_model=request.cost_model, submesh=stage.submesh, mesh=stage.mesh)
-        if stage.solution.choice is not None:
-            found += undivided_dims(step, number, stage.solution.choice, pricer, arguments)
+        found += _PricedStage(step, number, stage.solution.choice, pricer).undivided(arguments)
     return tuple(found)
 
 
 def opaque_uses(step: StepGraph) -> tuple[OpaqueUse, ...]:
-    """The ops of a step that no rule can split, by primitive, the largest first."""
+    """Return the ops of a step that have no rule, grouped by primitive, the largest group first."""
     groups: dict[str, list[tuple[float, str]]] = {}
     for graph, op in opaque_ops(step.graph):
         size = float(sum(v.bytes for v in graph.results(op)))
@@ -136,6 +135,7 @@ def _stage_plan(request: PlanRequest, step: StepGraph, layers: Layers, stage: Pl
     if solution.choice is None:
         raise PlanError("A stage without a solution cannot become part of a plan.")
     choice = solution.choice
+    # Inputs that are no arguments are arrays that the function captured.
     homes = {
         v: home
         for v, part, home in zip(graph.inputs, step.input_parts, layers.of_input, strict=True)
@@ -168,7 +168,7 @@ def _stage_plan(request: PlanRequest, step: StepGraph, layers: Layers, stage: Pl
 def predict(
     request: PlanRequest, step: StepGraph, layers: Layers, stages: Sequence[PlacedStage], schedule: Schedule
 ) -> Prediction:
-    """Simulate the schedule on the stages' times; add the update, the skew of hosts, and what dispatching takes."""
+    """Simulate the schedule on the times of the stages; add the update, the skew of hosts, and dispatching."""
     with request.progress.during("simulate"):
         return _predicted(request, step, layers, stages, schedule)
 
@@ -183,7 +183,7 @@ def _predicted(
     together = sharing([stage.submesh for stage in stages])
     whole = count == 1 and m == 1
     tasks = schedule.tasks(count, m)
-    overhead = launch if not whole else launch / len(tasks[0])  # all of the step is one program
+    overhead = launch if not whole else launch / len(tasks[0])  # the whole step is one program
     timeline = simulate(
         tasks,
         [s.forward_seconds for s in solutions],
@@ -198,6 +198,7 @@ def _predicted(
         stages[numbers[0]].submesh: device_peak({i: solutions[i] for i in numbers}, tasks[numbers[0] % len(tasks)])
         for numbers in together
     }
+    # Stages on the same devices update in turn, those on other devices at the same time; virtual devices never overlap.
     in_turn = [sum(updates[i] for i in numbers) for numbers in together]
     update = sum(in_turn) if request.cluster.shared_processor else max(in_turn)
     stacks = stacks_at_rest(request.cost_model, step, layers, stages)
@@ -223,7 +224,10 @@ def _predicted(
 def inflows_between(
     request: PlanRequest, step: StepGraph, layers: Layers, stages: Sequence[PlacedStage]
 ) -> list[float]:
-    """What each stage but the first takes to receive, per micro-batch; nothing from one on the same devices."""
+    """Return the seconds per micro-batch in which each stage but the first receives its inputs.
+
+    Nothing is sent between stages on the same devices.
+    """
     received = received_values(step, layers, [(stage.first, stage.last) for stage in stages[1:]])
     return [
         inflow_seconds(
@@ -239,62 +243,66 @@ def inflows_between(
 
 
 LEAST_SHARE = 0.01
-"""Arguments below this share of the largest one are not worth a line."""
+"""Arguments below this share of the largest one are not reported."""
 
 
-def undivided_dims(
-    step: StepGraph, stage: int, choice: Choice, pricer: Pricer, arguments: Sequence[int]
-) -> tuple[UndividedDim, ...]:
-    """The dims of a stage's arguments that an axis would split if it divided them, the most bytes first.
+class _PricedStage(NamedTuple):
+    """A stage of a step, by number, with its shardings and their prices."""
 
-    Only axes count that split some argument here: others are not for state in this plan.
-    """
-    values = [step.graph.values[v] for v in arguments if step.batch_dims[v] is None and v in choice.inputs]
-    used = {axis for v in values for axis in choice.inputs[v.id].axes}
-    largest = max((v.bytes for v in values), default=0)
-    found = [
-        dim
-        for value in values
-        if value.bytes >= LEAST_SHARE * largest and not value.dtype.startswith("key<")
-        for dim in _of_value(step, stage, value, choice, pricer, used)
-    ]
-    return tuple(sorted(found, key=lambda dim: -dim.bytes_saved))
+    step: StepGraph
+    number: int
+    choice: Choice
+    pricer: Pricer
 
+    def undivided(self, arguments: Sequence[int]) -> tuple[UndividedDim, ...]:
+        """Return the dims of the stage's arguments that an axis would split if it divided them, the most bytes first.
 
-def _of_value(
-    step: StepGraph, stage: int, value: Value, choice: Choice, pricer: Pricer, used: set[str]
-) -> Iterator[UndividedDim]:
-    spec, sizes = choice.inputs[value.id], pricer.sizes
-    for axis in sorted(used - spec.axes):
-        count = sizes[axis]
-        blocks = [n // prod(sizes[a] for a in axes) for n, axes in zip(value.shape, spec.dims, strict=True)]
-        if any(block % count == 0 for block in blocks):
-            continue  # it stays whole by choice
-        for dim, block in enumerate(blocks):
-            if block < count:
-                continue
-            padded = ceil(block / count) * count
-            share = 1 - padded / (block * count)
-            yield UndividedDim(
-                name=value.name,
-                dim=dim,
-                size=value.shape[dim],
-                axis=axis,
-                num_devices=count,
-                padded=padded * (value.shape[dim] // block),
-                bytes_saved=local_bytes(value, spec, sizes) * share,
-                seconds_saved=_contraction_seconds(step, value, dim, spec, choice, pricer) * share,
-                stage=stage,
-            )
+        Only axes count that split some argument of this stage: the plan does not split state over the others.
+        """
+        step, inputs = self.step, self.choice.inputs
+        values = [step.graph.values[v] for v in arguments if step.batch_dims[v] is None and v in inputs]
+        used = {axis for v in values for axis in inputs[v.id].axes}
+        largest = max((v.bytes for v in values), default=0)
+        found = [
+            dim
+            for value in values
+            if value.bytes >= LEAST_SHARE * largest and not value.dtype.startswith("key<")
+            for dim in self._undivided(value, used)
+        ]
+        return tuple(sorted(found, key=lambda dim: -dim.bytes_saved))
 
+    def _undivided(self, value: Value, used: set[str]) -> Iterator[UndividedDim]:
+        spec, sizes = self.choice.inputs[value.id], self.pricer.sizes
+        for axis in sorted(used - spec.axes):
+            count = sizes[axis]
+            blocks = [n // prod(sizes[a] for a in axes) for n, axes in zip(value.shape, spec.dims, strict=True)]
+            if any(block % count == 0 for block in blocks):
+                continue  # the axis could split another dim: the value stays whole by choice
+            for dim, block in enumerate(blocks):
+                if block < count:
+                    continue
+                padded = ceil(block / count) * count
+                # A device would then hold padded / count of the block's positions instead of all.
+                share = 1 - padded / (block * count)
+                yield UndividedDim(
+                    name=value.name,
+                    dim=dim,
+                    size=value.shape[dim],
+                    axis=axis,
+                    num_devices=count,
+                    padded=padded * (value.shape[dim] // block),
+                    bytes_saved=local_bytes(value, spec, sizes) * share,
+                    seconds_saved=self._contraction_seconds(value, dim) * share,
+                    stage=self.number,
+                )
 
-def _contraction_seconds(step: StepGraph, value: Value, dim: int, spec: Spec, choice: Choice, pricer: Pricer) -> float:
-    """Seconds per step of the contractions that read this dim of a value whole."""
-    graph, total = step.graph, 0.0
-    for op in (graph.ops[c] for c in graph.consumers[value.id]):
-        rule = rule_of_op(graph, op.id)
-        if op.id in choice.ops and rule.work_kind != "elementwise":
-            factors = rule.operands[op.operands.index(value.id)][dim]
-            if any(f in rule.shardable and choice.ops[op.id].factors[f] == spec.dims[dim] for f in factors):
-                total += pricer.price(graph, op, choice.ops[op.id]).seconds * step.runs_of(op)
-    return total
+    def _contraction_seconds(self, value: Value, dim: int) -> float:
+        """Return the seconds per step of the contractions that read this dim of a value as it is split now."""
+        graph, axes, total = self.step.graph, self.choice.inputs[value.id].dims[dim], 0.0
+        for op in (graph.ops[c] for c in graph.consumers[value.id]):
+            rule, placement = rule_of_op(graph, op.id), self.choice.ops.get(op.id)
+            if placement is not None and rule.work_kind != "elementwise":
+                factors = rule.operands[op.operands.index(value.id)][dim]
+                if any(f in rule.shardable and placement.factors[f] == axes for f in factors):
+                    total += self.pricer.price(graph, op, placement).seconds * self.step.runs_of(op)
+        return total

@@ -1,4 +1,4 @@
-"""Where a pipeline cuts a step: between the loops over layers as they are written, or between parts of these loops.
+"""Where a pipeline cuts a step: between the loops over layers, between parts of these loops, or between whole layers.
 
 With f_s the forward FLOPs of stage s and w_s its share of them, a cut is taken if
 
@@ -6,21 +6,38 @@ With f_s the forward FLOPs of stage s and w_s its share of them, a cut is taken 
 
 and if no argument comes in rows that several stages read: only loops that are cut have their stacked arrays cut
 (`alpa_lite.trace.passes.split_stacked`).
-Else loops are cut into more parts, since each multiplies the step: as many as stages, twice as many, and so on. Who
-writes a model as one loop for each stage can also have it cut so, whatever the loops' FLOPs are (`by_loops`).
+Else loops are cut into more parts, since each multiplies the step: as many as stages, twice as many, and so on. A model
+that is written as one loop for each stage can also be cut so, whatever the loops' FLOPs are (`by_loops`).
+
+Block partition cuts a row of whole layers into runs whose costs differ by no more than the dearest layer:
+
+    c_i      costs, scaled so that the cheapest layer has 0 and the dearest 1; all 0 where all are alike
+    start    n div k layers in each block, the rest in the last
+    step     p: the dearest block, of several the last; q: the cheapest, of several the first; the block next to q
+             towards p, which must not be empty, hands its nearest layer to q. Again with the same p, until that has
+             given one away
+    end      b_p <= b_q + 1
+
+It is not optimal, but as even as one layer allows. Bárány and Grinberg, Block partitions of sequences (Israel J. of
+Mathematics, 2015); Kim et al., torchgpipe (2020), which balances its stages so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from alpa_lite.errors import BatchError, NonAdditiveError, PlanError, TraceError
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.program.ir import MAX_TRIPS, Graph, Op, parts_of, wiring_of
 from alpa_lite.program.phases import Phase, StepGraph
 from alpa_lite.step.clustering import make_layers
-from alpa_lite.step.layers import Layers, forward_loops, op_flops
+from alpa_lite.step.layers import Layers, forward_loops, natural_cut, op_flops
 
 IMBALANCE = 0.1
 """By how much a stage may exceed its share for the sake of smaller cuts."""
@@ -33,7 +50,7 @@ _ROUNDING = 1 + 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineCut:
-    """A step and its stages, one layer each."""
+    """A step and its layers, each of which is a stage."""
 
     step: StepGraph
     layers: Layers
@@ -50,11 +67,12 @@ def cut_into_stages(
 ) -> PipelineCut:
     """Cut the step into `count` stages, with the first of some numbers of micro-batches that works.
 
-    Stages have about equal FLOPs, or FLOPs in proportion to `shares`, or `by_loops` equal numbers of the loops of the
-    forward pass. `written_out`: trip by trip, for who wants to take the backward pass of a trip apart.
+    Stages have about equal FLOPs, or FLOPs in proportion to `shares`, or (`by_loops`) equal numbers of the loops of the
+    forward pass. `written_out`: cut loops into single trips, so that the backward pass of a trip can be split.
 
-    Raises PlanError when the model is too short or has other loops or there are not as many positive shares as stages,
-    and what tracing raises for a number that the user asked for.
+    Raises:
+        PlanError: the model is too short, has other loops, or there are not as many positive shares as stages.
+        AlpaLiteError: tracing fails at a number of micro-batches that the user gave.
     """
     if shares and (len(shares) != count or min(shares) <= 0 or by_loops):
         raise PlanError(
@@ -85,7 +103,7 @@ def cut_into_stages(
             return PipelineCut(step=step, layers=layers)
         num_parts = parts_that_may_do(step, count, shares)
     except (NonAdditiveError, BatchError, TraceError, PlanError):
-        pass  # what is wrong with it is said when it is asked for in parts
+        pass  # tracing it in parts raises the same problem, below
     try:
         return _in_parts(request, microbatches, shares, num_parts)
     except PlanError as error:
@@ -95,7 +113,7 @@ def cut_into_stages(
 def _in_parts(
     request: PlanRequest, microbatches: Sequence[int], shares: Sequence[float], num_parts: int
 ) -> PipelineCut:
-    """The cut with loops in as many parts as it takes, from so many on; at last they are written out."""
+    """Cut loops into `num_parts` parts, or twice as many, and so on until stages are even; at most into trips."""
     while True:
         step = request.best_step(microbatches, loop_parts=num_parts)
         layers = make_layers(step, len(shares), imbalance=IMBALANCE, shares=shares)
@@ -105,7 +123,7 @@ def _in_parts(
 
 
 def is_even(step: StepGraph, layers: Layers, shares: Sequence[float] = ()) -> bool:
-    """True when more parts of loops could hardly give stages that are closer to their shares; without them, equal."""
+    """Return True if more parts of loops could hardly bring stages closer to their shares (by default equal ones)."""
     shares = shares or (1.0,) * layers.num_layers
     loops, totals = _trips(step), [0.0] * layers.num_layers
     for op, (flops, count) in loops.items():
@@ -116,8 +134,11 @@ def is_even(step: StepGraph, layers: Layers, shares: Sequence[float] = ()) -> bo
 
 
 def parts_that_may_do(step: StepGraph, num_parts: int, shares: Sequence[float]) -> int:
-    """The first number of parts of loops with which a cut of a step can be even: `num_parts`, or twice as many, and so
-    on. `step`: with its loops whole."""
+    """Return the first number of parts of loops with which a cut can be even: `num_parts`, or twice as many, and so on.
+
+    `step` has its loops whole.
+    """
+    # Each number of parts that is tried takes a trace; this estimate skips those that cannot succeed.
     loops = _trips(step)
     allowed = _allowed(loops, shares) * _ROUNDING
     while num_parts < MAX_TRIPS:
@@ -129,7 +150,7 @@ def parts_that_may_do(step: StepGraph, num_parts: int, shares: Sequence[float]) 
 
 
 def _trips(step: StepGraph) -> dict[int, tuple[float, int]]:
-    """Of each op of the forward pass, the FLOPs of a trip, and how many trips there are that can be taken apart."""
+    """Return for each op of the forward pass the FLOPs of a trip, and the number of trips that can be separated."""
     flops, found = op_flops(step), dict[int, tuple[float, int]]()
     for op in step.graph.ops:
         if step.phases[op.id] is Phase.FORWARD:
@@ -141,13 +162,14 @@ def _trips(step: StepGraph) -> dict[int, tuple[float, int]]:
 
 
 def _allowed(loops: Mapping[int, tuple[float, int]], shares: Sequence[float]) -> float:
-    """How many FLOPs for each share the largest stage may have."""
+    """Return how many FLOPs per share the largest stage may have."""
     trips = [flops for flops, count in loops.values() for _ in range(count)]
     return max((1 + UNEVEN) * sum(trips) / sum(shares), least_largest(trips, shares) * _ROUNDING)
 
 
 def least_largest(sizes: Sequence[float], shares: Sequence[float]) -> float:
-    """The least x so that `sizes` are consecutive runs, one per share, of sums of at most x · share (by bisection)."""
+    """Return the least x for which `sizes` form consecutive runs, one per share, of sums of at most x · share."""
+    # By bisection; the lower end is exact where the sizes divide evenly, which is the usual case.
     low, high = sum(sizes) / sum(shares), sum(sizes) / shares[0]
     if _fit(sizes, shares, low * _ROUNDING):
         return low
@@ -158,7 +180,8 @@ def least_largest(sizes: Sequence[float], shares: Sequence[float]) -> float:
 
 
 def _fit(sizes: Sequence[float], shares: Sequence[float], limit: float) -> bool:
-    """Whether runs of at most limit · share hold all sizes; filling them up in turn never needs more of them."""
+    """Return True if runs of at most limit · share hold all sizes."""
+    # Filling the runs in turn is optimal: each ends as late as it can.
     run, room = 0, limit * shares[0]
     for size in sizes:
         while size > room:
@@ -171,7 +194,7 @@ def _fit(sizes: Sequence[float], shares: Sequence[float], limit: float) -> bool:
 
 
 def _reads_rows_apart(step: StepGraph, layers: Layers) -> bool:
-    """True when several layers read an argument by slices of their own, as they do the rows of stacked weights."""
+    """Return True if several layers read slices of one argument, as they do with the rows of stacked weights."""
     graph = step.graph
     for v in graph.inputs:
         slices = [graph.ops[c] for c in graph.consumers[v] if graph.ops[c].primitive in ("slice", "dynamic_slice")]
@@ -182,7 +205,7 @@ def _reads_rows_apart(step: StepGraph, layers: Layers) -> bool:
 
 
 def _layers_of(graph: Graph, layers: Layers, op: Op) -> set[int]:
-    """The layers that run an op; of one that is repeated, those of its readers."""
+    """Return the layers that run an op; for an op that is repeated where it is read, the layers of its readers."""
     found, seen, waiting = set[int](), {op.id}, [op]
     while waiting:
         op = waiting.pop()
@@ -194,3 +217,85 @@ def _layers_of(graph: Graph, layers: Layers, op: Op) -> set[int]:
         seen |= readers
         waiting += (graph.ops[c] for c in readers)
     return found
+
+
+_BLOCK_ROUNDING = 1e-9
+
+By = Literal["layer_flops", "layer_bytes"]
+"""The cost of a layer: floating-point operations of both passes, or bytes of the arguments that live in it."""
+
+
+def block_partition(costs: Sequence[float], count: int) -> tuple[int, ...]:
+    """Return how many of the costs, in order, each of `count` blocks holds.
+
+    Raises `PlanError` if there are fewer costs than blocks.
+    """
+    if not 0 < count <= len(costs):
+        raise PlanError(f"{len(costs)} layers cannot be cut into {count} blocks. Ask for 1 to {len(costs)}.")
+    low, high = min(costs), max(costs)
+    scaled = [(cost - low) / (high - low) if high > low else 0.0 for cost in costs]
+    ends = [0, *(i * (len(costs) // count) for i in range(1, count)), len(costs)]
+    moves = 0
+    while True:
+        sums = _sums(scaled, ends)
+        dearest = max(range(count), key=lambda block: (sums[block], block))
+        given = False
+        while not given:
+            sums, moves = _sums(scaled, ends), moves + 1
+            # With rounding the moves may go in circles between equal sums. After so many the bound is relaxed.
+            if sums[dearest] <= min(sums) + 1 + (_BLOCK_ROUNDING if moves > 10 * count * len(costs) else 0):
+                return tuple(b - a for a, b in pairwise(ends))
+            cheapest = _cheapest(sums, ends, dearest)
+            if dearest > cheapest:
+                ends[cheapest + 1] += 1
+                given = cheapest + 1 == dearest
+            else:
+                ends[cheapest] -= 1
+                given = cheapest - 1 == dearest
+
+
+def _cheapest(sums: Sequence[float], ends: Sequence[int], dearest: int) -> int:
+    """Return the first of the cheapest blocks whose neighbour towards the dearest block has a layer to give."""
+    for block in (i for i, cost in enumerate(sums) if cost == min(sums)):
+        beside = block + 1 if block < dearest else block - 1
+        if ends[beside] < ends[beside + 1]:
+            return block
+    raise AssertionError("The neighbour of the cheapest block that is next to the dearest one is dearer, not empty.")
+
+
+def _sums(costs: Sequence[float], ends: Sequence[int]) -> list[float]:
+    return [sum(costs[a:b]) for a, b in pairwise(ends)]
+
+
+def cut_into_blocks(request: PlanRequest, microbatches: Sequence[int], count: int, by: By) -> PipelineCut:
+    """Cut a step into `count` stages of whole layers by block partition; see `cut_into_stages`."""
+    natural = natural_cut(request.best_step(microbatches, loop_parts=0), (count,))
+    step = request.best_step(microbatches, loop_parts=natural.loop_parts)
+    layers = make_layers(step, natural.num_layers, imbalance=natural.imbalance, equal=natural.equal)
+    costs = state_bytes(step, layers).tolist() if by == "layer_bytes" else _flops(step, layers)
+    sizes = block_partition(costs, count)
+    block = [number for number, size in enumerate(sizes) for _ in range(size)]
+    merged = Layers(
+        num_layers=count,
+        of_op=tuple(None if layer is None else block[layer] for layer in layers.of_op),
+        of_input=tuple(block[layer] for layer in layers.of_input),
+    )
+    return PipelineCut(step=step, layers=merged)
+
+
+def state_bytes(step: StepGraph, layers: Layers) -> NDArray[np.float64]:
+    """[layers]: bytes of the arguments without a batch that live in each layer, over all devices."""
+    totals = np.zeros(layers.num_layers)
+    for v, home in zip(step.graph.inputs, layers.of_input, strict=True):
+        if step.batch_dims[v] is None:
+            totals[home] += step.graph.values[v].bytes
+    return totals
+
+
+def _flops(step: StepGraph, layers: Layers) -> list[float]:
+    """Return the FLOPs of each layer in both passes."""
+    totals = [0.0] * layers.num_layers
+    for op, flops, layer in zip(step.graph.ops, op_flops(step), layers.of_op, strict=True):
+        if layer is not None and step.phases[op.id].in_loop:
+            totals[layer] += flops
+    return totals

@@ -1,4 +1,4 @@
-"""Pins: arguments whose sharding the user gives; the search finds the rest.
+"""Pins: the shardings of arguments that the user gives; the search determines the others.
 
     pins = {"state/params/head": PartitionSpec(None, "model")}
 
@@ -27,7 +27,7 @@ Axes = Mapping[str, int]
 
 
 def pinned_axes(pins: Pins) -> frozenset[str]:
-    """All axes that pins name. Raises `PlanError` for axes that no mesh of the search has."""
+    """Return all axes that pins name. Raises `PlanError` for axes that no mesh of the search has."""
     axes = frozenset(axis for name, dims in pins.items() for dim in _dims(name, dims) for axis in dim)
     unknown = sorted(axes - {*AXES})
     if unknown:
@@ -41,7 +41,7 @@ def pinned_axes(pins: Pins) -> frozenset[str]:
 
 
 def pinned_specs(step: StepGraph, pins: Pins) -> dict[int, Spec]:
-    """The spec of each input of a step's graph that is pinned, rows of stacked arguments included."""
+    """Return the spec of each pinned input of a step's graph, rows of stacked arguments included."""
     names = {v: step.graph.values[v].name for v in step.graph.inputs}
     for v, part in zip(step.graph.inputs, step.input_parts, strict=True):
         if part.rows is not None:  # `name[first:last]`
@@ -61,7 +61,7 @@ def pinned_specs(step: StepGraph, pins: Pins) -> dict[int, Spec]:
 
 
 def pins_on_mesh(step: StepGraph, pins: Pins, axes: Axes) -> dict[int, Spec]:
-    """`pinned_specs` on a mesh with these axes; those of one device split nothing.
+    """Return `pinned_specs` for a mesh with these axes, without axes of one device.
 
     Raises `PlanError` for other axes, one that a spec names twice, and dims that their devices do not divide.
     """
@@ -70,7 +70,7 @@ def pins_on_mesh(step: StepGraph, pins: Pins, axes: Axes) -> dict[int, Spec]:
 
 
 def _on_mesh(name: str, value: Value, spec: Spec, axes: Axes) -> Spec:
-    """The spec of a value without the axes of one device. Raises `PlanError` where it cannot have it."""
+    """Return the spec of a value without the axes of one device. Raises `PlanError` if the value cannot have it."""
     named = [axis for dim in spec.dims for axis in dim]
     if unknown := [axis for axis in named if axis not in axes]:
         raise PlanError(f"The pin of {name} names the axes {unknown}, but the mesh has {list(axes)}.")
@@ -88,17 +88,17 @@ def _on_mesh(name: str, value: Value, spec: Spec, axes: Axes) -> Spec:
 
 
 class Pinned(NamedTuple):
-    """The specs of inputs of a graph, and those in which outputs are returned, where they are given."""
+    """The given specs of inputs and outputs of a graph."""
 
     inputs: Mapping[int, Spec]
     outputs: Mapping[int, Spec]
 
 
 def with_results(step: StepGraph, results: Sequence[str], inputs: Mapping[int, Spec], pins: Pins, axes: Axes) -> Pinned:
-    """The specs of inputs, and `pins` of results on a mesh with these axes; `results` are their paths, by leaf.
+    """Add `pins` of results, on a mesh with these axes, to the given specs of inputs; `results` are the paths by leaf.
 
     State whose argument has no spec of its own comes in as it goes out. Raises `PlanError` as `pins_on_mesh` does, and
-    where one array is to be returned in two ways.
+    if one array would be returned in two specs.
     """
     graph, found, taken = step.graph, dict[int, Spec](), dict(inputs)
     for v, part in zip(graph.outputs, step.output_parts, strict=True):
@@ -113,13 +113,14 @@ def with_results(step: StepGraph, results: Sequence[str], inputs: Mapping[int, S
                 f"Result {name!r} is an argument that is handed on as it came, in {taken[v]}, but {spec} was asked "
                 "for. Give both one spec."
             )
+    # The results of one step are the arguments of the next: in the same spec nothing moves between steps.
     for v in found.keys() & step.aliases.keys():
         taken.setdefault(step.aliases[v], found[v])
     return Pinned(taken, {v: s for v, s in found.items() if v not in taken and taken.get(step.aliases.get(v, -1)) != s})
 
 
 def check_results(pins: Pins, results: Sequence[str]) -> None:
-    """Raises `PlanError` for pins of results that there are not."""
+    """Raise `PlanError` for pins of results that do not exist."""
     if unknown := [name for name in pins if name not in results]:
         near = get_close_matches(unknown[0], results, n=3, cutoff=0.3) or [*results][:3]
         raise PlanError(f"There is no result {unknown[0]!r} to pin. Did you mean {', '.join(map(repr, near))}?")
@@ -136,6 +137,7 @@ def _of_result(name: str, value: Value, pin: Sequence[Any], axes: Axes) -> Spec:
 
 
 def _named(pin: str, names: Iterable[str]) -> str:
+    # Pins may come from a file, and the name ends up in an error or a table.
     pin, known = printable(pin), dict.fromkeys(filter(None, names))
     matches = [name for name in known if name == pin] or [name for name in known if name.endswith("/" + pin)]
     if len(matches) == 1:

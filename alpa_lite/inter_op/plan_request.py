@@ -16,7 +16,7 @@ from cost_models.cluster import Cluster
 from cost_models.composed import CostModel
 
 OnInterrupt = Literal["raise", "best"]
-"""What a search does when it is interrupted."""
+"""The behaviour of a search when it is interrupted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,20 +26,20 @@ class PlanRequest:
     Attributes:
         function: its name.
         step_at: `step_at(num_microbatches, loop_parts)` is the step cut into phases; with `loop_parts` > 0 loops over
-            layers are cut into about so many, with what they scan.
-        likely_step_at: the same, which may be guessed from other numbers, faster; None: not so.
+            layers and their scanned arrays are cut into about so many parts.
+        likely_step_at: a faster `step_at` that may extrapolate from other numbers of micro-batches, or None.
         num_arguments: how many arrays the step takes; the others are captured by the function.
         batch_size: samples of a step; None where no batch was found.
         cluster: what to plan for.
         cost_model_for: `cost_model_for(cluster)` is the cost model to plan with, for this or another cluster.
-        arguments: names of its positional arguments, with which the names of their arrays begin.
-        results: the path of each array that it returns, `0/params/w`-like; empty where it returns one alone.
+        arguments: names of the positional arguments, with which the names of their arrays begin.
+        results: the path of each returned array, such as `0/params/w`; empty if the function returns a single array.
         num_microbatches: a number, or "auto".
-        advise: whether a planner that finds nothing should look for changes that would help.
-        on_non_additive: what `step_at` does about several micro-batches of a step that is no sum.
-        on_interrupt: what Ctrl-C does to a search: "raise" stops it, "best" ends it with the best plan so far.
-        progress: is told what is done, and how much is left of it.
-        workers: may solve stages before they are asked for.
+        advise: whether a planner without a plan should look for changes that would allow one.
+        on_non_additive: how `step_at` treats several micro-batches of a step that is no sum.
+        on_interrupt: the effect of Ctrl-C on a search: "raise" stops it, "best" ends it with the best plan so far.
+        progress: receives the work that is done and that is left.
+        workers: processes that may solve stages before they are needed.
         measure: `measure(plan)` is seconds of a step of a plan on real devices; None where there are none.
     """
 
@@ -66,7 +66,7 @@ class PlanRequest:
         return self.cost_model_for(self.cluster)
 
     def microbatch_choices(self, default: Sequence[int]) -> tuple[int, ...]:
-        """The numbers of micro-batches to consider: the user's, or those of `default` that divide the batch."""
+        """Return the numbers of micro-batches to consider: the user's, or those of `default` that divide the batch."""
         if self.num_microbatches != "auto":
             return (int(self.num_microbatches),)
         if self.batch_size is None:
@@ -75,7 +75,10 @@ class PlanRequest:
         return tuple(dict.fromkeys(m for m in default if m >= 1 and size % m == 0)) or (1,)
 
     def best_step(self, default: Sequence[int], *, loop_parts: int) -> StepGraph:
-        """The step at the first number of micro-batches that works; errors count only for the user's own number."""
+        """Return the step at the first number of micro-batches that can be traced, at the latest at 1.
+
+        Errors are raised only for a number that the user gave.
+        """
         choices = self.microbatch_choices(default)
         for m in choices:
             try:

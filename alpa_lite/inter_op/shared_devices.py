@@ -1,13 +1,13 @@
-"""Stages that share devices: what they hold together, and how they are solved within the memory that they share.
+"""Stages that share devices: the memory that they need together, and solutions that fit into it.
 
 The chunks c of an interleaved pipeline lie on the same devices and run in turn, so that a device holds at most
 
     peak  = Σ_c (state_c + sums_c) + max over time of Σ_c held_c · activations_c + max_c temporaries_c     `device_peak`
 
-where a backward pass in two parts keeps something else for the second one than for the first.
+where a backward pass in two parts holds other values for the second part than for the first.
 
 Each stage is solved by itself first, with all of the memory. Where the best of each do not fit together, they get less:
-limit_c = reserved_c · memory / peak, and what cannot go so low gets what it needs (`solve_together`).
+limit_c = reserved_c · memory / peak, and a stage that cannot go so low gets what it needs (`solve_together`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from alpa_lite.intra_op.solve import StageSolution
 from alpa_lite.schedule import Task, TaskKind, peak_held
 
-#: How often memory is shared out anew while the stages of a device do not fit together.
+#: How often the memory is divided anew while the stages of a device do not fit together.
 MAX_ROUNDS = 4
 
 Solve = Callable[[int, int, float], StageSolution]
@@ -27,7 +27,7 @@ Solve = Callable[[int, int, float], StageSolution]
 
 @dataclass(frozen=True, kw_only=True)
 class Together:
-    """The solutions of stages that share devices, by stage; bytes per device that they need together at least."""
+    """The solutions of stages that share devices, by stage, and the bytes per device that they need together."""
 
     solutions: Mapping[int, StageSolution]
     peak_bytes: float
@@ -35,7 +35,7 @@ class Together:
 
 
 def device_peak(solutions: Mapping[int, StageSolution], tasks: Sequence[Task]) -> float:
-    """Peak bytes per device of the stages whose tasks are listed. Solutions must have a choice."""
+    """Return the peak bytes per device of the stages whose tasks are listed. Solutions must have a choice."""
     sizes, handed = ([0.0] * (1 + max(solutions)) for _ in range(2))
     for stage, solution in solutions.items():
         sizes[stage], handed[stage] = solution.activation_bytes, solution.handed_bytes
@@ -44,7 +44,7 @@ def device_peak(solutions: Mapping[int, StageSolution], tasks: Sequence[Task]) -
 
 
 def held_at_peak(tasks: Sequence[Task]) -> dict[int, int]:
-    """Micro-batches in flight of each stage when their sum is largest for the first time; at least one each."""
+    """Return the micro-batches in flight of each stage when their sum first reaches its maximum; at least one each."""
     held = dict.fromkeys((task.stage for task in tasks), 0)
     most, total = dict(held), 0
     for task in tasks:
@@ -67,7 +67,8 @@ def solve_together(solve: Solve, tasks: Sequence[Task], memory_bytes: float) -> 
         reserved = sum(solution.peak_bytes for solution in solutions.values())
         peak = reserved if lacking else device_peak(solutions, tasks)
         if peak < found.peak_bytes or not found.solutions:
-            # What is alone on its devices was solved within their memory as it is, but for what it hands on.
+            # A stage that is alone was solved within this memory; only what it hands from the first part of a backward
+            # pass to the second was not counted then. (Recomputed sums of bytes may differ by rounding.)
             alone = len(limits) == 1 and not any(s.handed_bytes for s in solutions.values())
             fits = not lacking and (peak <= memory_bytes or alone)
             found = Together(solutions=solutions, peak_bytes=peak, fits=fits)
@@ -80,7 +81,7 @@ def solve_together(solve: Solve, tasks: Sequence[Task], memory_bytes: float) -> 
 def _shared(
     solutions: Mapping[int, StageSolution], least: Mapping[int, float], available_bytes: float
 ) -> dict[int, float]:
-    """`available_bytes` in proportion to what the solutions reserve; none gets less than it is known to need."""
+    """Divide `available_bytes` in proportion to what the solutions reserve; stages get at least what they need."""
     limits = dict(least)
     others = sum(solution.peak_bytes for s, solution in solutions.items() if not least[s])
     left = max(0.0, available_bytes - sum(least.values()))

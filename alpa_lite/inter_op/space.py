@@ -1,40 +1,47 @@
-"""What the search chooses from: kinds of submesh, logical shapes over them, and which layers may go on which.
+"""What the search chooses from: kinds of submesh, logical meshes over them, and which layers may go on which.
 
-A shape has one axis that does anything; or an axis that splits the batch (and may split state) and one inside a host
-that splits everything else; or, of several hosts, one that splits the batch between them and leaves state whole on each
-beside these two inside a host. What crosses hosts in every layer is too slow to be worth its time in the search.
+A logical mesh has one axis that does anything; or an axis that splits the batch (and may split state) and one inside a
+host that splits everything else; or, of several hosts, one that splits the batch between them and leaves state whole on
+each, next to these two inside a host. What crosses hosts in every layer is too slow to be worth its time in the search.
 
 The devices of a mixed cluster count by the rate of their matrix units when layers are shared out.
 
-A stage of a plan in the making.
+Where stages are to be alike, `ways` enumerates the sets of stages that a plan may consist of.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, reduce
+from itertools import product
 from math import prod
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from alpa_lite.inter_op.stage_costs import BATCH_AXES
-from alpa_lite.intra_op.solve import StageSolution
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh, SubmeshKind, cluster_kinds, first_submesh, logical_shapes
 from cost_models.cluster import Cluster
+
+BATCH_AXES = ("replica", "data")
+"""The axes of the search's logical meshes that split the batch."""
 
 IMBALANCE = 4.0
 """A stage may have at most this many times its devices' share of the work, and at least the inverse of its square."""
 
 
+StageEquality = Literal["layers", "devices"]
+"""The quantity that all stages have equally much of."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """Submeshes and logical shapes for the stages of a cluster.
+    """Submeshes and logical meshes for the stages of a cluster.
 
-    kinds    of submesh
-    meshes   of each kind, the logical meshes over it
-    fair     a part of the layers is only for about its share of the devices
+    kinds    kinds of submesh
+    meshes   the logical meshes over each kind
+    fair     whether a stage must have about the share of the devices that its layers have of the work
     """
 
     cluster: Cluster
@@ -44,31 +51,31 @@ class Space:
 
     @staticmethod
     def of(cluster: Cluster) -> Space:
-        """All that makes sense on a cluster."""
+        """Return all submeshes and logical meshes that make sense on a cluster."""
         kinds = cluster_kinds(hosts_of_groups(cluster), cluster.devices_per_host)
         return Space(cluster=cluster, kinds=kinds, meshes=tuple(_meshes(kind, cluster) for kind in kinds))
 
     def only(self, num_devices: int) -> Space:
-        """The same with submeshes of so many devices alone."""
+        """Return the part of the space with submeshes of so many devices."""
         return self.where([devices == num_devices for devices in self.devices])
 
     def equal_parts(self) -> Space:
-        """The same with submeshes alone of which several make up the cluster."""
+        """Return the part of the space with submeshes of which equal ones make up the cluster."""
         return self.where([self.cluster.num_devices % devices == 0 for devices in self.devices])
 
     @property
     def equal_stages(self) -> list[int]:
-        """Into how many equal submeshes the cluster can be cut."""
+        """The numbers of equal submeshes into which the cluster can be cut, ascending."""
         return sorted({self.cluster.num_devices // n for n in self.devices if self.cluster.num_devices % n == 0})
 
     def where(self, kept: Iterable[bool]) -> Space:
-        """The same with some of the kinds."""
+        """Return the part of the space with the kinds for which `kept` is true."""
         numbers = [i for i, keep in enumerate(kept) if keep]
         kinds, meshes = (tuple(part[i] for i in numbers) for part in (self.kinds, self.meshes))
         return replace(self, kinds=kinds, meshes=meshes)
 
     def with_axes(self, names: Collection[str]) -> Space:
-        """The same with logical meshes alone that have all these axes; no kinds are left where there are none."""
+        """Return the part of the space with logical meshes that have all these axes; kinds without any are left out."""
         meshes = tuple(tuple(m for m in of_kind if set(names) <= {*m.axis_names}) for of_kind in self.meshes)
         return replace(self, meshes=meshes).where(map(bool, meshes))
 
@@ -94,12 +101,12 @@ class Space:
 
     @cached_property
     def room_bytes(self) -> NDArray[np.float64]:
-        """[kinds]: the memory of a device of each kind."""
+        """[kinds]: bytes of memory of a device of each kind."""
         return np.array([float(self._seen_from(kind).device.memory_bytes) for kind in range(len(self.kinds))])
 
     @cached_property
     def shares(self) -> NDArray[np.float64]:
-        """[kinds]: the part of the cluster's matrix rate that each kind has."""
+        """[kinds]: each kind's share of the cluster's rate of matrix products."""
         rates = np.array([n * self._rate(k) for k, n in enumerate(self.devices)])
         whole = 0.0
         for group, devices in enumerate(self.devices_of_groups):
@@ -109,6 +116,7 @@ class Space:
                 self.cluster.devices_per_host,
             )
             whole += devices * _matrix_rate(self.cluster.at(one.first_device, 1))
+        # Kinds that span groups run at the pace of the slowest device, but all devices are always the whole share.
         return np.where(np.array(self.devices) == self.cluster.num_devices, 1.0, rates / whole)
 
     def _rate(self, kind: int) -> float:
@@ -119,18 +127,18 @@ class Space:
         return self.cluster.at(submesh.first_device, submesh.num_devices)
 
     def submesh(self, kind: int) -> Submesh:
-        """A submesh of this kind."""
+        """Return a submesh of this kind."""
         return first_submesh(self.kinds[kind], hosts_of_groups(self.cluster), self.cluster.devices_per_host)
 
     def mesh(self, kind: int, shape: int) -> LogicalMesh:
-        """A logical mesh over this kind."""
+        """Return a logical mesh over this kind."""
         return self.meshes[kind][shape]
 
     @cached_property
     def stand_ins(self) -> NDArray[np.intp]:
-        """[kinds, shapes]: for each shape the one of the kind that splits everything as it does or may do so.
+        """[kinds, shapes]: for each logical mesh the number of the one whose survey is valid for both.
 
-        That is the shape itself, or for one that leaves state whole on each host the one that may split it there.
+        It is the mesh itself, or for one that leaves state whole on each host the one that may split it between hosts.
         """
         found = np.tile(np.arange(self.most_shapes), (len(self.kinds), 1))
         for k, meshes in enumerate(self.meshes):
@@ -142,7 +150,7 @@ class Space:
         return found
 
     def divides(self, microbatch_size: int | None) -> NDArray[np.bool_]:
-        """[kinds, shapes]: whether the batch axis of a shape divides a micro-batch; False where there is no shape."""
+        """Return [kinds, shapes]: whether the batch axes of a mesh divide a micro-batch; False without a mesh."""
         possible = np.zeros((len(self.kinds), self.most_shapes), dtype=np.bool_)
         for k, meshes in enumerate(self.meshes):
             for c, mesh in enumerate(meshes):
@@ -151,14 +159,14 @@ class Space:
         return possible
 
     def in_order(self, num_layers: int) -> NDArray[np.bool_]:
-        """[layers, layers, kinds]: where the last layer of a stage is not before the first."""
+        """Return [layers, layers, kinds]: where the last layer of a stage is not before the first."""
         found = np.triu(np.ones((num_layers, num_layers), dtype=np.bool_))
         return np.repeat(found[..., None], len(self.kinds), axis=2)
 
     def worthwhile(self, shares: NDArray[np.float64]) -> NDArray[np.bool_]:
-        """[layers, layers, kinds]: whether a stage of these layers makes sense there, by the share of each in the work.
+        """Return [layers, layers, kinds]: whether a stage of these layers makes sense, by the shares of the work.
 
-        All devices go with all layers; a part of the layers gets about its share of the devices, if that is asked for.
+        All devices go with all layers. Other stages must have about their share of the devices, if the space is `fair`.
         """
         count, ends = shares.size, np.concatenate([[0.0], np.cumsum(shares)])
         of_range = ends[None, 1:] - ends[:-1, None]
@@ -166,6 +174,7 @@ class Space:
         found = np.zeros((count, count, len(self.kinds)), dtype=np.bool_)
         for k, devices in enumerate(self.devices):
             share = self.shares[k]
+            # Virtual devices take turns on one processor, so that shares of devices mean nothing.
             fair = (share / IMBALANCE**2 <= of_range) & (of_range <= share * IMBALANCE)
             found[:, :, k] = in_order & (fair | self.cluster.shared_processor | (not self.fair))
             found[0, count - 1, k] = False
@@ -176,7 +185,7 @@ class Space:
 
 
 def hosts_of_groups(cluster: Cluster) -> tuple[int, ...]:
-    """The number of hosts of each group of equal ones."""
+    """Return the number of hosts of each group of equal hosts."""
     return tuple(group.num_hosts for group in cluster.groups) or (cluster.num_hosts,)
 
 
@@ -186,13 +195,13 @@ def _matrix_rate(cluster: Cluster) -> float:
 
 
 def meshes_of(submesh: Submesh, cluster: Cluster) -> tuple[LogicalMesh, ...]:
-    """The logical meshes over a submesh that the search considers."""
+    """Return the logical meshes over a submesh that the search considers."""
     shape = SubmeshKind(num_hosts=submesh.num_hosts, devices_per_host=submesh.devices_per_host)
     return _meshes(shape, cluster)
 
 
 def _meshes(kind: SubmeshKind, cluster: Cluster) -> tuple[LogicalMesh, ...]:
-    """The logical meshes over a submesh; the last axis of several stays inside a host."""
+    """Return the logical meshes over a kind of submesh; the last of several axes stays inside a host."""
     hosts, per_host = kind.num_hosts, kind.devices_per_host
     one, *two = logical_shapes(hosts, per_host)
     found = [LogicalMesh(axis_names=("x",), shape=one)]
@@ -204,18 +213,55 @@ def _meshes(kind: SubmeshKind, cluster: Cluster) -> tuple[LogicalMesh, ...]:
 
 
 def _over_hosts(hosts: int, per_host: int, model: int) -> LogicalMesh:
-    """Whole copies of state on each host, split inside it."""
+    """Return the logical mesh with whole copies of state on each host, split inside it."""
     sizes = {"replica": hosts, "data": per_host // model, "model": model}
     axes = {name: size for name, size in sizes.items() if size > 1}
     return LogicalMesh(axis_names=tuple(axes), shape=tuple(axes.values()))
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlacedStage:
-    """One stage of a plan in the making: layers, devices, logical mesh, and the solution on it."""
+def ways(
+    space: Space, num_layers: int, equal: Collection[StageEquality], *, one_mesh: bool, repeats: int
+) -> Iterator[NDArray[np.bool_]]:
+    """Yield one mask per way in which stages can be alike: the stages that a plan may consist of then.
 
-    first: int
-    last: int
-    submesh: Submesh
-    mesh: LogicalMesh
-    solution: StageSolution
+    Masks broadcast to [layers, layers, kinds, configurations]. `equal`: the quantities that stages have equally much
+    of. `one_mesh`: whether all have one logical mesh. `repeats`: how many times configurations repeat the logical
+    meshes of a kind.
+    """
+    found: list[list[NDArray[np.bool_]]] = []
+    if one_mesh:
+        found.append([np.tile(mask, repeats) for mask in _in_one_mesh(space)])
+    if "devices" in equal:
+        devices = np.array(space.devices)
+        found.append([(devices == n)[:, None] for n in dict.fromkeys(space.devices)])
+    if "layers" in equal:
+        number = np.arange(num_layers)
+        length = (number[None, :] - number[:, None] + 1)[..., None, None]
+        found.append([length == n for n in range(1, num_layers + 1) if num_layers % n == 0])
+    for masks in product(*found):
+        yield reduce(np.logical_and, masks, np.ones((), dtype=np.bool_))
+
+
+def equal_parts(space: Space, num_layers: int) -> NDArray[np.bool_]:
+    """Return [layers, layers, kinds]: which stages can be one of several equal stages of a plan."""
+    found = np.zeros((num_layers, num_layers, len(space.kinds)), dtype=np.bool_)
+    for first, last, kind in np.argwhere(space.in_order(num_layers)).tolist():
+        found[first, last, kind] = number_of_equal(space, num_layers, first, last, kind) is not None
+    return found
+
+
+def number_of_equal(space: Space, num_layers: int, first: int, last: int, kind: int) -> int | None:
+    """Return the number of stages of a plan in which all have the layers and devices of this one; None if none has."""
+    length, devices = last + 1 - first, space.devices[kind]
+    count = num_layers // length
+    aligned = num_layers % length == 0 and first % length == 0
+    return count if aligned and count * devices == space.cluster.num_devices else None
+
+
+def _in_one_mesh(space: Space) -> Iterator[NDArray[np.bool_]]:
+    """Yield for each logical mesh a mask [kinds, shapes] of its places."""
+    for mesh in dict.fromkeys(mesh for of_kind in space.meshes for mesh in of_kind):
+        found = np.zeros((len(space.kinds), space.most_shapes), dtype=np.bool_)
+        for kind, of_kind in enumerate(space.meshes):
+            found[kind, : len(of_kind)] = [each == mesh for each in of_kind]
+        yield found

@@ -1,29 +1,28 @@
-"""Stage costs: any layer range on any submesh in any logical shape, equal stages solved once.
+"""Stage costs: any layer range on any submesh in any logical mesh; equal stages are solved once.
 
-`StageCosts` answers for one step, cost model and restriction; solutions are kept by the stage's structure
-(`StageView.signature`), so that repeated layers cost one solve. A solution that was the best with more room is the best
-with less, if it still fits: fewer micro-batches in flight are to be asked for first (`_fits`).
+`StageCosts` answers a `Question` for one step, cost model and restriction. Solutions are kept by the structure of the
+stage (`StageView.signature`), so that repeated layers cost one solve.
+
+With M micro-batches in flight and L bytes per device, what was solved with M' <= M and L' >= L had as much memory or
+more. If the best solution there keeps to M and L, it is the best here (`_fits`), so that fewer micro-batches in flight
+are to be solved first. A bound there is a bound here: what keeps to M and L and is close to it is close to the best.
 
 On a logical mesh of one axis every op may use it for anything. Of several, "replica" splits the batch and leaves state
 whole, "data" splits the batch and may split state, as ZeRO does, and "model" splits everything else, as in Alpa: more
 freedom multiplies the strategies and has bought nothing on the models tried.
 
-Questions about stages that workers answer before they are asked.
+`expect` passes questions to worker processes, which answer them before the search gets there.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from alpa_lite.inter_op.stage_cache import MeshKey, Question, SolvedStage, answer_among
 from alpa_lite.inter_op.workers import Likely, Workers
 from alpa_lite.intra_op.formulate import Builders
 from alpa_lite.intra_op.placements import remap
@@ -45,11 +44,98 @@ from cost_models.cluster import Cluster
 from cost_models.composed import CostModel
 from cost_models.hardware import Device
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshKey:
+    """A kind of submesh with a logical mesh: on equal ones every stage takes the same time.
+
+    groups   numbers of the groups of equal hosts that the submesh spans
+    """
+
+    num_hosts: int
+    devices_per_host: int
+    groups: tuple[int, ...]
+    mesh: LogicalMesh
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlace:
+    """The layers of a stage, `first` to `last`, on a logical mesh over a submesh."""
+
+    first: int
+    last: int
+    submesh: Submesh
+    mesh: LogicalMesh
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedStage(StagePlace):
+    """A stage of a plan in the making, with its solution."""
+
+    solution: StageSolution
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question(StagePlace):
+    """A stage to solve, with the limit in bytes per device and the relative gap."""
+
+    in_flight: int
+    limit_bytes: float
+    gap: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SolvedStage:
+    """A solved stage, with the limits of its problem.
+
+    gap   the relative gap that was reached, or the one that was asked for if that is smaller
+    """
+
+    view: StageView
+    kind: MeshKey
+    submesh: Submesh
+    in_flight: int
+    limit_bytes: float
+    gap: float
+    solution: StageSolution
+
+
+def answer_among(solved: Sequence[SolvedStage], asked: Question) -> SolvedStage | None:
+    """Return the solution that answers a question, with a bound for it, or None; see the module docstring.
+
+    `solved` holds stages of the same structure on the same kind of mesh.
+    """
+    found = next((s for s in solved if s.gap <= asked.gap and _fits(s, asked)), None)
+    if found is None:
+        # None was proven close to the best with exactly this room. But a bound with more room is valid here, and one
+        # solution may fit here and be close to another's bound.
+        bound = max((s.solution.bound for s in solved if _is_roomier(s, asked)), default=-math.inf)
+        close = (s for s in solved if _has_room(s, asked) and bound >= s.solution.objective * (1 - asked.gap))
+        closest = min(close, key=lambda s: s.solution.objective, default=None)
+        found = closest and replace(closest, solution=replace(closest.solution, bound=bound))
+    return found
+
+
+def _fits(solved: SolvedStage, asked: Question) -> bool:
+    """Return True if a solution is also the best one within the asked limits, and not only within its own."""
+    if (solved.in_flight, solved.limit_bytes) == (asked.in_flight, asked.limit_bytes):
+        return True
+    return _is_roomier(solved, asked) and _has_room(solved, asked)
+
+
+def _is_roomier(solved: SolvedStage, asked: Question) -> bool:
+    """Return True if a stage was solved with as much memory as is asked for, or more."""
+    return solved.in_flight <= asked.in_flight and solved.limit_bytes >= asked.limit_bytes
+
+
+def _has_room(solved: SolvedStage, asked: Question) -> bool:
+    """Return True if there is a solution and it keeps to the asked limits."""
+    solution = solved.solution
+    return solution.choice is not None and solution.bytes_in_flight(asked.in_flight) <= asked.limit_bytes
+
+
 QUICK_GAP = 0.3
 """How close to the best the first choices within a limit are to be: their bound mostly tells if more is worth it."""
-
-BATCH_AXES = ("replica", "data")
-"""The axes of the search's logical meshes that split the batch."""
 
 _ROLES = {
     "replica": AxisRole.REPLICA,
@@ -61,42 +147,30 @@ _ROLES = {
 
 
 def free_restriction(mesh: LogicalMesh) -> Restriction:
-    """What the search may do on a logical mesh, or on that of a plan; axes of other names are free."""
+    """Return the restriction of the search on a logical mesh; axes of other names than the search's are free."""
     if len(mesh.shape) == 1:
         return FREE_CHOICE
     roles = {axis: _ROLES[axis] for axis in mesh.axis_names if axis in _ROLES}
     return Restriction(roles=roles, optimizer=BatchSplit.MAY, parameters=BatchSplit.MAY)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tight:
-    """Layers that do not fit: the least bytes per `device` that they were found to need, and why.
-
-    `in_flight`: with so many micro-batches in flight, of which fewer would fit; None: with any number.
-    """
-
-    first: int
-    last: int
-    in_flight: int | None
-    peak_bytes: float
-    device: Device
-    shortage: Shortage | None
-
-
 @dataclass(frozen=True, kw_only=True)
 class StageCosts:
-    """Solves stages of one step on demand and remembers them.
+    """Stage costs of one step: stages are solved on demand, and each only once.
 
-    `seeks_peaks`: whether to look for the least memory that a stage could do with where it does not fit, which takes
-    longer than seeing that it does not. Without it such solutions have an infinite `peak_bytes`.
-    `cost_model_for`: the cost model of a part of a cluster whose devices differ.
-    `pins`: the specs of some inputs of the graph, which are given. `outputs`, `keeps_gathered`, `layout`: see
-    `StageView`.
-    `workers`: may solve stages before they are asked for (`expect`).
-    `builders`: what is known of ops on each kind of mesh; steps at other sizes can share it, with equal restrictions.
-    `structures`: an object for each structure of a stage that was seen; those that share it can take stages over.
-    `beside`: costs of other steps that share `structures`, whose solutions count here as well.
-    `remat`, `traced_layers`: what `Plan` says of layers that compute values again.
+    Attributes:
+        seeks_peaks: whether to minimise the memory of a stage that does not fit, which takes longer than to see that it
+            does not. Without it such solutions have an infinite `peak_bytes`.
+        cost_model_for: `cost_model_for(cluster)` is the cost model of a part of a cluster whose devices differ.
+        pins: given specs of some inputs of the graph.
+        outputs, keeps_gathered, layout: see `StageView`.
+        workers: worker processes that may solve stages before they are needed (`expect`).
+        builders: tables of strategies for each kind of mesh. Steps at other sizes can share them, if their restrictions
+            are equal.
+        structures: an object for each structure of a stage that has occurred; stage costs that share it can use each
+            other's solutions.
+        beside: costs of other steps that share `structures`, whose solutions count here as well.
+        remat, traced_layers: as in `Plan`, of layers that recompute values.
     """
 
     step: StepGraph
@@ -125,30 +199,22 @@ class StageCosts:
     _alike: dict[StageView, object] = field(default_factory=dict[StageView, object], repr=False)
 
     def solution(
-        self,
-        first: int,
-        last: int,
-        submesh: Submesh,
-        mesh: LogicalMesh,
-        *,
-        in_flight: int = 1,
-        limit_bytes: float | None = None,
-        quick: bool = False,
+        self, place: StagePlace, *, in_flight: int = 1, limit_bytes: float | None = None, quick: bool = False
     ) -> StageSolution:
-        """The best sharding of some layers on a logical mesh, within `limit_bytes` (None: the memory of a device).
+        """Return the best sharding of some layers on a logical mesh.
 
-        `math.inf`: whatever memory it takes. `quick`: the first one within the limit, with a bound for the best.
+        `limit_bytes`: per device; None for the memory of a device, `math.inf` for no limit. `quick`: accept a larger
+        gap (`QUICK_GAP`); the solution still has a bound for the best one.
         """
-        return self.answer(
-            self.question(first, last, submesh, mesh, in_flight=in_flight, limit_bytes=limit_bytes, quick=quick)
-        )
+        return self.answer(self.question(place, in_flight=in_flight, limit_bytes=limit_bytes, quick=quick))
 
     def answer(self, asked: Question) -> StageSolution:
-        """The best sharding that was asked for; see `solution`."""
-        view, kind = self._view(asked.first, asked.last), self._kind(asked.submesh, asked.mesh)
+        """Return the best sharding for a question, solved before or now; see `solution`."""
+        view, kind = self._view(asked.first, asked.last), self._kind(asked)
         found = self._known(view, kind, asked)
         if found is None:
             self.progress(f"layers {asked.first}..{asked.last} on {asked.mesh}")
+            # A worker solves the first of equal questions, which may be about other layers of the same structure.
             solved_as, solution = self.workers.take(self.key(asked)) or (asked, self.solve(asked))
             found = SolvedStage(
                 view=self._view(solved_as.first, solved_as.last),
@@ -164,15 +230,16 @@ class StageCosts:
         solved = found.solution
         if solved.choice is None:
             return solved
+        # Equal stages have the same structure but other ids of ops and values, and the peak depends on how many
+        # micro-batches are in flight here.
         same = found.in_flight == asked.in_flight
         peak = solved.peak_bytes if same else solved.bytes_in_flight(asked.in_flight)
         return replace(solved, choice=remap(solved.choice, found.view, view), peak_bytes=peak)
 
     def solve(self, asked: Question) -> StageSolution:
-        """The answer, whatever is known."""
-        builders = self._builders(self._kind(asked.submesh, asked.mesh), asked.submesh, asked.mesh)
+        """Solve the stage of a question, whether or not it was solved before."""
         return solve_stage(
-            builders.of(self._view(asked.first, asked.last)),
+            self._builders(asked).of(self._view(asked.first, asked.last)),
             limit_bytes=asked.limit_bytes if math.isfinite(asked.limit_bytes) else None,
             in_flight=asked.in_flight,
             solver=replace(self._solver, relative_gap=asked.gap),
@@ -180,56 +247,46 @@ class StageCosts:
         )
 
     def question(
-        self,
-        first: int,
-        last: int,
-        submesh: Submesh,
-        mesh: LogicalMesh,
-        *,
-        in_flight: int = 1,
-        limit_bytes: float | None = None,
-        quick: bool = False,
+        self, place: StagePlace, *, in_flight: int = 1, limit_bytes: float | None = None, quick: bool = False
     ) -> Question:
-        """What `solution` is asked with these arguments."""
+        """Return the question that `solution` answers with these arguments."""
         return Question(
-            first=first,
-            last=last,
-            submesh=submesh,
-            mesh=mesh,
+            first=place.first,
+            last=place.last,
+            submesh=place.submesh,
+            mesh=place.mesh,
             in_flight=in_flight,
-            limit_bytes=self.room_bytes(submesh) if limit_bytes is None else limit_bytes,
+            limit_bytes=self.room_bytes(place.submesh) if limit_bytes is None else limit_bytes,
             gap=QUICK_GAP if quick else self.relative_gap,
         )
 
     def key(self, asked: Question) -> Hashable:
-        """Equal for questions to which the answers are equal but for what layers are called."""
-        structure, kind = self._structure(self._view(asked.first, asked.last)), self._kind(asked.submesh, asked.mesh)
+        """Return a key that is equal for questions whose answers differ at most in the ids of ops and values."""
+        structure, kind = self._structure(self._view(asked.first, asked.last)), self._kind(asked)
         return id(self.step), id(self.given), structure, kind, asked.in_flight, asked.limit_bytes, asked.gap
 
     @cached_property
     def given(self) -> dict[str, Any]:
-        """What a worker needs to know beside the step."""
+        """The fields that a worker needs in addition to the step."""
         return {name: getattr(self, name) for name in _GIVEN}
 
     @property
     def has_rows(self) -> bool:
-        """Whether arguments come in rows that loops read: of these a step returns one array, however stages differ."""
+        """Whether arguments come in rows that loops read; a step returns each as one array, however stages differ."""
         return any(part.rows is not None for part in self.step.input_parts)
 
-    def in_two_parts(
-        self, first: int, last: int, submesh: Submesh, mesh: LogicalMesh, solution: StageSolution
-    ) -> StageSolution:
-        """A solution for some layers with the parts of its backward pass; see `solve.in_two_parts`."""
-        catalogue = self._builders(self._kind(submesh, mesh), submesh, mesh).catalogue
-        return in_two_parts(self._view(first, last), catalogue.pricer, solution)
+    def in_two_parts(self, place: StagePlace, solution: StageSolution) -> StageSolution:
+        """Return a solution with the times of the two parts of its backward pass; see `solve.in_two_parts`."""
+        pricer = self._builders(place).catalogue.pricer
+        return in_two_parts(self._view(place.first, place.last), pricer, solution)
 
     def knows(self, asked: Question) -> bool:
-        """Whether `answer` need not solve anything."""
-        view, kind = self._view(asked.first, asked.last), self._kind(asked.submesh, asked.mesh)
+        """Return True if `answer` need not solve anything."""
+        view, kind = self._view(asked.first, asked.last), self._kind(asked)
         return self._known(view, kind, asked) is not None
 
     def _known(self, view: StageView, kind: MeshKey, asked: Question) -> SolvedStage | None:
-        """What was solved here or beside, and is the answer."""
+        """Return the solution that answers a question, from these costs or those in `beside`."""
         key = (self._structure(view), kind)
         return answer_among([s for costs in (self, *self.beside) for s in costs._solved.get(key, ())], asked)
 
@@ -238,20 +295,20 @@ class StageCosts:
         return Portfolio() if self.seeks_peaks else Portfolio(peak_seconds=0.0)
 
     def forget_unsolved(self) -> None:
-        """Let go of stages of which it is not known whether they fit."""
+        """Discard solutions without a sharding that are not proven infeasible, so that they are solved again."""
         for known in self._solved.values():
             known[:] = [s for s in known if s.solution.choice is not None or s.solution.status is Status.INFEASIBLE]
 
     def with_pins(self, pins: Mapping[int, Spec]) -> StageCosts:
-        """The same with these inputs given. Nothing is solved yet if that changes anything."""
+        """Return the same costs with other pins, and without solutions unless the pins are the same."""
         return self if pins == self.pins else replace(self, pins=pins, _solved={}, _views={}, _alike={})
 
     def of_another(self, step: StepGraph, layers: Layers) -> StageCosts:
-        """The same for another step."""
+        """Return the same costs for another step, without solutions."""
         return replace(self, step=step, layers=layers, _solved={}, _views={}, _alike={})
 
     def structure_of_layers(self) -> list[object]:
-        """For each layer an object that stands for its structure: equal for layers that are alike."""
+        """Return for each layer an object that stands for its structure, equal for equal layers."""
         return [self._structure(self._view(layer, layer)) for layer in range(self.layers.num_layers)]
 
     def _view(self, first: int, last: int) -> StageView:
@@ -269,89 +326,58 @@ class StageCosts:
         return self._views[first, last]
 
     def _structure(self, view: StageView) -> object:
-        """An object that stands for the signature of a view, which is long to hash."""
+        """Return an object that stands for the signature of a view, which takes long to hash."""
         if view not in self._alike:
             self._alike[view] = self.structures.setdefault(view.signature, object())
         return self._alike[view]
 
-    def room_bytes(self, submesh: Submesh) -> float:
-        """The memory of a device of a submesh."""
-        return float(self._model(submesh).cluster.device.memory_bytes)
+    def device(self, submesh: Submesh) -> Device:
+        """Return the kind of device of a submesh."""
+        return self._model(submesh).cluster.device
 
-    def _kind(self, submesh: Submesh, mesh: LogicalMesh) -> MeshKey:
-        per_host, ends = self.cost_model.cluster.devices_per_host, [0]
+    def room_bytes(self, submesh: Submesh) -> float:
+        """Return the bytes of memory of a device of a submesh."""
+        return float(self.device(submesh).memory_bytes)
+
+    def _kind(self, place: StagePlace) -> MeshKey:
+        submesh, per_host, ends = place.submesh, self.cost_model.cluster.devices_per_host, [0]
         for group in self.cost_model.cluster.groups:
             ends.append(ends[-1] + group.num_hosts)
         first, last = submesh.first_device // per_host, submesh.devices[-1] // per_host
         spanned = (g for g, (a, b) in enumerate(pairwise(ends)) if first < b and a <= last)
         return MeshKey(
-            num_hosts=submesh.num_hosts, devices_per_host=submesh.devices_per_host, groups=tuple(spanned), mesh=mesh
+            num_hosts=submesh.num_hosts,
+            devices_per_host=submesh.devices_per_host,
+            groups=tuple(spanned),
+            mesh=place.mesh,
         )
 
     def _model(self, submesh: Submesh) -> CostModel:
-        """The cost model of the devices of a submesh, where those of a cluster differ."""
+        """Return the cost model of the devices of a submesh, which differs from the cluster's in a mixed cluster."""
         cluster = self.cost_model.cluster
         if not cluster.groups or self.cost_model_for is None:
             return self.cost_model
         return self.cost_model_for(cluster.at(submesh.first_device, submesh.num_devices))
 
-    def _builders(self, kind: MeshKey, submesh: Submesh, mesh: LogicalMesh) -> Builders:
+    def _builders(self, place: StagePlace) -> Builders:
+        kind, submesh, mesh = self._kind(place), place.submesh, place.mesh
         if kind not in self.builders:
             model = self._model(submesh)
+            # Prices of work do not depend on the submesh: pricers with the same cost model share them.
             pricers = (known.catalogue.pricer for known in self.builders.values())
             alike = next((pricer for pricer in pricers if pricer.cost_model is model), None)
             pricer = alike.elsewhere(submesh, mesh) if alike else Pricer(cost_model=model, submesh=submesh, mesh=mesh)
             self.builders[kind] = Builders(Catalogue(pricer, self.restriction or free_restriction(mesh)))
         return self.builders[kind]
 
-    def shortage(self, first: int, last: int, submesh: Submesh, mesh: LogicalMesh, *, in_flight: int = 1) -> Shortage:
-        """Why layers `first..last` do not fit on a logical mesh, and what would do."""
-        builder = self._builders(self._kind(submesh, mesh), submesh, mesh).of(self._view(first, last))
-        return explain_shortage(builder, limit_bytes=self.room_bytes(submesh), in_flight=in_flight)
+    def shortage(self, place: StagePlace, *, in_flight: int = 1) -> Shortage:
+        """Explain why a stage does not fit, and how much memory it needs."""
+        builder = self._builders(place).of(self._view(place.first, place.last))
+        return explain_shortage(builder, limit_bytes=self.room_bytes(place.submesh), in_flight=in_flight)
 
     @property
-    def tightest_tried(self) -> bool:
-        """Whether something was solved within a limit."""
-        return bool(self._within_memory())
-
-    def tightest(self, *, explain: bool) -> Tight | None:
-        """Of the shortest stages that did not fit where they were tried, the one with the most state, and its needs.
-
-        Where all fitted with fewer micro-batches in flight, one that did not with more. None when nothing was tried, or
-        all of it fitted. `explain`: with what it needs its memory for.
-        """
-        fitted = {(s.view.first, s.view.last) for s in self._within_memory() if s.solution.choice is not None}
-        failed = [solved for solved in self._within_memory() if solved.solution.choice is None]
-        if not failed:
-            return None
-        held = np.concatenate([[0.0], np.cumsum(state_bytes(self.step, self.layers))])
-
-        def order(solved: SolvedStage) -> tuple[float, ...]:
-            first, last = solved.view.first, solved.view.last
-            fits_with_fewer = (first, last) in fitted
-            devices = solved.submesh.num_devices
-            return (fits_with_fewer, last - first, held[first] - held[last + 1], -devices, solved.in_flight)
-
-        solved = min(failed, key=order)
-        first, last = solved.view.first, solved.view.last
-        submesh, mesh = solved.submesh, solved.kind.mesh
-        needs = replace(self, seeks_peaks=True, _solved={}).solution(
-            first, last, submesh, mesh, in_flight=solved.in_flight, limit_bytes=solved.limit_bytes
-        )
-        shortage = self.shortage(first, last, submesh, mesh, in_flight=solved.in_flight) if explain else None
-        in_flight = solved.in_flight if (first, last) in fitted else None
-        device = self._model(submesh).cluster.device
-        return Tight(
-            first=first,
-            last=last,
-            in_flight=in_flight,
-            peak_bytes=needs.peak_bytes,
-            device=device,
-            shortage=shortage,
-        )
-
-    def _within_memory(self) -> list[SolvedStage]:
-        """What was solved within a limit."""
+    def solved_within_memory(self) -> list[SolvedStage]:
+        """The stages that were solved within a limit of memory."""
         return [solved for alike in self._solved.values() for solved in alike if math.isfinite(solved.limit_bytes)]
 
 
@@ -367,20 +393,11 @@ _GIVEN = (
     "keeps_gathered",
     "layout",
 )
-"""Fields that a worker needs beside the step."""
-
-
-def state_bytes(step: StepGraph, layers: Layers) -> NDArray[np.float64]:
-    """[layers]: bytes of the arguments without a batch that live in each layer, over all devices."""
-    totals = np.zeros(layers.num_layers)
-    for v, home in zip(step.graph.inputs, layers.of_input, strict=True):
-        if step.batch_dims[v] is None:
-            totals[home] += step.graph.values[v].bytes
-    return totals
+"""Fields that a worker needs in addition to the step. Anything that a solution depends on must be one of them."""
 
 
 def expect(likely: Iterable[tuple[StageCosts, Question]], *, later: bool = False) -> None:
-    """Let workers look for the answers to what will likely be asked; see `Workers.expect`."""
+    """Let workers answer questions that will likely be asked; see `Workers.expect`."""
     workers, questions = None, dict[Hashable, Likely]()
     for costs, asked in likely:
         workers = costs.workers
@@ -394,8 +411,9 @@ def expect(likely: Iterable[tuple[StageCosts, Question]], *, later: bool = False
 def _solve(
     memory: dict[Any, Any], step: StepGraph, given: dict[str, Any], likely: tuple[int, Question]
 ) -> tuple[Question, StageSolution]:
-    """What a worker does: it keeps the stage costs, and what those that share builders know of ops."""
+    """Answer a question in a worker, which keeps stage costs, and builders by family, in its `memory`."""
     family, asked = likely
+    # The worker keeps every part that it was sent, so that the id stays valid and stands for one set of costs.
     key = id(given)
     if key not in memory:
         memory[key] = StageCosts(step=step, **given, builders=memory.setdefault(("builders", family), {}))

@@ -1,5 +1,8 @@
 """The stage dynamic program of Alpa (OSDI'22, section 5.2 and appendix) on plain arrays.
 
+`StageTable` holds what every possible stage costs, `evaluate` is the objective, and `solve` finds the stages that
+minimise it.
+
 Cut layers 0..L-1 into stages, give each a submesh and a configuration, and use all devices of each of G groups, D_1 to
 D_G. With t the seconds of one micro-batch in a stage, B micro-batches, and p stages,
 
@@ -28,10 +31,14 @@ F(tau_a) = F(tau_b), or if max(F(tau_b), tau) + (B-1)*tau already reaches the be
 Stages that share one processor never overlap; then T* = B * min of the sum of t, which is F(infinity)      `solve`
 """
 
+from __future__ import annotations
+
 import enum
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import gcd, prod
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,17 +53,126 @@ from alpa_lite.inter_op.stage_kernels import (
     fill,
     trace,
 )
-from alpa_lite.inter_op.stage_table import StageAssignment as StageAssignment
-from alpa_lite.inter_op.stage_table import StageTable as StageTable
-from alpa_lite.inter_op.stage_table import devices_by_group
-from alpa_lite.inter_op.stage_table import evaluate as evaluate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StageTable:
+    """The cost of every possible stage.
+
+    Attributes:
+        seconds: [L, L, S, C], per micro-batch, of the stage of layers i..j on submesh kind s with configuration c;
+            infinite where that is impossible. Entries with j < i are ignored.
+        max_following_stages: [L, L, S, C], how many stages may follow it given its memory; -1 if it never fits.
+        submesh_devices: the number of devices of each submesh kind.
+        submesh_groups: the group of devices that each kind belongs to, None for one that is the whole cluster; ()
+            where there is one group.
+        inflow_seconds: [L, S, S], per micro-batch, that a stage from layer i on takes on top if the stage before is on
+            the first kind and it is on the second; None for nothing. Entries with i = 0 are ignored.
+    """
+
+    seconds: NDArray[np.float64]
+    max_following_stages: NDArray[Any]
+    submesh_devices: tuple[int, ...]
+    submesh_groups: tuple[int | None, ...] = ()
+    inflow_seconds: NDArray[np.float64] | None = None
+
+    def __post_init__(self) -> None:
+        shape, kinds = self.seconds.shape, len(self.submesh_devices)
+        if len(shape) != 4 or shape[0] != shape[1] or shape[2] != kinds or shape != self.max_following_stages.shape:
+            raise PlanError(
+                f"A stage table for {kinds} submesh kinds needs two arrays [layers, layers, {kinds}, configurations],"
+                f" but their shapes are {shape} and {self.max_following_stages.shape}."
+            )
+        if 0 in shape or min(self.submesh_devices) < 1 or not bool(np.all(self.seconds >= 0)):
+            raise PlanError("A stage table needs layers, submeshes of at least one device, and seconds of at least 0.")
+        if self.submesh_groups and (
+            len(self.submesh_groups) != kinds or any((g or 0) < 0 for g in self.submesh_groups)
+        ):
+            raise PlanError(
+                f"A stage table for {kinds} submesh kinds needs the group of each, counted from 0 (None for the whole"
+                f" cluster), but {self.submesh_groups} was given."
+            )
+        self._check_inflow((shape[0], kinds, kinds))
+
+    def _check_inflow(self, shape: tuple[int, int, int]) -> None:
+        inflow = self.inflow_seconds
+        if inflow is not None and (inflow.shape != shape or not bool(np.all((inflow >= 0) & (inflow < np.inf)))):
+            raise PlanError(
+                f"inflow_seconds needs the shape {shape}, by first layer, kind before and kind, and finite seconds of"
+                f" at least 0, but an array of shape {inflow.shape} was given."
+            )
+
+    @property
+    def num_layers(self) -> int:
+        """The number of layers L."""
+        return self.seconds.shape[0]
+
+    @property
+    def groups(self) -> tuple[int | None, ...]:
+        """The group of each kind; 0 for all where there is one group."""
+        return self.submesh_groups or (0,) * len(self.submesh_devices)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageAssignment:
+    """Layers `first_layer` to `last_layer` (inclusive) on one submesh kind, in one of its configurations."""
+
+    first_layer: int
+    last_layer: int
+    submesh: int
+    configuration: int
+
+
+def devices_by_group(num_devices: int | Sequence[int]) -> tuple[int, ...]:
+    """Return the number of devices of each group; a single number is one group."""
+    return (num_devices,) if isinstance(num_devices, int) else tuple(num_devices)
+
+
+def evaluate(
+    table: StageTable,
+    stages: Sequence[StageAssignment],
+    *,
+    num_devices: int | Sequence[int],
+    num_microbatches: int,
+    serialized: bool,
+) -> float:
+    """Return the seconds of a step with these stages; infinite if they do not fit together or into memory."""
+    next_layer, devices = 0, devices_by_group(num_devices)
+    used = Counter[int]()
+    times: list[float] = []
+    for index, stage in enumerate(stages):
+        entry = (stage.first_layer, stage.last_layer, stage.submesh, stage.configuration)
+        in_order = stage.first_layer == next_layer <= stage.last_layer
+        # Under 1F1B a stage holds one micro-batch more than the number of stages that follow it.
+        if not in_order or table.max_following_stages[entry] < len(stages) - 1 - index:
+            return np.inf
+        next_layer = stage.last_layer + 1
+        used.update(_taken(table, stage.submesh, devices))
+        times.append(float(table.seconds[entry]))
+        if table.inflow_seconds is not None and index > 0:
+            times[-1] += float(table.inflow_seconds[stage.first_layer, stages[index - 1].submesh, stage.submesh])
+    if next_layer != table.num_layers or used != Counter(dict(enumerate(devices))):
+        return np.inf
+    return num_microbatches * sum(times) if serialized else sum(times) + (num_microbatches - 1) * max(times)
+
+
+def _taken(table: StageTable, submesh: int, devices: tuple[int, ...]) -> dict[int, int]:
+    """Return the devices that a kind of submesh takes from each group.
+
+    A kind without a group must be the whole cluster; for another size the result exceeds the devices that there are.
+    """
+    size, group = table.submesh_devices[submesh], table.groups[submesh]
+    if group is not None:
+        return {group: size}
+    return dict(enumerate(devices)) if size == sum(devices) else {0: size + devices[0]}
+
 
 BOTTLENECK_GAP = 1e-6
 """Relative distance below which two bottlenecks count as one; the result is optimal up to this factor."""
 
 
 class StageStatus(enum.Enum):
-    """How a search ended."""
+    """Outcome of the dynamic program."""
 
     OPTIMAL = "optimal"
     INFEASIBLE = "infeasible"
@@ -66,7 +182,7 @@ class StageStatus(enum.Enum):
 class StageChoice:
     """The best stages. If there are none, `seconds` is infinite and `reason` is a sentence that says why.
 
-    `num_bottlenecks` is the number of bottlenecks that had to be considered, `num_evaluated` that of dynamic programs.
+    `num_bottlenecks` is the number of values of tau, `num_evaluated` the number of those for which F was computed.
     """
 
     stages: tuple[StageAssignment, ...]
@@ -88,7 +204,7 @@ def solve(
     serialized: bool = False,
     explain: bool = True,
 ) -> StageChoice:
-    """The stages of least total time that use all devices.
+    """Return the stages of least total time that use all devices.
 
     Args:
         table: what each stage would cost.
@@ -127,8 +243,10 @@ def solve(
             totals[index] = dp.total(float(taus[index]))
         return totals[index]
 
+    # F falls as tau grows: if the largest tau admits no stages, none does.
     if taus.size == 0 or sum_at(taus.size - 1) == np.inf:
         return _infeasible(_why_infeasible(dp) if explain else "")
+    # On a shared processor the slowest stage does not matter, and the largest tau restricts nothing.
     best = taus.size - 1 if serialized else _search(sum_at, taus, num_microbatches, early_stop=early_stop)
     stages = dp.stages(float(taus[best]))
     seconds = evaluate(table, stages, num_devices=devices, num_microbatches=num_microbatches, serialized=serialized)
@@ -151,11 +269,14 @@ class _StageDp:
     sums: BottleneckSums
 
     @staticmethod
-    def of(table: StageTable, *, devices: tuple[int, ...], min_stages: int, max_stages: int) -> "_StageDp":
+    def of(table: StageTable, *, devices: tuple[int, ...], min_stages: int, max_stages: int) -> _StageDp:
+        """Build the arrays of the kernels, as small as the table allows."""
         kinds = _usable_kinds(table, devices)
         seconds = np.array(table.seconds[:, :, kinds], dtype=np.float64, order="C")
         following = np.array(table.max_following_stages[:, :, kinds], dtype=np.int64, order="C")
         cheapest = cheapest_of(seconds, following, max_stages)
+        # If only memory limits the number of stages, g is the same for all r from some r on, and one level stands for
+        # all of these.
         open_ended = max_stages == min(table.num_layers, sum(devices))
         if open_ended:
             changes = (cheapest[1:] != cheapest[:-1]).any(axis=(1, 2, 3))
@@ -184,11 +305,11 @@ class _StageDp:
         )
 
     def total(self, tau: float) -> float:
-        """F(tau); infinite if no choice stays below tau."""
+        """Return F(tau); infinite if no stages stay below tau."""
         return float(fill(self.arrays, tau, self.sums)[self.min_stages :].min())
 
     def stages(self, tau: float) -> tuple[StageAssignment, ...]:
-        """Stages that attain F(tau), read off the recurrence from the first layer on."""
+        """Return stages that attain F(tau), read off the recurrence from the first layer on."""
         totals = fill(self.arrays, tau, self.sums)[self.min_stages :]
         rows = trace(self.arrays, tau, self.sums, self.min_stages + int(totals.argmin()))
         found: list[StageAssignment] = []
@@ -196,6 +317,7 @@ class _StageDp:
         for number, row in enumerate(rows):
             last, kind = int(row[0]), self.kinds[int(row[1])]
             entry = (first, last, kind)
+            # g only tells the least seconds. Any configuration of so many with enough memory attains them.
             fits = self.table.max_following_stages[entry] >= len(rows) - 1 - number
             configuration = int(np.where(fits, self.table.seconds[entry], np.inf).argmin())
             found.append(StageAssignment(first_layer=first, last_layer=last, submesh=kind, configuration=configuration))
@@ -204,7 +326,7 @@ class _StageDp:
 
 
 def _usable_kinds(table: StageTable, devices: tuple[int, ...]) -> list[int]:
-    """The kinds that some stage can be on."""
+    """Return the kinds that some stage can be on; the state of the dynamic program grows with the others too."""
     layers = np.arange(table.num_layers)
     possible = (table.max_following_stages >= 0) & np.isfinite(table.seconds)
     possible &= (layers[:, None] <= layers[None, :])[:, :, None, None]
@@ -219,7 +341,7 @@ def _usable_kinds(table: StageTable, devices: tuple[int, ...]) -> list[int]:
 def _sender_classes(
     table: StageTable, kinds: list[int], possible: NDArray[np.bool_]
 ) -> tuple[FloatArray, NDArray[np.int64]]:
-    """Inflow by [first layer, kind, sender class], and the sender class of each kind; `possible` is [L, L, S]."""
+    """Return the inflow by [first layer, kind, sender class], and the class of each kind; `possible` is [L, L, S]."""
     if table.inflow_seconds is None or not kinds:
         return np.zeros((table.num_layers, len(kinds), 1)), np.zeros(len(kinds), dtype=np.int64)
     received = table.inflow_seconds[:, kinds][:, :, kinds]
@@ -235,12 +357,13 @@ def _sender_classes(
 def _states(
     table: StageTable, kinds: list[int], devices: tuple[int, ...]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
-    """`shift` and `block` of each kind, and the number of states; see `stage_kernels`."""
+    """Return `shift` and `block` of each kind, and the number of states; see `stage_kernels`."""
     sizes, groups = table.submesh_devices, table.groups
     units = [gcd(size, *(sizes[k] for k in kinds if groups[k] == group)) for group, size in enumerate(devices)]
     digits = [size // unit + 1 for size, unit in zip(devices, units, strict=True)]
     steps = [prod(digits[group + 1 :]) for group in range(len(digits))]
     num_states = prod(digits)
+    # A kind that is the whole cluster takes all digits at once.
     shift, block = np.full(len(kinds), num_states - 1), np.full(len(kinds), num_states)
     for index, kind in enumerate(kinds):
         group = groups[kind]
@@ -251,13 +374,14 @@ def _states(
 
 
 def _bottlenecks(arrays: StageArrays) -> NDArray[np.float64]:
-    """The seconds that a stage can take, ascending; of values within `BOTTLENECK_GAP` the largest, which admits all."""
+    """Return the seconds that a stage can take, ascending; of values within `BOTTLENECK_GAP` only the largest."""
     cheapest = arrays.cheapest
     # A value of g counts once, at the first r that it belongs to.
     new = np.isfinite(cheapest)
     new[1:] &= cheapest[1:] != cheapest[:-1]
     _, first, _, kind = np.nonzero(new)
     values = np.unique(cheapest[new][:, None] + arrays.inflow[first, kind])
+    # The largest of a bin admits all stages of the others. A stage may take 0 s, whose logarithm is a bin of its own.
     with np.errstate(divide="ignore"):
         bins = np.floor(np.log(values) / np.log1p(BOTTLENECK_GAP))
     return values[np.append(bins[1:] != bins[:-1], True)] if values.size else values
@@ -266,7 +390,7 @@ def _bottlenecks(arrays: StageArrays) -> NDArray[np.float64]:
 def _search(
     sum_at: Callable[[int], float], taus: NDArray[np.float64], num_microbatches: int, *, early_stop: bool
 ) -> int:
-    """The index of the best bottleneck, where `sum_at` of the last one is finite."""
+    """Return the index of the best bottleneck; `sum_at` of the last one must be finite."""
     last = taus.size - 1
     totals: dict[int, float] = {}
 
@@ -279,8 +403,10 @@ def _search(
         visit(index)
     while pending:
         low, high = pending.pop()
+        # Between equal sums the smallest tau is the best, and that one was visited.
         if high - low < 2 or (low >= 0 and sum_at(low) == sum_at(high)):
             continue
+        # Nothing in between beats this bound: F is at least that of `high`, and a sum is at least its largest part.
         tau = float(taus[low + 1])
         if max(sum_at(high), tau) + (num_microbatches - 1) * tau >= min(totals.values()):
             continue
@@ -302,7 +428,7 @@ def _infeasible(reason: str) -> StageChoice:
 
 
 def _why_infeasible(dp: _StageDp) -> str:
-    """The first limit that rules everything out, found by lifting the limits one by one."""
+    """Return a sentence about the limit that rules everything out; the limits are lifted one by one."""
     table = dp.table
     count = f"{dp.min_stages} to {dp.max_stages} stages" if dp.min_stages < dp.max_stages else f"{dp.max_stages} stages"
     plan = f"{count} for the {table.num_layers} layers on {_show(dp.devices)} devices"

@@ -33,7 +33,7 @@ IntArray = NDArray[np.int64]
 
 
 class StageArrays(NamedTuple):
-    """What the kernels read.
+    """Input of the kernels: costs, and the states that kinds of submesh lead to.
 
     Attributes:
         cheapest: [R, L, L, S], g[r,i,k,b]; infinite for k < i.
@@ -56,7 +56,7 @@ class StageArrays(NamedTuple):
 
 
 class BottleneckSums(NamedTuple):
-    """f and where it may be finite, to be filled again and again.
+    """The table f and the ranges in which it may be finite; memory that is reused for every bottleneck.
 
     Attributes:
         values: [R + 1, L + 1, A, states], valid from `low` to `high` and infinite elsewhere.
@@ -69,7 +69,7 @@ class BottleneckSums(NamedTuple):
 
 
 def empty_sums(arrays: StageArrays) -> BottleneckSums:
-    """Room for f."""
+    """Allocate a table for f."""
     num_levels, num_layers = arrays.cheapest.shape[:2]
     shape = (num_levels + 1, num_layers + 1, arrays.inflow.shape[2])
     values = np.empty((*shape, arrays.num_states))
@@ -78,7 +78,7 @@ def empty_sums(arrays: StageArrays) -> BottleneckSums:
 
 @kernel
 def cheapest_of(seconds: FloatArray, following: IntArray, num_levels: int) -> FloatArray:
-    """g[r,i,k,b] for r < num_levels: the least seconds of a configuration that at least r stages may follow."""
+    """Return g[r,i,k,b] for r < num_levels: the least seconds of a configuration that at least r stages may follow."""
     num_layers, _, num_kinds, num_configurations = seconds.shape
     cheapest = np.full((num_levels, num_layers, num_layers, num_kinds), np.inf)
     for i in range(num_layers):
@@ -92,9 +92,10 @@ def cheapest_of(seconds: FloatArray, following: IntArray, num_levels: int) -> Fl
 
 @kernel
 def fill(arrays: StageArrays, tau: float, sums: BottleneckSums) -> FloatArray:
-    """Fill in f for one bottleneck; the sums of all layers on all devices, by level."""
+    """Fill in f for one bottleneck, and return the sums of all layers on all devices, by level."""
     num_levels, num_layers = arrays.cheapest.shape[:2]
     last = arrays.num_states - 1
+    # Only the ranges are reset: values outside them are never read, so that those of the last bottleneck may stay.
     sums.low[:], sums.high[:] = 1, 0
     sums.low[0, num_layers] = 0
     sums.values[0, num_layers, :, 0] = 0.0
@@ -113,7 +114,7 @@ def fill(arrays: StageArrays, tau: float, sums: BottleneckSums) -> FloatArray:
 
 @kernel
 def _reach(arrays: StageArrays, tau: float) -> tuple[IntArray, IntArray, NDArray[np.bool_]]:
-    """The least and the most that layers 0..i-1 may take of x, -1 where they cannot; who may feed layer i."""
+    """Return the least and the most of x that layers 0..i-1 can take (-1: they cannot), and the classes that feed i."""
     num_layers, num_kinds = arrays.inflow.shape[:2]
     last = arrays.num_states - 1
     least, most = np.full(num_layers + 1, last), np.full(num_layers + 1, -1)
@@ -133,7 +134,7 @@ def _reach(arrays: StageArrays, tau: float) -> tuple[IntArray, IntArray, NDArray
 
 @kernel
 def _levels(arrays: StageArrays, level: int) -> tuple[int, int]:
-    """The levels of what may follow the first stage of `level`, first and last."""
+    """Return the first and the last level of the stages that may follow the first stage of `level`."""
     if arrays.open_ended == 1 and level == arrays.cheapest.shape[0]:
         return level - 1, level
     return level - 1, level - 1
@@ -150,7 +151,7 @@ def _fill_row(
     arrives: NDArray[np.bool_],
     best: FloatArray,
 ) -> None:
-    """f[level,i,:,:] for x within the bounds."""
+    """Compute f[level,i,:,:] for x within the bounds."""
     first, last = within
     for a in range(arrives.size):
         if arrives[a]:
@@ -160,6 +161,7 @@ def _fill_row(
     for a in range(arrives.size):
         if not arrives[a]:
             continue
+        # Tight ranges spare the rows of earlier layers all states that nothing leads to.
         row = sums.values[level, i, a]
         low, high = first, last
         while low <= high and row[low] == np.inf:
@@ -171,7 +173,7 @@ def _fill_row(
 
 @kernel
 def _range_of(arrays: StageArrays, tau: float, sums: BottleneckSums, level: int, i: int, b: int) -> tuple[int, int]:
-    """The x that a first stage from layer i on kind b can occur with."""
+    """Return the range of x with which a first stage from layer i on kind b can occur."""
     first, last = arrays.num_states, -1
     a, (lowest, highest) = arrays.sender[b], _levels(arrays, level)
     for k in range(i, arrays.cheapest.shape[1]):
@@ -237,6 +239,7 @@ def _lower(
     a, shift, block = arrays.sender[b], arrays.shift[b], arrays.block[b]
     rest = sums.values[level, i, a]
     first, last = max(first, sums.low[level, i, a] + shift), min(last, sums.high[level, i, a] + shift)
+    # Kind b takes its devices from one digit of x, which must be at least `shift`: in blocks of x modulo `block`.
     for start in range(first - first % block, last + 1, block):
         for x in range(max(first, start + shift), min(last + 1, start + block)):
             best[x] = min(best[x], seconds + rest[x - shift])
@@ -244,7 +247,7 @@ def _lower(
 
 @kernel
 def trace(arrays: StageArrays, tau: float, sums: BottleneckSums, level: int) -> IntArray:
-    """Rows (last layer, kind) of stages that attain the sum of all layers on all devices at this level."""
+    """Return rows (last layer, kind) of stages that attain the sum of all layers on all devices at this level."""
     num_layers, num_kinds = arrays.inflow.shape[:2]
     found = np.empty((num_layers, 2), dtype=np.int64)
     count, i, a, x = 0, 0, 0, arrays.num_states - 1
@@ -268,7 +271,7 @@ def trace(arrays: StageArrays, tau: float, sums: BottleneckSums, level: int) -> 
 
 @kernel
 def _sum_at(sums: BottleneckSums, level: int, i: int, a: int, x: int) -> float:
-    """f[level,i,a,x]."""
+    """Return f[level,i,a,x]."""
     if sums.low[level, i, a] <= x <= sums.high[level, i, a]:
         return sums.values[level, i, a, x]
     return np.inf

@@ -7,31 +7,31 @@
     search      the best stages by what is known; guesses among them become bounds, and bounds
                 costs; again, until the best stages are known by their costs                     `run`
 
-Solving a whole stage is what takes time; few of those that can occur are ever near the best. What is solved takes its
-memory into account, and what its layers hand to each other.
+Solving a whole stage takes most of the time, and few of the possible stages are ever near the best. A solved stage
+takes its memory into account, and what its layers hand to each other.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from alpa_lite.inter_op.equal_stages import BestStages, StageEquality, equal_parts, number_of_equal, ways
-from alpa_lite.inter_op.layer_profile import summed
-from alpa_lite.inter_op.space import Space
-from alpa_lite.inter_op.stacked_arguments import least_seconds_of_rows, seconds_of_rows
-from alpa_lite.inter_op.stage_cache import Question
-from alpa_lite.inter_op.stage_costs import StageCosts, expect
-from alpa_lite.inter_op.stage_dp import StageChoice
+from alpa_lite.inter_op.boundaries import least_seconds_of_rows, seconds_of_rows
+from alpa_lite.inter_op.space import Space, StageEquality, equal_parts, number_of_equal, ways
+from alpa_lite.inter_op.stage_costs import Question, StageCosts, StagePlace, expect
+from alpa_lite.inter_op.stage_dp import StageChoice, StageStatus, StageTable, solve
+from alpa_lite.inter_op.survey import summed
 from alpa_lite.intra_op.problem import Status
 from alpa_lite.intra_op.solve import RELATIVE_GAP, StageSolution
 from alpa_lite.plan.pricing import dispatch_seconds
 from alpa_lite.schedule import Schedule
 from alpa_lite.sharding.meshes import LogicalMesh
 from alpa_lite.step.recomputation import Remat
+from cost_models.composed import CostModel
 
 MANY = 3
 """How many stages on a logical mesh must take longer than guessed before others are guessed to do so."""
@@ -40,10 +40,53 @@ SOLVES, LEAST_SOLVES = 2, 6
 """How many solves the search mostly takes for each stage that it guesses, and in all, at a number of micro-batches."""
 
 SPARED = 1 / 3
-"""How many of these each solve at an earlier number of micro-batches mostly makes unnecessary."""
+"""How many of these a solve at an earlier number of micro-batches makes unnecessary on average."""
 
 STILL = 1 / 4
-"""The part of what was done that is taken to be left where the search takes more than mostly."""
+"""Where the search takes more solves than usual: the estimate of those left, as a part of those done."""
+
+
+_NOTHING = StageChoice(stages=(), seconds=np.inf, status=StageStatus.INFEASIBLE, reason="No equal stages are possible.")
+
+_ROUNDING = 1e-9
+"""Sums that are the same may differ by so much."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StageGuesses:
+    """Arrays about all possible stages, from which a search starts; seconds are per micro-batch.
+
+    layer_seconds    [policies, layers, kinds, shapes]: guess for each layer; infinite where it cannot run
+    inflow_seconds   [layers, layers, kinds]: for a layer range to receive what it reads from earlier layers
+    slower_seconds   [layers, kinds, kinds]: how much longer that takes a stage from a layer on, by the kind of submesh
+                     before it and its own
+    following        [policies, layers, layers, kinds]: how many stages may follow one given its memory, at best; -1 for
+                     none
+    roomy            [policies, layers, layers, kinds, shapes]: how many may follow where the guess allows for the
+                     memory that the stage takes; -1 for none
+    worthwhile       [layers, layers, kinds]: which stages make sense; see `Space.worthwhile`
+    """
+
+    layer_seconds: NDArray[np.float64]
+    inflow_seconds: NDArray[np.float64]
+    slower_seconds: NDArray[np.float64]
+    following: NDArray[np.int64]
+    roomy: NDArray[np.int64]
+    worthwhile: NDArray[np.bool_]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageLimits:
+    """Restrictions of the stages of a plan.
+
+    num_stages   number of stages; None for the best number
+    all_equal    only equal stages, in one logical mesh: each is solved as one of so many equal layers
+    equal        the quantities that stages have equally much of, in addition to that
+    """
+
+    num_stages: int | None = None
+    all_equal: bool = False
+    equal: Collection[StageEquality] = ()
 
 
 class StageSearch:
@@ -58,42 +101,23 @@ class StageSearch:
         costs: StageCosts,
         num_microbatches: int,
         schedule: Schedule,
-        inflow_seconds: NDArray[np.float64],
-        slower_seconds: NDArray[np.float64],
         space: Space,
-        guess: NDArray[np.float64],
-        following: NDArray[np.int64],
-        roomy: NDArray[np.int64],
-        worthwhile: NDArray[np.bool_],
+        guesses: StageGuesses,
         *,
-        num_stages: int | None = None,
-        under: Callable[[Remat, int | None], StageCosts] | None = None,
+        limits: StageLimits = StageLimits(),
         policies: Sequence[Remat] = (Remat.NONE,),
-        equal_stages: bool = False,
-        equal: Collection[StageEquality] = (),
+        under: Callable[[Remat, int | None], StageCosts] | None = None,
     ) -> None:
-        """Nothing is solved yet.
+        """Set up the arrays of the search; nothing is solved yet.
 
-        costs           of the layers at any number of micro-batches, for what does not depend on that or the policy
-        inflow_seconds  [layers, layers, kinds]: for the layers from one to another to receive what they read from
-                        earlier ones, per micro-batch
-        slower_seconds  [layers, kinds, kinds]: how much longer that takes a stage from a layer on, by the kind of
-                        submesh before it and its own
-        guess           [policies, layers, kinds, shapes]: seconds of a layer per micro-batch; infinite where it cannot
-                        run
-        following       [policies, layers, layers, kinds]: how many stages may follow one given its memory, at best; -1
-                        for none
-        roomy           [policies, layers, layers, kinds, shapes]: how many may follow where the guess allows for the
-                        memory that the stage takes; -1 for none
-        worthwhile      [layers, layers, kinds]: which stages make sense; see `Space.worthwhile`
-        num_stages      how many stages to make; None for the best number
-        under           the costs of all layers, or of so many equal ones, under a policy; None: `costs`
-        equal_stages    make equal stages alone, in one logical mesh: each is solved as one of so many equal layers
-        equal           what stages have equally many of, beside that
+        costs      of the layers at any number of micro-batches, for what does not depend on that or the policy
+        policies   the policies of `guesses`
+        under      the costs of all layers, or of so many equal ones, under a policy; None: `costs`
         """
-        self.costs, self.schedule, self.inflow_seconds, self.space = costs, schedule, inflow_seconds, space
+        self.costs, self.schedule, self.space = costs, schedule, space
+        self.inflow_seconds = guesses.inflow_seconds
         self.num_layers = costs.layers.num_layers
-        self.num_microbatches, self.all_equal = num_microbatches, equal_stages
+        self.num_microbatches, self.all_equal = num_microbatches, limits.all_equal
         self.under, self.policies = under, tuple(policies)
         self.held = self._levels()
         self.width = space.most_shapes * len(self.policies)
@@ -101,31 +125,35 @@ class StageSearch:
         self.seconds, self.following = np.full(size, np.inf), np.full(size, -1, dtype=np.int64)
         self.least, self.solved = np.zeros(size), np.zeros(size, dtype=np.bool_)
         self.update_seconds, self._shortest_refused = np.zeros(size), math.inf
-        self._possible = worthwhile & equal_parts(space, self.num_layers) if equal_stages else worthwhile
+        self._possible = guesses.worthwhile
+        if self.all_equal:
+            self._possible = self._possible & equal_parts(space, self.num_layers)
         repeats = len(self.policies) * len(self.held)
-        self._equal = tuple(equal)
-        self._at_best = np.repeat(np.moveaxis(following, 0, -1), space.most_shapes, axis=-1)
-        work = np.concatenate([summed(of_layers, self._possible) for of_layers in guess], axis=-1)
-        moved = costs.has_rows and not equal_stages
+        self._equal = tuple(limits.equal)
+        self._at_best = np.repeat(np.moveaxis(guesses.following, 0, -1), space.most_shapes, axis=-1)
+        work = np.concatenate([summed(of_layers, self._possible) for of_layers in guesses.layer_seconds], axis=-1)
+        moved = costs.has_rows and not self.all_equal
         self._least_for_rows = least_seconds_of_rows(costs, space) if moved else np.zeros(self._possible.shape)
         work += self._least_for_rows[..., None] / num_microbatches
         guessed = self._taking(work, self.inflow_seconds[..., None])
         self._guessed = np.where(self._at_best >= 0, guessed, np.inf)
-        self._roomy = np.moveaxis(roomy, 0, 3).reshape(self._guessed.shape)
+        self._roomy = np.moveaxis(guesses.roomy, 0, 3).reshape(self._guessed.shape)
         self._best_of = BestStages(
             space=space,
             cost_model=costs.cost_model,
             num_microbatches=num_microbatches,
-            ways=[*ways(space, self.num_layers, equal, one_mesh=equal_stages, repeats=repeats)],
-            slower=self._waiting_longer(slower_seconds),
-            num_stages=num_stages,
+            ways=[*ways(space, self.num_layers, limits.equal, one_mesh=self.all_equal, repeats=repeats)],
+            slower=self._waiting_longer(guesses.slower_seconds),
+            num_stages=limits.num_stages,
         )
         self._before, self._usual = costs.progress.done.get("stages", 0), float(LEAST_SOLVES)
         self._refresh()
 
     def run(self, at_most: float = math.inf, *, further: float = 0.0) -> StageChoice:
-        """The best stages, all of them solved; or stages that were only guessed, once it is seen that none take less
-        than `at_most` seconds. `further`: how much of such work is to follow, in relation to this."""
+        """Return the best stages, all of them solved; or guessed ones, once none can take less than `at_most` seconds.
+
+        `further`: the amount of such work that is to follow, relative to this.
+        """
         solved, likely = self._best_solved(), _entries(self.best_likely())
         while True:
             found = self.best_known()
@@ -133,7 +161,7 @@ class StageSearch:
                 return solved
             if found.seconds >= at_most:
                 return found
-            # Beside the stages that likely are the best, most of the others turn out to be worse before long.
+            # Apart from the stages that likely are the best, most of the others turn out to be worse before long.
             entries = likely if any(not self.solved[entry] for entry in likely) else _entries(found)
             pending = sorted((e for e in entries if not self.solved[e]), key=lambda e: -self.seconds[e])
             if not pending:
@@ -149,13 +177,13 @@ class StageSearch:
             solved = self._best_solved()
 
     def _expect_from_workers(self, entries: Sequence[tuple[int, int, int, int]]) -> None:
-        """Let workers begin with stages that are likely to be solved next: with bounds for them, then with costs."""
+        """Let workers start on stages that are likely to be solved next: first on bounds, then on costs."""
         if self.costs.workers.at_work:
             bounds = [self._question(*entry, quick=True) for entry in entries if not self.least[entry]]
             expect([*bounds, *(self._question(*entry, quick=False) for entry in entries)])
 
     def refuse_updates_like(self, found: StageChoice) -> None:
-        """From now on leave out stages whose update takes as long as the longest of these, or longer.
+        """Exclude from now on stages whose update takes as long as the longest of these, or longer.
 
         The DP spreads it over the micro-batches; but one that is longer than those of the others comes after them.
         """
@@ -163,11 +191,11 @@ class StageSearch:
         self.seconds[self.solved & (self.update_seconds >= self._shortest_refused)] = np.inf
 
     def longest_update(self, found: StageChoice) -> float:
-        """Of solved stages: the longest time for the update, with what rows take to be moved."""
+        """Return the longest time of an update among solved stages, with the time to move rows."""
         return max(float(self.update_seconds[entry]) for entry in _entries(found))
 
     def _expect(self, stages: int, pending: int, further: float, *, known: bool) -> None:
-        """Say how much work is left; before any stages are `known` by their costs, that nobody knows."""
+        """Report the estimated amount of work left; it is unknown until some stages are `known` by their costs."""
         progress = self.costs.progress
         done = progress.done.get("stages", 0) - self._before
         self._usual = max(self._usual, SOLVES * stages - self._before * SPARED)
@@ -175,15 +203,15 @@ class StageSearch:
         progress.expect("stages", left + further * max(self._usual, done) if known else None)
 
     def best_known(self) -> StageChoice:
-        """The best stages by what is known so far."""
+        """Return the best stages by the costs, bounds and guesses so far."""
         return self._best_of(self.seconds, self.following)
 
     def best_likely(self) -> StageChoice:
-        """The best stages by guesses alone that allow for memory."""
+        """Return the best stages by guesses alone, of stages that have the memory that their guess assumes."""
         return self._best_of(np.tile(self._guessed, len(self.held)), np.tile(self._roomy, len(self.held)))
 
     def why_impossible(self) -> str:
-        """Why there are no such stages, however much memory there is, as a sentence; empty if there are."""
+        """Return a sentence that says why there are no such stages even with unlimited memory; empty if there are."""
         free = np.broadcast_to(np.where(self._possible, 0.0, np.inf)[..., None], self.seconds.shape)
         most = np.full(self.seconds.shape, self.num_layers)
         reason = self._best_of.why_impossible(free, most)
@@ -197,24 +225,24 @@ class StageSearch:
         return self._best_of(np.where(self.solved, self.seconds, np.inf), self.following)
 
     def mesh(self, kind: int, configuration: int) -> LogicalMesh:
-        """The logical mesh of a configuration of a kind of submesh."""
+        """Return the logical mesh of a configuration of a kind of submesh."""
         return self.space.mesh(kind, configuration % self.space.most_shapes)
 
     def policy(self, configuration: int) -> Remat:
-        """The policy of rematerialisation of a configuration."""
+        """Return the policy of rematerialisation of a configuration."""
         return self.policies[configuration % self.width // self.space.most_shapes]
 
     def in_flight(self, configuration: int) -> int:
-        """For how many micro-batches in flight the sharding of a configuration leaves room."""
+        """Return for how many micro-batches in flight the sharding of a configuration leaves memory."""
         return self.held[configuration // self.width]
 
     def solution(self, first: int, last: int, kind: int, configuration: int, *, quick: bool = False) -> StageSolution:
-        """The best sharding of a stage in a configuration, or (`quick`) one with a bound for the best."""
+        """Return the best sharding of a stage in a configuration, or (`quick`) one with a bound for the best."""
         costs, asked = self._question(first, last, kind, configuration, quick=quick)
         return costs.answer(asked)
 
     def _knows(self, first: int, last: int, kind: int, configuration: int) -> bool:
-        """Whether `_solve` has nothing to solve."""
+        """Return True if `_solve` would only look up an answer."""
         quick = not self.least[first, last, kind, configuration]
         costs, asked = self._question(first, last, kind, configuration, quick=quick)
         return costs.knows(asked)
@@ -222,21 +250,23 @@ class StageSearch:
     def _question(
         self, first: int, last: int, kind: int, configuration: int, *, quick: bool
     ) -> tuple[StageCosts, Question]:
-        """What is asked about a stage, and the costs that know about it."""
+        """Return the stage costs for a stage of the search, and the question to ask them."""
         costs, first, last = self._asked(first, last, kind, configuration)
-        where, in_flight = (self.space.submesh(kind), self.mesh(kind, configuration)), self.in_flight(configuration)
-        return costs, costs.question(first, last, *where, in_flight=in_flight, quick=quick)
+        place = StagePlace(first, last, self.space.submesh(kind), self.mesh(kind, configuration))
+        return costs, costs.question(place, in_flight=self.in_flight(configuration), quick=quick)
 
     def _asked(self, first: int, last: int, kind: int, configuration: int) -> tuple[StageCosts, int, int]:
-        """The costs that know about a stage, and which layers it is there."""
+        """Return the stage costs for a stage of the search, and its first and last layer in their step."""
         count = number_of_equal(self.space, self.num_layers, first, last, kind) if self.all_equal else None
+        # Equal stages are solved in a step that is cut into as many equal layers, so that each stage is one layer.
         if count is not None:
             first = last = first * count // self.num_layers
         policy = self.policy(configuration)
         return (self.costs if self.under is None else self.under(policy, count)), first, last
 
     def _levels(self) -> list[int]:
-        """How many micro-batches in flight a sharding may leave room for: those of the last stage, twice as many, …"""
+        """Return the numbers of micro-batches in flight to solve shardings for: of the last stage, then doubled."""
+        # A sharding for more micro-batches in flight is slower. Doubling keeps the number of solves logarithmic.
         least, most = (self._in_flight(n) for n in (0, self.num_layers - 1))
         levels = [least]
         while levels[-1] < most:
@@ -244,17 +274,17 @@ class StageSearch:
         return levels
 
     def _in_flight(self, following: int) -> int:
-        """Micro-batches in flight on a stage that is followed by so many others."""
+        """Return the micro-batches in flight on a stage that is followed by so many others."""
         return self.schedule.in_flight(0, following + 1, self.num_microbatches)
 
     def _refresh(self) -> None:
-        """Put guesses in the place of all stages that are not solved, and what is known of them."""
-        # What several stages took longer than guessed on a mesh, the others are guessed to take there too.
+        """Update the seconds of all stages that are not solved: their bounds, or guesses corrected by solved stages."""
+        # If several stages took longer on a mesh than guessed, the others are guessed to take as much longer.
         guessed = self._guessed * np.maximum(self._longer_than_guessed(MANY), self._longer_under_other_policies())
         for level, held in enumerate(self.held):
             part = np.s_[..., level * self.width : (level + 1) * self.width]
             open_ = ~self.solved[part]
-            # More room is never faster; that it costs nothing is all that is known before it is solved.
+            # Leaving memory for more micro-batches is never faster. Before it is solved it is taken to cost nothing.
             lower = np.where(self.least[part] > 0, np.maximum(self._guessed, self.least[part]), guessed)
             lower = lower if level == 0 else np.maximum(lower, self._solved_with_less_room(level))
             self.seconds[part] = np.where(open_, lower, self.seconds[part])
@@ -263,7 +293,7 @@ class StageSearch:
             self.following[part] = np.where(open_, np.where(np.isfinite(lower), most, -1), self.following[part])
 
     def _solved_with_less_room(self, level: int) -> NDArray[np.float64]:
-        """[…, shapes and policies]: the most seconds that a stage took with room for fewer; 0 where unknown."""
+        """Return […, shapes and policies]: the most seconds of a stage solved for fewer in flight; 0 where unknown."""
         found = np.zeros(self._guessed.shape)
         for lower in range(level):
             part = np.s_[..., lower * self.width : (lower + 1) * self.width]
@@ -271,35 +301,44 @@ class StageSearch:
         return found
 
     def _most_following(self, held: int) -> int:
-        """The most stages that may follow one that has room for so many micro-batches."""
+        """Return the most stages that may follow a stage with memory for so many micro-batches."""
         return max(n for n in range(self.num_layers) if self._in_flight(n) <= held)
 
     def _taking(self, work: NDArray[np.float64] | float, inflow: NDArray[np.float64] | float) -> NDArray[np.float64]:
-        """Seconds per micro-batch of stages that work so long: they dispatch their tasks, and receive what comes in, on
-        both ways. As in a deep pipeline: with one more micro-batch in flight for each stage that follows they wait for
-        all of it, with two more for half of what it takes longer than their work."""
+        """Return the seconds per micro-batch of stages from their work, dispatches, and transfers in both directions.
+
+        As in a deep pipeline: with one more micro-batch in flight for each stage that follows they wait for all of
+        their transfers, with two more only for the part that exceeds half of their work.
+        """
+        # A forward and a backward task per micro-batch, and one update per step.
         dispatched = (2 + 1 / self.num_microbatches) * dispatch_seconds(self.space.cluster)
         waits = np.maximum(0, inflow - 0.5 * work) if self.schedule.overlaps_transfers else 2 * inflow
         return np.asarray(dispatched + work + waits)
 
     def _waiting_longer(self, slower: NDArray[np.float64]) -> NDArray[np.float64]:
-        """[layers, kinds, kinds]: what stages wait longer for slower transfers; see `_taking`."""
+        """Return [layers, kinds, kinds]: how much longer stages wait for slower transfers; see `_taking`."""
         if not self.schedule.overlaps_transfers:
             return 2 * slower
+        # The table has inflow by first layer and kinds alone: the median stage stands for the work that hides it.
         best = self._guessed.min(axis=-1)
         usual = [np.median(found) if (found := of_kind[np.isfinite(of_kind)]).size else 0.0 for of_kind in best.T]
         hidden, inflow = 0.5 * np.array(usual), np.moveaxis(self.inflow_seconds.diagonal(), -1, 0)[:, None]
         return np.maximum(0.0, inflow + slower - hidden) - np.maximum(0.0, inflow - hidden)
 
     def excess(self) -> NDArray[np.float64]:
-        """[policies, kinds, shapes]: how many times as long as guessed stages are known to take at least, of those for
-        which their guess has no room."""
+        """Return [policies, kinds, shapes]: the least known ratio of seconds and guess.
+
+        It is taken over the stages that lack the memory that their guess assumes.
+        """
         tight = np.tile(self._roomy < 0, len(self.held))
         ratio = self._longer_than_guessed(1, among=tight).reshape(len(self.space.kinds), len(self.policies), -1)
         return np.moveaxis(ratio, 1, 0)
 
     def _longer_than_guessed(self, many: int, among: NDArray[np.bool_] | bool = True) -> NDArray[np.float64]:
-        """[kinds, shapes and policies]: the least ratio of seconds and guesses `among` some, if so many are known."""
+        """Return [kinds, shapes and policies]: the least ratio of seconds and guesses `among` some stages.
+
+        It is 1 where fewer than `many` are known.
+        """
         guessed = np.tile(self._guessed, len(self.held))
         looked_at = (self.solved | (self.least > 0)) & np.isfinite(self.seconds) & _has_work(guessed) & among
         ratio = np.divide(self.seconds, guessed, out=np.full(guessed.shape, np.inf), where=looked_at).min(axis=(0, 1))
@@ -309,9 +348,11 @@ class StageSearch:
         return np.where(enough, np.maximum(least.min(axis=1), 1.0), 1.0)
 
     def _longer_under_other_policies(self) -> NDArray[np.float64]:
-        """[layers, layers, kinds, shapes and policies]: how many times as long as guessed a stage takes under a policy
-        for which it has room, with the fewest micro-batches in flight; it will do so under the others, which differ in
-        what they compute again."""
+        """Return [layers, layers, kinds, shapes and policies]: the known ratio of seconds and guess under any policy.
+
+        Only policies under which the stage has memory count, with the fewest micro-batches in flight. The ratio is
+        expected under the other policies too, which differ only in what they recompute.
+        """
         part = np.s_[..., : self.width]
         known = np.where(self.solved[part], self.seconds[part], self.least[part])
         looked_at = np.isfinite(known) & _has_work(self._guessed) & (self._roomy >= 0)
@@ -320,8 +361,9 @@ class StageSearch:
         return np.tile(of_shapes, len(self.policies))
 
     def _solve(self, first: int, last: int, kind: int, configuration: int) -> None:
-        """Put a bound on the cost of a stage in the place of its guess, or the cost in the place of the bound."""
+        """Replace the guess of a stage by a bound on its cost, or the bound by the cost."""
         entry = (first, last, kind, configuration)
+        # A rough solution is much cheaper to find, and its bound rules out most stages.
         quick = not self.least[entry]
         solution = self.solution(*entry, quick=quick)
         if quick and solution.choice is not None and solution.gap > self.costs.relative_gap:
@@ -332,7 +374,7 @@ class StageSearch:
         self.solved[entry] = True
         self.seconds[entry], self.following[entry] = np.inf, -1
         if solution.status is Status.INFEASIBLE:
-            # Nor does what holds more layers fit, or more micro-batches in flight.
+            # Stages with more layers or more micro-batches in flight do not fit either.
             around = np.s_[: first + 1, last:, kind, configuration :: self.width]
             self.seconds[around], self.following[around], self.solved[around] = np.inf, -1, True
         for_rows = self._for_rows(*entry, solution)
@@ -342,19 +384,20 @@ class StageSearch:
             self.following[entry] = self._stages_that_may_follow(solution, self.space.room_bytes[kind])
 
     def _work(self, solution: StageSolution, for_rows: float) -> float:
-        """Seconds per micro-batch: both passes, and its part of the update and of what rows take."""
+        """Return the seconds per micro-batch of both passes, and its part of the update and of moving rows."""
         update = (solution.update_seconds + for_rows) / self.num_microbatches
         return solution.forward_seconds + solution.backward_seconds + update
 
     def _for_rows(self, first: int, last: int, kind: int, configuration: int, solution: StageSolution) -> float:
-        """Seconds per step to move rows of stacked arguments, where any move; see `rows`."""
+        """Return the seconds per step to move rows of stacked arguments, if any move; see `boundaries`."""
         if not self._least_for_rows[first, last, kind]:
             return 0.0
         costs, first, last = self._asked(first, last, kind, configuration)
-        return seconds_of_rows(costs, first, last, self.space.submesh(kind), self.mesh(kind, configuration), solution)
+        place = StagePlace(first, last, self.space.submesh(kind), self.mesh(kind, configuration))
+        return seconds_of_rows(costs, place, solution)
 
     def _stages_that_may_follow(self, solution: StageSolution, room_bytes: float) -> int:
-        """The most stages after this one whose micro-batches in flight still fit into memory here; -1 for none."""
+        """Return the most stages that may follow, so that the micro-batches in flight fit here; -1 if none fit."""
         counts = reversed(range(self.num_layers))
         return next((n for n in counts if solution.bytes_in_flight(self._in_flight(n)) <= room_bytes), -1)
 
@@ -364,5 +407,73 @@ def _entries(found: StageChoice) -> list[tuple[int, int, int, int]]:
 
 
 def _has_work(guessed: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Where a ratio to the guess tells something: not where nothing can run, nor where there is nothing to do."""
+    """Return where a ratio to the guess is defined: where stages can run and have something to do."""
     return np.isfinite(guessed) & (guessed > 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BestStages:
+    """The stage DP for one step, where stages may be alike in several ways.
+
+    Calls take arrays [layers, layers, kinds, configurations], see `StageTable`.
+
+    ways          masks of the stages that a plan may consist of, one for each way to be alike; see `space.ways`
+    slower        [layers, kinds, kinds]: `StageTable.inflow_seconds`
+    num_stages    number of stages; None for the best number
+    """
+
+    space: Space
+    cost_model: CostModel
+    num_microbatches: int
+    ways: Sequence[NDArray[np.bool_]]
+    slower: NDArray[np.float64]
+    num_stages: int | None
+
+    def __call__(self, seconds: NDArray[np.float64], following: NDArray[np.int64]) -> StageChoice:
+        """Return the best stages of all ways; of equally good ways the first."""
+        # The first stage runs for every micro-batch: no stages of a way take less than the fastest first one.
+        masks = [np.broadcast_to(way, seconds.shape) for way in self.ways]
+        least = (1 - _ROUNDING) * self.num_microbatches
+        bounds = [least * float(np.where(mask[0], seconds[0], np.inf).min()) for mask in masks]
+        best, number = _NOTHING, len(masks)
+        for n in sorted(range(len(masks)), key=bounds.__getitem__):
+            if bounds[n] > best.seconds or math.isinf(bounds[n]):
+                break
+            other = self._dispatched(self._chosen(np.where(masks[n], seconds, np.inf), following))
+            if (other.seconds, n) < (best.seconds, number):
+                best, number = other, n
+        return best
+
+    def why_impossible(self, seconds: NDArray[np.float64], following: NDArray[np.int64]) -> str:
+        """Return a sentence that says why there are no such stages; empty if there are."""
+        found = [self._chosen(np.where(way, seconds, np.inf), following, explain=True) for way in self.ways]
+        return "" if any(each.stages for each in found) else (found or [_NOTHING])[0].reason
+
+    def _chosen(
+        self, seconds: NDArray[np.float64], following: NDArray[np.int64], *, explain: bool = False
+    ) -> StageChoice:
+        return solve(
+            StageTable(
+                seconds=seconds,
+                max_following_stages=following,
+                submesh_devices=self.space.devices,
+                submesh_groups=self.space.groups,
+                inflow_seconds=self.slower,
+            ),
+            num_devices=self.space.devices_of_groups,
+            num_microbatches=self.num_microbatches,
+            min_stages=self.num_stages or 1,
+            max_stages=self.num_stages,
+            serialized=self.space.cluster.shared_processor,
+            explain=explain,
+        )
+
+    def _dispatched(self, found: StageChoice) -> StageChoice:
+        """Raise the seconds to what a host needs to dispatch all tasks, and add the skew of hosts."""
+        cluster = self.space.cluster
+        if not found.stages:
+            return found
+        beside = max(1, cluster.devices_per_host // self.space.devices[found.stages[0].submesh])
+        tasks = 2 * self.num_microbatches * min(len(found.stages), beside)
+        dispatched = max(found.seconds, self.cost_model.launch_seconds() * tasks)
+        return replace(found, seconds=dispatched + cluster.skew_seconds)

@@ -1,10 +1,18 @@
-"""A survey: what stages would take at any number of micro-batches, from a few layers solved at a few numbers of them.
+"""What layers take: each on one device (`Profile`), and a few of them on every logical mesh (`Survey`).
 
+A profile measures layers against each other, and tells what can fit at all. On n devices a stage of layers i..j that
+has h micro-batches of b samples in flight at its peak needs at least about
+
+    state + sums + (h - 1) sum of saved + max over l of (saved of layers up to l + working(l)), over n  `Profile.holds`
+
+where what a layer saves per micro-batch and works with grows with b.
+
+A survey tells what stages would take at any number of micro-batches, from a few layers solved at a few numbers of them.
 With b samples in a micro-batch, layer l on a logical mesh takes per micro-batch about
 
     t(l,b) = t(r,b) * loop(l) / loop(r)  +  u(r) * update(l) / update(r) / m                            `Survey.guess`
 
-where r is a layer that stands for l (`representatives`), loop and update are what they take on one device (`profile`),
+where r is a layer that stands for l (`representatives`), loop and update are what they take on one device (`Profile`),
 t(r,b) lies on straight lines through the sizes that were solved (latency and the gathering of weights do not shrink
 with b, the rest does) and u is its update. These are guesses: they say where to look first, and the search puts costs
 in the place of those that its answer depends on (`stage_search`).
@@ -26,38 +34,171 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from alpa_lite.inter_op.layer_profile import Profile, alone_on_a_device, in_flight_within, microbatch_size
 from alpa_lite.inter_op.space import Space
-from alpa_lite.inter_op.stage_costs import StageCosts, expect
+from alpa_lite.inter_op.stage_costs import StageCosts, StagePlace, expect
+from alpa_lite.intra_op.solve import StageSolution
+from alpa_lite.sharding.meshes import LogicalMesh, Submesh
 
 FloatArray = NDArray[np.float64]
 
+MEMORY_SLACK = 1.1
+"""By how much more than a device has a stage may seem to need before it is left out."""
+
+SAVES = 1.3
+"""A policy of rematerialisation that keeps this many times as much as a faster one is not worth it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Profile:
+    """Time and memory of each layer on one device, arrays [layers].
+
+    loop_seconds     of both passes of a micro-batch of `samples` samples
+    update_seconds   of the update
+    state_bytes      of parameters and optimizer state
+    sums_bytes       of the sums of gradients over several micro-batches
+    saved_bytes      that the forward pass saves, per sample
+    working_bytes    that a layer works with in addition, for `samples` samples
+    """
+
+    loop_seconds: FloatArray
+    update_seconds: FloatArray
+    state_bytes: FloatArray
+    sums_bytes: FloatArray
+    saved_bytes: FloatArray
+    working_bytes: FloatArray
+    samples: float
+
+    @staticmethod
+    def of(costs: StageCosts) -> Profile:
+        """Solve each layer on one device, without a limit of memory."""
+        size = float(microbatch_size(costs) or 1)
+        free = costs.with_pins({})
+        layers = [alone_on_a_device(free, layer) for layer in range(costs.layers.num_layers)]
+        return Profile(
+            loop_seconds=np.array([found.forward_seconds + found.backward_seconds for found in layers]),
+            update_seconds=np.array([found.update_seconds for found in layers]),
+            state_bytes=np.array([found.state_bytes for found in layers]),
+            sums_bytes=np.array([found.accumulator_bytes for found in layers]),
+            saved_bytes=np.array([found.activation_bytes for found in layers]) / size,
+            working_bytes=np.array([found.temporary_bytes for found in layers]),
+            samples=size,
+        )
+
+    def beats(self, other: Profile) -> bool:
+        """Return True if layers are faster under this policy of rematerialisation, and most keep hardly more."""
+        more = np.median(self.saved_bytes / np.maximum(other.saved_bytes, 1.0))
+        return bool(self.loop_seconds.sum() < other.loop_seconds.sum() and more < SAVES)
+
+    def working_with(self, size: float) -> FloatArray:
+        """Return [layers]: the least bytes that layers work with in addition to those that they save."""
+        # What the update works with does not grow with the micro-batch, so that nothing is extrapolated upwards.
+        return self.working_bytes * min(1.0, size / self.samples)
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers."""
+        return self.loop_seconds.size
+
+    @property
+    def shares(self) -> FloatArray:
+        """[layers]: each layer's share of the seconds of both passes."""
+        return self.loop_seconds / max(float(self.loop_seconds.sum()), 1e-30)
+
+    def holds(self, space: Space, size: float, number: int, in_flight: Sequence[int]) -> NDArray[np.int64]:
+        """Return [layers, layers, kinds]: for how many of the numbers `in_flight` (ascending) stages may have memory.
+
+        `number`: of micro-batches, of `size` samples each.
+        """
+        # At best the devices of a stage share all bytes equally.
+        room = MEMORY_SLACK * space.room_bytes * np.array(space.devices, dtype=float)
+        fixed = self.state_bytes + (self.sums_bytes if number > 1 else 0.0)
+        saved, working = self.saved_bytes * size, self.working_with(size)
+        return in_flight_within(room, fixed[:, None], saved[:, None], working[:, None], in_flight)
+
+
+def alone_on_a_device(costs: StageCosts, layer: int) -> StageSolution:
+    """Return a layer solved on one device, without a limit of memory."""
+    # Pins name the axes of other logical meshes.
+    device = Submesh(first_device=0, num_hosts=1, devices_per_host=1)
+    mesh = LogicalMesh(axis_names=("x",), shape=(1,))
+    return costs.with_pins({}).solution(StagePlace(layer, layer, device, mesh), limit_bytes=math.inf)
+
+
+def in_flight_within(
+    room: FloatArray, fixed: FloatArray, saved: FloatArray, working: FloatArray, in_flight: Sequence[int]
+) -> NDArray[np.int64]:
+    """Return [layers, layers, …]: for how many of the numbers `in_flight` (ascending) stages have memory.
+
+    `fixed`, `saved` and `working` bytes of each layer are [layers, …]; see the module docstring. Bytes that are unknown
+    are infinite, and do not fit.
+    """
+    fixed_of, saved_of = (_of_ranges(part) for part in (fixed, saved))
+    # In the backward pass of layer l the layers up to l still hold what they saved, and those after it hold no more.
+    peak = np.zeros_like(saved_of)
+    for first in range(fixed.shape[0]):
+        peak[first, first:] = np.maximum.accumulate(saved_of[first, first:] + working[first:])
+    least = fixed_of + peak
+    found = np.zeros(np.broadcast_shapes(least.shape, room.shape), dtype=np.int64)
+    with np.errstate(invalid="ignore"):
+        for number in in_flight:
+            found += least + (number - 1) * saved_of <= room
+    return found
+
+
+def _of_ranges(part: FloatArray) -> FloatArray:
+    """Return [layers, layers, …]: sums over layer ranges of [layers, …]; infinite from the first infinite layer on."""
+    # There the differences of cumulative sums are ∞ or ∞ - ∞.
+    ends = np.concatenate([np.zeros((1, *part.shape[1:])), np.cumsum(part, axis=0)])
+    with np.errstate(invalid="ignore"):
+        return np.nan_to_num(ends[None, 1:] - ends[:-1, None], nan=np.inf, posinf=np.inf, neginf=np.inf)
+
+
+def microbatch_size(costs: StageCosts) -> int | None:
+    """Return the samples per micro-batch; None without a batch."""
+    step = costs.step
+    return None if step.batch_size is None else step.batch_size // step.num_microbatches
+
+
+def summed(alone: NDArray[np.float64], possible: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """Return [layers, layers, kinds, shapes]: sums over layer ranges of the seconds `alone` [layers, kinds, shapes].
+
+    They are infinite where a stage is not `possible`, or the seconds of a layer are infinite.
+    """
+    finite = np.isfinite(alone)
+    sums, missing = (
+        np.concatenate([np.zeros((1, *alone.shape[1:])), np.cumsum(part, axis=0)])
+        for part in (np.where(finite, alone, 0.0), ~finite)
+    )
+    complete = missing[None, 1:] == missing[:-1, None]
+    return np.where(complete & possible[..., None], sums[None, 1:] - sums[:-1, None], np.inf)
+
+
 Beyond = Literal["as before", "more shared", "all shared"]
-"""What larger micro-batches than were surveyed take: devices share the work no better than before; they share what it
-is more by without loss; they share all of it without loss."""
+"""Assumption for micro-batches larger than the surveyed ones: devices share the work no better than before; they share
+the additional work without loss; they share all of it without loss."""
 
 MAX_REPRESENTATIVES = 4
 ENOUGH = 0.6
-"""Layers are surveyed until they stand for so much of both passes on one device, and of the update, at most so many."""
+"""Layers are surveyed until they represent this share of both passes and of the update, but at most so many."""
 
 AGAIN = 1 / 3
-"""Of the logical meshes that are surveyed, the part that mostly is promising enough to be surveyed again."""
+"""The share of the surveyed logical meshes that are usually promising enough to be surveyed again."""
 
 FAR = 1.4
-"""How many times as long as on the best logical mesh of a submesh layers may take on one that is looked at again."""
+"""A logical mesh is surveyed again if a layer takes at most so many times as long there as on the submesh's best."""
 
 DEAR = 2.0
-"""How many times as many seconds, summed over its devices, a submesh may take as another that has room, and of which
-there could be enough for the cluster, before no more is asked about it. Smaller micro-batches only make it worse."""
+"""A submesh is surveyed no further if it takes so many times as many device seconds as another that has memory, and of
+which a stage per layer can fill the cluster. Smaller micro-batches only make it worse."""
 
 FIRST_SHAPES = 2
-"""Logical meshes of a submesh that are looked at in any case: that of one axis, and that of its hosts and devices."""
+"""Number of logical meshes of a submesh that are always surveyed: that of one axis, and that of hosts and devices."""
 
 
 def representatives(structures: Sequence[object], seconds: FloatArray) -> list[int]:
-    """For each layer one that stands for it: an equal one where it is one of the few that take most time, else near.
+    """Return for each layer the layer that represents it: an equal one if these take much time, else the nearest one.
 
-    `structures`: equal for layers that are alike; `seconds`: [2, layers], of both passes and of the update.
+    `structures`: equal for equal layers; `seconds`: [2, layers], of both passes and of the update.
     """
     weight: dict[object, FloatArray] = {}
     shares = seconds / np.maximum(seconds.sum(axis=1, keepdims=True), 1e-30)
@@ -66,7 +207,7 @@ def representatives(structures: Sequence[object], seconds: FloatArray) -> list[i
     chosen: list[object] = []
     left = shares.sum(axis=1)
     while not chosen or ((left > 1 - ENOUGH).any() and len(chosen) < MAX_REPRESENTATIVES):
-        # What stands for most of that of which the least is known.
+        # Both kinds of seconds must be represented: the next structure is the largest in the one that is less so.
         chosen.append(max(weight, key=lambda s: weight[s][left.argmax()]))
         left = left - weight.pop(chosen[-1])
     first = {s: list(structures).index(s) for s in chosen}
@@ -77,9 +218,9 @@ def representatives(structures: Sequence[object], seconds: FloatArray) -> list[i
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Taken:
-    """[kinds, shapes]: seconds and bytes that a layer takes at some size of micro-batches; infinite where unknown.
+    """Seconds and bytes of a layer at one size of micro-batches, arrays [kinds, shapes]; infinite where unknown.
 
-    `alone_seconds`: [1, 1]: of both passes on one device. `saved_bytes`: per sample.
+    `alone_seconds` is [1, 1]: of both passes on one device. `saved_bytes` is per sample.
     """
 
     alone_seconds: FloatArray
@@ -95,7 +236,7 @@ class Survey:
     """Seconds of a few layers on every logical mesh of a space, at some numbers of micro-batches."""
 
     def __init__(self, space: Space, profile: Profile, structures: Sequence[object]) -> None:
-        """Nothing is known yet but what layers take on one device, and which are alike (`structures`)."""
+        """Start without surveyed layers; `structures` are equal for equal layers."""
         self.space, self.profile = space, profile
         self._stands = representatives(structures, np.stack([profile.loop_seconds, profile.update_seconds]))
         self._taken: dict[float, dict[int, _Taken]] = {}
@@ -105,9 +246,9 @@ class Survey:
         self._seen = dict.fromkeys(self._stands, nowhere)
 
     def add(self, costs: StageCosts, *, further: int = 0, kinds: Collection[int] = ()) -> None:
-        """Solve the layers that stand for others at the micro-batches of a step; `further` ones are to follow.
+        """Solve the layers that represent others, at the micro-batch size of a step; `further` such steps will follow.
 
-        `kinds`: in all shapes of these kinds of submesh alone; none: in those that are promising, of all kinds.
+        `kinds`: solve on all logical meshes of these kinds of submesh alone; without, on promising ones of all kinds.
         """
         asked = np.isin(np.arange(len(self.space.kinds)), [*kinds])[:, None]
         progress, possible = costs.progress, self._possible(costs)
@@ -127,15 +268,14 @@ class Survey:
         progress.expect("survey", num_solves * AGAIN * further)
 
     def _look(self, costs: StageCosts, layer: int, where: NDArray[np.bool_], size: float) -> _Taken:
-        """Solve a layer on those logical meshes [kinds, shapes], unless their submesh turns out to be dear."""
+        """Solve a layer on logical meshes [kinds, shapes], and leave submeshes that turn out to be expensive."""
         alone = alone_on_a_device(costs, layer)
         figures = np.full((6, *where.shape), np.inf)
         taken = _Taken(np.full((1, 1), alone.forward_seconds + alone.backward_seconds), *figures)
         for k, c in np.argwhere(where).tolist():
             if c >= FIRST_SHAPES and not self._cheap(taken, size)[k]:
                 continue
-            submesh, mesh = self.space.submesh(k), self.space.mesh(k, c)
-            found = costs.solution(layer, layer, submesh, mesh, limit_bytes=math.inf)
+            found = costs.solution(self._place(layer, k, c), limit_bytes=math.inf)
             if found.choice is not None:
                 figures[:, k, c] = (
                     found.forward_seconds + found.backward_seconds,
@@ -151,30 +291,34 @@ class Survey:
     def expect(
         self, costs: StageCosts, wanted: Mapping[int, NDArray[np.bool_]] | None = None, *, later: bool = False
     ) -> None:
-        """Let workers begin with layers on logical meshes [kinds, shapes], or on all of them: with those that are
-        looked at in any case, the last of them first."""
+        """Let workers start on layers on logical meshes [kinds, shapes], by default on all of them."""
         wanted = wanted or dict.fromkeys(self._stands, self._possible(costs))
         looked_at = [(layer, k, c) for layer, where in wanted.items() for k, c in np.argwhere(where).tolist()]
+        # First those that are solved in any case. The survey itself solves the layers in the opposite order, so that
+        # workers and survey meet late.
         ordered = sorted(reversed(looked_at), key=lambda each: each[2] >= FIRST_SHAPES)
-        where = ((layer, layer, self.space.submesh(k), self.space.mesh(k, c)) for layer, k, c in ordered)
-        expect(((costs, costs.question(*each, limit_bytes=math.inf)) for each in where), later=later)
+        places = (self._place(*each) for each in ordered)
+        expect(((costs, costs.question(place, limit_bytes=math.inf)) for place in places), later=later)
+
+    def _place(self, layer: int, kind: int, shape: int) -> StagePlace:
+        return StagePlace(layer, layer, self.space.submesh(kind), self.space.mesh(kind, shape))
 
     def _possible(self, costs: StageCosts) -> NDArray[np.bool_]:
-        """[kinds, shapes]: logical meshes that divide the micro-batches of a step, and for which no other stands in."""
+        """Return [kinds, shapes]: logical meshes that divide the micro-batches of a step and have no stand-in."""
         alone = self.space.stand_ins == np.arange(self.space.most_shapes)
         return self.space.divides(microbatch_size(costs)) & alone
 
     def reaches(self, kind: int, size: float) -> bool:
-        """Whether layers were looked at on a kind of submesh with micro-batches so large, or larger."""
+        """Return True if layers were surveyed on a kind of submesh with micro-batches of this size or larger."""
         return all(bool(seen[kind].max() >= size) for seen in self._seen.values())
 
     @property
     def first_size(self) -> float:
-        """Samples in a micro-batch when layers were solved on all logical meshes."""
+        """Samples per micro-batch of the first surveyed step, for which layers were solved on all logical meshes."""
         return next(iter(self._taken))
 
     def _promising(self, layer: int) -> NDArray[np.bool_]:
-        """[kinds, shapes]: where a layer was not far from the best so far, of its kind of submesh and of all."""
+        """Return [kinds, shapes]: where a layer was at some size nearly as fast as on the best mesh of the submesh."""
         found = np.zeros((len(self.space.kinds), self.space.most_shapes), dtype=np.bool_)
         for size, layers in self._taken.items():
             taken = layers[layer]
@@ -183,7 +327,7 @@ class Survey:
         return found if self._taken else ~found
 
     def _cheap(self, taken: _Taken, size: float) -> NDArray[np.bool_]:
-        """[kinds]: which submeshes take not much more of their devices' time than the best one, as far as is known."""
+        """Return [kinds]: which submeshes take not many more device seconds than the best one so far; see `DEAR`."""
         devices = np.array(self.space.devices)
         enough = devices * self.profile.num_layers >= self.space.cluster.num_devices
         best = (taken.loop_seconds + taken.update_seconds / self._numbers[size]).min(axis=1) * devices
@@ -194,15 +338,14 @@ class Survey:
     def guess(
         self, size: float, num_microbatches: int, profile: Profile | None = None, *, beyond: Beyond = "as before"
     ) -> FloatArray:
-        """[layers, kinds, shapes]: seconds of each layer by itself for micro-batches of `size` samples, and its part
-        of the update; infinite where a shape does not divide them.
+        """Return [layers, kinds, shapes]: guessed seconds of each layer per micro-batch, with its part of the update.
 
-        `profile`: of layers that compute values again; None: of those that were surveyed. `beyond`: the sizes that
-        were surveyed, see `Beyond`.
+        They are infinite where a logical mesh does not divide micro-batches of `size` samples. `profile`: of layers
+        that recompute values; None for the surveyed ones. `beyond`: assumption for sizes above the surveyed ones.
         """
         loop, alone = self._loop_seconds(size, profile), self._alone_seconds(size, profile)
         update = self._scaled(lambda t: t.update_seconds, lambda p: p.update_seconds, profile, size)
-        # Where small micro-batches cannot be split over all devices, lines tell nothing about larger ones.
+        # Where small micro-batches cannot be split over all devices, the lines are not valid for larger ones.
         largest = np.stack([self._seen[stands] for stands in self._stands])
         devices = np.array(self.space.devices, dtype=float)[:, None]
         for surveyed in self._taken:
@@ -227,9 +370,11 @@ class Survey:
     def holds(
         self, size: float, number: int, in_flight: Sequence[int], profile: Profile | None = None
     ) -> NDArray[np.int64]:
-        """[layers, layers, kinds, shapes]: how many of the numbers `in_flight` (which rise) stages have memory for
-        where their layers lie as they were surveyed, with a `number` of micro-batches of `size` samples; `profile` as
-        above."""
+        """Return [layers, layers, kinds, shapes]: for how many of the numbers `in_flight` (ascending) there is memory.
+
+        Layers are sharded as in the survey. `number`: of micro-batches, of `size` samples each; `profile`: as in
+        `guess`.
+        """
         fixed = self._scaled(lambda t: t.state_bytes, lambda p: p.state_bytes, profile, size)
         if number > 1:
             fixed = fixed + self._scaled(lambda t: t.sums_bytes, lambda p: p.sums_bytes, profile, size)
@@ -245,19 +390,24 @@ class Survey:
         profile: Profile | None,
         size: float,
     ) -> FloatArray:
-        """[layers, kinds, shapes]: a figure of each layer for micro-batches of `size` samples, in proportion to its
-        measure on one device."""
+        """Return [layers, kinds, shapes]: a figure of each layer, that of its representative scaled by `measure`.
+
+        `figure` is taken at micro-batches of `size` samples; `measure` is of each layer on one device.
+        """
         taken = self._taken_at(size)
         alone, known = measure(profile or self.profile), measure(self.profile)
         ratios = [here / known[at] if known[at] > 0 else 1.0 for here, at in zip(alone, self._stands, strict=True)]
-        # What takes no time at all here takes none there (and infinity times nothing is no number).
+        # A layer that takes nothing on one device takes nothing on others, though ∞ · 0 is no number.
         with np.errstate(invalid="ignore"):
             found = [figure(taken[at]) * ratio for ratio, at in zip(ratios, self._stands, strict=True)]
         return np.nan_to_num(np.stack(found), posinf=np.inf)
 
     def _taken_at(self, size: float) -> dict[int, _Taken]:
-        """What the layers that stand for others take at a size, between those that were surveyed: seconds of both
-        passes on lines, the rest as at the nearest, which goes with the sharding that is the best there."""
+        """Return the figures of the representatives at a size, interpolated between the surveyed sizes.
+
+        Seconds of both passes lie on lines. The rest depends on the sharding more than on the size, and is taken from
+        the nearest surveyed size.
+        """
         if size not in self._between:
             lines, nearest = _on_lines(size), _nearest(size)
             ways = {f.name: lines if f.name in ("alone_seconds", "loop_seconds") else nearest for f in fields(_Taken)}
@@ -273,13 +423,14 @@ class Survey:
 
 
 _Between = Callable[[FloatArray, FloatArray], FloatArray]
-"""Values [n] from those at some sizes, which rise: [sizes], [sizes, n]."""
+"""A function from ascending sizes [sizes] and values at these [sizes, n] to values [n] at another size."""
 
 
 def _at_each(sizes: FloatArray, points: FloatArray, between: _Between) -> FloatArray:
-    """[...]: the value between those of `points` [sizes, ...] that are known, infinite where none is."""
+    """Return [...]: `points` [sizes, ...] interpolated between the known ones; infinite where none is known."""
     flat = points.reshape(sizes.size, -1)
     known, result = np.isfinite(flat), np.full(flat.shape[1], np.inf)
+    # Columns with the same known sizes are interpolated together: there are few such patterns.
     for sizes_known in np.unique(known, axis=1).T:
         alike = (known == sizes_known[:, None]).all(axis=0)
         if sizes_known.any():
@@ -288,20 +439,20 @@ def _at_each(sizes: FloatArray, points: FloatArray, between: _Between) -> FloatA
 
 
 def _nearest(size: float) -> _Between:
-    """The value at the nearest size, as ratios go: what goes with the sharding that is the best there."""
+    """Return the function that takes the value at the nearest size on a logarithmic scale."""
     return lambda sizes, values: values[np.abs(np.log(sizes / size)).argmin()]
 
 
 def _on_lines(size: float) -> _Between:
-    """The value on the line through the nearest sizes; in proportion where there is but one."""
+    """Return the function that takes the value on the line through the nearest sizes; one size gives a proportion."""
 
     def between(sizes: FloatArray, values: FloatArray) -> FloatArray:
         if sizes.size == 1:
             return values[0] * (size / sizes[0])
         right = int(np.clip(np.searchsorted(sizes, size), 1, sizes.size - 1))
-        # What takes less with more samples, as tiles are filled better, does not go on to do so.
+        # Seconds that fall with more samples, as tiles are filled better, do not go on falling.
         slope = np.maximum(0.0, (values[right] - values[right - 1]) / (sizes[right] - sizes[right - 1]))
-        # What does not shrink with the size takes no less than nothing.
+        # The part that does not shrink with the size is at least nothing.
         fixed = np.maximum(0.0, values[right] - slope * sizes[right])
         return fixed + (values[right] - fixed) * (size / sizes[right])
 

@@ -1,4 +1,4 @@
-"""What no plan of a step can beat: its work, divided over all devices without loss.
+"""Lower bounds on the seconds of a step, whatever the plan: its work, divided over all devices without loss.
 
     seconds    >=  sum over ops of  runs / sum over groups of  devices / least(op)                      `least_seconds`
     least(op)   =  max(FLOPs / rate of large kernels, bytes / bandwidth) of the whole op               `_least_of`
@@ -36,28 +36,29 @@ from cost_models.composed import CostModel
 
 
 def least_seconds(step: StepGraph, cluster: Cluster, cost_model_for: Callable[[Cluster], CostModel]) -> float:
-    """A lower bound on the seconds of one step on a cluster, whatever the plan."""
+    """Return a lower bound on the seconds of one step on a cluster, whatever the plan."""
     return _least_seconds(step, step.graph.ops, cluster, cost_model_for) + cluster.skew_seconds
 
 
 def least_loop_seconds(step: StepGraph, cluster: Cluster, cost_model_for: Callable[[Cluster], CostModel]) -> float:
-    """The part of it that the loop over micro-batches takes."""
+    """Return the part of `least_seconds` that the loop over micro-batches takes."""
     ops = [op for op in step.graph.ops if step.phases[op.id].in_loop]
     return _least_seconds(step, ops, cluster, cost_model_for)
 
 
 def pipeline_slowdown(num_stages: int, num_microbatches: int) -> float:
-    """How many times as long as without waiting the loop over micro-batches takes at least."""
+    """Return the least ratio of the seconds of a pipelined loop over micro-batches to those without any waiting."""
     return (num_stages / num_microbatches) / (1 - (1 - 1 / num_microbatches) ** num_stages)
 
 
 def _least_seconds(
     step: StepGraph, some: Sequence[Op], cluster: Cluster, cost_model_for: Callable[[Cluster], CostModel]
 ) -> float:
-    """Of some ops."""
+    """Return a lower bound on the seconds of some ops of a step."""
+    # Free values may be computed anywhere, or fused away: they count for nothing.
     ops = [op for op in some if free_values(step.graph).isdisjoint(op.results)]
     runs = np.array([step.runs_of(op) for op in ops], dtype=float)
-    # Of each op and second: the part of it that all devices of a group do, summed over the groups.
+    # For each op the runs per second of all devices together: groups of different devices add up.
     rates = np.zeros(len(ops))
     first = 0
     for num_hosts in [group.num_hosts for group in cluster.groups] or [cluster.num_hosts]:
@@ -72,7 +73,7 @@ def _least_seconds(
 
 
 def _least_of_ops(graph: Graph, ops: Sequence[Op], cost_model: CostModel) -> NDArray[np.float64]:
-    """Device seconds of each op in one piece."""
+    """Return the device seconds of one run of each op, not split."""
     alone = Submesh(first_device=0, num_hosts=1, devices_per_host=1)
     pricer = Pricer(cost_model=cost_model, submesh=alone, mesh=LogicalMesh(axis_names=("x",), shape=(1,)))
     known: dict[object, float] = {}
@@ -80,13 +81,14 @@ def _least_of_ops(graph: Graph, ops: Sequence[Op], cost_model: CostModel) -> NDA
 
 
 def _least_of(graph: Graph, op: Op, pricer: Pricer, known: dict[object, float]) -> float:
-    """Device seconds of one run of an op in one piece, at the best rates."""
+    """Return the device seconds of one run of an op, not split, at the best rates."""
     wiring = wiring_of(op)
     if wiring is not None:
         inside = (_least_of(body, o, pricer, known) for body in op.bodies for o in body.ops)
         return wiring.trips * sum(inside)
     key = pricer.price_class(graph, op.id)
     if key not in known:
+        # Without kernels to start and without the shape of a product, its rate is that of large kernels.
         work = replace(pricer.op_work(graph, op, replicated_placement(graph, op)), num_kernels=0, product=None)
         # On a shared processor all devices together are served best.
         together = pricer.cost_model.cluster.num_devices if pricer.cost_model.cluster.shared_processor else 1

@@ -1,15 +1,16 @@
-"""Worker processes: they answer questions of the search before it asks them.
+"""Worker processes that answer questions of the search before it asks them.
 
-It asks one after the other, since what it asks next depends on the answer. Yet mostly some questions are known that it
-will ask soon, and the machine has more than one core:
+The search asks one question after the other, since each depends on the answer to the last. But it can tell which
+questions it will probably ask soon, and the machine has more than one core:
 
-    expect    what will likely be asked; each worker takes one question after the other          `Workers.expect`
-    take      the answer of a worker, which may still be at it; None if none has begun           `Workers.take`
+    expect    announce questions; each worker takes one after the other                          `Workers.expect`
+    take      the answer of a worker, which may still be working on it; None if none has begun   `Workers.take`
 
-Who gets None finds the answer itself, and finds the same: a search ends with the same plan with workers and without.
+If there is no answer, the search computes it itself, with the same result: it ends with the same plan with workers and
+without.
 
-Workers are new processes and no forks: JAX has threads, and drivers of fast networks forbid to fork. They start when
-planning has taken a while, and end with it. Whatever goes wrong with one, planning goes on without it.
+Workers are new processes instead of forks: JAX has threads, and drivers of fast networks forbid forking. They start
+when planning has taken a while, and end with it. Whatever goes wrong in a worker, planning continues without it.
 """
 
 from __future__ import annotations
@@ -32,21 +33,21 @@ from alpa_lite.program.collector import rare_collection
 from alpa_lite.rules.registry import only_own_rules
 
 START_SECONDS = 1.0
-"""How long planning has taken when workers start: small models are planned before that."""
+"""Seconds of planning after which workers start: small models are planned before that."""
 
 MAX_WORKERS = 3
-"""No more than that find something to do."""
+"""More workers than this would have nothing to do."""
 
 NUM_WORKERS = "ALPA_LITE_WORKERS"
-"""Environment variable: how many workers, instead of one for each core but one."""
+"""Environment variable for the number of workers, by default one less than there are cores."""
 
 _SERVE = "import sys; sys.path += sys.argv[1:]; from alpa_lite.inter_op.workers import serve; serve()"
 
 
 def num_workers() -> int:
-    """How many workers this machine has room for; none where rules are registered that they would not know.
+    """Return the number of workers for this machine; 0 if rules are registered that new processes would not have.
 
-    Raises `PlanError` where the environment asks for something else than a number.
+    Raises `PlanError` if the environment variable is no number.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     wanted = os.environ.get(NUM_WORKERS, "").strip()
@@ -61,8 +62,11 @@ def num_workers() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Likely:
-    """A question: `answer(memory, *about, rest)`, a function of a module, finds the answer, and may keep things for
-    later ones in the dictionary `memory`. What it is `about` must not change: a worker is told once."""
+    """A question, answered by `answer(memory, *about, rest)`.
+
+    `answer` is a function of a module, which may store values for later questions in the dictionary `memory`. The
+    objects in `about` must not change: each is sent to a worker once.
+    """
 
     answer: Callable[..., Any]
     about: tuple[object, ...]
@@ -70,13 +74,13 @@ class Likely:
 
 
 class Workers:
-    """So many workers. A context: at its end they are gone.
+    """A number of workers, as a context manager that ends them.
 
-    `problems`: what went wrong with them.
+    `problems`: descriptions of everything that went wrong with them.
     """
 
     def __init__(self, number: int = 0) -> None:
-        """Nothing is started yet."""
+        """Start no process yet."""
         self.problems: list[str] = []
         self._number, self._closed, self._here = number, threading.Event(), threading.local()
         self._pool: ThreadPoolExecutor | None = None
@@ -90,12 +94,13 @@ class Workers:
         self._pickled: dict[int, bytes] = {}
 
     def __reduce__(self) -> tuple[type[Workers], tuple[()]]:
-        """Workers have none of their own."""
+        """Pickle as no workers: a worker has no workers of its own."""
         return Workers, ()
 
     def __enter__(self) -> Workers:
-        """Start them, if planning has not ended in a while."""
+        """Start the workers, if planning has not ended after `START_SECONDS`."""
         if self._number > 0:
+            # One thread per worker: it talks to the process, and its queue is the list of questions.
             self._pool = ThreadPoolExecutor(self._number, thread_name_prefix="alpa_lite workers")
             started = time.monotonic()
             for _ in range(self._number):
@@ -103,8 +108,9 @@ class Workers:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End them, whatever they are at."""
+        """End the workers, whatever they are doing."""
         self._closed.set()
+        # Killed first, since a thread that waits for an answer ends only with the pipe of its process.
         for process in self._processes:
             process.kill()
         pool, self._pool = self._pool, None
@@ -119,17 +125,18 @@ class Workers:
 
     @property
     def at_work(self) -> bool:
-        """Whether there are any."""
+        """Whether any worker is running."""
         return self._pool is not None and len(self._processes) > len(self._lost)
 
     def number_of(self, thing: object) -> int:
-        """A number that stands for a thing, and for nothing else."""
+        """Return a number that stands for this object only."""
+        # The object is kept with its number: its id could be given to another one otherwise.
         return self._numbers.setdefault(id(thing), (len(self._numbers), thing))[0]
 
     def expect(self, questions: Mapping[Hashable, Likely], *, later: bool = False) -> None:
-        """These will likely be asked, the first ones first; `later`: after all others, until told otherwise.
+        """Announce questions, the most urgent first; `later`: after all others, and until they are replaced.
 
-        Nothing else will be, so that what no worker has begun with is forgotten.
+        They replace earlier ones: questions that no worker has begun are dropped.
         """
         for key in [key for key, answer in self._answers.items() if answer.cancel()]:
             del self._answers[key]
@@ -147,16 +154,16 @@ class Workers:
                     self._answers[key] = self._pool.submit(self._ask, question.answer, numbers, question.rest)
 
     def _number_of_part(self, part: object) -> int:
-        """The number of what a question is about, once it can be sent."""
+        """Return the number of an object that questions are about, and pickle it once."""
         number = self.number_of(part)
         if number not in self._pickled:
             self._pickled[number] = pickle.dumps(part, pickle.HIGHEST_PROTOCOL)
         return number
 
     def take(self, key: Hashable) -> Any:
-        """The answer to a question that was expected, and that a worker has begun with; else None.
+        """Return the answer to an announced question that a worker has begun; otherwise None.
 
-        The first answer of all is not waited for: it takes a worker long, which has everything to load for it.
+        The very first answer is not waited for: a worker takes long for it, since it has all modules to load.
         """
         self._soon.pop(key, None)
         self._later.pop(key, None)
@@ -166,26 +173,28 @@ class Workers:
         return answer.result()
 
     def _start(self, since: float) -> None:
-        """Start the worker of this thread."""
+        """Start the worker that belongs to this thread."""
         self._here.process, self._here.told = None, set()
         if self._closed.wait(max(0.0, START_SECONDS - (time.monotonic() - since))):
             return
         try:
             self._here.process = subprocess.Popen(
+                # Without -P the current directory would come first on the path of the worker.
                 [sys.executable, "-P", "-c", _SERVE, *sys.path],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
             )
             self._processes.append(self._here.process)
+            # `__exit__` may have killed all processes that it knew of just before this one was added.
             if self._closed.is_set():
                 self._here.process.kill()
-            self._heard_of()  # that it is ready
+            self._heard_of()  # wait until it is ready
         except (OSError, EOFError, pickle.PickleError) as error:
             self._give_up(repr(error))
 
     def _ask(self, function: Callable[..., Any], parts: Sequence[int], question: Any) -> Any:
-        """The answer of the worker of this thread; None where it has none."""
+        """Return the answer of the worker of this thread; None if it has none."""
         process: subprocess.Popen[bytes] | None = self._here.process
         if process is None or process.stdin is None:
             return None
@@ -194,7 +203,7 @@ class Workers:
             pickle.dump((function, parts, new, question), process.stdin, pickle.HIGHEST_PROTOCOL)
             process.stdin.flush()
             problem, answer = self._heard_of()
-        except Exception as error:  # whatever it is, planning goes on without
+        except Exception as error:  # whatever it is, planning continues without the answer
             problem, answer = repr(error), None
         if problem:
             self._give_up(problem)
@@ -203,14 +212,14 @@ class Workers:
         return answer
 
     def _give_up(self, why: str) -> None:
-        """The worker of this thread is of no use any more."""
+        """Note that the worker of this thread is of no use any more."""
         self.problems.append(why)
         if self._here.process is not None:
             self._lost.append(self._here.process)
         self._here.process = None
 
     def _heard_of(self) -> Any:
-        """What the worker of this thread says next."""
+        """Return the next message of the worker of this thread."""
         pipe = self._here.process.stdout
         assert pipe is not None
         return pickle.load(pipe)
@@ -218,11 +227,11 @@ class Workers:
 
 @rare_collection()
 def serve() -> None:
-    """What a worker does: answer the questions from its standard input until that ends."""
+    """Answer, in a worker process, the questions from standard input until it ends."""
     with suppress(ValueError):
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for who asks
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the process that asks
     questions, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever a library prints is no answer
+    os.dup2(2, 1)  # text that a library prints must not get between the answers
     memory: dict[Any, Any] = {}
     known: dict[int, object] = {}
     pickle.dump(None, answers)

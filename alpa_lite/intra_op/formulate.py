@@ -31,14 +31,14 @@ and then with a close gap.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import combinations
 
-from alpa_lite.intra_op.interning import FloatArray, Recent, SharedArrays
+from alpa_lite.intra_op.interning import Recent, SharedArrays
 from alpa_lite.intra_op.layout_constraints import Keeping
 from alpa_lite.intra_op.leaders import Deciding, PartialSums, is_scalar_sum
 from alpa_lite.intra_op.placements import Choice, Key, Offer, Placed, PlacedBodies, PlacedSum, StageScope, placements_of
-from alpa_lite.intra_op.problem import Edge, Problem, Usage
+from alpa_lite.intra_op.problem import Edge, FloatArray, Problem, Usage
 from alpa_lite.intra_op.stage import StageView
 from alpa_lite.intra_op.strategies import AxisRole, BatchSplit, Restriction
 from alpa_lite.intra_op.strategy_catalogue import Catalogue, PlacementOptions, SumOptions, batch_factors
@@ -71,6 +71,20 @@ def gathered(spec: Spec, restriction: Restriction) -> Spec:
 
 
 _UNIT = 0  # the node with a single strategy, shared by all values and ops without a choice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LaidOp:
+    """An op as it is laid out: in the scope with this number and graph, where it runs `runs` times per step."""
+
+    scope: int
+    graph: Graph
+    op: Op
+    runs: float
+
+    def key(self, value: int) -> Key:
+        """Return the key of a value in the scope of the op."""
+        return self.scope, value
 
 
 class Builder:
@@ -115,6 +129,7 @@ class Builder:
                 usages=(Usage(node=u.node, bytes=u.sizes, start=u.start, end=u.end) for u in self.usages(in_flight)),
                 limit_bytes=limit_bytes,
             )
+            # Only the last one, since the problem of a large stage takes a lot of memory.
             self._last_problem = {key: problem}
         return self._last_problem[key]
 
@@ -131,11 +146,12 @@ class Builder:
             self._add_input(v)
         for op_id in self.view.ops:
             op = graph.ops[op_id]
-            self._add_op(0, graph, op, self.view.runs_of(op))
+            self._add_op(_LaidOp(scope=0, graph=graph, op=op, runs=self.view.runs_of(op)))
             for r in op.results:
                 if r in self.sums.crossing and (0, r) in self.offers:
                     self._add_crossing(r)
         for v in self.view.external:
+            # New state must come back in the spec in which the old state lives.
             out = aliased.get(v)
             if out is not None and (0, out) in self.offers and out != v and out not in self.view.outputs:
                 offer = self.offers[(0, v)]
@@ -143,6 +159,7 @@ class Builder:
         for out, spec in self.view.outputs.items():
             producer = graph.producer[out]
             if producer is not None:
+                # A sum leaves the loop once per step, whatever computes it.
                 runs = 1 if out in self.crossings else self.view.runs_of(graph.ops[producer])
                 self._add_edge((0, out), graph.values[out], _UNIT, (spec,), runs)
 
@@ -194,45 +211,46 @@ class Builder:
         restriction = self.catalogue.restriction
         return restriction.parameters if self.view.is_read_in_loop(v) else restriction.optimizer
 
-    def _add_op(self, scope: int, graph: Graph, op: Op, runs: float) -> None:
+    def _add_op(self, at: _LaidOp) -> None:
+        scope, graph, op = at.scope, at.graph, at.op
         if free_values(graph).issuperset(op.results):
             return
         wiring = wiring_of(op)
         if wiring is not None:
-            self._add_control_flow(scope, graph, op, wiring, runs)
+            self._add_control_flow(at, wiring)
             return
         if self.on_one_device:
-            return self._add_fixed(scope, graph, op, runs)
+            return self._add_fixed(at)
         rule = rule_of_op(graph, op.id)
         if (scope, op.id) in self.accumulating:
-            self._add_leader(scope, graph, op, rule, runs)
+            self._add_leader(at, rule)
         elif is_scalar_sum(graph, op) and any((scope, v) in self.waiting for v in op.operands):
-            self._add_sum(scope, graph, op, runs)
+            self._add_sum(at)
         elif rule.opaque or ranked_values(graph).isdisjoint((*op.operands, *op.results)):
-            self._add_fixed(scope, graph, op, runs)
+            self._add_fixed(at)
         elif self.deciding.leads(scope, graph, op, rule):
-            self._add_leader(scope, graph, op, rule, runs)
+            self._add_leader(at, rule)
         else:
-            self._add_follower(scope, graph, op, runs)
+            self._add_follower(at)
 
-    def _add_fixed(self, scope: int, graph: Graph, op: Op, runs: float) -> None:
+    def _add_fixed(self, at: _LaidOp) -> None:
         """Add an op without a choice: all of its operands and results are replicated."""
-        options = self.catalogue.whole(graph, op)
-        self._charge(_UNIT, options.seconds, runs)
-        self._record(scope, op, _UNIT, options)
-        self._demand(scope, graph, op, _UNIT, options, runs)
+        options = self.catalogue.whole(at.graph, at.op)
+        self._charge(_UNIT, options.seconds, at.runs)
+        self._record(at, _UNIT, options)
+        self._demand(at, _UNIT, options)
 
-    def _add_sum(self, scope: int, graph: Graph, op: Op, runs: float) -> None:
+    def _add_sum(self, at: _LaidOp) -> None:
         """Add an addition of scalars, some of which are partial sums.
 
         It gets no node: the cost of adding scalars hardly depends on their placement.
         """
-        self._charge(_UNIT, self.catalogue.whole(graph, op).seconds, runs)
-        (result,) = op.results
-        waits = self._wait(scope, op)
-        keys = tuple((scope, v) for v in op.operands if graph.values[v].literal is None)
-        self.placed[(scope, op.id)] = PlacedSum(operands=keys, result=(scope, result), waits=waits)
-        self.offers[(scope, result)] = self._whole(graph.values[result])
+        self._charge(_UNIT, self.catalogue.whole(at.graph, at.op).seconds, at.runs)
+        (result,) = at.op.results
+        waits = self._wait(at.scope, at.op)
+        keys = tuple(at.key(v) for v in at.op.operands if at.graph.values[v].literal is None)
+        self.placed[at.key(at.op.id)] = PlacedSum(operands=keys, result=at.key(result), waits=waits)
+        self.offers[at.key(result)] = self._whole(at.graph.values[result])
 
     def _stacks_sums(self, scope: int, op: Op) -> bool:
         """Return True if a loop may stack the partial sums that an op computes, to be reduced once per step.
@@ -247,7 +265,8 @@ class Builder:
         self.waiting |= {(scope, op.results[0])} if waits else set()
         return waits
 
-    def _add_leader(self, scope: int, graph: Graph, op: Op, rule: Rule, runs: float) -> None:
+    def _add_leader(self, at: _LaidOp, rule: Rule) -> None:
+        scope, graph, op = at.scope, at.graph, at.op
         options = self.catalogue.leader(
             graph,
             op,
@@ -258,29 +277,31 @@ class Builder:
             accumulates=(scope, op.id) in self.accumulating,
         )
         options = self.keeping.options(graph, op, options)
-        node = self._node(self.arrays.product(options.seconds, runs))
-        self._record(scope, op, node, options)
-        self._demand(scope, graph, op, node, options, runs)
+        node = self._node(self.arrays.product(options.seconds, at.runs))
+        self._record(at, node, options)
+        self._demand(at, node, options)
 
-    def _add_follower(self, scope: int, graph: Graph, op: Op, runs: float) -> None:
+    def _add_follower(self, at: _LaidOp) -> None:
+        scope, graph, op = at.scope, at.graph, at.op
         main = self.deciding.follow(scope, graph, op)
         offer = self.offers[(scope, op.operands[main])]
         keep = self.sums.only_crosses(scope, op) or self._wait(scope, op) or self._stacks_sums(scope, op)
         anew = scope == 0 and reads_gathered(self.view, op, main)
         specs = tuple(gathered(s, self.catalogue.restriction) for s in offer.specs) if anew else offer.specs
         options = self.catalogue.following(graph, op, main, specs, keep_partial=keep)
-        self._charge(offer.node, options.seconds, runs)
+        self._charge(offer.node, options.seconds, at.runs)
         if (penalty := self.keeping.penalty(graph, op, main, offer.specs, options)) is not None:
             self._charge(offer.node, penalty, 1.0)
-        self._record(scope, op, offer.node, options)
-        self._demand(scope, graph, op, offer.node, options, runs, skip=-1 if anew else main)
+        self._record(at, offer.node, options)
+        # A follower takes its main operand as it comes, without an edge, unless that is gathered anew.
+        self._demand(at, offer.node, options, skip=-1 if anew else main)
 
-    def _record(self, scope: int, op: Op, node: int, options: PlacementOptions) -> None:
-        self.placed[(scope, op.id)] = Placed(node=node, options=options.placements)
-        self.demanded[(scope, op.id)] = options
-        for r, specs in zip(op.results, options.results, strict=True):
-            self.offers[(scope, r)] = Offer(node=node, specs=specs)
-        if self.sums.in_loop(scope, op) and node != _UNIT:
+    def _record(self, at: _LaidOp, node: int, options: PlacementOptions) -> None:
+        self.placed[at.key(at.op.id)] = Placed(node=node, options=options.placements)
+        self.demanded[at.key(at.op.id)] = options
+        for r, specs in zip(at.op.results, options.results, strict=True):
+            self.offers[at.key(r)] = Offer(node=node, specs=specs)
+        if self.sums.in_loop(at.scope, at.op) and node != _UNIT:
             self.deciding.computed.add(node)
 
     def _add_crossing(self, v: int) -> None:
@@ -293,6 +314,7 @@ class Builder:
         options = self.catalogue.sums(value, self.offers[(0, v)].specs, keep_partial=self.sums.feeds_sums(v))
         options = self.keeping.sums(self.view.graph, v, options)
         node = self._node(options.seconds)
+        # Each micro-batch adds to the accumulator, and so pays for the resharding to its spec.
         self._add_edge((0, v), value, node, options.stored, self.step.num_microbatches)
         self.crossings[v] = (node, options)
         self.offers[(0, v)] = Offer(node=node, specs=options.resolved)
@@ -300,11 +322,12 @@ class Builder:
 
     # ------------------------------------------------------------------------------------------------ control flow
 
-    def _add_control_flow(self, scope: int, graph: Graph, op: Op, wiring: Wiring, runs: float) -> None:
+    def _add_control_flow(self, at: _LaidOp, wiring: Wiring) -> None:
         """Lay out the bodies of a control-flow op in the same problem.
 
         Operands become nodes, and so do the results that are not carried operands.
         """
+        scope, op = at.scope, at.op
         first, in_loop = len(self.scopes), self.sums.in_loop(scope, op)
         split = self._split_inside(in_loop=in_loop)
         for body in op.bodies:
@@ -316,15 +339,12 @@ class Builder:
             self.sums.enter(scope, op, inner)
         added_to = accumulators(op, wiring)
         self.accumulating |= {(scopes[-1], o) for o in added_to.values()}
-        operands = [
-            self._add_operand(scope, graph, op, wiring, scopes, i, runs, sums=i in added_to)
-            for i in range(len(op.operands))
-        ]
+        operands = [self._add_operand(at, wiring, scopes, i, sums=i in added_to) for i in range(len(op.operands))]
         results: dict[int, Offer] = {r: operands[i] for r, i in wiring.carried.items()}
         for n, body, inputs, outputs in zip(scopes, op.bodies, wiring.inputs, wiring.outputs, strict=True):
             self.offers.update({(n, v): operands[i] for v, i in zip(body.inputs, inputs, strict=True)})
             for o in body.ops:
-                self._add_op(n, body, o, runs * wiring.trips)
+                self._add_op(_LaidOp(scope=n, graph=body, op=o, runs=at.runs * wiring.trips))
             for v, r in zip(body.outputs, outputs, strict=True):
                 if r in wiring.stacked:
                     # A stacked output keeps the spec of the body's value, with an unsplit leading dim. A value that
@@ -337,30 +357,19 @@ class Builder:
                 elif r is not None:
                     if r not in results:
                         results[r] = self._add_slot(body, body.values[v], self.scopes[n].batch_dims[v], split)
-                    self._add_edge((n, v), body.values[v], results[r].node, results[r].specs, runs * wiring.trips)
+                    self._add_edge((n, v), body.values[v], results[r].node, results[r].specs, at.runs * wiring.trips)
         self.offers.update({(scope, v): results[r] for r, v in enumerate(op.results)})
         ordered = tuple(results[r] for r in range(len(op.results)))
         self.placed[(scope, op.id)] = PlacedBodies(scopes=scopes, operands=tuple(operands), results=ordered)
 
-    def _add_operand(
-        self,
-        scope: int,
-        graph: Graph,
-        op: Op,
-        wiring: Wiring,
-        scopes: Sequence[int],
-        number: int,
-        runs: float,
-        *,
-        sums: bool,
-    ) -> Offer:
+    def _add_operand(self, at: _LaidOp, wiring: Wiring, scopes: Sequence[int], number: int, *, sums: bool) -> Offer:
         """Add the node of an operand of control flow, and the edge that prices resharding it to the spec that the
         bodies read.
 
         For a scanned operand the spec is that of each slice. `sums`: the loop only adds to the operand, which may then
         be a partial sum.
         """
-        outer = graph.values[op.operands[number]]
+        outer = at.graph.values[at.op.operands[number]]
         readers = [
             (n, inputs.index(number)) for n, inputs in zip(scopes, wiring.inputs, strict=True) if number in inputs
         ]
@@ -370,8 +379,8 @@ class Builder:
         value = self.scopes[n].graph.values[self.scopes[n].graph.inputs[place]]
         # A value that every device computes for itself is not stored, so it is never split over BATCH axes. A value
         # that all trips read alike may be gathered once before the loop, as any other parameter is before its use.
-        split = self._split_inside(in_loop=self.sums.in_loop(scope, op))
-        if outer.id in free_values(graph):
+        split = self._split_inside(in_loop=self.sums.in_loop(at.scope, at.op))
+        if outer.id in free_values(at.graph):
             split = BatchSplit.NEVER
         elif split is BatchSplit.MUST and number not in wiring.scanned and number not in wiring.carried.values():
             split = BatchSplit.MAY
@@ -379,7 +388,7 @@ class Builder:
             split = BatchSplit.NEVER
         offer = self._add_slot(self.scopes[n].graph, value, self.scopes[n].batch_dims[value.id], split, sums=sums)
         demanded = tuple(map(stacked, offer.specs)) if number in wiring.scanned else offer.specs
-        self._add_edge((scope, outer.id), outer, offer.node, demanded, runs)
+        self._add_edge(at.key(outer.id), outer, offer.node, demanded, at.runs)
         return offer
 
     def _whole(self, value: Value) -> Offer:
@@ -423,12 +432,10 @@ class Builder:
 
     # ------------------------------------------------------------------------------------------------ edges
 
-    def _demand(
-        self, scope: int, graph: Graph, op: Op, node: int, options: PlacementOptions, runs: float, *, skip: int = -1
-    ) -> None:
-        for i, v in enumerate(op.operands):
-            if i != skip and (scope, v) in self.offers:
-                self._add_edge((scope, v), graph.values[v], node, options.demanded[i], runs)
+    def _demand(self, at: _LaidOp, node: int, options: PlacementOptions, *, skip: int = -1) -> None:
+        for i, v in enumerate(at.op.operands):
+            if i != skip and at.key(v) in self.offers:
+                self._add_edge(at.key(v), at.graph.values[v], node, options.demanded[i], at.runs)
 
     def _add_edge(self, key: Key, value: Value, node: int, demanded: tuple[Spec, ...], runs: float) -> None:
         """Price the resharding of one value for every (offered, demanded) pair of specs, `runs` times per step."""
@@ -443,6 +450,7 @@ class Builder:
             self._accumulate(offer.node, node, matrix)
 
     def _accumulate(self, u: int, v: int, matrix: FloatArray) -> None:
+        # One edge per pair of nodes, in the direction in which it was first added.
         if (v, u) in self.edges:
             (u, v), matrix = (v, u), self.arrays.transposed(matrix)
         known = self.edges.get((u, v))

@@ -11,9 +11,9 @@ from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
-FloatArray = NDArray[np.float64]
+from alpa_lite.intra_op.problem import FloatArray
+
 T = TypeVar("T", bound=Hashable)
 Made = TypeVar("Made")
 
@@ -59,6 +59,7 @@ class Recent(Generic[T, Made]):
 
     def __call__(self, key: T, make: Callable[[], Made]) -> Made:
         """Return the cached result of a key, or make and cache it."""
+        # Taken out and put back, so that the dict is ordered by the last use.
         made = self._made[key] = self._made.pop(key) if key in self._made else make()
         if len(self._made) > self._size:
             del self._made[next(iter(self._made))]

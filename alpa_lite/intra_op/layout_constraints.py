@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from alpa_lite.errors import PlanError
-from alpa_lite.intra_op.interning import FloatArray, frozen
+from alpa_lite.intra_op.interning import frozen
+from alpa_lite.intra_op.problem import FloatArray
 from alpa_lite.intra_op.stage import GivenLayout, Wanted
 from alpa_lite.intra_op.strategy_catalogue import PlacementOptions, SumOptions
 from alpa_lite.program.ir import Graph, Op, Value
@@ -70,6 +71,7 @@ class Keeping:
             return options
         key = (id(options), wanted)
         if key not in self._options:
+            # The entry holds the options, so that no other object can get their id.
             columns = (*options.demanded, *options.results)
             pairs = [(column, want) for column, want in zip(columns, wanted, strict=True) if want]
             fits = [all(agrees(c[i], w) for c, w in pairs) for i in range(len(options.placements))]
@@ -93,6 +95,7 @@ class Keeping:
             results = list(zip(options.results, wanted[len(op.operands) :], strict=True))
             needed, want = options.demanded[main], wanted[main]
             misses = [
+                # If the offered spec violates the constraint already, the op that offers it answers for that.
                 (agrees(spec, want) and not agrees(needed[i], want)) or any(_strays(c[i], w) for c, w in results)
                 for i, spec in enumerate(specs)
             ]
@@ -100,6 +103,7 @@ class Keeping:
                 raise PlanError(_refusal(graph, op, self))
             self._penalties[key] = options, frozen(np.where(misses, np.inf, 0.0))
         penalty = self._penalties[key][1]
+        # None spares the builder the sum of two arrays.
         return penalty if penalty.any() else None
 
     def sums(self, graph: Graph, v: int, options: SumOptions) -> SumOptions:

@@ -73,6 +73,7 @@ class PartialSums:
         if result is None or result not in wiring.stacked:
             return False
         stack = loop.results[result]
+        # The stack may be stacked once more, by a loop around this one.
         if outer > 0:
             graph = self.scopes[outer].graph
             ends = graph.outputs.count(stack) == 1 and not graph.consumers[stack]
@@ -86,6 +87,7 @@ class PartialSums:
         """
         graph, result = self.scopes[scope].graph, op.results[0]
         readers = graph.consumers[result]
+        # A value that leaves the stage or the body must be whole.
         return result not in self._leaves(scope) and len(readers) == 1 and graph.ops[readers[0]].primitive in ADDITIONS
 
     def feeds_sum(self, scope: int, op: Op) -> bool:
@@ -189,12 +191,14 @@ class Deciding:
 
     def leads(self, scope: int, graph: Graph, op: Op, rule: Rule) -> bool:
         """Return True for an op that chooses its own placement, independent of the specs of its operands."""
+        # Indexed ops do little work, but their placement decides what is communicated.
         if rule.work_kind != "elementwise" or op.primitive == "gather" or op.primitive.startswith("scatter"):
             return True
         ranked = self._ranked(scope, graph, op)
         if ranked and (self._is_shared(scope, graph, op) or self.sums.adds_sums(scope, op)):
             return True
         if not self.sums.in_loop(scope, op) or op.primitive not in ADDITIONS:
+            # Without an operand that has a spec of its own there is nothing to follow.
             return not ranked
         # Zeros count as a partial sum too: the first addition of a loop whose body runs once adds to them.
         return len(ranked) + sum(is_zero(graph, v) for i, v in enumerate(op.operands) if i not in ranked) >= 2

@@ -24,8 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from alpa_lite.intra_op.problem import Problem, Solution, Status, evaluate, usage_over_time
+from alpa_lite.intra_op.solvers.memory_search import Leanest, Solve, leanest, prove_leanest
 from alpa_lite.intra_op.solvers.portfolio import Portfolio
-from alpa_lite.intra_op.solvers.smallest_peak import Leanest, Solve, leanest, prove_leanest
 from alpa_lite.intra_op.solvers.solver import PROOF_TOLERANCE, Solver
 
 _LEAST_SECONDS = 1.0
@@ -148,6 +148,7 @@ class _Budget:
 
     @property
     def solve(self) -> Solve:
+        # Even without time left, a solver needs some to answer at all.
         return lambda problem, seconds: self.solver.solve(problem, time_limit_seconds=max(seconds, 0.05))
 
     def best(self, problem: Problem, limit_bytes: float | None, *, share: float) -> Solution:
@@ -263,6 +264,7 @@ def pareto_front(
     if num_points < 2:
         raise ValueError(f"A front of {num_points} points was asked for; its two ends are the least.")
     budget = _budget(solver, time_limit_seconds)
+    # Two fifths of the time go to the leanest choices; the two ends of the front and its gaps share the rest.
     lean = _leanest(problem, replace(budget, deadline=budget.deadline - 0.6 * budget.left))
     if lean.choices is None:
         return ()
@@ -344,6 +346,7 @@ class _Gap:
     @property
     def limit(self) -> float:
         """The limit in bytes to solve for next."""
+        # Halving finds steps in the middle; after a fruitless answer the next step, if any, is sought from above.
         return self.last_bytes if self.fruitless else float(math.floor((self.first_bytes + self.last_bytes) / 2))
 
     def split(self, found: Point | None) -> Iterable[_Gap]:

@@ -192,6 +192,7 @@ class _LiveScope:
         readers = self._readers(result)
         if not readers or not all(is_fusible(self.graph, self.graph.ops[c]) for c in readers):
             return False
+        # A costly value may be fused into its only reader, but it is not computed several times.
         if not is_repeatable(self.graph, op) and len(readers) > 1:
             return False
         if self.view is not None and self._leaves(op, result, readers):
@@ -207,6 +208,7 @@ class _LiveScope:
         if view is None or result in view.leaves:
             return True
         phases = {self._phase(c) for c in readers}
+        # A stage that is the whole step may run as one program, which fuses across phases.
         whole = view.first == 0 and view.last == view.layers.num_layers - 1
         within = {Phase.INVARIANT, self._phase(op.id)} if not whole else set(Phase)
         return not phases <= within
@@ -247,6 +249,7 @@ class _LiveScope:
             if is_state or not readers or self.graph.values[v].rank == 0:
                 continue
             use = self._use(v)
+            # Values of another stage's backward pass arrive only when they are read.
             early = producer is None or step.phases[producer] is Phase.FORWARD
             start = 0 if early else min(self.span(c).start for c in readers)
             yield Life(value=v, start=start, end=use.end, saved=early and use.backward)
@@ -351,6 +354,7 @@ class _LiveScope:
             return span.end
         carried = set(wiring.carried.values())
         places = [i for i, v in enumerate(op.operands) if v == value]
+        # An operand that the loop also reads as a constant or row by row must stay until it ends.
         return span.start + 1 if all(i in carried for i in places) else span.end
 
     def _starts(self, op: Op) -> dict[int, int]:
@@ -365,6 +369,7 @@ class _LiveScope:
                 if self._dies(op.operands[i], after):
                     found[op.results[r]] = after
             return found
+        # A product reads its operands until it ends, so that it cannot overwrite them.
         if rule_of_op(self.graph, op.id).work_kind != "elementwise":
             return found
         dying = [v for v in self._sources(op) if self._dies(v, after)]
@@ -372,6 +377,7 @@ class _LiveScope:
             value = self.graph.values[r]
             match = next((v for v in dying if _alike(self.graph, v, r)), None)
             if match is not None and value.rank > 0:
+                # A buffer is taken over only once.
                 dying.remove(match)
                 found[r] = after
         return found

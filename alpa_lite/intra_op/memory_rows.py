@@ -39,6 +39,7 @@ def maximal_times(usage_times: IntArray) -> IntArray:
     starts, ends = np.unique(usage_times[:, 0]), np.unique(usage_times[:, 1])
     if starts.size == 0:
         return starts
+    # Sets of live usages grow at starts and shrink at ends: one is maximal where an end precedes the next start.
     next_end = ends[np.searchsorted(ends, starts, side="right")]
     next_start = np.append(starts[1:], next_end[-1])
     return starts[next_end <= next_start]
@@ -48,6 +49,7 @@ def sum_over_rows(num_rows: int, intervals: IntArray, amounts: FloatArray) -> Fl
     """Return for every row r the sum of the amounts whose interval [first, last) contains r; ``intervals`` is (U,
     2).
     """
+    # Differences at the ends of the intervals and a cumulative sum: linear time, however long the intervals are.
     change = np.zeros(num_rows + 1)
     np.add.at(change, intervals[:, 0], amounts)
     np.add.at(change, intervals[:, 1], -amounts)
@@ -73,6 +75,7 @@ class RangeMaximum:
         for number in range(len(self._levels)):
             here = level == number
             values = self._levels[number]
+            # Two intervals of length 2^k, which may overlap, cover [first, last).
             highest[here] = np.maximum(values[first[here]], values[last[here] - (1 << number)])
         return highest
 
@@ -82,6 +85,7 @@ def binding_times(problem: Problem) -> IntArray:
     if problem.limit_bytes is None or problem.usage_nodes.size == 0:
         return np.zeros(0, dtype=np.intp)
     times = maximal_times(problem.usage_times)
+    # Each usage at its largest strategy is an upper bound of all choices.
     greediest = np.maximum.reduceat(problem.usage_bytes.values, problem.usage_bytes.starts[:-1])
     totals = sum_over_rows(times.size, np.searchsorted(times, problem.usage_times), greediest)
     return times[totals > problem.limit_bytes]

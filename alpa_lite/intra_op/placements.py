@@ -27,6 +27,7 @@ class Choice:
 
 def remap(choice: Choice, source: StageView, target: StageView) -> Choice:
     """Transfer the decisions to another stage whose `signature` is equal."""
+    # Stages of equal signature list their ops, inputs and sums in corresponding order.
     ops = dict(zip(source.ops, target.ops, strict=True))
     values = dict(zip(source.external, target.external, strict=True))
     sums = dict(zip(source.crossing, target.crossing, strict=True))
@@ -120,6 +121,7 @@ class _Chosen:
         if isinstance(op, Placed):
             return op.options[self.choices[op.node]]
         if isinstance(op, PlacedSum):
+            # Ops are decoded in order, so that the sums among the operands are known; free values are whole.
             made = op.placement([self.spec(key) for key in op.operands if key in self.sums or key in self.offers])
             (self.sums[op.result],) = made.results
             return made

@@ -69,6 +69,7 @@ class Ragged:
         return self.values[self.starts[index] : self.starts[index + 1]]
 
     def __iter__(self) -> Iterator[FloatArray]:
+        # Slicing by Python integers is faster than by NumPy's.
         starts = self.starts.tolist()
         for first, last in itertools.pairwise(starts):
             yield self.values[first:last]
@@ -100,6 +101,7 @@ class Usage:
     end: int
 
 
+# Without slots, since `memoized` stores what solvers know of a problem in its `__dict__`.
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Problem:
     """An intra-op problem in flat arrays; ``Problem.of`` makes one from its parts.
@@ -194,6 +196,7 @@ class Problem:
         empty = np.flatnonzero(self.node_costs.sizes == 0)
         if empty.size:
             raise ValueError(_bad_node(int(empty[0]), (0,)))
+        # Minus infinity would outweigh a forbidden choice, or give NaN together with it.
         bad = _first_bad(self.node_costs, np.isnan(self.node_costs.values) | np.isneginf(self.node_costs.values))
         if bad is not None:
             raise ValueError(_bad_cost(f"Node {bad}"))
@@ -338,6 +341,7 @@ def _cost(problem: Problem, choices: IntArray) -> float:
     sources, targets = problem.edge_nodes.T
     pairs = choices[sources] * problem.node_costs.sizes[targets] + choices[targets]
     own = problem.node_costs.values[problem.node_costs.starts[:-1] + choices]
+    # Solvers add in other orders; with correct rounding, equal choices have equal costs in all of them.
     return math.fsum([*own.tolist(), *problem.edge_costs.values[problem.edge_costs.starts[:-1] + pairs].tolist()])
 
 
@@ -346,6 +350,7 @@ def usage_over_time(problem: Problem, choices: Sequence[int]) -> tuple[IntArray,
     chosen = np.asarray(choices, dtype=np.intp)[problem.usage_nodes]
     used = problem.usage_bytes.values[problem.usage_bytes.starts[:-1] + chosen].astype(np.int64)
     times, index = np.unique(problem.usage_times, return_inverse=True)
+    # Releases of NumPy disagree on the shape of the inverse.
     index = index.reshape(-1, 2)
     change = np.zeros(times.size, dtype=np.int64)
     np.add.at(change, index[:, 0], used)

@@ -63,8 +63,10 @@ def read_problem(path: str | Path) -> Problem:
             return _problem_of(_load(path))
     except OSError as error:
         raise ProblemFileError(f"{path} cannot be read: {error.strerror or error}.") from error
+    # Before ValueError, of which it is a kind.
     except json.JSONDecodeError as error:
         raise ProblemFileError(f"{path} is not JSON: {error}.") from error
+    # Raised for compressed files that are cut off or damaged, and for JSON that nests too deep.
     except (EOFError, zlib.error, RecursionError) as error:
         raise ProblemFileError(f"{path} cannot be read: it is cut off, damaged or no problem ({error}).") from error
     except (KeyError, TypeError, OverflowError) as error:
@@ -285,6 +287,8 @@ def seconds_since_start() -> float:
     """Return the seconds since this process began (Linux; 0 elsewhere): imports count against a time limit."""
     try:
         with open("/proc/self/stat", encoding="ascii") as stat, open("/proc/uptime", encoding="ascii") as uptime:
+            # The name of the program stands in parentheses, and may contain spaces and parentheses itself. The start
+            # time is field 22.
             ticks = int(stat.read().rpartition(")")[2].split()[19])
             return max(float(uptime.read().split()[0]) - ticks / os.sysconf("SC_CLK_TCK"), 0.0)
     except (OSError, ValueError, IndexError):

@@ -90,6 +90,7 @@ def _join(parts: list[NodeUsage]) -> NodeUsage:
     rows = np.concatenate([part.rows for part in parts])
     used = np.concatenate([part.bytes for part in parts])
     bounds, index = np.unique(rows, return_inverse=True)
+    # Releases of NumPy disagree on the shape of the inverse.
     index = index.reshape(-1, 2)
     change = np.zeros((bounds.size, used.shape[1]))
     np.add.at(change, index[:, 0], used)
@@ -183,7 +184,9 @@ class Workspace:
     def _settle(self, node: int) -> None:
         self._unsettled.discard(node)
         parts = self._alive.pop(node)
+        # A single run overlaps nothing.
         alive = parts[0] if len(parts) == 1 and len(parts[0]) == 1 else _join(parts)
+        # All choices pay for what even the leanest strategy needs, so that it moves to the base.
         least = alive.bytes.min(axis=1)
         np.add.at(self.base_change, alive.rows[:, 0], least)
         np.add.at(self.base_change, alive.rows[:, 1], -least)
@@ -206,6 +209,7 @@ class Workspace:
 
     def _set_edge(self, source: int, target: int, costs: FloatArray) -> None:
         self.edges[source][target] = costs
+        # A view, which is safe because matrices are replaced and never written to.
         self.edges[target][source] = costs.T
         self.changed_edges[min(source, target), max(source, target)] = None
 

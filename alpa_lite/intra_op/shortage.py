@@ -109,6 +109,7 @@ def held_bytes(usages: Iterable[UsageOf], choices: Sequence[int], time: int) -> 
     held: dict[Key, float] = {}
     for usage in usages:
         if usage.start <= time < usage.end:
+            # Rounded up as in `Problem`, so that the values add up to its usage.
             size = math.ceil(float(usage.sizes[choices[usage.node]]))
             held[usage.value] = held.get(usage.value, 0.0) + size
     return held

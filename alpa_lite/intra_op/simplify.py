@@ -135,6 +135,7 @@ def _to_a_fixpoint(
         _reduce_edges(work, tick)
         done("edges")
         if early is not None and not work.infeasible:
+            # Settled node by node, so that the clock is checked meanwhile, which `_finish` does not do.
             for node in work.costs:
                 tick()
                 work.alive_of(node)
@@ -203,6 +204,7 @@ def _reduce_edge(work: Workspace, source: int, target: int) -> None:
         if (counts == 1).all()
     ]
     if follows:
+        # Merging the node with fewer edges moves fewer matrices.
         node, into, axis = min(follows, key=lambda follow: len(work.edges[follow[0]]))
         _merge(work, node=node, into=into, follows=finite.argmax(axis=axis))
 
@@ -219,6 +221,7 @@ def _fold_separable(work: Workspace, source: int, target: int) -> None:
     costs = work.edges[source][target]
     row_part = costs[:, 0]
     column_part = costs[0, :] - costs[0, 0]
+    # The candidate f is the first column and g the first row: if the costs are separable at all, these add up to them.
     residual = np.abs(costs - row_part[:, None] - column_part[None, :]).max()
     if residual <= _ROUNDING * np.abs(costs).max():
         work.costs[source] = work.costs[source] + row_part
@@ -283,6 +286,7 @@ class _MinPlus:
     )
 
     def __call__(self, left: FloatArray, right: FloatArray) -> tuple[FloatArray, IntArray]:
+        # With the number of rows, which both have, the bytes determine the shapes.
         key = (left.tobytes(), right.tobytes(), left.shape[0])
         if key not in self.known:
             self.known[key] = _min_plus(left, right)

@@ -115,6 +115,7 @@ def price_choice(
     parts = {phase: _walk(view, pricer, choice, phase) for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE)}
     seconds = _phase_seconds(pricer, parts)
     runs = view.step.num_microbatches
+    # All that the integer program counts at its peak besides state, accumulators and saved values.
     temporary = max(0.0, peak_bytes - state - sums - in_flight * activations)
     return StageSolution(
         choice=choice,
@@ -151,6 +152,7 @@ def _phase_seconds(pricer: Pricer, parts: Mapping[Phase, Estimator]) -> dict[Pha
     gathered = without_last(resolved.tasks)
     contention = model.cluster.device.contention
     forward_alone = seconds[Phase.FORWARD]
+    # Devices wait for the host where it issues kernels more slowly than they run.
     backward_alone = max(backward.simulated(reduced.tasks), backward.host_seconds)
     return {
         Phase.FORWARD: forward_alone,
@@ -176,6 +178,7 @@ def in_two_parts(view: StageView, pricer: Pricer, solution: StageSolution) -> St
     graph = view.graph
     return replace(
         solution,
+        # Priced alone, the second part fetches its operands anew, and could exceed the whole pass.
         weight_seconds=min(solution.backward_seconds, _walk(view, pricer, choice, Phase.BACKWARD, second).seconds),
         handed_bytes=sum(local_bytes(graph.values[v], _spec_of(view, choice, v), pricer.sizes) for v in handed),
     )
@@ -231,6 +234,7 @@ def drive(
 
 def _keep_gathered(walk: Walk[int], view: StageView, pricer: Pricer, choice: Choice) -> None:
     """Add the specs in which the forward pass has gathered parameters to the arrays of a backward task."""
+    # Only the specs are of interest here: the estimator of this walk is discarded.
     forward = Walk(view.graph, choice.ops, pricer.sizes, Estimator(pricer, stage=0, phase="forward", runs=1))
     run = _invariant_needs(view, mine := [o for o in view.ops if view.step.phases[o] is Phase.FORWARD]).union(mine)
     _enter(forward, view, choice, Phase.FORWARD, run)
@@ -254,6 +258,7 @@ def _enter(walk: Walk[int], view: StageView, choice: Choice, phase: Phase, run: 
                 walk.put(r, placement.results[i] if placement else replicated(graph.values[r].rank), Estimator.NOTHING)
     if phase is Phase.UPDATE:
         for v, accumulator in choice.accumulators.items():
+            # The accumulator is the only copy of the sum when the update begins.
             walk.arrays[v] = {accumulator.stored: Estimator.NOTHING}
             _resolve(walk, v, accumulator.resolved)
 
@@ -265,6 +270,7 @@ def _leave(walk: Walk[int], view: StageView, choice: Choice, phase: Phase, run: 
     graph = view.graph
     for v, spec in view.outputs.items():
         made = graph.producer[v] in run
+        # A sum is returned by the update, any other value by the task that makes it.
         if (phase is Phase.UPDATE) if v in choice.accumulators else made:
             walk.get(v, spec)
     if phase.in_loop:
@@ -289,6 +295,7 @@ def _invariant_needs(view: StageView, ops: Iterable[int]) -> frozenset[int]:
     for op_id in ops:
         needed.update(graph.ops[op_id].operands)
     found: set[int] = set()
+    # Backwards, since repeated ops may read the results of other repeated ops.
     for op_id in reversed(view.ops):
         op = graph.ops[op_id]
         if needed.isdisjoint(op.results):
@@ -296,6 +303,7 @@ def _invariant_needs(view: StageView, ops: Iterable[int]) -> frozenset[int]:
         if phases[op_id] is Phase.INVARIANT:
             found.add(op_id)
             needed.update(op.operands)
+        # The walk makes free values by itself, from operands that the task must have.
         elif not free.isdisjoint(op.results):
             needed.update(op.operands)
     return frozenset(found)
@@ -310,6 +318,7 @@ def _memory(view: StageView, pricer: Pricer, choice: Choice) -> tuple[float, flo
         if graph.producer[v] is None and step.batch_dims[v] is None
     )
     sums = 0.0
+    # With one micro-batch nothing is accumulated: gradients are temporaries.
     if step.num_microbatches > 1:
         sums = sum(local_bytes(graph.values[v], a.stored, sizes) for v, a in choice.accumulators.items())
     backend = pricer.cost_model.backend

@@ -41,6 +41,7 @@ class GivenLayout:
 NO_LAYOUT = GivenLayout()
 
 
+# Layers share their bodies, and the text of a large body takes long to write.
 @memoized
 def _body_text(body: Graph) -> str:
     return repr([(o.primitive, o.operands, o.params) for _, o in body.walk()])

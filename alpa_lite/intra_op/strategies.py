@@ -194,6 +194,7 @@ def axis_choices(
         per_axis.append(choices)
     found: list[tuple[int | None, ...]] = []
     for combination in product(*per_axis):
+        # Two axes may each divide a factor that they do not divide together.
         axes_of = factor_axes(rule, combination, sizes)
         if all(can_split(rule, f, axes, sizes) for f, axes in enumerate(axes_of) if axes):
             found.append(combination)
@@ -213,6 +214,7 @@ def _loop_choices(
     contracts_batch = bool(batch_factors) and rule.work_kind != "elementwise"
     match role:
         case AxisRole.BATCH | AxisRole.REPLICA:
+            # An axis that divides no batch factor stays unused.
             return batch or [None]
         case AxisRole.TENSOR if contracts_batch and (tensor := _tensor_factors(rule, batch_factors)).intersection(fits):
             return [f for f in fits if f in tensor]
@@ -333,6 +335,7 @@ def all_specs(
     `allowed(axis, dim)` filters the splits, and `restriction` orders the axes on a dim.
     """
     specs: list[Spec] = []
+    # -1 leaves an axis unused.
     for combination in product(range(-1, len(shape)), repeat=len(sizes)):
         dims: list[tuple[str, ...]] = [()] * len(shape)
         if not all(d < 0 or (shape[d] > 0 and allowed(axis, d)) for axis, d in zip(sizes, combination, strict=True)):
@@ -362,6 +365,7 @@ def follow(kind: OpClass, main: int, spec: Spec, sizes: Mapping[str, int], *, ke
     rule = kind.rule
     factors: list[tuple[str, ...]] = [()] * len(rule.sizes)
     for axes, dim_factors in zip(spec.dims, rule.operands[main], strict=True):
+        # Only the major factor of a dim can be split without interleaving; factors of size 1 do not count.
         major = next((f for f in dim_factors if rule.sizes[f] > 1), None) if axes else None
         if major is not None and can_split(rule, major, axes, sizes):
             factors[major] = axes

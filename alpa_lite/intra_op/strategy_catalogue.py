@@ -18,7 +18,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from alpa_lite.intra_op.interning import FloatArray, Numbering, frozen
+from alpa_lite.intra_op.interning import Numbering, frozen
+from alpa_lite.intra_op.problem import FloatArray
 from alpa_lite.intra_op.strategies import (
     AxisRole,
     BatchSplit,
@@ -186,6 +187,7 @@ class Catalogue:
         found = self._ways.get(key)
         if found is None:
             numbers: dict[Spec, int] = {}
+            # Strategies of the followed node often share a spec: each distinct one is followed and priced once.
             place = [numbers.setdefault(spec, len(numbers)) for spec in specs]
             different = [self._followed(graph, op, layout, main, spec, keep_partial) for spec in numbers]
             followed = [different[i] for i in place]
@@ -221,6 +223,7 @@ class Catalogue:
         else:
             kind = self.pricer.price_class(graph, op.id)
             seconds = [self.pricer.local_price(kind, cuts).seconds for cuts in way.cuts]
+        # Equal lists of specs are one object (`Numbering.one`), so that identity tells whether anything moves.
         moved = [(r, m, t) for r, m, t in zip(op.results, way.made, way.results, strict=True) if m is not t]
         if way.demanded[main] != specs:
             moved.append((op.operands[main], specs, way.demanded[main]))
@@ -281,6 +284,8 @@ class Catalogue:
         if batch_dim is None:
             specs = self.restriction.on_one_dim(specs)
         for axis, role in roles.items():
+            # An axis that splits the batch does so wherever it can: specs that leave it unused remain only if no spec
+            # uses it.
             using = [spec for spec in specs if axis in spec.axes]
             must = batch_dim is not None or self.restriction.state_split(axis, split) is BatchSplit.MUST
             if role.splits_batch and using and must:

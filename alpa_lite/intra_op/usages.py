@@ -22,9 +22,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from alpa_lite.intra_op.interning import FloatArray, SharedArrays
+from alpa_lite.intra_op.interning import SharedArrays
 from alpa_lite.intra_op.liveness import Life, Lives, Path, lives_of
 from alpa_lite.intra_op.placements import Key, Offer, Placed, PlacedBodies, PlacedSum, StageScope
+from alpa_lite.intra_op.problem import FloatArray
 from alpa_lite.intra_op.stage import StageView
 from alpa_lite.intra_op.strategy_catalogue import Catalogue, PlacementOptions, SumOptions
 from alpa_lite.plan.walk import stacked
@@ -124,12 +125,14 @@ class _Collector:
         readers = [c for c in view.graph.consumers[life.value] if c in view.op_set]
         times = [self.lives.spans[(), c].start for c in readers if view.step.phases[c] is Phase.UPDATE]
         read = min(times, default=life.end)
+        # With accumulators this is the addend of one micro-batch; `_state` has counted the sum itself.
         yield self._use(key, stored, life.start, life.loop_end if self.accumulates else min(read + 1, life.end))
         value, end = self.layout.value(key), max(life.end, read + 1) if times else read
         moved = self.catalogue.copy_sizes(value, options.stored, options.resolved, paired=True)
         yield UsageOf(value=key, node=node, sizes=moved, start=read, end=end)
         if not self.accumulates:
             whole = self.catalogue.local_sizes(value, options.stored)
+            # Where resolving makes a copy, the copy replaces the sum; elsewhere the sum stays where it is.
             kept = self.arrays.kept_where_zero(whole, moved)
             yield UsageOf(value=key, node=node, sizes=kept, start=read + 1, end=end)
 

@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -33,8 +33,8 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
-from alpa_lite.lower.local.block import block_index
-from alpa_lite.lower.local.run_local import LocalOp, bind_local
+from alpa_lite.lower.local.block import LocalOp, block_index
+from alpa_lite.lower.local.run_local import bind_local
 from alpa_lite.lower.slices import Port, TaskSpec, run_parts
 from alpa_lite.lower.waiting import Gathered, once_there
 from alpa_lite.plan.plan import OpPlacement
@@ -46,6 +46,8 @@ from alpa_lite.sharding.specs import Move, Spec, num_shards
 from alpa_lite.trace.local_control_flow import run_control_flow
 
 _POSITIONAL = frozenset(("iota", "random_bits", "random_split"))
+
+TaskFunction = Callable[..., tuple[jax.Array, ...]]
 
 
 def boundary_spec(spec: Spec) -> PartitionSpec:
@@ -59,7 +61,7 @@ def boundary_shape(shape: tuple[int, ...], spec: Spec, sizes: Mapping[str, int])
     return (prod(sizes[a] for a in spec.partial), *shape) if spec.partial else shape
 
 
-def move(x: Any, step: Move, sizes: Mapping[str, int]) -> Any:
+def move(x: jax.Array, step: Move, sizes: Mapping[str, int]) -> jax.Array:
     """Emit the collective (or local operation) of one step of a resharding, on a device's block `x`."""
     if step.kind == "all_reduce":
         return lax.psum(x, step.axis)
@@ -115,17 +117,19 @@ class LocalMachine:
             for body, inner in zip(op.bodies, equation.bodies, strict=True):
                 self._register(body, inner)
 
-    def literal(self, value: Value) -> Any:
+    def literal(self, value: Value) -> jax.Array:
         """Return a NumPy scalar of the right dtype."""
-        return np.asarray(value.literal, jax.numpy.dtype(value.dtype))
+        # Ops accept it as an array, and it stays a constant of the program.
+        return cast(jax.Array, np.asarray(value.literal, jax.numpy.dtype(value.dtype)))
 
-    def reshard(self, array: Any, value: Value, steps: tuple[Move, ...], op: Op | None) -> Any:
+    def reshard(self, array: jax.Array, value: Value, steps: tuple[Move, ...], op: Op | None) -> jax.Array:
         """Emit the collectives of a resharding and return the new block.
 
         A resharding that is repeated (a parameter gathered again for the backward pass) must not be merged with the
         earlier one by XLA, which drops barriers on some platforms. The n-th repetition therefore runs with n more
         leading dims of size 1: two collectives of different rank are never common subexpressions.
         """
+        # The ids of values in bodies repeat those of the step, so the value is also compared by identity.
         bucketed = op is None and value.id in self.buckets.numbers and value is self.step.graph.values[value.id]
         array = self.buckets.held(value.id, array) if bucketed else array
         if op is not None and self._is_parameter(value) and any(step.kind == "all_gather" for step in steps):
@@ -148,7 +152,7 @@ class LocalMachine:
         scope = step.bodies.get(graph)
         return graph.producer[value.id] is None and (scope is None or scope.batch_dims[value.id] is None)
 
-    def apply(self, application: Application, operands: list[Any]) -> list[Any]:
+    def apply(self, application: Application, operands: list[jax.Array]) -> list[jax.Array]:
         """Bind the op's primitive on local blocks and return the blocks of its results."""
         graph, op = application.graph, application.op
         equation = self.equations[graph][op.id]
@@ -174,7 +178,7 @@ class LocalMachine:
                 return on_first_device(lambda *xs: bind_local(local, xs), operands, axes, self.sizes)
             return self._noted(application, bind_local(local, operands))
 
-    def _held_back(self, value: int, array: Any) -> Any:
+    def _held_back(self, value: int, array: jax.Array) -> jax.Array:
         """Return a forward value that the backward pass reads to recompute others, delayed until the backward pass gets
         there.
         """
@@ -185,7 +189,7 @@ class LocalMachine:
             return array
         return once_there(array, self.latest, barriers_stay=self.barriers_stay)
 
-    def _noted(self, application: Application, results: list[Any]) -> list[Any]:
+    def _noted(self, application: Application, results: list[jax.Array]) -> list[jax.Array]:
         """Record results of an op for the values that wait for them, and return the results."""
         self.gathered.read(results)
         if application.graph is self.step.graph and self.step.phases[application.op.id] is Phase.BACKWARD:
@@ -193,7 +197,9 @@ class LocalMachine:
             self.latest = floats[0] if floats else self.latest
         return results
 
-    def _positions(self, graph: Graph, op: Op) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    def _positions(
+        self, graph: Graph, op: Op
+    ) -> tuple[tuple[tuple[jax.Array | int, ...] | None, ...], tuple[tuple[int, ...] | None, ...]]:
         """Return the position of this micro-batch's results in the full batch's and the full shapes, None where
         irrelevant.
 
@@ -215,7 +221,7 @@ class LocalMachine:
         start = tuple(self.microbatch * n if d == dim else 0 for d, n in enumerate(shape))
         return (start, *none[1:]), (scope.full_shapes[op.results[0]], *none[1:])
 
-    def _in_micro_batch(self, op: Op, graph: Graph, operands: Sequence[Any]) -> list[Any]:
+    def _in_micro_batch(self, op: Op, graph: Graph, operands: Sequence[jax.Array]) -> list[jax.Array]:
         """Return the operands as this micro-batch reads them.
 
         Operands that count once per step are zero in all micro-batches but the first, and indices into the batch are
@@ -229,10 +235,11 @@ class LocalMachine:
                 for v, x in zip(op.operands, arrays, strict=True)
             ]
         if op.own_columns:
+            # The index vectors are the second operand of both gather and scatter.
             arrays[1] = arrays[1] - self._first_rows(op, graph).astype(arrays[1].dtype)
         return arrays
 
-    def _first_rows(self, op: Op, graph: Graph) -> Any:
+    def _first_rows(self, op: Op, graph: Graph) -> jax.Array:
         """Return for each column of the index vectors the first row of this micro-batch, 0 for columns that index other
         dims.
         """
@@ -242,16 +249,20 @@ class LocalMachine:
         sizes = [rows[d] if column in op.own_columns else 0 for column, d in enumerate(dims)]
         return jax.numpy.asarray(self.microbatch) * jax.numpy.asarray(sizes)
 
-    def control_flow(self, application: Application, operands: list[Any], wiring: Wiring, walk: Walk[Any]) -> list[Any]:
+    def control_flow(
+        self, application: Application, operands: list[jax.Array], wiring: Wiring, walk: Walk[jax.Array]
+    ) -> list[jax.Array]:
         """Emit the same control flow on local blocks."""
         operands = self._in_micro_batch(application.op, self.graph, operands)
 
-        def body(number: int, arrays: Mapping[int, Any]) -> tuple[Any, ...]:
+        def body(number: int, arrays: Mapping[int, jax.Array]) -> tuple[jax.Array, ...]:
+            # A body has units of its own: the arrays inside are tracers, which must not leak out of it.
             around = self.graph, self.gathered
             self.graph = application.op.bodies[number]
             self.gathered = Gathered(barriers_stay=self.barriers_stay)
             outputs = body_walk(application, wiring, number, walk, [arrays.get(i, x) for i, x in enumerate(operands)])
             self.graph, self.gathered = around
+            # Literals are NumPy scalars, but a body must return JAX arrays.
             return tuple(x if isinstance(x, jax.Array) else jax.numpy.asarray(x) for x in outputs)
 
         return self._noted(application, run_control_flow(application.op, wiring, body, operands))
@@ -280,15 +291,15 @@ class Emitted:
     keeps no other buffer alive.
     """
 
-    function: Callable[..., Any]
+    function: TaskFunction
     mesh: AbstractMesh
     platform: str
     ins: tuple[BoundaryArray, ...]
-    outs: Any  # pytree with one PartitionSpec per result
+    outs: tuple[PartitionSpec, ...]
     donated: tuple[int, ...]
     takes_microbatch: bool
 
-    def lower(self, on: Mesh | None = None) -> Any:
+    def lower(self, on: Mesh | None = None) -> jax.stages.Lowered:
         """Trace and lower the function, by default for an abstract mesh without devices.
 
         JAX lowers some ops (a callback into Python) only for concrete devices, and raises errors of various types for
@@ -311,7 +322,7 @@ class Executable:
     compiled: Any
 
     @property
-    def function(self) -> Callable[..., Any]:
+    def function(self) -> TaskFunction:
         """The function that was compiled."""
         return self.emitted.function
 
@@ -355,15 +366,24 @@ def emit_task(
         any(_is_positional(graph.ops[i]) for i in task.ops) or any(p.value in step.combined for p in task.sums)
     )
 
-    def local(*arrays: Any) -> tuple[Any, ...]:
+    def local(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         microbatch = arrays[-1] if positional else 0
         machine = LocalMachine(
-            step, equations, sizes, microbatch, barriers_stay=platform != "cpu", buckets=task.buckets
+            # The CPU backend drops barriers before it eliminates common subexpressions.
+            step,
+            equations,
+            sizes,
+            microbatch,
+            barriers_stay=platform != "cpu",
+            buckets=task.buckets,
         )
-        walk: Walk[Any] = Walk(graph, placements, sizes, machine)
+        walk: Walk[jax.Array] = Walk(graph, placements, sizes, machine)
+        # Not strict: sums and the index of the micro-batch follow the inputs. Of a partial sum, each device has one
+        # addend, at index 0 of the leading dim.
         for port, array in zip(task.inputs, arrays, strict=False):
             walk.put(port.value, port.spec, array[0] if port.spec.partial else array)
         for number, _ in enumerate(run_parts(walk, task, step)):
+            # Set before the phase runs, since `run_parts` yields a phase when it is about to begin.
             machine.part = number
         results = [walk.get(port.value, port.spec) for port in outs]
         if accumulate:
@@ -380,6 +400,7 @@ def emit_task(
         layouts.append(BoundaryArray(shape=(), dtype="int32", spec=PartitionSpec()))
     out_specs = (*(boundary_spec(p.spec) for p in outs), PartitionSpec())
     in_specs = tuple(x.spec for x in layouts)
+    # `check_vma` would reject results that the plan knows to be equal on several devices, which JAX cannot derive.
     sharded = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
     summed = tuple(range(len(task.inputs), len(ins)))
     return Emitted(
@@ -393,7 +414,7 @@ def emit_task(
     )
 
 
-def _is_spec(value: Any) -> bool:
+def _is_spec(value: object) -> bool:
     return isinstance(value, PartitionSpec)
 
 
@@ -402,7 +423,7 @@ def accumulates(task: TaskSpec, step: StepGraph) -> bool:
     return step.num_microbatches > 1 and bool(task.sums)
 
 
-def _combined(step: StepGraph, value: int, old: Any, new: Any, microbatch: Any) -> Any:
+def _combined(step: StepGraph, value: int, old: jax.Array, new: jax.Array, microbatch: jax.Array | int) -> jax.Array:
     """Return the combination of all micro-batches up to this one: `old` from those before it, `new` from this one."""
     how = step.combined.get(value)
     if how is None:
@@ -410,6 +431,7 @@ def _combined(step: StepGraph, value: int, old: Any, new: Any, microbatch: Any) 
     if how is Combination.SAME:
         return new
     extreme = jax.numpy.maximum if how is Combination.MAX else jax.numpy.minimum
+    # Accumulators start as zeros, which are not neutral for a maximum or minimum.
     return jax.numpy.where(jax.numpy.asarray(microbatch) == 0, new, extreme(old, new))
 
 
@@ -426,10 +448,10 @@ def _is_positional(op: Op) -> bool:
     return any(_is_positional(o) for body in op.bodies for o in body.ops)
 
 
-def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+def _named(function: TaskFunction, name: str) -> TaskFunction:
     """Return `function` under a name that is a valid identifier: XLA shows it as the module's name."""
 
-    def run(*arrays: Any) -> Any:
+    def run(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         return function(*arrays)
 
     run.__name__ = name.replace(" ", "_").replace("+", "_")
@@ -462,16 +484,21 @@ class Buckets:
     def reduced(self, value: int, result: jax.Array) -> None:
         """Record the reduced `value`, for which the next bucket waits."""
         number = self.numbers[value]
+        # One real number that depends on the result, whatever its dtype; complex gradients have a real part.
         first = lax.reshape(lax.slice(result, (0,) * result.ndim, (1,) * result.ndim), ()).real.astype("float32")
         self.done[number] = first + self.done[number] if number in self.done else first
 
 
 def on_first_device(
-    run: Callable[..., Sequence[Any]], operands: Sequence[Any], axes: tuple[str, ...], sizes: Mapping[str, int]
-) -> list[Any]:
+    run: Callable[..., Sequence[jax.Array]],
+    operands: Sequence[jax.Array],
+    axes: tuple[str, ...],
+    sizes: Mapping[str, int],
+) -> list[jax.Array]:
     """Return `run(*operands)` as computed on the first device along `axes`, on all devices. Operands must be
     replicated.
     """
+    # Only shapes are needed here; running the op for them would cause its effect a second time.
     shapes = jax.eval_shape(lambda *xs: tuple(run(*xs)), *operands)
     results = lax.cond(
         block_index(axes, sizes) == 0,
@@ -482,7 +509,7 @@ def on_first_device(
     return [_shared(x, axes) for x in results]
 
 
-def _shared(x: Any, axes: tuple[str, ...]) -> Any:
+def _shared(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """Return the sum over devices, of which all but one add zero. Booleans are summed as bytes, which is their size."""
     if x.size == 0:
         return x

@@ -134,6 +134,7 @@ class _ProgramBuilder:
 
     def build(self) -> Program:
         loop = [t for t in self.tasks if t.kind not in ("update", "step")]
+        # With one micro-batch there is nothing to add up: tasks return their sums as outputs.
         if self.batched:
             for number, task in enumerate(self.tasks):
                 if task.sums:
@@ -160,9 +161,12 @@ class _ProgramBuilder:
         numbers = {(t.stage, t.kind): i for i, t in enumerate(self.tasks)}
         schedule, count, m = self.plan.schedule, len(self.plan.stages), self.step.num_microbatches
         lists = schedule.tasks(count, m)
+        # The schedule may be the user's own.
         validate(lists, count, m, in_flight=[schedule.in_flight(stage, count, m) for stage in range(count)])
         for slot in linearize(lists):
             number = numbers.get((slot.stage, slot.kind.value))
+            # Where the two passes are one task, it runs at the place of the backward pass, and the forward place stays
+            # empty.
             if number is None and slot.kind.sends_back:
                 number = numbers.get((slot.stage, "forward+backward"))
             if number is not None:
@@ -184,6 +188,7 @@ class _ProgramBuilder:
 
     def _run(self, number: int, task: TaskSpec, microbatch: int | None) -> None:
         reads = tuple(self._fetch(p.value, p.spec, task, microbatch) for p in task.inputs)
+        # Accumulators are updated in place: the task reads and writes them under one name.
         sums = tuple(Buffer(p.value, task.stage, SUM if self.batched else None) for p in task.sums)
         outputs = tuple(Buffer(p.value, task.stage, self._index(p.value, microbatch)) for p in task.outputs)
         self._emit(
@@ -219,6 +224,8 @@ class _ProgramBuilder:
         is_update = task.kind == "update"
         place = self.slicer.place_of_value(value)
         origin = place.stage if place else stage
+        # The update reads a value of the loop as its sum: resolved by an earlier update (None), or still an accumulator
+        # (SUM).
         if is_update and self.batched and self._varies(value):
             local = Buffer(value, stage, None)
             if local in self.written:
@@ -237,6 +244,8 @@ class _ProgramBuilder:
         target = Buffer(value, stage, index)
         if target in self.written:
             return target
+        # A batch is placed on every stage that reads it. Any other input exists on its home stage alone and is sent
+        # from there.
         if self.step.batch_dims[value] is not None or stage == home:
             self._emit(Instruction(kind="PLACE", stage=stage, microbatch=index, writes=(target,), spec=spec))
             return target
@@ -313,6 +322,7 @@ class _ProgramBuilder:
         kept = set(outputs)
         last: dict[Buffer, int] = {}
         for i, instruction in enumerate(self.instructions):
+            # Writes count as uses, so that a buffer without readers is freed right after it was written.
             for buffer in (*instruction.reads, *instruction.writes):
                 last[buffer] = i
         dying: dict[int, list[Buffer]] = {}
@@ -323,6 +333,7 @@ class _ProgramBuilder:
         for i, instruction in enumerate(self.instructions):
             listed.append(instruction)
             if i in dying:
+                # Sorted by text, since a micro-batch is None or a number, which do not compare.
                 listed.append(Instruction(kind="FREE", stage=instruction.stage, reads=tuple(sorted(dying[i], key=str))))
         self.instructions = listed
 

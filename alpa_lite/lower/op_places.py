@@ -116,6 +116,7 @@ class _InLoop:
 def _fused(lists: TaskLists, last: int) -> frozenset[int]:
     """Return the stages whose forward and backward of a micro-batch always run back to back: the last stage or none."""
     # A schedule with fewer task lists than stages interleaves several stages on each list.
+    # A task occurs once in a list, so it can be a key for its successor.
     after = dict(pairwise(lists[last % len(lists)]))
     forwards = [task for task in after if task.stage == last and task.kind is TaskKind.FORWARD]
     return frozenset([last] if forwards and all(_returns(task, after[task]) for task in forwards) else [])

@@ -96,6 +96,7 @@ Sizes = Mapping[str, int]
 
 def check_fits(plan: Plan, step: StepGraph) -> None:
     """Raise `MismatchError` for placements that the ops of the step as planned cannot have."""
+    # The first problem is enough: the generators stop where it is raised.
     for problem in chain(_counts(plan, step), _stages(plan, step.graph)):
         raise MismatchError(
             f"This plan does not fit the step {plan.function!r}, although it says that it was made for it: {problem}. "

@@ -106,6 +106,7 @@ class _Form:
         self.added.add(op.id)
         operands = tuple([self.number(v) for v in op.operands])
         results = tuple([self.fresh(v) for v in op.results])
+        # Positions instead of value ids, which differ between equal tasks.
         once = tuple([v in op.once for v in op.operands])
         facts = (self.step.phases[op.id], once, op.own_columns, op.effectful)
         placement = self.placements.get(op.id)

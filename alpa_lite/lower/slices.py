@@ -89,6 +89,7 @@ class Slicer:
         for v in self.graph.outputs:
             if self._is_sum(v) and not self.whole:
                 members.setdefault(OpPlace(stage=self._stage_of_value(v), kind="update"), [])
+            # Any stage could return a value that all can compute: the first one does.
             elif self._is_invariant(v):
                 members.setdefault(OpPlace(stage=0, kind="step" if self.whole else "update"), [])
         return tuple(self._task(place, members[place]) for place in sorted(members, key=lambda place: place.order))
@@ -188,11 +189,13 @@ class Slicer:
         if place.kind == "step":
             resolved += [(v, sums.stored, sums.resolved) for v, sums in stage.accumulators.items()]
         buckets = self._buckets([v for v, _, _ in resolved])
+        # Sums in buckets are resolved bucket by bucket, the others after them.
         order = {v: i for i, v in enumerate(v for bucket in buckets for v in bucket)}
         resolved.sort(key=lambda sums: order.get(sums[0], len(order)))
         computed = {r for op_id in ordered for r in graph.ops[op_id].results if not self.is_repeated(r)}
         computed.update(self._free_outputs(place))
         in_loop = place.kind not in ("update", "step")
+        # A sum that only other ops of the loop read is no accumulator.
         sums = [v for v in sorted(computed) if in_loop and self._is_sum(v) and self._read_after_loop(v)]
         outputs = [*self._computed_outputs(place, sorted(computed)), *self._handed_on(place, external, computed)]
         return TaskSpec(
@@ -275,6 +278,8 @@ class Slicer:
             lazy = any(r in self.free for r in op.results)
             repeated = self.places[op.id] is None or lazy
             wanted = any(r in needed for r in op.results)
+            # Backwards, so that all readers of an op are known here. A free value of this task is computed only if
+            # something in the task reads it.
             if (op.id in own and (not lazy or wanted)) or (repeated and wanted):
                 chosen.append(op.id)
                 needed.update(v for v in op.operands if graph.values[v].literal is None)

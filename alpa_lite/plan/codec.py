@@ -91,6 +91,7 @@ def _digest(data: Mapping[str, Any]) -> str:
 def encode(value: Any) -> Any:
     """Return plain data for a dataclass, a container of dataclasses, or a plain value."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type) and not hasattr(value, "to_json"):
+        # Not `dataclasses.asdict`: it copies deeply, and does not know `to_json`.
         return {f.name: encode(getattr(value, f.name)) for f in dataclasses.fields(value) if not _is_default(value, f)}
     to_json = getattr(value, "to_json", None)
     if to_json is not None:
@@ -125,6 +126,7 @@ def decode(wanted: Any, data: Any) -> Any:
         PlanError: the data do not fit the type.
     """
     origin, arguments = typing.get_origin(wanted), typing.get_args(wanted)
+    # Unions in plans are always of one type and None.
     if origin in (typing.Union, types.UnionType):
         return None if data is None else decode(next(a for a in arguments if a is not type(None)), data)
     if origin is tuple:

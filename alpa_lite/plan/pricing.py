@@ -152,6 +152,7 @@ class Pricer:
     def collective_seconds(self, kind: str, buffer_bytes: float, axes: tuple[str, ...]) -> float:
         """Return the seconds of one collective over axes with `buffer_bytes` bytes per device."""
         key = (kind, buffer_bytes, axes)
+        # The search prices few distinct collectives very many times.
         if key not in self._memo:
             collective = Collective(kind=kind, bytes=buffer_bytes, group=self.group(axes))  # type: ignore[arg-type]
             self._memo[key] = self.cost_model.collective_seconds(collective)
@@ -173,6 +174,7 @@ class Pricer:
         found = self._prices.get(key)
         if found is None:
             local = self.local_price(kind, cuts_of(placement, self.sizes))
+            # Groups of axes differ between meshes, so that collectives are not part of the shared price.
             if has_own_collectives(graph, op):
                 local = replace(local, collectives=tuple(own_collectives(graph, op, placement, self.sizes)))
             found = self._prices[key] = local
@@ -189,6 +191,7 @@ class Pricer:
         found = self._local.get(key)
         if found is None:
             work, seconds = local_work(kind, cuts), 0.0
+            # Ops without any work, such as folded ones, run no kernel.
             if work.flops or work.bytes or work.num_kernels:
                 seconds = self.cost_model.compute_seconds(work, num_active_devices=active)
             found = self._local[key] = OpPrice(seconds=seconds, flops=work.flops, num_kernels=work.num_kernels)
@@ -241,6 +244,7 @@ def local_product(rule: Rule, result: Value, cuts: Sequence[int]) -> Product | N
     """
     if len(rule.operands) < 2:
         return None
+    # Batch factors occur in all tensors, contracted ones in both operands, free ones in one operand and the result.
     first, second, made = ({f for factors in dims for f in factors} for dims in (*rule.operands[:2], rule.results[0]))
     blocks = [n // cut for n, cut in zip(rule.sizes, cuts, strict=True)]
     count = prod(blocks[f] for f in first & second & made)
@@ -385,6 +389,7 @@ class Estimator:
         op, trips, tasks, seconds = application.op, self.trips, self.tasks, 0.0
         self.trips *= wiring.trips
         for number in range(len(op.bodies)):
+            # Operands stand at the beginning as tasks without duration, so that body tasks can wait for carried values.
             self.tasks = [StreamTask(seconds=0.0) for _ in operands]
             outputs = body_walk(application, wiring, number, walk, list(range(len(operands))))
             pairs = zip(outputs, wiring.outputs[number], strict=True)
@@ -392,6 +397,7 @@ class Estimator:
             carried = [(task, wiring.carried[r]) for task, r in handed_on if r in wiring.carried]
             seconds += self._looped(self.tasks, carried, wiring.trips)
         self.trips, self.tasks = trips, tasks
+        # Work and collectives overlap inside the loop, but not with what is outside: it occupies both streams.
         return [self._add(seconds, "both", operands)] * len(op.results)
 
     def simulated(self, tasks: Sequence[StreamTask]) -> float:

@@ -112,6 +112,7 @@ class Progress:
                 raise KeyboardInterrupt
             self.interrupted, self.doing = True, "interrupted: stopping after the current unit of work"
 
+        # Only the main thread may set handlers, and a handler that the application installed is left in place.
         before = signal.getsignal(signal.SIGINT)
         if threading.current_thread() is not threading.main_thread() or before is not signal.default_int_handler:
             yield
@@ -163,6 +164,7 @@ class Pace:
         if progress.searches != self._searches:
             self._searches, self._phase, self._seconds = progress.searches, "", {}
         self._seconds[self._phase] = self._seconds.get(self._phase, 0.0) + now - self._since
+        # Phases that count no units are part of the phase around them.
         counted = (phase for phase in reversed(progress.phases) if phase in progress.left)
         self._phase, self._since, self._progress = next(counted, ""), now, progress
 

@@ -72,6 +72,7 @@ def operand_specs(rule: Rule, operands: Sequence[Value], placement: OpPlacement)
     """Return the spec in which a placement requires each operand."""
     axes = placement.factors
     specs = [Spec(tuple([_axes(factors, axes) for factors in dims])) for dims in rule.operands]
+    # Partial sums pass through one linear group of operands only: the product of two partial sums is none.
     if placement.partial:
         for i in linear_group(rule, operands):
             specs[i] = Spec(specs[i].dims, tuple(sorted(placement.partial)))
@@ -109,6 +110,7 @@ def linear_group(rule: Rule, operands: Sequence[Value]) -> tuple[int, ...]:
 def raw_result_specs(rule: Rule, placement: OpPlacement) -> tuple[Spec, ...]:
     """Return the specs of the results before their reductions are carried out."""
     partial = placement.partial
+    # Parts of other reductions are combined inside the op, since specs only know partial sums.
     reduced = reduced_axes(rule, placement) if rule.reduction == "sum" else ()
     if reduced or len(partial) > 1:
         partial = tuple(sorted({*partial, *reduced}))
@@ -161,6 +163,7 @@ class Walk(Generic[A]):
 
     def home(self, value: int) -> Spec:
         """Return the spec in which a value was computed."""
+        # Dicts keep their order: the first spec is the one in which the value was put.
         return next(iter(self.arrays[value]))
 
     def get(self, value_id: int, spec: Spec, op: Op | None = None) -> A:
@@ -176,11 +179,13 @@ class Walk(Generic[A]):
             return self.arrays[value_id][spec]
         source, steps = self._cheapest(value, known, spec)
         array = self.machine.reshard(known[source], value, steps, op)
+        # Stored, so that the next reader in this spec shares the collectives.
         self.put(value_id, spec, array)
         return array
 
     def _literal(self, value: Value, spec: Spec, op: Op | None) -> A:
         """Return the array of a literal; if it is needed as a partial sum, its value is on the first device only."""
+        # Zero is zero in every spec.
         array, steps, whole = self.machine.literal(value), list[Move](), spec.without_partial()
         for axis in spec.partial if value.literal != 0 else ():
             steps.append(addend(steps[-1].spec if steps else whole, axis))
@@ -206,6 +211,7 @@ class Walk(Generic[A]):
         op = self.graph.ops[self.graph.producer[value_id] or 0]
         rule = rule_of_op(self.graph, op.id)
         index = op.results.index(value_id)
+        # The op is split as the spec says where its rule allows that; the rest is cut locally from the whole result.
         factors: list[tuple[str, ...]] = [()] * len(rule.sizes)
         for axes, dim_factors in zip(spec.dims, rule.results[index], strict=True):
             major = next((f for f in dim_factors if rule.sizes[f] > 1), None)
@@ -315,6 +321,7 @@ def body_walk(application: Application, wiring: Wiring, number: int, walk: Walk[
     """Walk body `number` on the operands that it reads (numbered as the op's) and return its outputs."""
     op, placement = application.op, application.placement
     body = op.bodies[number]
+    # The same machine, so that work and collectives of bodies are recorded with those of the task.
     inner: Walk[A] = Walk(body, placement.bodies[number], walk.sizes, walk.machine)
     for value, i in zip(body.inputs, wiring.inputs[number], strict=True):
         inner.put(value, placement.body_operands[i], operands[i])

@@ -1,7 +1,7 @@
 """Planners: automatic search and the classic manual plans, each one class in one file.
 
-Comes in: a `PlanRequest`. Goes out: a `Plan`, or a `PlanError` that says why there is none.
-Read `planner` first, then `auto` (the search) and `hybrid`, which most manual planners are cases of.
+Input: a `PlanRequest`. Output: a `Plan`, or a `PlanError` that says why there is none.
+Read `planner` first, then `auto` (the search) and `hybrid`, of which most manual planners are special cases.
 """
 
 from alpa_lite.inter_op.plan_request import PlanRequest as PlanRequest

@@ -1,10 +1,10 @@
-"""Automatic search: Alpa's two levels for every number of micro-batches that makes sense, and the manual plans too.
+"""Automatic search: Alpa's two levels for every number of micro-batches that makes sense, and the classic manual plans.
 
     search       micro-batches, stages, submeshes, logical meshes and shardings together     `joint.JointSearch`
     manual       the classic plans, tuned to the best so far, priced alike                   `manual.ManualPlans`
     best         the fastest of all by their simulated schedules; it carries a lower bound   `Auto.plan`
 
-The result is never priced worse than any manual plan that the search knows.
+The result is never priced worse than any of these manual plans.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from alpa_lite.inter_op.work_floor import least_seconds
 from alpa_lite.inter_op.workers import Workers, num_workers
 from alpa_lite.plan.plan import INTERRUPTED, Plan, SolverReport
 from alpa_lite.planners.manual import MANUAL_PLANNERS, ManualPlans
-from alpa_lite.planners.planner import Planner
+from alpa_lite.planners.planner import Planner, renamed_options
 from alpa_lite.program.collector import rare_collection
 from alpa_lite.schedule import EagerOneFOneB, GPipe, OneFOneB, Schedule, ZeroBubbleH1
 from alpa_lite.step.recomputation import Remat
@@ -37,39 +37,40 @@ from cost_models.cluster import Cluster
 from cost_models.varied import with_memory_limit
 
 SCHEDULES: tuple[Schedule, ...] = (OneFOneB(), EagerOneFOneB(), ZeroBubbleH1(), GPipe())
-"""Schedules of pipelines that are tried; stages are searched for the first two, the one with less memory first."""
+"""Schedules of pipelines to try; stages are searched for the first two, and the first of them needs less memory."""
 
 PROVEN_GAP = 0.005
 """A plan this close to its lower bound is called optimal: prices are not better than that."""
 
 
+@renamed_options(num_stages="pipeline")
 @dataclass(frozen=True, kw_only=True)
 class Auto(Planner):
-    """The search, and what it is restricted to.
+    """The automatic search, and restrictions of it.
 
     Attributes:
-        num_layers: layers that stages are made of; None: by the model.
-        layers: what layers have equal shares of: "flops", "operators", or the "loops" as they are written.
-        num_stages: how many stages to make; None: the best number.
-        equal: what stages are to have equally many of: "layers", "devices", both or neither.
+        num_layers: number of layers, of which stages consist; None: by the model.
+        layers: the quantity that layers share equally: "flops", "operators", or the "loops" as they are written.
+        pipeline: number of stages; None: the best number.
+        equal: the quantities that stages have equally many of: "layers", "devices", both or neither.
         intra_op_only: one stage on all devices.
         inter_op_only: every stage on one device.
-        pins: arguments whose sharding is given: from the path of each, or the end of it where that is unique, to an
-            axis, several or None per dim. The axes are those of the search: "x" where there is one; "replica", "data"
-            and "model" where there are several.
-        max_memory_bytes: what a plan may use of each device, if that is less than its memory.
-        remat: what layers compute again in the backward pass instead of keeping it: "none" but what the step itself
-            says, "selective", "full" (see `Remat`), or "auto", what is best for each stage.
-        schedule: of pipelines; None: the best of `SCHEDULES`, and interleaved ones.
-        measure_top: so many of the best plans are run for a few steps on the devices of this process, and the fastest
-            is taken; those that fail there are left out. 0: the one that is predicted to be.
-        manual: plans that are priced as well, unless stages, pins, remat or the schedule are restricted: these plans
-            would not keep to that. Where one stage is asked for, those that have one are.
+        pins: given shardings of arguments: the path of each, or the end of it if that is unique, with an axis, several
+            axes or None per dim. The axes are those of the search: "x" on meshes with one axis; "replica", "data" and
+            "model" on meshes with several.
+        max_memory_bytes: bytes of each device that a plan may use, if less than its memory.
+        remat: policy of recomputation in the backward pass: "none" beyond that of the step itself, "selective", "full"
+            (see `Remat`), or "auto", the best one for each stage.
+        schedule: schedule of pipelines; None: the best of `SCHEDULES` and interleaved ones.
+        measure_top: number of the best plans to run for a few steps on the devices of this process, to take the fastest
+            of them; plans that fail there are left out. 0: take the plan that is predicted to be the fastest.
+        manual: manual plans that are priced too, unless stages, pins, remat or the schedule are restricted, which these
+            plans would not obey. If one stage is asked for, only those with one stage are.
     """
 
     num_layers: int | None = None
     layers: Literal["flops", "operators", "loops"] = "flops"
-    num_stages: int | None = None
+    pipeline: int | None = None
     equal: tuple[Literal["layers", "devices"], ...] = ()
     intra_op_only: bool = False
     inter_op_only: bool = False
@@ -82,16 +83,16 @@ class Auto(Planner):
 
     @property
     def name(self) -> str:
-        """For tables."""
+        """Name for tables."""
         restricted = {"intra-op only": self.intra_op_only, "inter-op only": self.inter_op_only}
         words = [word for word, holds in restricted.items() if holds]
         return f"auto, {' and '.join(words)}" if words else "auto"
 
     def plan(self, request: PlanRequest) -> Plan:
-        """Raises `InfeasibleError` when nothing fits into memory, with the sentence of the plan that came closest.
+        """Return the fastest plan. Raises `InfeasibleError` if none fits into memory, and says which came closest.
 
-        Ctrl-C stops the search and its workers: with `on_interrupt="best"` the best plan so far is the answer, if there
-        is one; otherwise `KeyboardInterrupt` goes on to the caller.
+        Ctrl-C stops the search and its workers: with `on_interrupt="best"` the best plan so far is returned, if there
+        is one; otherwise `KeyboardInterrupt` is raised.
         """
         started = time.perf_counter()
         self._check()
@@ -116,13 +117,13 @@ class Auto(Planner):
                 raise
             interrupted = True
             request.progress("interrupted: the best plan so far is taken")
-            # Manual plans take little time: so there is something to give back from the beginning on.
+            # A manual plan takes little time: so there is a plan to return however early the search is interrupted.
             plans += islice(filter(self._allows, manual.plans(None)), 0 if plans else 1)
             if not plans:
                 raise
         if not plans:
             raise self._advised(limited, _most_telling([*problems, *manual_problems]))
-        plans.sort(key=lambda plan: plan.name != self.name)  # of equally fast plans that of the search
+        plans.sort(key=lambda plan: plan.name != self.name)  # of equally fast plans the one of the search is taken
         best = self._best(limited, plans)
         bound = least_seconds(request.step_at(1, 0), request.cluster, request.cost_model_for)
         return replace(
@@ -139,41 +140,40 @@ class Auto(Planner):
                 f"The search gives each stage devices of its own, but {self.schedule} runs"
                 f" {self.schedule.stages_per_processor} stages on each. Use it in al.planners.Hybrid."
             )
-        for name in ("num_layers", "num_stages"):
+        for name in ("num_layers", "pipeline"):
             number = getattr(self, name)
             if number is not None and not (isinstance(number, Integral) and int(number) >= 1):
                 raise PlanError(f"{name}={number!r} was given; it must be an integer of at least 1, or None.")
         if self.measure_top < 0:
             raise PlanError(f"measure_top={self.measure_top} was given; it is a number of plans, or 0.")
-        if self.intra_op_only and (self.inter_op_only or (self.num_stages or 1) > 1):
+        if self.intra_op_only and (self.inter_op_only or (self.pipeline or 1) > 1):
             raise PlanError(
-                "intra_op_only=True means one stage, but several were asked for (inter_op_only or num_stages). Ask for "
+                "intra_op_only=True means one stage, but several were asked for (inter_op_only or pipeline). Ask for "
                 "one of them."
             )
 
     @property
     def _restricted(self) -> bool:
-        """Whether manual plans may break what was asked for, those of one stage where one was. They compute nothing
-        again: `remat="none"` they keep."""
-        stages = self.inter_op_only or (self.num_stages or 1) > 1 or self.equal
+        """Whether manual plans might not obey the options. They recompute nothing, so that they obey `remat="none"`."""
+        stages = self.inter_op_only or (self.pipeline or 1) > 1 or self.equal
         return bool(stages or self.pins or self.schedule or self.remat not in ("auto", "none"))
 
     def _allows(self, plan: Plan) -> bool:
-        """Whether a manual plan has one stage, if that was asked for."""
-        return len(plan.stages) == 1 or not (self.intra_op_only or self.num_stages == 1)
+        """Return True unless one stage was asked for and a manual plan has several."""
+        return len(plan.stages) == 1 or not (self.intra_op_only or self.pipeline == 1)
 
     def _best(self, request: PlanRequest, plans: Sequence[Plan]) -> Plan:
-        """The plan that is predicted to be the fastest, or that is when the best are run."""
+        """Return the plan that is predicted to be the fastest, or the fastest of the best when they are run."""
         by_prediction = sorted(plans, key=_step_seconds)
         if not self.measure_top:
             return by_prediction[0]
-        distinct: dict[str, Plan] = {}  # the stages of a number of micro-batches come unrefined and refined
+        distinct: dict[str, Plan] = {}  # the search gives the stages of one number both unrefined and refined
         for plan in by_prediction:
             distinct.setdefault(with_microbatches(plan), plan)
         return _fastest(request, list(distinct.values())[: self.measure_top])
 
     def _limited(self, cluster: Cluster) -> Cluster:
-        """The cluster with as much memory as may be used."""
+        """Return the cluster with as much memory as may be used."""
         limit = self.max_memory_bytes
         if limit is None:
             return cluster
@@ -182,7 +182,7 @@ class Auto(Planner):
         return with_memory_limit(cluster, limit)
 
     def _advised(self, request: PlanRequest, problem: AlpaLiteError) -> AlpaLiteError:
-        """The problem with the cheapest change that would solve it, if memory is the problem."""
+        """Return the error, with the cheapest change that would help if memory is the problem."""
         if not request.advise or not isinstance(problem, InfeasibleError):
             return problem
         alone = replace(self, manual=())
@@ -204,8 +204,8 @@ class Auto(Planner):
         space = Space.of(request.cluster)
         if self.intra_op_only or self.inter_op_only:
             space = space.only(request.cluster.num_devices if self.intra_op_only else 1)
-        # Of stages whose number, devices or layers are given, some may have little to do in every plan.
-        given = self.inter_op_only or self.num_stages or self.layers != "flops" or "layers" in self.equal
+        # If the number, devices or layers of stages are given, some stages may have little to do in every plan.
+        given = self.inter_op_only or self.pipeline or self.layers != "flops" or "layers" in self.equal
         space = replace(self._with_pinned_axes(space), fair=not given)
         schedules = (self.schedule,) if self.schedule else SCHEDULES
         return JointSearch(
@@ -217,20 +217,20 @@ class Auto(Planner):
                 request=request,
                 num_layers=self.num_layers,
                 equal=self.layers,
-                stages=[self.num_stages] if self.num_stages else space.equal_stages,
+                stages=[self.pipeline] if self.pipeline else space.equal_stages,
                 pins=self.pins,
                 relative_gap=SEARCH_GAP,
                 time_limit_seconds=SEARCH_SECONDS,
             ),
             policies=tuple(Remat) if self.remat == "auto" else (Remat(self.remat),),
-            num_stages=1 if self.intra_op_only else self.num_stages,
+            num_stages=1 if self.intra_op_only else self.pipeline,
             equal=self.equal,
             problems=problems,
         )
 
 
 def _fastest(request: PlanRequest, plans: Sequence[Plan]) -> Plan:
-    """The plan that takes the least time when it is run. Raises `ExecutionError` when none of them can be."""
+    """Return the plan that takes the least time when it is run. Raises `ExecutionError` if none can be run."""
     if request.measure is None:
         raise PlanError("measure_top runs plans on devices, but there are none here. Leave it out to only plan.")
     measured, failures = list[tuple[float, Plan]](), list[str]()
@@ -238,8 +238,8 @@ def _fastest(request: PlanRequest, plans: Sequence[Plan]) -> Plan:
         name = with_microbatches(plan)
         try:
             seconds = request.measure(plan)
-        except RuntimeError as error:  # also what XLA raises, as when memory runs out
-            # No more than the text is kept: the exception would keep the arrays of this run.
+        except RuntimeError as error:  # XLA's errors too, such as for a lack of memory
+            # Only the text is stored: the exception would keep the arrays of this run alive.
             failures.append(f"{name} failed when it was run: {_first_line(error).rstrip('.')}")
             request.progress(failures[-1])
         else:
@@ -262,14 +262,14 @@ def _first_line(error: Exception) -> str:
 
 
 def _certificate(best: Plan, bound: float, seconds: float, *, interrupted: bool) -> SolverReport:
-    """How far from the best the plan can be at most."""
+    """Return the report with the largest possible distance of the plan from the best one."""
     gap = relative_gap(best.prediction.step_seconds, bound)
     status = INTERRUPTED if interrupted else "optimal" if gap <= PROVEN_GAP else "feasible"
     return SolverReport(status=status, bound=bound, gap=gap, seconds=seconds)
 
 
 def _others(best: Plan, plans: Sequence[Plan]) -> tuple[tuple[str, float], ...]:
-    """The other plans with their seconds, the fastest of each name."""
+    """Return the names and seconds of the other plans, of each name the fastest."""
     found: dict[str, float] = {}
     for plan in plans:
         name, seconds = with_microbatches(plan), plan.prediction.step_seconds

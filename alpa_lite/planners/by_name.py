@@ -56,12 +56,12 @@ _WORDS: Mapping[Any, str] = {
 
 
 def options_of(planner: type[Planner]) -> frozenset[str]:
-    """The names of a planner's options."""
+    """Return the names of a planner's options."""
     return frozenset(field.name for field in fields(planner))  # type: ignore[arg-type]  # all are dataclasses
 
 
 def planner_by_name(name: str, options: Sequence[str]) -> Planner:
-    """The planner of that name with `name=value` options. Raises `PlanError` for others, and for other options."""
+    """Return a planner by name with `name=value` options. Raises `PlanError` for unknown names and options."""
     planner = PLANNERS.get(name.replace("-", "_"))
     if planner is None:
         close = get_close_matches(name, PLANNERS, n=1)
@@ -73,6 +73,7 @@ def planner_by_name(name: str, options: Sequence[str]) -> Planner:
     values: dict[str, Any] = {}
     for option in options:
         key, _, text = option.partition("=")
+        key = planner.old_options.get(key, key)
         fitting = [value for value in _readings(text) if key in known and _fits(value, hints[key])]
         if not fitting and key in known:
             raise PlanError(f"{option!r} was given to {name!r}, but {key} {_wanted(hints[key])}.")
@@ -89,7 +90,7 @@ def planner_by_name(name: str, options: Sequence[str]) -> Planner:
 
 
 def _readings(text: str) -> list[Any]:
-    """What a text may mean, the first that fits counts."""
+    """Return the values that a text may stand for, most specific first; the type of the option decides."""
     pairs = [pair.partition(":") for pair in text.split(";")]
     found: list[Any] = [int(text)] if text.isdecimal() else []
     found += [float(text)] if _NUMBER.fullmatch(text) else []
@@ -100,7 +101,7 @@ def _readings(text: str) -> list[Any]:
 
 
 def _wanted(hint: Any) -> str:
-    """What an option takes, as the end of a sentence."""
+    """Return a clause that says which values an option takes."""
     kinds = [hint] if get_origin(hint) is Literal else [hint, *get_args(hint)]
     words = [word for kind, word in _WORDS.items() if kind in kinds]
     words += [f"one of {', '.join(map(str, get_args(kind)))}" for kind in kinds if get_origin(kind) is Literal]
@@ -108,9 +109,10 @@ def _wanted(hint: Any) -> str:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value is of a type, as far as options go."""
+    """Return True if a value has the type of an option."""
     if get_origin(hint) is Literal:
         return value in get_args(hint)
     if isinstance(value, dict):
         return Mapping[str, int] in (hint, *get_args(hint))
+    # Not `isinstance`: True is an int too, but no number for an option.
     return type(value) in (hint, *get_args(hint))

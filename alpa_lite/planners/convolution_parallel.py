@@ -1,15 +1,19 @@
 """Convolutions split by samples, space, and channels, each over devices of its own, as in LBANN.
 
-    sample           nothing but the gradients' sums
+The communication of each way to split:
+
+    sample           the sums of gradients
     height, width    floor(K/2) rows to either neighbour, of the input in the forward pass and of the gradient in the
                      backward pass, 2 · floor(K/2) · W · C · N elements; the gradients of kernels are summed
-    channel          what a convolution sums over: one sum of its result
-    filter           what a convolution makes: its input is gathered, or the gradient of that summed
+    channel          the dim that a convolution sums over: one sum of its result
+    filter           the dim that a convolution makes: its input is gathered, or the gradient of the input summed
 
 Spatial dims are split wherever the devices divide them and windows step over all of them; a convolution that cannot
-be split so runs in another way, with what is read moved there and back. Kernels are split over `channel` and `filter`
-where these divide them. Dryden et al., Improving strong-scaling of CNN training (IPDPS 2019), and Channel and filter
-parallelism for large-scale CNN training (SC 2019).
+be split so is split in another way, and its operands and results are moved. Kernels are split over `channel` and
+`filter` where these divide them.
+
+Dryden et al., Improving strong-scaling of CNN training (IPDPS 2019), and Channel and filter parallelism for large-scale
+CNN training (SC 2019).
 """
 
 from __future__ import annotations
@@ -28,8 +32,7 @@ from alpa_lite.planners.planner import Planner
 from alpa_lite.planners.weights import WeightSplit, layout_of_kinds, named_kinds
 from alpa_lite.program.ir import Graph
 from alpa_lite.program.phases import StepGraph
-from alpa_lite.rules.dim_names import batch_dims_of, dim_names
-from alpa_lite.rules.dims import DimClasses, major_factor
+from alpa_lite.rules.dims import DimClasses, batch_dims_of, dim_names, major_factor
 from alpa_lite.rules.op_info import rule_of_op
 
 _SPACE = ("height", "width")
@@ -41,11 +44,11 @@ class ConvolutionParallel(Planner):
     """Convolutions split by samples, space and channels, each over devices of its own.
 
     Attributes:
-        sample: devices that split the batch; None: what the others leave.
-        height: devices that split the first spatial dim, which then hand rows to their neighbours.
-        width: the same of the second spatial dim.
-        channel: devices that split what a convolution sums over.
-        filter: devices that split what it makes.
+        sample: devices that split the batch; None: as many as the others leave devices for.
+        height: devices that split the first spatial dim, and send rows to their neighbours.
+        width: the same for the second spatial dim.
+        channel: devices that split the channels over which a convolution sums.
+        filter: devices that split the channels that a convolution makes.
     """
 
     sample: int | None = None
@@ -56,13 +59,13 @@ class ConvolutionParallel(Planner):
 
     @property
     def name(self) -> str:
-        """For tables."""
+        """Name for tables."""
         degrees = {name: getattr(self, name) for name in ("sample", *_SPACE, *_KERNELS)}
         shown = [f"{name} {size}" for name, size in degrees.items() if (size or 1) > 1]
         return "convolutions by " + (" × ".join(shown) or "sample")
 
     def plan(self, request: PlanRequest) -> Plan:
-        """Raises `PlanError` when there are no convolutions of so many dims, or none is divided by a degree."""
+        """Return the plan. Raises `PlanError` if no convolution has such dims, or none is divided by a degree."""
         others = {name: getattr(self, name) for name in (*_SPACE, *_KERNELS)}
         total = request.cluster.num_devices
         axes = {"sample": self.sample or max(1, total // prod(others.values())), **others}
@@ -87,7 +90,7 @@ class ConvolutionParallel(Planner):
 
 
 def _layout(step: StepGraph, sizes: Mapping[str, int]) -> GivenLayout:
-    """What is wanted of kernels, and of all samples that have a height or width."""
+    """Return the layout of kernels, and of all values with samples that have a height or width."""
     classes, names = DimClasses(step), dict[str, frozenset[int]]()
     kinds = list[WeightSplit]()
     for axis in sizes:
@@ -113,7 +116,7 @@ def _layout(step: StepGraph, sizes: Mapping[str, int]) -> GivenLayout:
 
 
 def _no_kernels(axis: str, number: int, found: Sequence[tuple[Graph, int, int, str]]) -> str:
-    """Why no kernel can be split over so many devices."""
+    """Return a sentence that says why no kernel can be split over so many devices."""
     if not found:
         return f"Kernels are to be split by {axis}, but the step has no convolutions. Use al.planners.Megatron."
     graph, v, dim, source = max(found, key=lambda each: each[0].values[each[1]].num_elements)
@@ -126,7 +129,7 @@ def _no_kernels(axis: str, number: int, found: Sequence[tuple[Graph, int, int, s
 def _spatial(
     nodes: tuple[int, ...], shape: tuple[int, ...], names: Mapping[str, frozenset[int]], sizes: Mapping[str, int]
 ) -> Wanted:
-    """The axes that split one dim each, and divide it."""
+    """Return the axes that split exactly one dim of a value and divide it, each with this dim."""
     found = ((axis, [d for d, node in enumerate(nodes) if node in names[axis]]) for axis in sizes)
     return tuple((axis, dims[0]) for axis, dims in found if len(dims) == 1 and shape[dims[0]] % sizes[axis] == 0)
 
@@ -134,7 +137,7 @@ def _spatial(
 def _exempt(
     graph: Graph, classes: DimClasses, names: Mapping[str, frozenset[int]], sizes: Mapping[str, int]
 ) -> frozenset[int]:
-    """The ops of which a spatial dim cannot be split: windows that do not step over all of it, odd sizes."""
+    """Return the ops with a spatial dim that cannot be split: windows that do not step over all of it, odd sizes."""
     found = set[int]()
     for op in graph.ops:
         if op.bodies:

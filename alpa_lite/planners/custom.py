@@ -1,30 +1,28 @@
-"""Custom: the placement that the user already has, as `PartitionSpec`s of arguments and results; the rest is found.
+"""Custom: a plan for the placement that the user already has, as `PartitionSpec`s of arguments and results.
 
     al.planners.Custom(mesh={"data": 2, "model": 4}, in_specs=(state_specs, P("data")))      as jax.jit(in_shardings=…)
     al.planners.Custom(mesh=mesh, in_specs=…, out_specs=(state_specs, P()))         … and as jax.jit(out_shardings=…)
     al.planners.Custom(mesh=mesh, rules=[(r"w_up$", P(None, "model")), (r"w_down$", P("model"))])
 
-It is `OnMesh` with these arrays pinned. How the ops inside are split is chosen by the integer program, where XLA's
+It is `OnMesh` with these arrays pinned. The integer program chooses how the ops inside are split, where XLA's
 partitioner would propagate the placement of the arguments. State keeps its placement from step to step, and other
-results come in the placement that they are computed in, where `out_specs` does not say otherwise.
+results are returned in the placement in which they are computed, unless `out_specs` says otherwise.
 
-Trees of `PartitionSpec`s and `NamedSharding`s, as `jax.jit` takes them: which arrays each of them is for.
-
-Planning knows no JAX: containers are what pytrees of parameters are made of, and a spec is what is none.
+Trees of `PartitionSpec`s and `NamedSharding`s are read as `jax.jit` reads them. Planning imports no JAX: containers are
+recognised by the types of which pytrees of parameters consist, and everything else is a spec.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from difflib import get_close_matches
 from typing import Any, NamedTuple, cast
 
 from alpa_lite.errors import PlanError
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.plan.plan import Plan
-from alpa_lite.planners.data_parallel import renamed
 from alpa_lite.planners.on_mesh import OnMesh
 from alpa_lite.planners.planner import Planner
 
@@ -37,15 +35,16 @@ class _Given(NamedTuple):
 
 
 def by_path(option: str, tree: Any, paths: Sequence[str], empty: Sequence[str] = ()) -> dict[str, Any]:
-    """The spec of each of the arrays with these paths for which the tree has one, or a part of the tree that it is in.
+    """Return the specs of arrays by path, from a tree with specs for arrays or for whole subtrees.
 
     Args:
-        option: what the tree was given as, for sentences.
-        tree: of specs; what is None is left open.
-        paths: of all arrays.
-        empty: paths that there need not be arrays below.
+        option: name of the option that holds the tree, for messages.
+        tree: tree of specs; None leaves arrays open.
+        paths: paths of all arrays.
+        empty: paths below which there need not be any arrays.
 
-    Raises `PlanError` for entries that no array belongs to, and for lists with fewer entries than there are arrays.
+    Raises:
+        PlanError: an entry belongs to no array, or a list has fewer entries than there are arrays.
     """
     found: dict[str, Any] = {}
     for path, spec in _leaves(tree, "", option, paths):
@@ -62,7 +61,7 @@ def by_path(option: str, tree: Any, paths: Sequence[str], empty: Sequence[str] =
 
 
 def meshes(tree: Any) -> list[dict[str, int]]:
-    """Devices per axis of the mesh of each `NamedSharding` in a tree."""
+    """Return the devices per axis of the mesh of each `NamedSharding` in a tree."""
     children = _children(tree)
     if children is not None:
         return [mesh for _, child in children for mesh in meshes(child)]
@@ -70,11 +69,12 @@ def meshes(tree: Any) -> list[dict[str, int]]:
 
 
 def dims_of(name: str, spec: Any) -> tuple[Any, ...]:
-    """The dims of the spec of an array: of each None, an axis or a tuple of axes. Raises `PlanError` for others."""
+    """Return the dims of a spec, each None, an axis or a tuple of axes. Raises `PlanError` for anything else."""
     spec = spec.spec if _is_sharding(spec) else spec
     dims = tuple(spec) if hasattr(spec, "__iter__") and not isinstance(spec, str) else ("?",)
     entries = [axis for dim in dims for axis in (dim if isinstance(dim, tuple) else (dim,))]
     plain = all(axis is None or type(axis) is str for axis in entries) and "?" not in entries
+    # Specs of partial sums would lose what makes them partial.
     if not plain or getattr(spec, "unreduced", None) or getattr(spec, "reduced", None):
         raise PlanError(
             f"The spec of {name} is {spec!r}; give a PartitionSpec or a NamedSharding of whole sums, with None, an "
@@ -84,17 +84,17 @@ def dims_of(name: str, spec: Any) -> tuple[Any, ...]:
 
 
 def _is_in(name: str, path: str) -> bool:
-    """Whether a path is another one or goes on from it."""
+    """Return True if a path is another one or continues it."""
     return not path or name == path or name.startswith(f"{path}/")
 
 
 def _is_sharding(spec: Any) -> bool:
-    """True for a `jax.sharding.NamedSharding`."""
+    """Return True for a `jax.sharding.NamedSharding`."""
     return hasattr(spec, "mesh") and hasattr(spec, "spec")
 
 
 def _leaves(tree: Any, path: str, option: str, paths: Sequence[str]) -> Iterator[_Given]:
-    """The specs in a tree, each with its path; what is None is left out."""
+    """Yield the specs in a tree, each with its path; None is left out."""
     children = _children(tree)
     if tree is None:
         return
@@ -115,7 +115,7 @@ def _leaves(tree: Any, path: str, option: str, paths: Sequence[str]) -> Iterator
 
 
 def _children(tree: Any) -> list[tuple[str, Any]] | None:
-    """The entries of a container by their keys in paths; None for a leaf."""
+    """Return the entries of a container by their keys in paths; None for a leaf."""
     if isinstance(tree, Mapping):
         return [(str(key), child) for key, child in cast("Mapping[Any, Any]", tree).items()]
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
@@ -129,19 +129,19 @@ def _children(tree: Any) -> list[tuple[str, Any]] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Custom(Planner):
-    """Arguments lie as they are told to, and results come as they are told to.
+    """A plan with given placements of arguments and results.
 
     Attributes:
-        mesh: devices per axis, or a `jax.sharding.Mesh`, of which names and sizes count: the devices are those of the
-            cluster in their order. None: the mesh of the `NamedSharding`s.
+        mesh: devices per axis, or a `jax.sharding.Mesh`, of which only names and sizes count: the devices are those of
+            the cluster in their order. None: the mesh of the `NamedSharding`s.
         in_specs: a tuple with one entry per positional argument that is not static, or a mapping from argument names.
-            An entry is a `PartitionSpec` or `NamedSharding`, for the whole argument, or a tree of such, like the
-            argument or a prefix of it. None leaves the choice to the planner.
-        out_specs: one such entry for what the step returns: a spec for all of it, or a tree like it or a prefix of it.
-            State whose argument has no spec of its own goes in as it comes out.
+            An entry is a `PartitionSpec` or `NamedSharding` for the whole argument, or a tree of such in the structure
+            of the argument or of a prefix of it. None leaves the choice to the planner.
+        out_specs: one such entry for the result of the step. State whose argument has no spec of its own comes in as it
+            is returned.
         rules: pairs of a regular expression and a `PartitionSpec`: arguments that `in_specs` leaves open, with more
-            than one element, get the spec of the first expression that is found in their path (`state/params/w`).
-        batch: axes that split nothing but the batch, and state; see `OnMesh`. The others are as free as they can be.
+            than one element, get the spec of the first expression that matches in their path (`state/params/w`).
+        batch: axes that split only the batch and state; see `OnMesh`. The others may split anything.
     """
 
     mesh: Any = field(default=None, hash=False)
@@ -152,11 +152,11 @@ class Custom(Planner):
 
     @property
     def name(self) -> str:
-        """For tables."""
+        """Name for tables."""
         return "custom"
 
     def plan(self, request: PlanRequest) -> Plan:
-        """Raises `PlanError` when a spec fits no array or not its shape, or the mesh does not cover the cluster."""
+        """Return the plan. Raises `PlanError` if a spec fits no array, or the mesh does not cover the cluster."""
         step = request.step_at(1, 0)
         arrays = {
             step.graph.values[v].name: step.graph.values[v].num_elements
@@ -173,10 +173,10 @@ class Custom(Planner):
             pins={name: dims_of(name, spec) for name, spec in pins.items()},
             outputs={name: dims_of(f"result {name}", spec) for name, spec in returned.items()},
         )
-        return renamed(found.plan(request), self.name)
+        return replace(found.plan(request), name=self.name)
 
     def _trees(self, request: PlanRequest) -> Mapping[str, Any]:
-        """The entry of each argument, by its name."""
+        """Return the entry of each argument, by its name."""
         if isinstance(self.in_specs, Mapping):
             return cast("Mapping[str, Any]", self.in_specs)
         if not isinstance(self.in_specs, (tuple, list)):

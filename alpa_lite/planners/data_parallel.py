@@ -1,7 +1,7 @@
 """Data parallelism: every device holds all parameters and a part of the batch; gradients are summed once per step.
 
-With `bucket_bytes` they are summed in buckets, as PyTorch's DistributedDataParallel does, so that the first can be on
-their way while the backward pass goes on. In the order in which the backward pass makes them, for each dtype:
+With `bucket_bytes` they are summed in buckets, as PyTorch's DistributedDataParallel does, so that the first can be sent
+while the backward pass continues. In the order in which the backward pass makes the gradients, for each dtype:
 
     a bucket takes gradients until it holds `first_bucket_bytes` or more; later ones until `bucket_bytes`   (buckets)
 
@@ -29,9 +29,9 @@ class DataParallel(Planner):
     Buckets change when gradients are sent, and in how many messages; plans list and price each gradient by itself.
 
     Attributes:
-        bucket_bytes: what a bucket of gradients holds, about; PyTorch's default is 25 MiB. None: gradients are reduced
-            one by one, and it is up to XLA which of them it combines.
-        first_bucket_bytes: the same of the first bucket, which is to start early.
+        bucket_bytes: approximate size of a bucket of gradients; PyTorch's default is 25 MiB. None: gradients are
+            reduced one by one, and XLA decides which of them it combines.
+        first_bucket_bytes: approximate size of the first bucket, which should start early.
     """
 
     bucket_bytes: int | None = None
@@ -47,12 +47,12 @@ class DataParallel(Planner):
 
     @property
     def name(self) -> str:
-        """For tables."""
+        """Name for tables."""
         return "data parallel" + (f", buckets of {self.bucket_bytes / 2**20:.3g} MiB" if self.bucket_bytes else "")
 
     def plan(self, request: PlanRequest) -> Plan:
-        """The plan; raises `PlanError` when the batch does not divide."""
-        plan = renamed(Hybrid(data=request.cluster.num_devices).plan(request), self.name)
+        """Return the plan. Raises `PlanError` if the batch does not divide."""
+        plan = replace(Hybrid(data=request.cluster.num_devices).plan(request), name=self.name)
         if self.bucket_bytes is None:
             return plan
         step = request.step_at(plan.num_microbatches, plan.loop_parts)
@@ -61,11 +61,12 @@ class DataParallel(Planner):
 
 
 def _gradients(step: StepGraph, plan: Plan) -> list[Value]:
-    """The sums over the batch that the backward pass makes, in its order."""
+    """Return the sums over the batch that the backward pass makes, in the order of their ops."""
     made = {
         v: producer
         for stage in plan.stages
         for v, sums in stage.accumulators.items()
+        # Only gradients that are summed over devices before the update reads them have anything to send.
         if sums.stored.partial and not sums.resolved.partial
         if (producer := step.graph.producer[v]) is not None and step.phases[producer] is Phase.BACKWARD
     }
@@ -73,7 +74,8 @@ def _gradients(step: StepGraph, plan: Plan) -> list[Value]:
 
 
 def buckets(gradients: Iterable[Value], first_bytes: int, bucket_bytes: int) -> tuple[tuple[int, ...], ...]:
-    """The numbers of gradients, bucket by bucket: each is closed when it holds its bytes or more."""
+    """Return the value ids of the gradients of each bucket; a bucket is closed when it holds its bytes or more."""
+    # Arrays of different dtypes cannot share a message.
     done, filling = list[list[int]](), dict[str, list[int]]()
     held, limits = dict[str, int](), dict[str, int]()
     for value in gradients:
@@ -84,8 +86,3 @@ def buckets(gradients: Iterable[Value], first_bytes: int, bucket_bytes: int) -> 
             done.append(filling.pop(value.dtype))
             held[value.dtype], limits[value.dtype] = 0, bucket_bytes
     return tuple(map(tuple, [*done, *filling.values()]))
-
-
-def renamed(plan: Plan, name: str) -> Plan:
-    """The same plan under another name."""
-    return replace(plan, name=name)

@@ -5,7 +5,7 @@
     best            the least predicted time; the others are `plan.alternatives`, with infinite seconds where nothing
                     fits or divides
 
-What a user of Megatron-LM or DeepSpeed would do by hand: the baseline of Zheng et al., Alpa (OSDI 2022), section 8.1.
+A user of Megatron-LM or DeepSpeed would do this by hand: the baseline of Zheng et al., Alpa (OSDI 2022), section 8.1.
 """
 
 from __future__ import annotations
@@ -21,30 +21,32 @@ from alpa_lite.inter_op.assembly import with_microbatches
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.plan.plan import Plan
 from alpa_lite.planners.hybrid import Hybrid
-from alpa_lite.planners.planner import Planner
+from alpa_lite.planners.planner import Planner, renamed_options
 from alpa_lite.schedule import OneFOneB, Schedule
 
 
 class Degrees(NamedTuple):
-    """Of pipeline, data and tensor parallelism."""
+    """Degrees of pipeline, data and tensor parallelism."""
 
     pipeline: int
     data: int
-    model: int
+    tensor: int
 
 
-def factorisations(num_devices: int, *, max_pipeline: int | None = None, max_model: int | None = None) -> list[Degrees]:
-    """All degrees whose product is a number of devices, pipelines and tensor parallelism up to some size."""
+def factorisations(
+    num_devices: int, *, max_pipeline: int | None = None, max_tensor: int | None = None
+) -> list[Degrees]:
+    """Return all degrees whose product is `num_devices`, with pipeline and tensor degrees up to the given limits."""
     return [
-        Degrees(pipeline=pipeline, data=num_devices // pipeline // model, model=model)
+        Degrees(pipeline=pipeline, data=num_devices // pipeline // model, tensor=model)
         for pipeline in divisors(num_devices)
         for model in divisors(num_devices // pipeline)
-        if pipeline <= (max_pipeline or num_devices) and model <= (max_model or num_devices)
+        if pipeline <= (max_pipeline or num_devices) and model <= (max_tensor or num_devices)
     ]
 
 
 def microbatch_sizes(num_samples: int, data: int, largest: int) -> Iterator[int]:
-    """Samples per replica and micro-batch that are tried, from the smallest on and about twice as many each time."""
+    """Yield the numbers of samples per replica and micro-batch to try, ascending and at least 1.5 times the last."""
     if num_samples % data:
         return
     last = 0.0
@@ -55,41 +57,45 @@ def microbatch_sizes(num_samples: int, data: int, largest: int) -> Iterator[int]
 
 
 def divisors(number: int) -> list[int]:
-    """Of a positive number, in order."""
+    """Return the divisors of a positive number, ascending."""
     return [i for i in range(1, number + 1) if number % i == 0]
 
 
+@renamed_options(max_model="max_tensor")
 @dataclass(frozen=True, kw_only=True)
 class GridSearch(Planner):
     """The fastest of all factorisations, as `Hybrid`s.
 
     Attributes:
-        max_pipeline: the largest number of stages that is tried; None: as many as there are devices.
-        max_model: the largest degree of tensor parallelism that is tried; None: as many devices as a host has.
-        zero: of all of them, as in `Hybrid`.
-        schedule: of those with several stages.
-        largest_microbatch: samples per replica and micro-batch.
+        max_pipeline: the largest number of stages to try; None: the number of devices.
+        max_tensor: the largest degree of tensor parallelism to try; None: the devices of a host.
+        zero: the parts of the state that are split, as in `Hybrid`.
+        schedule: schedule of pipelines.
+        largest_microbatch: the largest number of samples per replica and micro-batch to try.
     """
 
     max_pipeline: int | None = None
-    max_model: int | None = None
+    max_tensor: int | None = None
     zero: int = 0
     schedule: Schedule = field(default_factory=OneFOneB)
     largest_microbatch: int = 64
 
     @property
     def name(self) -> str:
-        """For tables."""
+        """Name for tables."""
         return "grid search" + (f", zero{self.zero}" if self.zero else "")
 
     def plan(self, request: PlanRequest) -> Plan:
-        """Raises `InfeasibleError` with the sentence of the first that does not fit; `PlanError` if none gets there."""
+        """Return the fastest plan.
+
+        Raises `InfeasibleError` with the message of the first plan that does not fit, else `PlanError`.
+        """
         started = time.perf_counter()
         found, failed = list[Plan](), dict[str, AlpaLiteError]()
         quiet = replace(request, advise=False)
         cluster = request.cluster
-        most = self.max_model or cluster.devices_per_host
-        for degrees in factorisations(cluster.num_devices, max_pipeline=self.max_pipeline, max_model=most):
+        most = self.max_tensor or cluster.devices_per_host
+        for degrees in factorisations(cluster.num_devices, max_pipeline=self.max_pipeline, max_tensor=most):
             planner = Hybrid(**degrees._asdict(), zero=self.zero, schedule=self.schedule)
             try:
                 found += self._plans(planner, quiet)
@@ -113,20 +119,22 @@ class GridSearch(Planner):
         )
 
     def _plans(self, planner: Hybrid, request: PlanRequest) -> list[Plan]:
-        """The plans of some degrees: at least one, or what the first raises."""
+        """Return the plans of some degrees, at least one. Raises the error of the first if there is none."""
         if request.num_microbatches != "auto" or request.batch_size is None:
             return [planner.plan(request)]
         found, shortest, first = list[Plan](), math.inf, None
+        # Without a pipeline micro-batches only save memory, and cost time.
         if planner.pipeline == 1:
             try:
                 return [planner.plan(replace(request, num_microbatches=1))]
             except InfeasibleError as error:
-                first = error  # it may fit in parts
+                first = error  # smaller micro-batches may fit
         for size in microbatch_sizes(request.batch_size, planner.data or 1, self.largest_microbatch):
             count = request.batch_size // (planner.data or 1) // size
             try:
                 plan = planner.plan(replace(request, num_microbatches=count))
             except AlpaLiteError as error:
+                # The next micro-batches are larger, and need more memory.
                 first = first or error
                 break
             found.append(plan)

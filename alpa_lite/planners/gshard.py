@@ -1,18 +1,17 @@
-"""GShard: experts on different devices, all else data parallel. Tokens travel to their experts and back.
+"""GShard: experts on different devices, everything else data parallel. Tokens travel to their experts and back.
 
-Of each layer with experts two all_to_alls in the forward pass and two in the backward pass, of what is dispatched; the
-weights of experts are never gathered. Each device holds 1 / `expert` of them.
+Each layer with experts has two all_to_alls of the dispatched tokens in the forward pass and two in the backward pass;
+the weights of experts are never gathered. Each device holds 1 / `expert` of them.
 
 Lepikhin et al., GShard (ICLR 2021), section 3.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.plan.plan import Plan
-from alpa_lite.planners.data_parallel import renamed
 from alpa_lite.planners.hybrid import Hybrid
 from alpa_lite.planners.planner import Planner
 
@@ -21,11 +20,11 @@ from alpa_lite.planners.planner import Planner
 class GShard(Planner):
     """Data parallelism whose devices hold different experts; all other weights are copied.
 
-    Experts are found from the graph: what weights share with all arrays of their products.
+    The graph tells the dim of experts: weights share it with all arrays of their products.
 
     Attributes:
-        expert: how many of the data-parallel devices hold different experts; None: all.
-        zero: what of the state is split, as in `Hybrid`.
+        expert: number of the data-parallel devices that hold different experts; None: all.
+        zero: the parts of the state that are split, as in `Hybrid`.
     """
 
     expert: int | None = None
@@ -33,12 +32,12 @@ class GShard(Planner):
 
     @property
     def name(self) -> str:
-        """For tables."""
+        """Name for tables."""
         return "GShard" + (f" (ep{self.expert})" if self.expert else "")
 
     def plan(self, request: PlanRequest) -> Plan:
-        """Raises `PlanError` when the model has no experts, or not a multiple of `expert`."""
+        """Return the plan. Raises `PlanError` if the number of experts is 0 or no multiple of `expert`."""
         total = request.cluster.num_devices
         expert = self.expert or total
         split = {"experts": "expert"}
-        return renamed(Hybrid(data=total, expert=expert, zero=self.zero, split=split).plan(request), self.name)
+        return replace(Hybrid(data=total, expert=expert, zero=self.zero, split=split).plan(request), name=self.name)

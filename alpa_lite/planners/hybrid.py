@@ -1,9 +1,9 @@
 """Hybrid: pipeline × data × tensor parallelism with fixed degrees, as Megatron-LM and DeepSpeed combine them.
 
-The cluster is cut into `pipeline` parts; every part is a logical mesh data × model. Axis "data" splits
-the batch and nothing else, axis "model" never splits the batch; which dims of which weights the "model" axis splits is
-left to the integer program, which finds Megatron's column/row pattern from the graph. Classic manual plans are special
-cases: see `data_parallel`, `megatron`, `pipeline`, `zero`.
+The cluster is cut into `pipeline` parts; every part is a logical mesh data × model. Axis "data" splits the batch and
+nothing else, axis "model" never splits the batch. The integer program chooses which dims of which weights the "model"
+axis splits; for a transformer this is Megatron's column/row pattern. Classic manual plans are special cases: see
+`data_parallel`, `megatron`, `pipeline`, `zero`.
 
 Each part runs one stage, or as many as its schedule gives it: under `Interleaved1F1B(num_chunks=v)` stage i of
 pipeline · v runs on part i mod pipeline.
@@ -29,17 +29,15 @@ from alpa_lite.inter_op.joint.what_would_fit import (
     show_bytes,
     show_shortage,
 )
-from alpa_lite.inter_op.loop_cuts import PipelineCut, cut_into_stages
+from alpa_lite.inter_op.loop_cuts import PipelineCut, cut_into_blocks, cut_into_stages
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.inter_op.shared_devices import Together, held_at_peak, solve_together
-from alpa_lite.inter_op.space import PlacedStage
-from alpa_lite.inter_op.stage_costs import StageCosts
+from alpa_lite.inter_op.stage_costs import PlacedStage, StageCosts, StagePlace
 from alpa_lite.intra_op.shortage import Shortage
 from alpa_lite.intra_op.solve import StageSolution
 from alpa_lite.intra_op.strategies import AxisRole, BatchSplit, Restriction
 from alpa_lite.plan.plan import Plan
-from alpa_lite.planners.block_partition import cut_into_blocks
-from alpa_lite.planners.planner import Planner
+from alpa_lite.planners.planner import Planner, renamed_options
 from alpa_lite.planners.weights import weights_layout
 from alpa_lite.program.phases import StepGraph
 from alpa_lite.schedule import OneFOneB, Schedule, Task, peak_in_flight, splits_backward
@@ -50,39 +48,39 @@ from alpa_lite.step.rematerialisation import rematerialise
 from cost_models import Cluster
 
 
+@renamed_options(model="tensor")
 @dataclass(frozen=True, kw_only=True)
 class Hybrid(Planner):
-    """Fixed degrees; `data=None` takes the devices that `pipeline` and `model` leave.
+    """Fixed degrees; `data=None` takes the devices that `pipeline` and `tensor` leave.
 
     Attributes:
         pipeline: parts of the pipeline, each a group of devices; as many stages, or more under an interleaved schedule.
         data: data-parallel replicas.
-        model: devices that share each layer (tensor parallelism).
-        schedule: of the pipeline.
+        tensor: devices that share each layer (tensor parallelism).
+        schedule: schedule of the pipeline.
         zero: 0 (replicated state), 1 (optimizer state split over "data"), 3 (parameters too).
-        reshard_after_forward: whether parameters that are gathered for the forward pass (`zero=3`, one stage) are let
-            go after it, and gathered anew for the backward pass.
-        replicas: of "data", how many groups hold whole copies of what `zero` splits (hybrid sharding); they are
-            outermost.
-        context: devices that share the positions of each sequence (context parallelism), beside "data".
-        expert: of "data", how many devices may hold different experts: they split the batch, or the dim of a
+        reshard_after_forward: whether parameters that are gathered for the forward pass (`zero=3`, one stage) are freed
+            after it, and gathered again for the backward pass.
+        replicas: number of groups of "data" devices that hold whole copies of the state that `zero` splits (hybrid
+            sharding); they are outermost.
+        context: devices that share the positions of each sequence (context parallelism), in addition to "data".
+        expert: number of "data" devices that may hold different experts: they split the batch, or the dim of a
             contraction that its weights share with all its arrays.
-        split: names of dims (`rules.dim_names`; of kernels also "channel" and "filter"), each with the axis that must
-            split the weights that have one along it.
+        split: names of dims (`rules.dims.dim_names`; of kernels also "channel" and "filter"), each with the axis that
+            must split the weights that have one along it.
         sequence_parallel: whether sums over "model" may stay scattered over it between products.
-        equal: what stages have equal shares of: "flops", or the "loops" over layers (`lax.scan`) as they are written;
-            or "layer_flops" or "layer_bytes" of whole layers (`block_partition`).
-        shares: of each stage, its forward FLOPs in relation to the others', where they are to differ.
-        devices: of each part of the pipeline, how many it has, where they are to differ (then `data` follows from
-            them).
-        remat: what the backward pass computes again instead of keeping it: "none", "selective" or "full" (`Remat`),
-            layer by layer of each stage. The last layer of all keeps everything, as its backward pass follows at once,
-            unless it is a loop.
+        equal: the quantity that stages share equally: "flops", or the "loops" over layers (`lax.scan`) as they are
+            written; or "layer_flops" or "layer_bytes" of whole layers (`block_partition`).
+        shares: relative forward FLOPs of each stage, if they should differ.
+        devices: number of devices of each part of the pipeline, if they should differ (`data` follows from them).
+        remat: policy of recomputation in the backward pass: "none", "selective" or "full" (`Remat`), layer by layer of
+            each stage. The last layer of all keeps everything, as its backward pass follows at once, unless it is a
+            loop.
     """
 
     pipeline: int = 1
     data: int | None = None
-    model: int = 1
+    tensor: int = 1
     zero: int = 0
     reshard_after_forward: bool = True
     replicas: int = 1
@@ -98,10 +96,10 @@ class Hybrid(Planner):
 
     @property
     def name(self) -> str:
-        """`pp4 × dp2`-like."""
+        """The degrees above 1, such as `pp4 × dp2`."""
         chunks = self.schedule.stages_per_processor
         pipeline = f"pp{self.pipeline}" + (f"·{chunks}" if chunks > 1 else "")
-        parts = [pipeline if self.num_stages > 1 else "", f"tp{self.model}" if self.model > 1 else ""]
+        parts = [pipeline if self.num_stages > 1 else "", f"tp{self.tensor}" if self.tensor > 1 else ""]
         parts += [f"cp{self.context}" if self.context > 1 else "", f"ep{self.expert}" if self.expert > 1 else ""]
         parts += [f"dp{self.data}" if self.data else "", f"zero{self.zero}" if self.zero else ""]
         parts += ["" if self.reshard_after_forward else "kept gathered"]
@@ -110,7 +108,7 @@ class Hybrid(Planner):
 
     @property
     def num_stages(self) -> int:
-        """Parts that the model is cut into."""
+        """Number of stages."""
         return self.pipeline * self.schedule.stages_per_processor
 
     def plan(self, request: PlanRequest) -> Plan:
@@ -118,6 +116,7 @@ class Hybrid(Planner):
         started = time.perf_counter()
         self._check_gathers()
         places = self.places(request)
+        # Without advice many plans are tried, some of which are far too large: this check needs no step in layers.
         if not request.advise:
             self._check_state(request, [mesh for _, mesh in places])
         microbatches = self.default_microbatches(request.batch_size, lcm(*(batch_ways(mesh) for _, mesh in places)))
@@ -125,7 +124,7 @@ class Hybrid(Planner):
         schedule = schedule_for(cut.step, self.schedule)
         tasks = schedule.tasks(self.num_stages, cut.step.num_microbatches)
         if any(map(splits_backward, tasks)) and self.equal == "flops":
-            # Of a loop over several layers no part of the backward pass can be put off: the loop is one op.
+            # In a loop over several layers no part of the backward pass can be postponed: the loop is one op.
             cut = self._cut(request, (cut.step.num_microbatches,), written_out=True)
         step, layers = cut.step, cut.layers
         for _, mesh in places:
@@ -149,8 +148,9 @@ class Hybrid(Planner):
             progress=request.progress,
         )
         solved: dict[int, StageSolution] = {}
-        for part in reversed(range(self.pipeline)):  # fewer micro-batches in flight first
-            solved |= self._solve(costs, request, *places[part], tasks[part], step.num_microbatches)
+        # Fewer micro-batches in flight first: those solutions are the best for more, where they still fit.
+        for part in reversed(range(self.pipeline)):
+            solved |= self._solve(costs, request, *places[part], tasks[part])
         stages = [
             PlacedStage(first=first, last=last, submesh=submesh, mesh=mesh, solution=solved[i])
             for i, (submesh, mesh) in zip(range(self.num_stages), cycle(places), strict=False)
@@ -162,7 +162,7 @@ class Hybrid(Planner):
         return replace(plan, remat=remat, traced_layers=traced_layers) if remat else plan
 
     def _cut(self, request: PlanRequest, microbatches: Sequence[int], *, written_out: bool = False) -> PipelineCut:
-        """The step and its stages, one layer each."""
+        """Return the step cut into stages of one layer each."""
         if self.equal in ("layer_flops", "layer_bytes") and self.num_stages > 1:
             return cut_into_blocks(request, microbatches, self.num_stages, self.equal)
         by_loops = self.equal == "loops"
@@ -171,9 +171,10 @@ class Hybrid(Planner):
         )
 
     def _check_state(self, request: PlanRequest, meshes: Sequence[LogicalMesh]) -> None:
-        """Raise `InfeasibleError` where state alone is too large, before the step is cut up to see about the rest."""
+        """Raise `InfeasibleError` if state alone is too large, before the step is cut into stages."""
         step, cluster = request.step_at(1, 0), request.cluster
         device = max((group.device for group in cluster.groups), key=lambda d: d.memory_bytes, default=cluster.device)
+        # A lower bound: as if all state were split evenly over all axes that may split it.
         total = sum(step.graph.values[v].bytes for v in step.graph.inputs if step.batch_dims[v] is None)
         whole_on = {"replica"} if self.zero else {"replica", "data", "context"}
         ways = sum(prod(n for axis, n in mesh.axis_sizes.items() if axis not in whole_on) for mesh in meshes)
@@ -184,14 +185,17 @@ class Hybrid(Planner):
             )
 
     def default_microbatches(self, batch_size: int | None, data: int) -> Sequence[int]:
-        """One without a pipeline, else enough to fill it; each micro-batch must divide over `data` devices."""
+        """Return the numbers of micro-batches to try: 1 without a pipeline, otherwise enough to fill it.
+
+        `data` devices must divide each micro-batch.
+        """
         if self.pipeline == 1 or batch_size is None:
             return (1,)
         wanted = (4 * self.pipeline, 2 * self.pipeline, self.pipeline, 2)
         return (*(m for m in wanted if batch_size % (m * data) == 0), 1)
 
     def restriction(self) -> Restriction:
-        """What the axes may do."""
+        """Return the roles of the axes."""
         roles = {
             "replica": AxisRole.REPLICA,
             "data": AxisRole.BATCH,
@@ -207,12 +211,12 @@ class Hybrid(Planner):
         )
 
     def places(self, request: PlanRequest) -> list[tuple[Submesh, LogicalMesh]]:
-        """Submesh and logical mesh of each part of the pipeline."""
+        """Return the submesh and logical mesh of each part of the pipeline."""
         if not self.devices:
             mesh = self.mesh(request)
             sizes = [request.cluster.num_devices // self.pipeline] * self.pipeline
             return [(submesh, mesh) for submesh in submeshes_of(request.cluster, sizes)]
-        total, rest = request.cluster.num_devices, self.context * self.model
+        total, rest = request.cluster.num_devices, self.context * self.tensor
         if len(self.devices) != self.pipeline or sum(self.devices) != total or self.data is not None:
             raise PlanError(
                 f"devices = {self.devices} was asked for with pipeline = {self.pipeline} and data = {self.data} on "
@@ -222,21 +226,21 @@ class Hybrid(Planner):
         if any(number % rest for number in self.devices):
             raise PlanError(
                 f"devices = {self.devices} was asked for, but a part is split into {self.context} context × "
-                f"{self.model} model devices. Give multiples of {rest}."
+                f"{self.tensor} tensor-parallel devices. Give multiples of {rest}."
             )
         submeshes = submeshes_of(request.cluster, self.devices)
         return [(submesh, self._mesh(submesh.num_devices // rest)) for submesh in submeshes]
 
     def mesh(self, request: PlanRequest) -> LogicalMesh:
-        """The logical mesh of every stage, where they have equally many devices."""
+        """Return the logical mesh of every stage, if all have equally many devices."""
         total = request.cluster.num_devices
         self._check_degrees()
-        rest = self.pipeline * self.context * self.model
+        rest = self.pipeline * self.context * self.tensor
         data = self.data if self.data is not None else max(1, total // rest)
         if data * rest != total:
             context = f" × {self.context} context" if self.context > 1 else ""
             raise PlanError(
-                f"{self.pipeline} stages × {data} data{context} × {self.model} model = {data * rest} "
+                f"{self.pipeline} stages × {data} data{context} × {self.tensor} model = {data * rest} "
                 f"devices were asked for, but {request.cluster.name} has {total}. Choose degrees whose product is "
                 f"{total}."
             )
@@ -250,7 +254,7 @@ class Hybrid(Planner):
             )
 
     def _check_degrees(self) -> None:
-        for name in ("pipeline", "data", "model", "context", "replicas", "expert"):
+        for name in ("pipeline", "data", "tensor", "context", "replicas", "expert"):
             degree = getattr(self, name)
             if degree is not None and degree < 1:
                 raise PlanError(f"{name} = {degree} was asked for; a degree is at least 1.")
@@ -266,7 +270,7 @@ class Hybrid(Planner):
             "data": data // (self.replicas * self.expert),
             "expert": self.expert,
             "context": self.context,
-            "model": self.model,
+            "model": self.tensor,
         }
         axes = {name: size for name, size in sizes.items() if size > 1} or {"data": 1}
         return LogicalMesh(axis_names=tuple(axes), shape=tuple(axes.values()))
@@ -278,17 +282,16 @@ class Hybrid(Planner):
         submesh: Submesh,
         mesh: LogicalMesh,
         tasks: Sequence[Task],
-        microbatches: int,
     ) -> Mapping[int, StageSolution]:
-        """The stages of one part of the cluster, which share its memory."""
+        """Solve the stages of one part of the cluster, which share its memory."""
         per_stage = costs.layers.num_layers // self.num_stages
 
         in_two = splits_backward(tasks)
 
         def solve(stage: int, in_flight: int, limit_bytes: float) -> StageSolution:
-            where = (*_layers_of(stage, per_stage), submesh, mesh)
-            found = costs.solution(*where, in_flight=in_flight, limit_bytes=limit_bytes)
-            return costs.in_two_parts(*where, found) if in_two else found
+            place = StagePlace(*_layers_of(stage, per_stage), submesh, mesh)
+            found = costs.solution(place, in_flight=in_flight, limit_bytes=limit_bytes)
+            return costs.in_two_parts(place, found) if in_two else found
 
         found = solve_together(solve, tasks, costs.room_bytes(submesh))
         if found.fits:
@@ -297,8 +300,8 @@ class Hybrid(Planner):
         why = None
         if request.advise and lacking:
             held = held_at_peak(tasks)[lacking[0]]
-            why = costs.shortage(*_layers_of(lacking[0], per_stage), submesh, mesh, in_flight=held)
-        raise InfeasibleError(self._too_large(request, submesh, found, tasks, microbatches, why))
+            why = costs.shortage(StagePlace(*_layers_of(lacking[0], per_stage), submesh, mesh), in_flight=held)
+        raise InfeasibleError(self._too_large(request, submesh, found, tasks, costs.step.num_microbatches, why))
 
     def _too_large(
         self,
@@ -309,7 +312,7 @@ class Hybrid(Planner):
         microbatches: int,
         shortage: Shortage | None,
     ) -> str:
-        """Which stage needs how much, and the cheapest change that would fit."""
+        """Return a message that says which stage needs how much, and which is the cheapest change that would fit."""
         device = request.cluster.at(submesh.first_device, submesh.num_devices).device
         numbers, held = sorted(found.solutions), peak_in_flight(tasks)
         where, need = f"on {submesh.num_devices} devices", f"{show_bytes(found.peak_bytes)} per device"
@@ -330,20 +333,20 @@ class Hybrid(Planner):
             changes.append(Remedy(text=text, planner=replace(self, zero=3), request=request))
         data = 1 if self.devices else batch_ways(self.mesh(request))
         if data % 2 == 0:
-            wider = replace(self, model=self.model * 2, data=data // 2)
-            text = f"tensor parallelism over {wider.model} devices (al.planners.Hybrid)"
+            wider = replace(self, tensor=self.tensor * 2, data=data // 2)
+            text = f"tensor parallelism over {wider.tensor} devices (al.planners.Hybrid)"
             changes.append(Remedy(text=text, planner=wider, request=request))
         advice = cheapest_fit(changes, more_hosts(replace(self, data=None, devices=()), request))
         return f"{sentence} {show_shortage(shortage)}{advice}"
 
 
 def _layers_of(stage: int, per_stage: int) -> tuple[int, int]:
-    """First and last layer of a stage."""
+    """Return the first and the last layer of a stage."""
     return stage * per_stage, (stage + 1) * per_stage - 1
 
 
 def submeshes_of(cluster: Cluster, sizes: Sequence[int]) -> list[Submesh]:
-    """Consecutive parts of these numbers of devices: each lies within a host, or has whole hosts."""
+    """Return consecutive submeshes of these sizes; each lies within a host, or consists of whole hosts."""
     found, first, per_host = list[Submesh](), 0, cluster.devices_per_host
     for size in sizes:
         if first % per_host + size <= per_host:
@@ -360,12 +363,12 @@ def submeshes_of(cluster: Cluster, sizes: Sequence[int]) -> list[Submesh]:
 
 
 def batch_ways(mesh: LogicalMesh) -> int:
-    """Into how many parts the axes split the batch."""
+    """Return the number of parts into which the axes split the batch."""
     return prod(mesh.axis_sizes.get(name, 1) for name in ("replica", "data", "expert"))
 
 
 def check_batch(planner: Hybrid, step: StepGraph, mesh: LogicalMesh) -> None:
-    """The axes that split the batch must divide every micro-batch."""
+    """Raise `PlanError` unless the axes that split the batch divide every micro-batch."""
     data = batch_ways(mesh)
     if step.batch_size is None:
         if data > 1:

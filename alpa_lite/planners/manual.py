@@ -1,10 +1,10 @@
-"""The classic plans that are priced beside the search, with as many micro-batches as somebody would tune them to have.
+"""The classic manual plans that `Auto` prices too, with numbers of micro-batches as a user would tune them.
 
-    the best plan has one micro-batch     each planner decides
-    it has m of them                      m, and fewer while that is faster
+    the best plan has one micro-batch     each planner decides on the number
+    the best plan has m micro-batches     m, and fewer while that is faster
 
-What takes much longer than the best is given up (`HOPELESS`), and what certainly takes longer is not planned at all
-(`Planner.slowdown`).
+Planners whose plan takes much longer than the best are given up (`HOPELESS`), and numbers at which a plan certainly
+takes longer are not planned at all (`Planner.slowdown`).
 """
 
 from __future__ import annotations
@@ -36,36 +36,36 @@ MANUAL_PLANNERS: tuple[Planner, ...] = (
     Megatron(),
     Zero(stage=2),
     FSDP(),
-    Pipeline(num_stages=2),
-    Pipeline(num_stages=4),
+    Pipeline(pipeline=2),
+    Pipeline(pipeline=4),
     OneWeirdTrick(where_it_pays=True),
     GShard(zero=1),
 )
-"""The classic plans that are always priced beside the search."""
+"""The classic plans that `Auto` always prices."""
 
 HOPELESS = 1.1
-"""Of what takes this many times as long as the best plan no other numbers are tried."""
+"""No further numbers of micro-batches are tried for a planner whose plan takes so many times as long as the best."""
 
 
 class ManualPlans:
-    """Plans of each planner for a request; what cannot be planned is noted in `problems`.
+    """Plans of each planner for a request; errors are appended to `problems`.
 
-    Workers make some of them beforehand: the last ones first, as the first ones are made here.
+    Workers make some plans in advance: the last ones first, as the first ones are made in this process.
     """
 
     def __init__(self, planners: Sequence[Planner], request: PlanRequest, problems: list[AlpaLiteError]) -> None:
-        """Nothing is planned yet."""
+        """Make no plan yet."""
         self._planners, self._request, self._problems = planners, replace(request, advise=False), problems
-        # What a worker can be given: the steps that it needs come beside it.
+        # The request without the fields that cannot be pickled; workers get the steps that they need separately.
         self._apart = replace(
             self._request, step_at=_no_step, likely_step_at=None, measure=None, progress=Progress(), workers=Workers()
         )
         self._asked = set[tuple[int, int]]()
 
     def plans(self, best: Plan | None, *, too_large: Collection[int] = ()) -> Iterator[Plan]:
-        """With about as many micro-batches as the best plan has, if there is one.
+        """Yield plans with about as many micro-batches as the best plan so far, if there is one.
 
-        `too_large`: numbers at which the micro-batches do not fit.
+        `too_large`: numbers of micro-batches at which these do not fit into memory.
         """
         if best is None or best.num_microbatches == 1:
             number = self._request.num_microbatches
@@ -90,7 +90,7 @@ class ManualPlans:
                     break
 
     def expect(self, best: Plan) -> None:
-        """Let workers make plans with as many micro-batches as the best plan has, or as were asked for so far."""
+        """Let workers make plans with as many micro-batches as the best plan has, or as were tried so far."""
         if best.num_microbatches == 1 or not (self._planners and self._request.workers.at_work):
             return
         questions = dict[Hashable, Likely]()
@@ -98,7 +98,7 @@ class ManualPlans:
             try:
                 about = (self._apart, self._request.step_at(1, 0), self._request.step_at(number, 0))
             except AlpaLiteError:
-                continue  # who plans says what is wrong with it
+                continue  # planning raises the error too
             for which, planner in reversed([*enumerate(self._planners)]):
                 hopeless = self._least_seconds(planner, number) >= best.prediction.step_seconds
                 if not hopeless and (which, number) not in self._asked:
@@ -106,7 +106,7 @@ class ManualPlans:
         self._request.workers.expect(questions, later=True)
 
     def _plan(self, which: int, number: int | str) -> Plan | None:
-        """The plan of a planner with a number of micro-batches; None if it cannot be planned."""
+        """Return the plan of a planner with a number of micro-batches; None if there is none."""
         planner = self._planners[which]
         try:
             with self._request.progress.during("manual", planner.name):
@@ -119,7 +119,7 @@ class ManualPlans:
             return None
 
     def _least_seconds(self, planner: Planner, number: int) -> float:
-        """What a step certainly takes, however the planner shards it."""
+        """Return a lower bound on the seconds of a step, however the planner shards it."""
         loop, at_best = self._bounds
         alike = not (self._request.cluster.groups or self._request.cluster.shared_processor)
         return at_best + (loop * (planner.slowdown(number) - 1) if alike else 0.0)
@@ -135,14 +135,14 @@ def _key(which: int, number: int | str) -> Hashable:
 
 
 def _no_step(num_microbatches: int, loop_parts: int) -> StepGraph:
-    """What is known of steps where none can be traced."""
+    """Raise `LookupError`, in the place of tracing a step."""
     raise LookupError(f"the step at {num_microbatches} micro-batches in {loop_parts} parts")
 
 
 def _plan(
     memory: dict[Any, Any], request: PlanRequest, whole: StepGraph, cut: StepGraph, likely: tuple[Planner, int]
 ) -> Plan | AlpaLiteError | None:
-    """What a worker does: a plan from the step as a whole and in micro-batches; None if that takes other steps."""
+    """Make a plan in a worker from the step as a whole and in micro-batches; None if it needs other steps."""
     del memory
     planner, number = likely
     known = {(1, 0): whole, (number, 0): cut}

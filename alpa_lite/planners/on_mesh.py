@@ -1,7 +1,7 @@
-"""One stage on a logical mesh of the user's: any number of named axes, some of them for the batch.
+"""One stage on a logical mesh of the user, with named axes, some of which split the batch.
 
 The integer program chooses the sharding of every op on it, as it does for the 1-D and 2-D meshes of the search. With
-axes data × fsdp × model and so on this is the mesh that a GSPMD program would be annotated for by hand.
+axes such as data × fsdp × model this is the mesh for which a GSPMD program would be annotated by hand.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from alpa_lite.inter_op.assembly import assemble
 from alpa_lite.inter_op.joint.what_would_fit import show_bytes, show_shortage
 from alpa_lite.inter_op.pins import Pins, check_results, pins_on_mesh, with_results
 from alpa_lite.inter_op.plan_request import PlanRequest
-from alpa_lite.inter_op.space import PlacedStage
-from alpa_lite.inter_op.stage_costs import StageCosts
+from alpa_lite.inter_op.stage_costs import PlacedStage, StageCosts, StagePlace
 from alpa_lite.intra_op.stage import NO_LAYOUT, GivenLayout
 from alpa_lite.intra_op.strategies import AxisRole, BatchSplit, Restriction
 from alpa_lite.plan.plan import Plan
@@ -30,15 +29,15 @@ from alpa_lite.step.clustering import make_layers
 
 @dataclass(frozen=True, kw_only=True)
 class OnMesh(Planner):
-    """One stage on all devices, which form a mesh with axes of your own; the integer program finds all shardings.
+    """One stage on all devices, which form a mesh with axes of your own; the integer program chooses all shardings.
 
     Attributes:
         axes: devices per axis, the last one over neighbouring devices; at most four of more than one device.
-        batch: axes that split the batch wherever it divides, and state as the integer program likes (ZeRO). The others
-            split whatever is best, the batch included.
-        pins: arguments whose sharding is given, by path, as in `Auto`, over these axes.
-        outputs: the same of results of the step, by path (`0/params/w`, "" where there is only one). Without them state
-            comes back as it went in, and other results as they are computed.
+        batch: axes that split the batch wherever they divide it, and may split state (ZeRO). The other axes split
+            whatever is best, the batch included.
+        pins: given shardings of arguments over these axes, by path, as in `Auto`.
+        outputs: the same for results of the step, by path (`0/params/w`, or "" for a single one). Without them state is
+            returned as it came in, and other results as they are computed.
     """
 
     axes: Mapping[str, int] = field(hash=False)
@@ -48,11 +47,14 @@ class OnMesh(Planner):
 
     @property
     def name(self) -> str:
-        """`mesh data=2 × model=4`-like."""
+        """The axes, such as `mesh data=2 × model=4`."""
         return "mesh " + " × ".join(f"{name}={size}" for name, size in self.axes.items())
 
     def plan(self, request: PlanRequest) -> Plan:
-        """Raises `PlanError` when the axes do not cover the cluster, `InfeasibleError` when nothing fits."""
+        """Return the plan.
+
+        Raises `PlanError` if the axes do not cover the cluster, `InfeasibleError` if nothing fits.
+        """
         if unknown := [axis for axis in self.batch if axis not in self.axes]:
             raise PlanError(f"batch names the axes {unknown}, but the mesh has {list(self.axes)}.")
         check_results(self.outputs, request.results)
@@ -73,9 +75,9 @@ def plan_on_mesh(
     outputs: Pins | None = None,
     layout: GivenLayout = NO_LAYOUT,
 ) -> Plan:
-    """One stage on all devices, which form a mesh of these axes; see `OnMesh.plan`.
+    """Return a plan of one stage on all devices, which form a mesh of these axes; see `OnMesh.plan`.
 
-    `layout`: what is wanted of the values of `request.best_step((1,), loop_parts=0)` (`intra_op.wanted`).
+    `layout`: constraints on the values of `request.best_step((1,), loop_parts=0)` (`intra_op.stage`).
     """
     started = time.perf_counter()
     mesh, cluster = _mesh(name, request, axes), request.cluster
@@ -93,9 +95,10 @@ def plan_on_mesh(
         progress=request.progress,
     )
     submesh = Submesh(first_device=0, num_hosts=cluster.num_hosts, devices_per_host=cluster.devices_per_host)
-    solution = costs.solution(0, 0, submesh, mesh, in_flight=1)
+    place = StagePlace(0, 0, submesh, mesh)
+    solution = costs.solution(place)
     if solution.choice is None:
-        why = costs.shortage(0, 0, submesh, mesh) if request.advise else None
+        why = costs.shortage(place) if request.advise else None
         raise InfeasibleError(
             f"{name} does not fit: it needs at least {show_bytes(solution.peak_bytes)} per device, but "
             f"{cluster.device.name} has {show_bytes(cluster.device.memory_bytes)}. {show_shortage(why)}Use more "

@@ -2,10 +2,10 @@
 
     dense layer of C_in × C_out, batch B      split if that sends less than summing its gradient: about when
                                               B · (C_in or C_out) < C_in · C_out
-    elements sent                             2 |W_conv| + what passes between the two ways to split     (per device)
+    elements sent                             2 |W_conv| + the arrays between layers split differently     (per device)
 
 All weights of convolutions are whole, and their gradients are summed. Each dense layer is split by the weights' own
-dims or by samples, as is cheaper: a network with one small dense layer (ResNet) comes out data parallel.
+dims or by samples, whichever is cheaper: a network with one small dense layer (ResNet) becomes data parallel.
 Krizhevsky, One weird trick for parallelizing convolutional neural networks (2014).
 """
 
@@ -24,14 +24,14 @@ from alpa_lite.planners.on_mesh import plan_on_mesh
 from alpa_lite.planners.planner import Planner
 from alpa_lite.program.ir import Graph
 from alpa_lite.program.phases import StepGraph
-from alpa_lite.rules.dim_names import Contraction, batch_dims_of, contractions
-from alpa_lite.rules.dims import DimClasses
+from alpa_lite.rules.dims import Contraction, DimClasses, batch_dims_of, contractions
 from alpa_lite.rules.op_info import rule_of_op
 
 AXIS = "x"
 
 LEAST_SHARE = 0.05
-"""Of all weights, where the plan shall pay: with fewer it can save no more than that of what data parallelism sends."""
+"""Least share of dense layers in all weights, if the plan must pay: it can save at most this share of the traffic of
+data parallelism."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,19 +39,19 @@ class OneWeirdTrick(Planner):
     """All devices on one axis, which splits samples in convolutions and weights in dense layers.
 
     Attributes:
-        where_it_pays: refuse, before anything is solved, where dense layers with more weights than numbers that they
-            read or make hold less than `LEAST_SHARE` of all weights: the plan would be about data parallel.
+        where_it_pays: refuse, before anything is solved, if dense layers with more weights than input or output
+            elements hold less than `LEAST_SHARE` of all weights: the plan would be nearly data parallel.
     """
 
     where_it_pays: bool = False
 
     @property
     def name(self) -> str:
-        """For tables."""
+        """Name for tables."""
         return "one weird trick"
 
     def plan(self, request: PlanRequest) -> Plan:
-        """Raises `PlanError` when there are no convolutions, or the devices do not divide the batch."""
+        """Return the plan. Raises `PlanError` if there are no convolutions, or the devices do not divide the batch."""
         step, devices = request.best_step((1,), loop_parts=0), request.cluster.num_devices
         found = [*contractions(step)]
         if not any(map(_is_convolution, found)):
@@ -89,7 +89,7 @@ def _is_convolution(each: Contraction) -> bool:
 
 
 def _share_that_pays(found: Sequence[Contraction], num_microbatches: int) -> float:
-    """Of the numbers in all weights, those of dense layers that have more than what they read, or make, in a step."""
+    """Return the share of all weights in dense layers with more weights than input or output elements per step."""
     weights, paying = dict[tuple[Graph, int], int](), set[tuple[Graph, int]]()
     for each in found:
         graph, op = each.graph, each.op
@@ -103,13 +103,14 @@ def _share_that_pays(found: Sequence[Contraction], num_microbatches: int) -> flo
 
 
 def _whole_but_dense(step: StepGraph, found: Sequence[Contraction]) -> GivenLayout:
-    """Parameters that are no weights of dense layers, nor are added to what these make, are not split."""
+    """Return the layout in which weights of dense layers, and biases of these, are the only parameters to be split."""
     classes, dense, kernels = DimClasses(step), set[tuple[int, ...]](), set[tuple[int, ...]]()
     for each in found:
         for i in each.weights:
             kind = classes.of_value(each.graph, each.op.operands[i])
             (kernels if _is_convolution(each) else dense).add(kind)
-    transposed = {tuple(sorted(kind)) for kind in dense}  # gradients come so
+    # Gradients may be transposed: the order of dims is ignored.
+    transposed = {tuple(sorted(kind)) for kind in dense}
     made = {kind[-1] for kind in dense} - {node for kind in kernels for node in kind}
 
     def wanted(nodes: tuple[int, ...]) -> Wanted:

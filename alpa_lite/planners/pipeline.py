@@ -5,44 +5,44 @@ Huang et al., GPipe (NeurIPS 2019); Narayanan et al., Memory-Efficient Pipeline-
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.inter_op.work_floor import pipeline_slowdown
 from alpa_lite.plan.plan import Plan
-from alpa_lite.planners.data_parallel import renamed
 from alpa_lite.planners.hybrid import Hybrid
-from alpa_lite.planners.planner import Planner
+from alpa_lite.planners.planner import Planner, renamed_options
 from alpa_lite.schedule import OneFOneB, Schedule, splits_backward
 
 
+@renamed_options(num_stages="pipeline")
 @dataclass(frozen=True, kw_only=True)
 class Pipeline(Planner):
     """Equal stages on equal groups of devices; inside a stage, tensor and data parallelism.
 
     Attributes:
-        num_stages: how many.
+        pipeline: number of stages.
         tensor: devices of a stage that share each layer; the rest is data parallel.
-        schedule: in which order stages run micro-batches.
+        schedule: order in which stages run micro-batches.
     """
 
-    num_stages: int = 2
+    pipeline: int = 2
     tensor: int = 1
     schedule: Schedule = field(default_factory=OneFOneB)
 
     @property
     def name(self) -> str:
-        """For tables."""
-        return f"{self.num_stages}-stage pipeline" + (f" × tp{self.tensor}" if self.tensor > 1 else "")
+        """Name for tables."""
+        return f"{self.pipeline}-stage pipeline" + (f" × tp{self.tensor}" if self.tensor > 1 else "")
 
     def slowdown(self, num_microbatches: int) -> float:
-        """By what it waits for at the beginning and at the end, if all stages have devices of their own and send each
-        micro-batch back when they have done with it."""
-        in_one_go = not any(map(splits_backward, self.schedule.tasks(self.num_stages, num_microbatches)))
+        """Return the least slowdown by the waiting at the beginning and at the end of the pipeline."""
+        # The bound needs stages on devices of their own, and whole backward passes: split ones fill part of the wait.
+        in_one_go = not any(map(splits_backward, self.schedule.tasks(self.pipeline, num_microbatches)))
         waits = in_one_go and self.schedule.stages_per_processor == 1
-        return pipeline_slowdown(self.num_stages, num_microbatches) if waits else 1.0
+        return pipeline_slowdown(self.pipeline, num_microbatches) if waits else 1.0
 
     def plan(self, request: PlanRequest) -> Plan:
-        """The plan; raises `PlanError` when there are more stages than layers or the degrees do not divide."""
-        hybrid = Hybrid(pipeline=self.num_stages, model=self.tensor, schedule=self.schedule)
-        return renamed(hybrid.plan(request), self.name)
+        """Return the plan. Raises `PlanError` if there are more stages than layers or the degrees do not divide."""
+        hybrid = Hybrid(pipeline=self.pipeline, tensor=self.tensor, schedule=self.schedule)
+        return replace(hybrid.plan(request), name=self.name)

@@ -2,14 +2,49 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, TypeVar
 
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.plan.plan import Plan
 
+PlannerClass = TypeVar("PlannerClass", bound=type)
+
+
+def renamed_options(**names: str) -> Callable[[PlannerClass], PlannerClass]:
+    """Let the options of a planner be given under their old names too, with a `DeprecationWarning`.
+
+    names: old name → name.
+    """
+
+    def decorate(planner: PlannerClass) -> PlannerClass:
+        made = planner.__init__
+
+        @functools.wraps(made)
+        def init(self: Any, *args: Any, **options: Any) -> None:
+            for old in names.keys() & options.keys():
+                message = f"{planner.__name__}({old}=…) is now {planner.__name__}({names[old]}=…)."
+                if names[old] in options:
+                    raise TypeError(f"{message} Both were given.")
+                warnings.warn(message, DeprecationWarning, stacklevel=2)
+                options[names[old]] = options.pop(old)
+            made(self, *args, **options)
+
+        planner.__init__ = init
+        planner.old_options = names
+        return planner
+
+    return decorate
+
 
 class Planner(ABC):
-    """Finds a plan for a request. Implementations are frozen dataclasses: their fields are the user's options."""
+    """A method that makes a plan. Implementations are frozen dataclasses whose fields are the user's options."""
+
+    old_options: ClassVar[Mapping[str, str]] = {}
+    """Options under the names that they had in the release before → the names that they have now."""
 
     @property
     @abstractmethod
@@ -17,11 +52,13 @@ class Planner(ABC):
         """Short name for tables."""
 
     def slowdown(self, num_microbatches: int) -> float:
-        """How many times as long as its work divided over all devices the loop over so many micro-batches takes at
-        least, if all devices are alike."""
+        """Return a lower bound on the time of the loop over micro-batches, relative to its work over all devices.
+
+        The bound need only hold if all devices are equal.
+        """
         del num_microbatches
         return 1.0
 
     @abstractmethod
     def plan(self, request: PlanRequest) -> Plan:
-        """Raises `PlanError` (or a subclass) when there is no plan."""
+        """Return the plan for a request. Raises `PlanError` (or a subclass) if there is none."""

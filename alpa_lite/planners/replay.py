@@ -15,18 +15,18 @@ class Replay(Planner):
     """A saved plan as it is, if it belongs to the step and fits the cluster.
 
     Attributes:
-        saved: the plan. Where a planner is wanted, a `Plan` does as well: it is replayed.
+        saved: the plan. Functions that take a planner also take a `Plan`, and replay it.
     """
 
     saved: Plan
 
     @property
     def name(self) -> str:
-        """For tables."""
+        """Name for tables."""
         return f"replay of {self.saved.name}"
 
     def plan(self, request: PlanRequest) -> Plan:
-        """Raises `MismatchError` for another function, other shapes or another number of devices."""
+        """Return the plan. Raises `MismatchError` for another function, other shapes or another number of devices."""
         wanted, count = request.num_microbatches, self.saved.num_microbatches
         if wanted not in ("auto", count):
             raise MismatchError(

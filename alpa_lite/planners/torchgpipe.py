@@ -1,48 +1,48 @@
 """torchgpipe: GPipe whose stages are balanced by block partition, by time or by size.
 
 Stages are runs of layers (`layers.natural_cut`), cut by `block_partition`; values that skip stages are sent once, from
-where they are made to where they are read. Kim et al., torchgpipe (2020).
+the stage that makes them to the stage that reads them. Kim et al., torchgpipe (2020).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.plan.plan import Plan
-from alpa_lite.planners.data_parallel import renamed
 from alpa_lite.planners.hybrid import Hybrid
-from alpa_lite.planners.planner import Planner
+from alpa_lite.planners.planner import Planner, renamed_options
 from alpa_lite.schedule import GPipe
 
 
+@renamed_options(num_stages="pipeline")
 @dataclass(frozen=True, kw_only=True)
 class TorchGPipe(Planner):
-    """`num_stages` stages under GPipe, whose layers compute again in the backward pass; data parallel inside each.
+    """Stages under GPipe that recompute their activations in the backward pass; data parallel inside each stage.
 
     Attributes:
-        num_stages: how many.
-        balance: what stages have about equally much of: "time" (floating-point operations) or "size" (bytes of
+        pipeline: number of stages.
+        balance: the quantity that stages share about equally: "time" (floating-point operations) or "size" (bytes of
             parameters and optimizer state).
-        checkpoint: whether activations inside stages are computed again.
+        checkpoint: whether activations inside stages are recomputed.
     """
 
-    num_stages: int = 2
+    pipeline: int = 2
     balance: Literal["time", "size"] = "time"
     checkpoint: bool = True
 
     @property
     def name(self) -> str:
-        """For tables."""
-        return f"torchgpipe ({self.num_stages} stages by {self.balance})"
+        """Name for tables."""
+        return f"torchgpipe ({self.pipeline} stages by {self.balance})"
 
     def plan(self, request: PlanRequest) -> Plan:
-        """Raises `PlanError` when there are more stages than layers, or the devices do not divide."""
+        """Return the plan. Raises `PlanError` if there are more stages than layers, or devices cannot be divided."""
         hybrid = Hybrid(
-            pipeline=self.num_stages,
+            pipeline=self.pipeline,
             schedule=GPipe(),
             equal="layer_flops" if self.balance == "time" else "layer_bytes",
             remat="full" if self.checkpoint else "none",
         )
-        return renamed(hybrid.plan(request), self.name)
+        return replace(hybrid.plan(request), name=self.name)

@@ -1,9 +1,9 @@
-"""Layouts of weights alone, by what their dims are: which mesh axis splits the rows of a table, experts, or channels.
+"""Layouts of weights by the meaning of their dims: the mesh axis that splits rows of a table, experts, or channels.
 
     kind of a weight      the classes of its dims, in order; gradients and optimizer state are of the same kind
-    layout                what is wanted of all values without samples that are of a kind       (layout_of_kinds)
+    layout                the constraints on all values without samples that are of a kind       (layout_of_kinds)
 
-Of arrays that stack the weights of several layers the last dims count. Activations are left to the integer program.
+The last dims count in arrays that stack the weights of several layers. Activations are left to the integer program.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ from alpa_lite.errors import PlanError
 from alpa_lite.intra_op.stage import NO_LAYOUT, GivenLayout, Wanted
 from alpa_lite.program.ir import Graph
 from alpa_lite.program.phases import StepGraph
-from alpa_lite.rules.dim_names import batch_dims_of, contractions, dim_names
-from alpa_lite.rules.dims import DimClasses, major_factor
+from alpa_lite.rules.dims import DimClasses, batch_dims_of, contractions, dim_names, major_factor
 from alpa_lite.rules.op_info import rule_of_op
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightSplit:
-    """Weights whose dims are of these classes are split over `axis` along `dim`."""
+    """A constraint: weights whose dims are of these classes are split over `axis` along `dim`."""
 
     classes: tuple[int, ...]
     axis: str
@@ -30,10 +29,10 @@ class WeightSplit:
 
 
 def named_kinds(step: StepGraph, classes: DimClasses, name: str) -> Iterator[tuple[Graph, int, int, str]]:
-    """The weights that have a dim of this name: graph, value, dim, and a line that reads it.
+    """Yield the weights that have a dim of this name: graph, value, dim, and the source of a reader.
 
-    Of "experts" those that are multiplied expert by expert, not what scores experts; of "channel" and "filter" the
-    kernels of convolutions along what they sum over and what they make.
+    "experts" stands for weights that are multiplied expert by expert, without the weights that score experts; "channel"
+    and "filter" for kernels of convolutions, along the channels that they sum over and that they make.
     """
     if name in ("channel", "filter"):
         yield from _kernels(step, name)
@@ -68,9 +67,9 @@ def _kernels(step: StepGraph, name: str) -> Iterator[tuple[Graph, int, int, str]
 
 
 def weights_layout(step: StepGraph, split: Mapping[str, str], sizes: Mapping[str, int]) -> GivenLayout:
-    """What is wanted of weights with dims of some names: name → axis that splits it.
+    """Return the layout of weights with dims of some names; ``split`` is the axis that splits the dim of each name.
 
-    Raises `PlanError` where there is no such dim, or the axis does not divide it.
+    Raises `PlanError` if there is no such dim, or the axis does not divide it.
     """
     if not split:
         return NO_LAYOUT
@@ -93,12 +92,13 @@ def weights_layout(step: StepGraph, split: Mapping[str, str], sizes: Mapping[str
 
 
 def layout_of_kinds(step: StepGraph, classes: DimClasses, kinds: Iterable[WeightSplit]) -> dict[Graph, list[Wanted]]:
-    """What is wanted of each value without samples that is of one of the kinds."""
+    """Return the constraints on each value without samples that is of one of the kinds."""
     by_size: dict[int, dict[tuple[int, ...], dict[str, int]]] = {}
     for kind in kinds:
         by_size.setdefault(len(kind.classes), {}).setdefault(kind.classes, {})[kind.axis] = kind.dim
 
     def wanted(nodes: tuple[int, ...]) -> Wanted:
+        # The longest kind that matches decides: a stacked weight is of its own kind, not only of that of its last dims.
         for size, known in sorted(by_size.items(), reverse=True):
             ahead = len(nodes) - size
             if ahead >= 0 and nodes[ahead:] in known:

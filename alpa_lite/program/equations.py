@@ -51,6 +51,7 @@ def without_dead_ops(program: GraphWithEquations) -> GraphWithEquations:
         number[v.id] = i
 
     def numbers(values: Sequence[int]) -> tuple[int, ...]:
+        # A list is faster than a generator here, and this runs for each op.
         return tuple([number[v] for v in values])
 
     renamed = Graph(
@@ -94,6 +95,7 @@ def _plain(value: Any) -> Any:
         return value.name
     if isinstance(value, np.generic):
         return value.item()
+    # Named tuples (dimension numbers, for instance) come before tuples, so that the names of their fields remain.
     as_dict = getattr(value, "_asdict", None)
     if as_dict is not None:
         return {key: _plain(item) for key, item in as_dict().items()}
@@ -102,6 +104,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         items = tuple(_plain(item) for item in value)
         return _NO_PLAIN_FORM if any(item is _NO_PLAIN_FORM for item in items) else items
+    # JAX also gives dtypes as scalar types like `jnp.float32`.
     if isinstance(value, np.dtype) or (hasattr(value, "dtype") and isinstance(value, type)):
         return str(np.dtype(value))
     if type(value).__module__.startswith("jax") and "DType" in type(value).__name__:

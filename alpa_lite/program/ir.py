@@ -120,6 +120,7 @@ class Op:
         """Return the same op under another id, with other operands and results."""
         if (number, operands, results) == (self.id, self.operands, self.results):
             return self
+        # Not strict: `step.recomputed_trips` gives an operand to a barrier that is made without one.
         once = frozenset(v for v, old in zip(operands, self.operands, strict=False) if old in self.once)
         return Op(
             id=number,
@@ -228,6 +229,7 @@ def wiring_of(op: Op) -> Wiring | None:
     return _wiring(op.primitive, len(op.operands), len(op.results), tuple(numbers))
 
 
+# Ops of one form share a wiring: it is looked up for every op, over and over.
 @lru_cache(maxsize=10_000)
 def _wiring(primitive: str, num_operands: int, num_results: int, numbers: tuple[int, ...]) -> Wiring:
     if primitive == "scan":
@@ -266,6 +268,7 @@ def parts_of(length: int, num_parts: int) -> list[tuple[int, int]]:
     vocabulary, for instance) usually take longer than those before the first layer.
     """
     count = min(num_parts, length)
+    # Parts of one row next to parts of two would be uneven by a factor of two.
     if length < 2 * count:
         count = next(c for c in range(count, length + 1) if length % c == 0)
     ends = [-(-i * length // count) for i in range(count + 1)]
@@ -280,6 +283,7 @@ def accumulators(op: Op, wiring: Wiring) -> dict[int, int]:
     """
     found: dict[int, int] = {}
     for r, i in wiring.carried.items():
+        # A while loop has its condition first; that reads the carried values as well.
         *others, body = op.bodies
         if any(_read(other, inputs, i) for other, inputs in zip(others, wiring.inputs, strict=False)):
             continue

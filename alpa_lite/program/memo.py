@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 Subject = TypeVar("Subject")
 Rest = ParamSpec("Rest")
@@ -20,6 +20,7 @@ def memoized(
     is no alternative: unbounded, it would keep every graph alive, and bounded, it would evict results of a large step
     while they are still needed.
     """
+    # The name is unique per function, since functions of all modules store their results in the same `__dict__`.
     name = f"_kept_{function.__module__}.{function.__qualname__}"
 
     @wraps(function)
@@ -30,7 +31,7 @@ def memoized(
             return subject.__dict__[name][key]
         except KeyError:
             pass
-        known: dict[Any, Answer] = subject.__dict__.setdefault(name, {})
+        known: dict[object, Answer] = subject.__dict__.setdefault(name, {})
         known[key] = found = function(subject, *rest, **options)
         return found
 

@@ -138,6 +138,7 @@ def with_own_bodies(graph: Graph) -> Graph:
 
     Tables about bodies are keyed by identity, and equal bodies can have different batch dims.
     """
+    # The copy is a new object in any case: tables about graphs are keyed by identity.
     if not any(op.bodies for op in graph.ops):
         return replace(graph)
     ops = (replace(op, bodies=tuple(map(with_own_bodies, op.bodies))) if op.bodies else op for op in graph.ops)
@@ -147,6 +148,7 @@ def with_own_bodies(graph: Graph) -> Graph:
 def check_same_structure(full: Graph, other: Graph) -> None:
     """Raise TraceError unless both traces have the same ops: a step must not branch on its batch size in Python."""
     checked: set[tuple[Graph, Graph]] = set()
+    # Not strict: the first op that differs names a line of the user's code, which a difference in length does not.
     for a, b in zip(full.ops, other.ops, strict=False):
         if a.primitive != b.primitive or a.operands != b.operands:
             raise TraceError(
@@ -204,6 +206,7 @@ def forward_or_backward(graph: Graph, loop: set[int], batch: Sequence[int | None
             if any(v in backward_values for v in op.operands):
                 backward_values.update(op.results)
             continue
+        # JAX writes `transpose(` into the name stacks of all ops that its reverse mode adds.
         mark = "transpose(" in op.name_stack if marked else op.id > last_first_use
         if mark or any(v in backward_values for v in op.operands):
             phases[op.id] = Phase.BACKWARD
@@ -310,6 +313,7 @@ def weight_gradient_ops(step: StepGraph, ops: Iterable[int]) -> frozenset[int]:
     graph, phases = step.graph, step.phases
     mine = sorted(o for o in ops if phases[o] is Phase.BACKWARD)
     awaited, here = set[int](), frozenset(mine)
+    # Readers have higher ids, so that one pass from the end suffices.
     for op_id in reversed(mine):
         readers = (c for r in graph.ops[op_id].results for c in graph.consumers[r])
         if any(c in awaited or (c not in here and phases[c].in_loop) for c in readers):

@@ -29,6 +29,7 @@ class View(Enum):
     PLAN_DIFF = auto()
 
 
+# Filled by `alpa_lite.inspection`; a plain dict suffices, because registering happens once, during the import.
 _views: dict[View, Callable[..., str]] = {}
 
 

@@ -1,4 +1,4 @@
-"""Matrix products and linear algebra.
+"""Factor rules of matrix products and linear algebra.
 
     dot_general       ([b,i,k], [b,k,j]) -> ([b,i,j])           reduction={k}
     ragged_dot        ([m,k], [g,k,n], [h]) -> ([m,n])          reduction={k,g}: rows m are sorted by group g
@@ -17,7 +17,7 @@ from typing import Any
 from alpa_lite.rules.elementwise import can_add, ints, linear_groups
 from alpa_lite.rules.registry import Dims, FactorKind, OpView, Rule, RuleBuilder, opaque_rule, register_rule
 
-#: Linear-algebra ops and how many trailing dims of their first operand are not batch dims.
+#: For each linear-algebra op the number of trailing dims of its first operand that are no batch dims.
 _CORE_RANK = {
     **dict.fromkeys(("cholesky", "lu", "qr", "geqrf", "householder_product", "ormqr"), 2),
     **dict.fromkeys(("eigh", "geqp3", "eig", "svd", "schur", "hessenberg", "tridiagonal", "symmetric_product"), 2),
@@ -27,10 +27,14 @@ _CORE_RANK = {
 
 @register_rule("dot_general")
 def dot_general(view: OpView) -> Rule:
-    """Batch and free dims pass, contracted dims reduce; the result is batch ‖ lhs free ‖ rhs free."""
+    """Return a rule in which batch and free dims pass and contracted dims are reductions.
+
+    The dims of the result are those of the batch, then the free ones of the left, then of the right operand.
+    """
     lhs, rhs = view.operands
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = _dot_dims(view.params["dimension_numbers"])
     b = RuleBuilder()
+    # Products of booleans are combined by "or", for which partial sums have no collective.
     contracted = FactorKind.REDUCTION if can_add(view.results[0]) else FactorKind.REPLICATED
     batch = {d: b.factor(lhs.shape[d]) for d in lhs_batch}
     inner = {d: b.factor(lhs.shape[d], contracted) for d in lhs_contract}
@@ -51,7 +55,10 @@ def dot_general(view: OpView) -> Rule:
 
 @register_rule("scaled_dot")
 def scaled_dot(view: OpView) -> Rule:
-    """A product of blocks of numbers with a scale each; a contracted dim is its blocks times the numbers in one."""
+    """Return the rule of a product whose operands have a scale per block of numbers along the contracted dim.
+
+    A contracted dim has two factors: the blocks, and the numbers in a block, which stay together.
+    """
     lhs, rhs, *scales = view.operands
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = _dot_dims(view.params["dimension_numbers"])
     b = RuleBuilder()
@@ -82,16 +89,16 @@ def scaled_dot(view: OpView) -> Rule:
 
 
 def _numbers_per_block(size: int, left: int, right: int) -> int:
-    """How many numbers of a contracted dim must stay together; a single scale belongs to all, wherever they are."""
+    """Return how many numbers of a contracted dim must stay together; a single scale holds for any of them."""
     blocks = [n for n in (left, right) if n > 1]
     if blocks:
         return size // gcd(*blocks)
-    # JAX wants two numbers at least for a scale.
+    # JAX requires at least two numbers per scale, so that blocks of one number could not run on a device.
     return 2 if size % 2 == 0 else size
 
 
 def _scale_factors(b: RuleBuilder, factors: tuple[int, ...], size: int, scales: int) -> tuple[int, ...]:
-    """Factors of a dim of scales whose operand's dim of some size has `factors`."""
+    """Return the factors of a dim of scales; the operand's dim has this size and these `factors`."""
     if scales == size:
         return factors
     if scales == 1:
@@ -101,7 +108,7 @@ def _scale_factors(b: RuleBuilder, factors: tuple[int, ...], size: int, scales: 
 
 
 def _dot_dims(numbers: Any) -> list[list[tuple[int, ...]]]:
-    """((lhs contracted, rhs contracted), (lhs batch, rhs batch)) as plain numbers."""
+    """Return ((lhs contracted, rhs contracted), (lhs batch, rhs batch)) as plain numbers."""
     return [[ints(dims) for dims in pair] for pair in numbers]
 
 
@@ -111,7 +118,7 @@ def _single(factors: list[int]) -> Dims:
 
 @register_rule("ragged_dot_general")
 def ragged_dot_general(view: OpView) -> Rule:
-    """Grouped products; `group_sizes` stays whole, each device finds its rows and groups in it."""
+    """Return the rule of grouped products; `group_sizes` is whole: each device locates its rows and groups in it."""
     numbers = view.params["ragged_dot_dimension_numbers"]
     (lhs_contract, rhs_contract), (lhs_batch, _) = _dot_dims(numbers["dot_dimension_numbers"])
     ragged, groups = ints(numbers["lhs_ragged_dimensions"]), ints(numbers["rhs_group_dimensions"])
@@ -124,11 +131,13 @@ def ragged_dot_general(view: OpView) -> Rule:
 
 
 def _ragged_free(view: OpView, ragged: int, lhs_contract: int, rhs_contract: int, group_dims: tuple[int, ...]) -> Rule:
+    """Return the rule for grouped rows of the left operand, each of which is multiplied by the matrix of its group."""
     lhs, rhs, sizes = view.operands
     if lhs.rank != 2 or rhs.rank != 3 or len(group_dims) != 1:
         return opaque_rule(view)
     b = RuleBuilder()
     m, k = b.factor(lhs.shape[ragged]), b.factor(lhs.shape[lhs_contract], FactorKind.REDUCTION)
+    # A device with some of the groups computes the rows of these and zeros for the others: the sum is the result.
     g = b.factor(rhs.shape[group_dims[0]], FactorKind.REDUCTION)
     n = b.factor(next(s for d, s in enumerate(rhs.shape) if d not in (group_dims[0], rhs_contract)))
     rhs_factors = [g if d == group_dims[0] else k if d == rhs_contract else n for d in range(3)]
@@ -147,6 +156,7 @@ def _ragged_free(view: OpView, ragged: int, lhs_contract: int, rhs_contract: int
 
 
 def _ragged_contracted(view: OpView, lhs_contract: int, rhs_contract: int) -> Rule:
+    """Return the rule for grouped contracted rows, as in the gradient of the matrices: one result per group."""
     lhs, rhs, sizes = view.operands
     if lhs.rank != 2 or rhs.rank != 2:
         return opaque_rule(view)
@@ -169,7 +179,7 @@ def _ragged_contracted(view: OpView, lhs_contract: int, rhs_contract: int) -> Ru
 
 @register_rule(*_CORE_RANK)
 def linear_algebra(view: OpView) -> Rule:
-    """Leading batch dims pass, matrix dims must be whole. Cubic work per matrix."""
+    """Return a rule in which leading batch dims pass and matrix dims are whole; the work per matrix is cubic."""
     batch_shape = view.operands[0].shape[: view.operands[0].rank - _CORE_RANK[view.primitive]]
     b = RuleBuilder()
     batch = b.factors(batch_shape)
@@ -188,7 +198,7 @@ def linear_algebra(view: OpView) -> Rule:
 
 @register_rule("triangular_solve")
 def triangular_solve(view: OpView) -> Rule:
-    """Batch dims pass, and so do right-hand sides, which are solved one by one: columns on the left side, else rows."""
+    """Return a rule in which batch dims and right-hand sides pass: columns with the matrix on the left, else rows."""
     b = RuleBuilder()
     matrix, sides = view.operands
     batch = b.factors(sides.shape[:-2])

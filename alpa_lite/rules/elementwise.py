@@ -82,7 +82,7 @@ def linear_groups(view: OpView, *groups: tuple[int, ...]) -> tuple[tuple[int, ..
 
 
 def aligned(b: RuleBuilder, shape: tuple[int, ...], to: tuple[int, ...], dims: Dims) -> Dims:
-    """Dims of an operand that broadcasts to the shape `to`, whose dims are `dims`."""
+    """Return the dims of an operand that broadcasts to the shape `to`, whose dims are `dims`."""
     if not shape:
         return ()
     return tuple(f if n == m else (b.factor(n),) for n, m, f in zip(shape, to, dims, strict=True))
@@ -103,32 +103,32 @@ def pointwise(view: OpView, *, flops: float = 1.0, linear: tuple[tuple[int, ...]
 
 @register_rule(*_ARITHMETIC)
 def arithmetic(view: OpView) -> Rule:
-    """One operation per element."""
+    """Return the rule of ops with one operation per element."""
     return pointwise(view)
 
 
 @register_rule("integer_pow")
 def integer_pow(view: OpView) -> Rule:
-    """Repeated squaring: two multiplications per binary digit of the exponent at most."""
+    """Return the rule of repeated squaring: at most two multiplications per binary digit of the exponent."""
     exponent = abs(int(view.params.get("y", 2)))
     return pointwise(view, flops=float(max(1, 2 * (exponent.bit_length() - 1))))
 
 
 @register_rule("polynomial")
 def polynomial(view: OpView) -> Rule:
-    """Horner's rule: a multiplication and an addition per coefficient after the first."""
+    """Return the rule of Horner's method: a multiplication and an addition per coefficient after the first."""
     return pointwise(view, flops=2.0 * (len(view.operands) - 2))
 
 
 @register_rule(*_TRANSCENDENTAL)
 def transcendental(view: OpView) -> Rule:
-    """A few operations per element."""
+    """Return the rule of transcendental functions, which take a few operations per element."""
     return pointwise(view, flops=TRANSCENDENTAL_FLOPS)
 
 
 @register_rule(*_SERIES)
 def series(view: OpView) -> Rule:
-    """Special functions: many operations per element."""
+    """Return the rule of special functions, which take many operations per element."""
     return pointwise(view, flops=SERIES_FLOPS)
 
 
@@ -180,7 +180,7 @@ def barrier(view: OpView) -> Rule:
 
 @register_rule("tie")
 def tie(view: OpView) -> Rule:
-    """The second value, once the first is there."""
+    """Return the rule of an op that passes its second operand on, after the first is computed."""
     b = RuleBuilder()
     first, second = (b.factors(v.shape) for v in view.operands)
     return b.build((first, second), (second,), linear=linear_groups(view, (1,)))
@@ -188,7 +188,7 @@ def tie(view: OpView) -> Rule:
 
 @register_rule("bitcast_convert_type")
 def bitcast(view: OpView) -> Rule:
-    """Same width: element-wise; otherwise the narrower side has a further minor dim, which must be whole."""
+    """Return an element-wise rule; if the widths differ, the narrower side has another minor dim, which is whole."""
     b = RuleBuilder()
     (operand,), (result,) = view.operands, view.results
     shared = b.factors(operand.shape[: min(operand.rank, result.rank)])

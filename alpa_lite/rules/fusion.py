@@ -1,18 +1,18 @@
-"""What a compiler fuses: which arrays of a graph pass through device memory, and how many kernels run.
+"""A model of fusion in a compiler: the arrays of a graph that pass through device memory, and the kernels that run.
 
     level(op)   = the most kernels that cannot be fused (products, sorts, loops, …) on a path from the inputs, or that
                   of its first reader if it reads no more than it writes (a moment that decays)                (_levels)
     group       = element-wise ops of one level that read each other's arrays: one kernel              (fusion_groups)
     traffic     = each array that enters a group is read once, each that leaves it is written once        (accesses)
 
-A group may hold reductions of rows (a norm, a softmax): a kernel keeps a row at hand, reads it once and reduces it.
+A group may hold reductions of rows (a norm, a softmax): a kernel stores a row on chip, reads it once and reduces it.
 Other reductions end their group. Two ops of one level that have a path between them have no kernel on it, so groups
-can run as wholes. XLA's fusion passes follow the same lines on GPU and TPU; what they cannot do counts as an error of
-the estimate, a few per cent of the bytes.
+can run as wholes. XLA's fusion passes follow the same lines on GPU and TPU; the difference is an error of the estimate,
+a few per cent of the bytes.
 
-Attention as one kernel (Dao et al., NeurIPS 2022, arXiv 2205.14135) keeps the scores out of memory. `on_chip` finds
-the arrays that such a kernel would not write: results of products that are larger than their operands, and all that is
-computed from them element by element or by row, until other products make them small again.
+Attention as one kernel (Dao et al., NeurIPS 2022, arXiv 2205.14135) never writes the scores to memory. `on_chip`
+returns the arrays that such a kernel would not write: results of products that are larger than their operands, and
+everything computed from them element by element or by row, until other products make it small again.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ FOLDED = frozenset(
     "broadcast_in_dim reshape squeeze expand_dims iota optimization_barrier copy stop_gradient empty name "
     "sharding_constraint random_wrap random_unwrap bitcast_convert_type xla_metadata_value".split()
 )
-#: Ops that look rows up, or move them: fused with nothing, and only the rows that they touch are moved.
+#: Ops that look up or update rows: they are fused with nothing, and move only the rows that they touch.
 _INDEXED = ("gather", "scatter", "dynamic_slice", "dynamic_update_slice")
 _UNFUSED = ("sort", "reduce_window", "select_and", "cum", "argsort", "top_k", "approx_top_k", "random_bits", "rng_")
-#: Element-wise ops of many instructions: compilers compute them once.
+#: Element-wise ops of many instructions, which compilers do not repeat in several kernels.
 _EXPENSIVE = frozenset(
     "exp exp2 expm1 log log1p log2 logistic tanh tan sin cos atan2 erf erfc erf_inv pow rsqrt sqrt cbrt lgamma".split()
 )
-#: The longest row that a kernel keeps at hand, in elements.
+#: The longest row that a kernel stores on chip, in elements.
 LONGEST_ROW = 1 << 16
 
 
 class OperandSlot(NamedTuple):
-    """An operand or a result of an op, by its number; of what was spread out only a part is there to be moved."""
+    """An operand or a result of an op, by its number; only `part` of its bytes are moved if it is a broadcast."""
 
     is_result: bool
     number: int
@@ -57,7 +57,7 @@ class OperandSlot(NamedTuple):
 
 
 class Access(NamedTuple):
-    """What an op moves between memory and device, as operands and results whose sizes count; its kernels (0 or 1)."""
+    """The operands and results that an op reads from and writes to memory, and its number of kernels (0 or 1)."""
 
     reads: tuple[OperandSlot, ...] = ()
     writes: tuple[OperandSlot, ...] = ()
@@ -69,7 +69,12 @@ _NOTHING = Access()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnChip:
-    """What fused attention kernels change: values that stay out of memory, products inside, those half masked."""
+    """The effect of fused attention kernels on a graph.
+
+    values        values that are never written to memory
+    products      products inside the kernels
+    half_masked   products of which the kernels skip half, because of a causal mask
+    """
 
     values: frozenset[int]
     products: frozenset[int]
@@ -78,7 +83,7 @@ class OnChip:
 
 @memoized
 def accesses(graph: Graph, *, fusion: Fusion = "all", fused_attention: bool = False) -> tuple[Access, ...]:
-    """The memory traffic of each op of a graph, bodies apart. See `Backend` for kinds of `fusion`."""
+    """Return the memory traffic of each op of a graph, without that of bodies. See `Backend` for kinds of `fusion`."""
     if fusion == "none":
         return tuple(_alone(graph, op) for op in graph.ops)
     groups, hidden = (
@@ -89,6 +94,7 @@ def accesses(graph: Graph, *, fusion: Fusion = "all", fused_attention: bool = Fa
     unread = free | hidden
     outputs, seen = set(graph.outputs), set[tuple[int, int]]()
     shown, ranked, read_by = _shown(graph), ranked_values(graph), _read_by(graph, groups)
+    # The kernel of a group is charged to its last op: the dict keeps the last of each group.
     last = {groups[op.id]: op.id for op in graph.ops if _runs(graph, op, free, outputs)}
     found: list[Access] = []
     for op in graph.ops:
@@ -101,6 +107,7 @@ def accesses(graph: Graph, *, fusion: Fusion = "all", fused_attention: bool = Fa
             continue
         reads: list[OperandSlot] = []
         for number, v in enumerate(op.operands):
+            # Folded ops between the array and its reader move nothing; a group reads each array once.
             source = shown[v]
             producer = graph.producer[source]
             inside = producer is not None and groups[producer] == group
@@ -118,7 +125,7 @@ def accesses(graph: Graph, *, fusion: Fusion = "all", fused_attention: bool = Fa
 
 
 def _alone(graph: Graph, op: Op) -> Access:
-    """An op that reads and writes everything itself."""
+    """Return the traffic of an op that is fused with nothing: all of its operands and results."""
     if op.bodies or not _runs(graph, op, free_values(graph), set(graph.outputs)):
         return _NOTHING
     if op.primitive.startswith(_INDEXED):
@@ -129,7 +136,10 @@ def _alone(graph: Graph, op: Op) -> Access:
 
 @memoized
 def fusion_groups(graph: Graph, *, within_calls: bool = False) -> tuple[int, ...]:
-    """For each op the number of its group: the first op in it. `within_calls`: no group reaches beyond `_one_call`."""
+    """Return for each op the number of its group, which is its first op.
+
+    `within_calls`: ops share a group only if a library has one call for both (`_one_call`).
+    """
     levels, parent, free = _levels(graph), list(range(len(graph.ops))), free_values(graph)
     fusible, inner, ranked = _fusible(graph), _fused_with_readers(graph), ranked_values(graph)
 
@@ -156,8 +166,10 @@ def fusion_groups(graph: Graph, *, within_calls: bool = False) -> tuple[int, ...
 
 
 def _one_call(made_by: Op, op: Op) -> bool:
-    """True for an op and its reader that a library has one call for: what is written in one named scope, or on one
-    line; parts of arrays are read in place (views) and gradients of parts are put together by who reads them."""
+    """Return True for an op and its reader for which a library has one call: those of one named scope, or one line.
+
+    Parts of arrays are views, and their gradients are assembled by the reader.
+    """
     if made_by.primitive in ("slice", "pad"):
         return True
     scope = _scope(op)
@@ -165,25 +177,25 @@ def _one_call(made_by: Op, op: Op) -> bool:
 
 
 def _scope(op: Op) -> str:
-    """The name stack of an op inside `jax.named_scope`; "" outside."""
+    """Return the name stack of an op inside `jax.named_scope`; "" outside."""
+    # Transformations add names of their own to the stack.
     names = re.sub(r"\b(jvp|transpose|vmap|checkpoint|rematted_computation)\b|[()/]", "", op.name_stack)
     return op.name_stack if names else ""
 
 
 def is_fusible(graph: Graph, op: Op) -> bool:
-    """True for ops that compute, element by element or by row, inside whatever kernel reads their results."""
+    """Return True for ops that compute, element by element or by row, inside any kernel that reads their results."""
     return _fusible(graph)[op.id]
 
 
 def is_repeatable(graph: Graph, op: Op) -> bool:
-    """True for fusible ops that compilers rather compute again in each kernel that reads them than keep the result of:
-    those of a few instructions per element, reductions apart."""
+    """Return True for fusible ops that compilers rather repeat in each reading kernel than store."""
+    # They take few instructions per element. A reduction would read all of its operand again.
     return is_fusible(graph, op) and op.primitive not in _EXPENSIVE and not op.primitive.startswith(("reduce_", "arg"))
 
 
 def is_folded(graph: Graph, op: Op) -> bool:
-    """True for ops that move nothing: those that only rename, and transpositions next to a product, which reads and
-    writes in any order of dims."""
+    """Return True for ops that move nothing: those that only rename, and transpositions next to a product."""
     return _folded(graph)[op.id]
 
 
@@ -195,6 +207,7 @@ def _folded(graph: Graph) -> tuple[bool, ...]:
 def _is_folded(graph: Graph, op: Op) -> bool:
     if op.primitive != "transpose":
         return op.primitive in FOLDED
+    # Products read and write their operands in any order of dims.
     producer = graph.producer[op.operands[0]]
     if producer is not None and rule_of_op(graph, producer).work_kind != "elementwise":
         return True
@@ -203,6 +216,7 @@ def _is_folded(graph: Graph, op: Op) -> bool:
 
 
 def _levels(graph: Graph) -> list[int]:
+    """Return the level of each op; see the module docstring."""
     after, inner = [0] * len(graph.values), _fused_with_readers(graph)
     levels: list[int] = []
     for op in graph.ops:
@@ -211,6 +225,7 @@ def _levels(graph: Graph) -> list[int]:
         for v in op.results:
             after[v] = level if inner[op.id] else level + 1
     outputs, sizes = set(graph.outputs), [v.bytes for v in graph.values]
+    # Ops that may run later join their first reader, in reverse order so that chains of them move together.
     for op in reversed(graph.ops):
         if inner[op.id] and _shrinks_late(graph, op, outputs, sizes):
             levels[op.id] = max(levels[op.id], min([levels[c] for r in op.results for c in graph.consumers[r]]))
@@ -218,7 +233,7 @@ def _levels(graph: Graph) -> list[int]:
 
 
 def _shrinks_late(graph: Graph, op: Op, outputs: Set[int], sizes: Sequence[int]) -> bool:
-    """True for ops that are better run where they are read: their operands are no larger than their results."""
+    """Return True for ops that should run where they are read: their operands are no larger than their results."""
     if not any([graph.consumers[r] for r in op.results]) or not outputs.isdisjoint(op.results):
         return False
     shown, ranked = _shown(graph), ranked_values(graph)
@@ -228,7 +243,7 @@ def _shrinks_late(graph: Graph, op: Op, outputs: Set[int], sizes: Sequence[int])
 
 @memoized
 def _fused_with_readers(graph: Graph) -> tuple[bool, ...]:
-    """Of each op whether the kernels that it runs in go on with its readers."""
+    """Return for each op whether the kernel that computes it may continue with its readers."""
     fusible = _fusible(graph)
     return tuple([fusible[op.id] and not _ends_group(graph, op) for op in graph.ops])
 
@@ -248,9 +263,10 @@ def _is_fusible(graph: Graph, op: Op) -> bool:
 
 
 def _ends_group(graph: Graph, op: Op) -> bool:
-    """True for reductions whose result a kernel knows only after it has read everything."""
+    """Return True for reductions whose result is known only after the kernel has read everything."""
     if not op.primitive.startswith(("reduce_", "arg")) or op.primitive == "reduce_precision":
         return False
+    # Dims of size 1 do not separate the reduced dims from the end of a row.
     shape = graph.values[op.operands[0]].shape
     dims = [dim for dim, size in enumerate(shape) if size > 1]
     given = {int(axis) for axis in op.params.get("axes", op.params.get("dimensions", ()))}
@@ -261,7 +277,7 @@ def _ends_group(graph: Graph, op: Op) -> bool:
 
 
 def _runs(graph: Graph, op: Op, free: frozenset[int], outputs: Set[int]) -> bool:
-    """True for ops on arrays that are worth a kernel."""
+    """Return True for ops that run a kernel: no folded ones, nor those on scalars and free values alone."""
     if is_folded(graph, op) and not _leaves(graph, op, outputs):
         return False
     ranked = ranked_values(graph)
@@ -269,14 +285,14 @@ def _runs(graph: Graph, op: Op, free: frozenset[int], outputs: Set[int]) -> bool
 
 
 def _read(graph: Graph, op: Op, number: int) -> OperandSlot:
-    """An operand, as large as what it shows."""
+    """Return the slot of an operand, counted with the bytes of the array behind folded ops."""
     shown, source = graph.values[op.operands[number]], graph.values[_shown(graph)[op.operands[number]]]
     return OperandSlot(False, number, min(1.0, source.bytes / max(1, shown.bytes)))
 
 
 @memoized
 def _shown(graph: Graph) -> tuple[int, ...]:
-    """For each value the one that it shows in another form: a chain of folded ops with one operand lies between."""
+    """Return for each value the one from which it comes by a chain of folded ops with one operand."""
     shown = list(range(len(graph.values)))
     for op in graph.ops:
         if len(op.operands) == 1 and is_folded(graph, op):
@@ -286,8 +302,10 @@ def _shown(graph: Graph) -> tuple[int, ...]:
 
 
 def _read_by(graph: Graph, groups: Sequence[int]) -> list[int | None]:
-    """For each value the group that reads it, through folded ops too: None where none does, `_SEVERAL` where others
-    do as well, among which the caller counts."""
+    """Return for each value the group that reads it, also through folded ops; None if none does.
+
+    It is `_SEVERAL` for values that several groups read, and for outputs of the graph.
+    """
     found: list[int | None] = [None] * len(graph.values)
     for v in graph.outputs:
         found[v] = _SEVERAL
@@ -305,7 +323,7 @@ _SEVERAL = -1
 
 
 def _leaves(graph: Graph, op: Op, outputs: Set[int]) -> bool:
-    """True for a folded op that makes an output of the graph out of nothing larger: a broadcast that is returned."""
+    """Return True for a folded op that has to write after all: a broadcast that is an output of the graph."""
     if op.primitive != "broadcast_in_dim" or not any(r in outputs for r in op.results):
         return False
     (source,) = op.operands
@@ -313,7 +331,7 @@ def _leaves(graph: Graph, op: Op, outputs: Set[int]) -> bool:
 
 
 def _indexed(graph: Graph, op: Op) -> Access:
-    """Rows that are looked up are read and written; rows that are updated are read, combined and written."""
+    """Return the traffic of look-ups, which read and write rows, and of updates, which read, combine and write rows."""
     if op.primitive.startswith("scatter"):
         update = OperandSlot(False, 2)
         return Access(reads=(update, update, OperandSlot(False, 1)), writes=(update,), num_kernels=1)
@@ -328,13 +346,15 @@ def _indexed(graph: Graph, op: Op) -> Access:
 
 @memoized
 def on_chip(graph: Graph) -> OnChip:
-    """The values that fused attention kernels keep out of memory, and the products that they skip half of."""
+    """Return the effect of fused attention kernels on a graph."""
     scores = {op.results[0] for op in graph.ops if _makes_scores(graph, op)}
     region = set(scores)
     for op in graph.ops:
         if is_fusible(graph, op) and any(v in region for v in op.operands):
             region.update(op.results)
     large = {v for v in region if any(graph.values[v].num_elements >= graph.values[s].num_elements for s in scores)}
+    # A value that is needed outside of the kernel is written; then the values that it is computed from may no longer
+    # stay on chip either.
     while escaping := {v for v in large if not _stays(graph, v, large)}:
         large -= escaping
     masked = _masked_by_pairs(graph, large)
@@ -346,7 +366,7 @@ def on_chip(graph: Graph) -> OnChip:
 
 
 def _masked_by_pairs(graph: Graph, large: set[int]) -> set[int]:
-    """The values of those kernels in which a mask over pairs of positions hides half of the scores."""
+    """Return the values of the kernels in which a mask over pairs of positions hides half of the scores."""
     import networkx as nx
 
     kernels: nx.Graph[int] = nx.Graph()
@@ -367,7 +387,7 @@ def _is_product(graph: Graph, op: Op) -> bool:
 
 
 def _makes_scores(graph: Graph, op: Op) -> bool:
-    """A batched product whose result is larger than what it reads, and of which products or rows make small things."""
+    """Return True for a batched product whose result is larger than its operands together, as attention scores are."""
     if not _is_product(graph, op) or graph.values[op.results[0]].rank < 3:
         return False
     rule = rule_of_op(graph, op.id)
@@ -378,7 +398,7 @@ def _makes_scores(graph: Graph, op: Op) -> bool:
 
 
 def _stays(graph: Graph, value: int, large: set[int]) -> bool:
-    """True when all readers of a value run in the kernel: they keep theirs there, reduce it, or multiply it away."""
+    """Return True if all readers of a value run in the kernel: they stay on chip, reduce it, or multiply it."""
     if value in graph.outputs:
         return False
     size = graph.values[value].num_elements
@@ -391,6 +411,6 @@ def _stays(graph: Graph, value: int, large: set[int]) -> bool:
 
 
 def _is_pair_mask(graph: Graph, value: int) -> bool:
-    """True for a mask over pairs of positions that all samples share."""
+    """Return True for a mask over pairs of positions that all samples share."""
     shape = graph.values[_shown(graph)[value]].shape
     return sum(n > 1 for n in shape) == 2 and graph.values[_shown(graph)[value]].num_elements > 1 << 10

@@ -1,13 +1,13 @@
-"""Gather, scatter, dynamic slices.
+"""Factor rules of gather, scatter and dynamic slices.
 
     gather     ([v,d], [b,t,x]) -> ([b,t,d])                    reduction={v}: each device looks up the rows it holds
     scatter    ([v,d], [b,t,x], [b,t,d]) -> ([v,d])             v passes: each device updates the rows that it holds;
                b,t are a reduction for add, sub, mul, min and max, whole for a plain scatter
-    dynamic_slice          dims taken whole pass, the others are whole
+    dynamic_slice          dims of full size pass, the others are whole
     dynamic_update_slice   ([i,j], [i,u]) -> ([i,j])            i and j pass on operand and result; u is whole
 
-Window dims that are taken whole pass, those taken in part must be whole; explicit batching dims (from vmap) pass; the
-dim of the index vectors (the last of the indices) must be whole.
+Window dims of full size pass, others must be whole; explicit batching dims (from vmap) pass; the dim of the index
+vectors (the last dim of the indices) must be whole.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from alpa_lite.rules.elementwise import ints, is_key, linear_groups
 from alpa_lite.rules.registry import Dims, FactorKind, OpView, Rule, RuleBuilder, opaque_rule, register_rule
 
-#: What happens to indices out of bounds; lowering keeps each of these for split dims.
+#: Modes for indices out of bounds; lowering preserves each of them for split dims.
 _MODES = ("CLIP", "FILL_OR_DROP", "PROMISE_IN_BOUNDS")
 _SCATTERS = {
     "scatter-add": "sum",
@@ -33,7 +33,14 @@ _SCATTERS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Roles:
-    """Which dims of operand, indices and window do what; gather and scatter differ in the names only."""
+    """The roles of the dims of operand, indices and window; gather and scatter differ only in the names.
+
+    window             dims of the result (or the updates) that come from the operand
+    hidden             dims of the operand without a window dim
+    addressed          dims of the operand at which index vectors point
+    operand_batching   batching dims of the operand
+    indices_batching   the same of the indices, in the same order
+    """
 
     window: tuple[int, ...]
     hidden: frozenset[int]
@@ -44,7 +51,7 @@ class _Roles:
     def indices_dims(
         self, b: RuleBuilder, shape: tuple[int, ...], operand: Sequence[tuple[int, ...]], kind: FactorKind
     ) -> Dims:
-        """Dims of the indices: explicit batching dims are the operand's, other batch dims of `kind`."""
+        """Return the dims of the indices: batching dims have the operand's factors, other batch dims are of `kind`."""
         batching = {d: operand[o] for d, o in zip(self.indices_batching, self.operand_batching, strict=True)}
         batch = tuple(batching[d] if d in batching else (b.factor(n, kind),) for d, n in enumerate(shape[:-1]))
         return (*batch, (b.factor(shape[-1], FactorKind.REPLICATED),))
@@ -66,7 +73,7 @@ def _roles(view: OpView) -> _Roles:
 
 @register_rule("gather")
 def gather(view: OpView) -> Rule:
-    """Looking up rows by index; a split looked-up dim is a masked look-up, summed over devices."""
+    """Return the rule of looking up rows by index: if the searched dim is split, masked look-ups are summed."""
     if view.params["mode"] not in _MODES:
         return opaque_rule(view)
     operand, indices = view.operands
@@ -78,7 +85,7 @@ def gather(view: OpView) -> Rule:
     result_dims: dict[int, tuple[int, ...]] = {}
     for d, (n, size) in enumerate(zip(operand.shape, ints(view.params["slice_sizes"]), strict=True)):
         passes = d in roles.operand_batching or (size == n and d not in roles.hidden)
-        # One element at an index can be found by whoever holds it; longer slices may straddle a border.
+        # A single element lies in one block, whose device finds it; longer slices may straddle two blocks.
         found = size == 1 and d in roles.addressed and not passes
         kind = FactorKind.PASS if passes else searched if found else FactorKind.REPLICATED
         operand_dims.append((b.factor(n, kind),))
@@ -98,9 +105,10 @@ def gather(view: OpView) -> Rule:
 
 
 def _fill_adds_up(view: OpView) -> bool:
-    """True unless indices out of bounds may give a number that a sum over devices would multiply."""
+    """Return True unless indices out of bounds give a number that a sum over partial sums would multiply."""
     if view.params["mode"] != "FILL_OR_DROP":
         return True
+    # NaN stays NaN in a sum, and 0 stays 0. JAX's default is NaN for floats, and an extreme number for integers.
     fill = view.params.get("fill_value")
     if fill is None:
         return view.results[0].is_float
@@ -109,7 +117,7 @@ def _fill_adds_up(view: OpView) -> bool:
 
 @register_rule("scatter", *_SCATTERS)
 def scatter(view: OpView) -> Rule:
-    """Updating rows by index: operand, indices, updates."""
+    """Return the rule of updating rows by index; the operands are array, indices and updates."""
     if view.params["mode"] not in _MODES:
         return opaque_rule(view)
     operand, indices, updates = view.operands[:3]
@@ -125,14 +133,14 @@ def scatter(view: OpView) -> Rule:
         if place is not None:
             own = operand_dims[d] if passes else (b.factor(updates.shape[place], FactorKind.REPLICATED),)
             update_dims[place] = own
-    # Truth values have no sum, but a least and a largest.
+    # Booleans cannot be summed over devices, but have a minimum and a maximum.
     adds = view.primitive in _SCATTERS and (operand.dtype != "bool" or _SCATTERS[view.primitive] in ("min", "max"))
     batch_kind = FactorKind.REDUCTION if adds else FactorKind.REPLICATED
     indices_dims = roles.indices_dims(b, indices.shape, operand_dims, batch_kind)
     batch = iter(indices_dims[:-1])
     all_updates = tuple(update_dims[d] if d in update_dims else next(batch) for d in range(updates.rank))
     dims = tuple(operand_dims)
-    # A plain scatter with a function applies it to what it finds.
+    # A plain scatter may carry a function that combines old and new elements, which need not be linear.
     sets = view.primitive == "scatter" and view.params.get("update_jaxpr", view) is None
     adds_up = sets or view.primitive in ("scatter-add", "scatter-sub")
     linear = linear_groups(view, (0, 2)) if adds_up else ()
@@ -148,7 +156,7 @@ def scatter(view: OpView) -> Rule:
 
 @register_rule("dynamic_slice")
 def dynamic_slice(view: OpView) -> Rule:
-    """Dims taken whole pass; the others must be whole, since the start is known at run time only."""
+    """Return a rule in which dims of full size pass; others are whole, since the start is known only at run time."""
     b = RuleBuilder()
     operand, result = view.operands[0], view.results[0]
     operand_dims: list[tuple[int, ...]] = []
@@ -163,7 +171,10 @@ def dynamic_slice(view: OpView) -> Rule:
 
 @register_rule("dynamic_update_slice")
 def dynamic_update_slice(view: OpView) -> Rule:
-    """All dims of the operand pass: each device overwrites what lies in its block; a partial update must be whole."""
+    """Return a rule in which the dims of the operand pass; a dim of the update that is shorter must be whole.
+
+    Each device overwrites the part of the update that lies in its block.
+    """
     b = RuleBuilder()
     operand, update = view.operands[:2]
     dims = b.factors(operand.shape)

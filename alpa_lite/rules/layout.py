@@ -70,7 +70,7 @@ def expand_dims(view: OpView) -> Rule:
 
 @register_rule("reshape")
 def reshape(view: OpView) -> Rule:
-    """Factors by greatest common divisors; a factor may be split when it is major in every dim that holds it."""
+    """Return a rule with factors by greatest common divisors; those that are major in all their dims may be split."""
     b = RuleBuilder()
     operand, result = view.operands[0], view.results[0]
     order = ints(view.params.get("dimensions") or range(operand.rank))
@@ -88,7 +88,7 @@ def reshape(view: OpView) -> Rule:
 
 
 def common_factors(b: RuleBuilder, left: tuple[int, ...], right: tuple[int, ...]) -> tuple[Dims, Dims]:
-    """Factors of two shapes of equal product, major first; what only one side has is REPLICATED."""
+    """Return the factors of two shapes of equal product, major first; factors of only one side are REPLICATED."""
     factors: tuple[list[list[int]], list[list[int]]] = ([[] for _ in left], [[] for _ in right])
     if 0 in left:
         return b.factors(left, FactorKind.REPLICATED), b.factors(right, FactorKind.REPLICATED)
@@ -121,7 +121,7 @@ def _skip_to_agreement(
     places: tuple[int, int],
     remainders: tuple[int, int],
 ) -> tuple[int, int]:
-    """Give both sides their own factors until their products agree; returns the last dim used on each side."""
+    """Give both sides factors of their own until their products agree, and return the last dim used on each side."""
     place, product = list(places), list(remainders)
     for side in (0, 1):
         factors[side][place[side]].append(b.factor(remainders[side], FactorKind.REPLICATED))
@@ -135,7 +135,7 @@ def _skip_to_agreement(
 
 
 def _partly(view: OpView, touched: Callable[[int], bool], linear: Sequence[tuple[int, ...]]) -> Rule:
-    """One operand of the result's rank: untouched dims pass, touched ones move data and keep own factors."""
+    """Return a rule for one operand of the result's rank: `touched` dims move data across blocks, the others pass."""
     b = RuleBuilder()
     operand_dims: list[tuple[int, ...]] = []
     result_dims: list[tuple[int, ...]] = []
@@ -153,14 +153,14 @@ def _partly(view: OpView, touched: Callable[[int], bool], linear: Sequence[tuple
 
 @register_rule("slice")
 def slice_(view: OpView) -> Rule:
-    """A dim that is taken whole passes."""
+    """Return a rule in which dims of full size pass."""
     operand, result = view.operands[0].shape, view.results[0].shape
     return _partly(view, lambda d: operand[d] != result[d], [(0,)])
 
 
 @register_rule("pad")
 def pad(view: OpView) -> Rule:
-    """A dim without padding passes. Linear in the operand alone when the padding is the number 0."""
+    """Return a rule in which dims without padding pass; with the literal 0 as padding it is linear in the operand."""
     config = view.params["padding_config"]
     return _partly(view, lambda d: tuple(config[d]) != (0, 0, 0), [(0, 1)])
 
@@ -213,7 +213,7 @@ def stack(view: OpView) -> Rule:
 
 @register_rule("tile")
 def tile(view: OpView) -> Rule:
-    """The repetition is the major factor of a tiled dim and may be split; the repeated dim itself must be whole."""
+    """Return a rule in which the repetition, the major factor of a tiled dim, may be split; the dim itself is whole."""
     b = RuleBuilder()
     operand = view.operands[0]
     reps = ints(view.params["reps"])

@@ -17,7 +17,7 @@ from alpa_lite.rules.registry import FactorKind, OpView, Rule, RuleBuilder, opaq
 
 #: Integer operations per number drawn: twenty rounds of add, rotate and xor.
 THREEFRY_OPERATIONS = 100.0
-#: Generators that fold a number into each key of a batch by itself; others may look at the first key of the batch.
+#: Generators that fold a number into each key of a batch separately; others may read the first key of the batch only.
 _FOLDED_ONE_BY_ONE = ("key<fry>", "key<rbg>")
 
 
@@ -59,7 +59,7 @@ def random_wrap(view: OpView) -> Rule:
 
 @register_rule("random_seed", "random_clone", "random_fold_in")
 def per_key(view: OpView) -> Rule:
-    """One key from one key and one number."""
+    """Return the element-wise rule of ops that make each key from one key (and one number)."""
     if any(v.shape != view.results[0].shape and v.rank for v in view.operands):
         return opaque_rule(view)
     if view.primitive == "random_fold_in" and view.results[0].dtype not in _FOLDED_ONE_BY_ONE:
@@ -69,13 +69,13 @@ def per_key(view: OpView) -> Rule:
 
 @register_rule("threefry2x32")
 def threefry2x32(view: OpView) -> Rule:
-    """Element-wise in the two words of the key and of the counter."""
+    """Return the rule of the generator, which is element-wise in the words of the key and of the counter."""
     return pointwise(view, flops=THREEFRY_OPERATIONS)
 
 
 @register_rule("random_gamma")
 def random_gamma(view: OpView) -> Rule:
-    """Rejection loops: dims shared by the keys and the shape parameter pass, those drawn from one key are whole."""
+    """Return a rule in which dims shared by keys and shape parameter pass; dims drawn from one key are whole."""
     b = RuleBuilder()
     keys, alpha = view.operands
     key_dims = b.factors(keys.shape, _key_kind(keys))

@@ -243,6 +243,7 @@ class _TaskTimes:
         reader = task.stage + (1 if task.kind is TaskKind.FORWARD else -1)
         if task.kind is not TaskKind.WEIGHT_GRADIENT and 0 <= reader <= len(self.transfer):
             way = (task.stage % self.num_processors, reader % self.num_processors)
+            # The link carries one micro-batch at a time: the transfer begins when the one before has ended.
             started = max(end, self.taken.get(way, 0.0))
             self.taken[way] = self.arrivals[task] = started + self.transfer[min(task.stage, reader)]
 
@@ -273,10 +274,12 @@ def _run(
                 key = ready if serialized else ready + seconds[task.kind][task.stage]
                 heapq.heappush(choices, (key, ready, number))
                 waiting.remove(number)
+        # No head of a list can run, and no other task may run before it.
         if not choices:
             raise PlanError(_deadlock(queues, clock.ends, len(transfer) + 1))
         _, ready, number = heapq.heappop(choices)
         task = queues[number].popleft()
+        # A shared processor is free when the last task of any list has ended.
         start = max(ready, *free) if serialized else ready
         free[number] = end = start + seconds[task.kind][task.stage]
         clock.ended(task, end)

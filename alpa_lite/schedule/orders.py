@@ -225,6 +225,7 @@ class Interleaved1F1B(Schedule):
         groups = [range(b, min(b + p, num_microbatches)) for b in range(0, num_microbatches, p)]
         turns = [(chunk, b) for group in groups for chunk in range(v) for b in group]
         forwards = [Task(stage=c * p + processor, microbatch=b, kind=TaskKind.FORWARD) for c, b in turns]
+        # The last chunk comes first in the backward direction.
         backwards = [Task(stage=(v - c - 1) * p + processor, microbatch=b, kind=TaskKind.BACKWARD) for c, b in turns]
         return _warmed_up(forwards, backwards, self.num_warmup(processor, num_stages, num_microbatches))
 
@@ -249,6 +250,8 @@ class ZeroBubbleH1(Schedule):
     def tasks(self, num_stages: int, num_microbatches: int) -> TaskLists:
         _check_numbers(num_stages, num_microbatches)
         lists: list[tuple[Task, ...]] = []
+        # The order of 1F1B, with each backward pass replaced by its input gradients and the weight gradients of an
+        # earlier micro-batch: what is postponed at the end fills the time in which stages wait.
         for stage, warm in enumerate(OneFOneB().tasks(num_stages, num_microbatches)):
             tasks: list[Task] = []
             for task in warm:
@@ -307,6 +310,7 @@ def _check_numbers(num_stages: int, num_microbatches: int) -> None:
 
 def _warmed_up(forwards: Sequence[Task], backwards: Sequence[Task], warmup: int) -> tuple[Task, ...]:
     """Return `warmup` forwards, then forwards and backwards alternating, then the remaining backwards."""
+    # After `warmup` forwards the n-th backward follows the forward `warmup + n`.
     steady = [task for pair in zip(forwards[warmup:], backwards, strict=False) for task in pair]
     return (*forwards[:warmup], *steady, *backwards[len(forwards) - warmup :])
 

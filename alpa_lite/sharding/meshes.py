@@ -208,6 +208,8 @@ def _parts_of_hosts(num_hosts: int, devices_per_host: int) -> list[int]:
     chain = [devices_per_host]
     while chain[-1] > 1:
         chain.append(max(divisor for divisor in divisors if divisor < chain[-1] and chain[-1] % divisor == 0))
+    # Each ratio is the smallest prime factor of the larger number, so the ratios are the primes of the chain's first
+    # number.
     num_primes = len({larger // smaller for larger, smaller in pairwise(chain)})
     return divisors if devices_per_host <= _TESTED_DEVICES and num_primes <= 2 else chain[:0:-1]
 
@@ -248,6 +250,7 @@ def place_in_groups(
 
     Raises PlanError if they cannot tile the groups.
     """
+    # A stage on the whole cluster spans all groups, so it must be the only stage.
     if [kind.group for kind in kinds] == [None]:
         return place([(kinds[0].num_hosts, kinds[0].devices_per_host)], sum(hosts_of_groups), devices_per_host)
     stray = [kind for kind in kinds if kind.group is None or not 0 <= kind.group < len(hosts_of_groups)]
@@ -295,6 +298,7 @@ def place(kinds: Sequence[tuple[int, int]], num_hosts: int, devices_per_host: in
     for index in whole:
         first[index] = next_host * devices_per_host
         next_host += kinds[index][0]
+    # Any arrangement of the parts will do: a part lies within one host wherever it is.
     room = _pack([kinds[index][1] for index in parts], num_hosts - next_host, devices_per_host)
     if room is None:
         raise PlanError(
@@ -330,6 +334,7 @@ def axis_group(submesh: Submesh, logical_mesh: LogicalMesh, *axes: str, hosts_pe
         devices_per_host=max(widest.values()),
         num_concurrent=max(groups_on_host.values()),
         devices_per_domain=_fullest_domain(submesh, widest, hosts_per_domain) if hosts_per_domain > 1 else None,
+        # Groups along the same axes are translations of one another, so the first stands for all.
         stride=_stride(groups[0], submesh.devices_per_host),
     )
 

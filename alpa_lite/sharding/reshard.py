@@ -188,6 +188,7 @@ class Walks:
     def to(self, target: Spec) -> tuple[Move, ...] | None:
         """Return the moves to a spec, or None if it is not reachable."""
         number = self.graph.number(target)
+        # All reachable specs had numbers when the search ended; a later number belongs to a spec that is not reachable.
         if number != self.source and (number >= self._last.size or self._last[number] < 0):
             return None
         moves, steps = self.graph.moves_from(self.source), list[Move]()
@@ -230,6 +231,7 @@ def _search(
     discovered = 1
     while heap:
         so_far, _, spec = heapq.heappop(heap)
+        # An outdated entry: a cheaper sequence to this spec was pushed later.
         if so_far > best[spec]:
             continue
         order[done] = spec
@@ -258,9 +260,12 @@ def spec_graph(shape: tuple[int, ...], sizes_items: tuple[tuple[str, int], ...])
     recently used are dropped, and rebuilt with new numbers when needed.
     """
     devices = prod(size for _, size in sizes_items)
+    # gcd(0, devices) is `devices`, but an empty dim must not be split.
     return _spec_graph(tuple(gcd(n, devices) if n else 0 for n in shape), sizes_items)
 
 
+# `_spec_graph` keeps the graphs used last alive; this finds those that anything else still refers to, so that two
+# graphs with different numbers never exist for one shape.
 _GRAPHS: WeakValueDictionary[object, SpecGraph] = WeakValueDictionary()
 
 

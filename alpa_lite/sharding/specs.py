@@ -145,6 +145,7 @@ def moves(spec: Spec, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Itera
     for dim, axes in enumerate(spec.dims):
         if not axes:
             continue
+        # Only the minor-most axis: its blocks are adjacent, while a gather along any other axis would interleave them.
         axis, shorter = axes[-1], _with(spec.dims, dim, axes[:-1])
         gathered = Spec(shorter, spec.partial)
         yield Move(kind="all_gather", axes=(axis,), dim=dim, spec=gathered, bytes_factor=local * sizes[axis])
@@ -164,6 +165,7 @@ def moves(spec: Spec, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Itera
 
 def addend(spec: Spec, axis: str) -> Move:
     """Return the move to a partial sum over an unused axis: all devices but the first along it take zeros."""
+    # Sorted, since the order of the axes of a sum means nothing and specs of equal meaning must be equal.
     summed = Spec(spec.dims, tuple(sorted((*spec.partial, axis))))
     return Move(kind="addend", axes=(axis,), spec=summed, bytes_factor=0.0)
 
@@ -175,6 +177,7 @@ def rearrangements(spec: Spec, sizes: Mapping[str, int]) -> Iterator[Move]:
     free = tuple(a for a in sizes if a not in spec.partial)
     blocks = tuple(prod(sizes[a] for a in axes) for axes in spec.dims)
     local = 1.0 / num_shards(spec, sizes)
+    # Pairs in mesh order, as a mapping is no key of a cache.
     for dims in _arranged(blocks, free, tuple(sizes.items())):
         if dims != spec.dims:
             changed = tuple((old, new) for old, new in zip(spec.dims, dims, strict=True) if old != new)
@@ -233,6 +236,7 @@ def _with(dims: tuple[tuple[str, ...], ...], dim: int, axes: tuple[str, ...]) ->
 
 
 def _can_split(block: Sequence[int], size: int) -> list[int]:
+    # An empty dim is a multiple of every size, but splitting it achieves nothing.
     return [dim for dim, n in enumerate(block) if n % size == 0 and n > 0]
 
 

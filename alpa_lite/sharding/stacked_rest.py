@@ -54,6 +54,7 @@ def resting(shape: tuple[int, ...], readers: tuple[int, ...], num_devices: tuple
     ways = (
         found
         for rows in range(1, len(readers) + 1)
+        # Only equal blocks, because all shards of a JAX array have one shape.
         if len(readers) % rows == 0
         for size, dim in _splits(shape, max(num_devices))
         if (found := _placed(readers, num_devices, rows, size, dim)) is not None
@@ -95,6 +96,7 @@ def _placed(
     holders = [-1] * len(blocks)
     # Blocks with a single reader have only one possible holder, so they choose before the blocks with several.
     for block in sorted(range(len(blocks)), key=lambda b: len(blocks[b])):
+        # The stage that reads most rows of the block comes first: then the fewest rows cross between stages.
         able = [reader for reader, _ in blocks[block].most_common() if room[reader] > 0]
         if not able:
             return None

@@ -129,6 +129,7 @@ class PlannedTransfer:
         return ", ".join([f"{sent} in {len(self.pieces)} pieces", *steps])
 
 
+# Each micro-batch sends the same arrays between the same stages.
 @lru_cache(maxsize=4096)
 def plan_transfer(
     shape: tuple[int, ...],
@@ -156,6 +157,7 @@ def plan_transfer(
     for layout in (source, target):
         _check(shape, layout)
     same = (source.submesh, source.mesh) == (target.submesh, target.mesh)
+    # No steps also if the target is a partial sum that no move leads to; this is refused below.
     steps = reshard(source.spec, target.spec, shape, source.mesh.axis_sizes, item_bytes) if same else None
     if steps is not None:
         return PlannedTransfer(
@@ -244,6 +246,7 @@ def _spread(shape: tuple[int, ...], target: Placement) -> tuple[tuple[str, ...],
     sizes = target.mesh.axis_sizes
     block = local_shape(target.spec, shape, sizes)
     axes = [a for a, n in sizes.items() if n > 1 and a not in target.spec.axes]
+    # A scalar has no dim to split, and of an empty block there is nothing to send.
     if not axes or not prod(block) or not block:
         return ((),) * len(shape)
 
@@ -314,6 +317,7 @@ class _BoxSenders:
         if self._are_counterparts(wanted):
             return tuple(Piece(source=i, target=i, box=box) for i, box in enumerate(wanted) if _size(box))
         parts = [(target, box, held) for target, whole in enumerate(wanted) for held, box in self._overlaps(whole)]
+        # Counts elements by device, and by ("host", number) for what leaves a host.
         sent, found = Counter[object](), list[Piece]()
         # Largest first, as in list scheduling: the greedy choice of senders then balances the traffic better.
         for target, box, held in sorted(parts, key=lambda part: -_size(part[1])):
@@ -336,6 +340,7 @@ class _BoxSenders:
         """Return the source blocks that a box intersects, each with the intersection."""
         if not _size(wanted):
             return []
+        # The source blocks form a regular grid, so the ones that a box meets follow from its borders.
         ranges = [
             [(k * n, (k + 1) * n) for k in range(start // n, -(-stop // n))]
             for (start, stop), n in zip(wanted, self.block, strict=True)
@@ -352,6 +357,7 @@ class _BoxSenders:
             device = self.devices[place]
             host = device // self.per_host
             away = host != receiver // self.per_host
+            # Breaks ties: receivers next to each other take different senders.
             distance = (place - target) % len(self.devices)
             return device != receiver, away, sent["host", host] if away else 0, sent[device], distance
 

@@ -67,6 +67,7 @@ def _facts(program: GraphWithEquations, count: int) -> dict[int, Fact]:
     graph = program.graph
     for v, array in zip(graph.inputs[len(graph.inputs) - len(program.constants) :], program.constants, strict=True):
         value = graph.values[v]
+        # All elements lie along one dim.
         counts = value.dtype in WIDE and value.num_elements == max(value.shape, default=0)
         if counts and np.array_equal(np.asarray(array).reshape(-1), np.arange(value.num_elements)):
             found[v] = Own(value.num_elements // count)
@@ -113,6 +114,7 @@ class _OuterProgram:
         value = self.graph.values[v]
         if dim == ODD or self.program.small.values[v].shape[dim] % runs:
             return mixed(Refusal("", "", (value.shape,), f"{value.name} of {list(value.shape)} is not cut evenly"))
+        # With several runs, the rows of a micro-batch are not numbered consecutively.
         return samples(dim, runs, self.facts.get(v) if runs == 1 else None)
 
     def proof(self) -> Proof:
@@ -156,6 +158,7 @@ class _OuterProgram:
             self.marks[op.id] = marks
         for r, relation in zip(op.results, results, strict=True):
             self.table[r] = self._rescued(r, relation) if data and relation.kind is RelationKind.MIXED else relation
+            # A reduction over the batch begins here; otherwise the value follows from those of the operands.
             if relation.is_reduced and not any(s.is_reduced for s in relations):
                 self.origins[r] = frozenset((r,))
             elif relation.is_reduced or relation.kind is RelationKind.AFTER:
@@ -207,6 +210,7 @@ class _OuterProgram:
         graph, needed, found = self.graph, set(self.graph.outputs), list[int]()
         found += [v for v in graph.outputs if v in self.hoistable]
         for op in reversed(graph.ops):
+            # A hoisted value becomes an input, so that the ops that make it are needed no more.
             if not any(r in needed and r not in self.hoistable for r in op.results):
                 continue
             needed.update(op.operands)

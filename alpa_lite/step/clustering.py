@@ -168,7 +168,9 @@ def _least_bottleneck(runs: _Runs, num_layers: int) -> float:
     best = np.full(runs.begin.size + 1, np.inf)
     best[0] = 0.0
     for _ in range(num_layers):
+        # Runs are sorted by their last op, so that each segment holds all runs that end with one op.
         best[1:] = np.minimum.reduceat(np.maximum(best[runs.first], runs.bytes), runs.begin)
+        # Only the first layer may follow no ops.
         best[0] = np.inf
     return float(best[-1])
 
@@ -186,6 +188,7 @@ def _cut(runs: _Runs, num_layers: int, bottleneck: float) -> list[int]:
         least = np.minimum.reduceat(total, runs.begin)
         tied = np.where(total <= least[runs.last] * _ROUNDING, squares[runs.first] + square, np.inf)
         evenest = np.minimum.reduceat(tied, runs.begin)
+        # The first run of each segment that attains the minimum, since `reduceat` has no argmin.
         hits = np.flatnonzero(tied == evenest[runs.last])
         chosen.append(runs.first[hits[np.searchsorted(hits, runs.begin)]])
         sums[0] = squares[0] = np.inf

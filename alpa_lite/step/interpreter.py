@@ -94,6 +94,7 @@ def program_at(
 ) -> PairedGraph:
     """Return a graph at both sizes with its batch dims, which are memoized on the full graph."""
     memo: dict[tuple[Graph, int], tuple[tuple[int | None, ...], tuple[bool, ...]]]
+    # On the graph itself, as `program.memo` does: the table lives as long as the graph.
     memo = full.__dict__.setdefault("_batch_dims_at", {})
     if (small, count) not in memo:
         pairs = zip(full.values, small.values, strict=True)
@@ -166,6 +167,7 @@ class Interpreter:
 
     def body(self, program: PairedGraph, inputs: Sequence[Relation]) -> _BodyResult:
         """Return the relations of the outputs of a body, and the marks of its ops, memoized."""
+        # Graphs compare by identity; layers that share a body and have equal inputs are interpreted once.
         key = program.full, program.small, tuple(inputs)
         if key not in self.bodies:
             table = starting(program.full, program.full.inputs, inputs)
@@ -253,6 +255,7 @@ class Interpreter:
                 begins = makes
             refusal = site.refusal("carries a value that combines differently over micro-batches after each trip")
             joined = join(begins, makes, refusal)
+            # MIXED is the top of the lattice: another reason for it must not start another iteration.
             if joined != inside[i] and inside[i].kind is not RelationKind.MIXED:
                 inside[i], changed = joined, True
         return changed

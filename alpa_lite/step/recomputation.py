@@ -41,6 +41,7 @@ def originals(step: StepGraph) -> dict[int, tuple[int, ...]]:
                 before.setdefault(key, []).append(result)
             elif key in before:
                 found[result] = tuple(before[key])
+            # A barrier around an input hands on the input itself.
             elif isinstance(key, tuple) and key[0] == "input":
                 found[result] = (key[1],)
     return found
@@ -97,6 +98,7 @@ def read_originals_across(step: StepGraph, of_op: Sequence[int | None]) -> StepG
             ops.append(op if operands == op.operands else replace(op, operands=operands))
         else:
             ops.append(op)
+    # The same object, so that the tables that are cached on it remain in use.
     if all(a is b for a, b in zip(ops, graph.ops, strict=True)):
         return step
     rewired = Graph(values=graph.values, ops=tuple(ops), inputs=graph.inputs, outputs=graph.outputs)

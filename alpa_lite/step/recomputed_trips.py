@@ -230,6 +230,7 @@ class _LoopRewriter:
         made: dict[int, int] = {}  # operand number of the backward loop → result number of the forward loop
         for i in range(_first_scanned(b), len(b.operands)):
             v = b.operands[i]
+            # A residual that anything else reads has to be stacked in any case.
             if v in f.results[num_carry:] and graph.consumers[v] == (b.id,) and v not in outputs:
                 made[i] = f.results.index(v)
         again = self._is_made_again(body, policy)
@@ -237,6 +238,8 @@ class _LoopRewriter:
         ended = frozenset(made[i] for i in dropped)
         frontier = self._frontier(body, list(dropped.values()), policy)
         inputs = {v: n for n, v in enumerate(body.inputs)}
+        # The backward loop can read the constants and scanned arrays of the forward loop as they are. A carry changes
+        # with every trip and has to be stacked.
         carries = range(int(f.params["num_consts"]), _first_scanned(f))
         read = tuple(sorted(inputs[v] for v in frontier if v in inputs and inputs[v] not in carries))
         there = {body.outputs[r]: r for r in range(num_carry, len(f.results)) if r not in ended}
@@ -299,6 +302,7 @@ class _LoopRewriter:
         consts = [operand_of[v] for v, i in feed.consts.items() if i is None]
         slices = [operand_of[v] for v, i in feed.slices.items() if i is None]
         rest = [v for i, v in enumerate(b.operands) if i >= of_b and i not in trade.dropped]
+        # A scan takes its constants first, then what it carries, then the arrays that it reads row by row.
         operands = (*b.operands[:of_b], *consts, *rest, *slices)
         params = {**b.params, "num_consts": of_b + len(consts)}
         self.ops[b.id] = replace(b, operands=operands, params=params, bodies=(body,))
@@ -337,6 +341,7 @@ class _LoopRewriter:
             for number in sorted(closure(source, wanted, missing)):
                 op = source.ops[number]
                 for v in op.operands:
+                    # Literals of the forward body are not values of the backward body, which gets copies of them.
                     if source.values[v].literal is not None and v not in place:
                         place[v] = copier.new_value(source, v)
                 operands = [place[v] for v in op.operands]

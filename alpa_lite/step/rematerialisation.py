@@ -113,6 +113,7 @@ class _StepWriter:
             layer = self.layer_of[op.id] if self.step.phases[op.id] is Phase.FORWARD else None
             if layer is not None and keeps_results(self.remat[layer], graph, op, self.step.batch_dims):
                 self.stored |= set(op.results)
+        # From the last layer on: what its copies receive is stored by lower layers, before those decide what they copy.
         for layer in sorted(reads, reverse=True):
             copied = self._closure(layer, reads[layer])
             self.stored |= {v for o in copied for v in graph.ops[o].operands if self._home(v) not in (None, layer)}
@@ -166,6 +167,7 @@ class _StepWriter:
             return self.again[value]
         if not self._is_received(value):
             return value
+        # One barrier per layer, however many of its copies read the value.
         if (layer, value) not in self.held:
             self.held[layer, value] = self.copier.barrier(value, source)
             self._note(layer, Phase.BACKWARD)

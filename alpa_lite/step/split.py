@@ -86,6 +86,7 @@ def _merged(at_full: _Body, at_small: _Body, marks: BodyMarks, memo: dict[object
         op, mark = one[0], marked.get(one[0].id)
         if op.bodies and mark is not None:
             made = _with_bodies(one, other, mark, memo)
+        # An op with bodies and without marks does not run in micro-batches (`Marks.looked_into`).
         elif op.bodies or not _touches(full, small, op):
             made = one
         else:
@@ -168,6 +169,7 @@ class TracedStep:
         """Return all inputs of the graph, from the flat arguments of a call."""
         given = [*arguments, *self.constants]
         further = self.precomputed(given) if self.precomputed is not None else ()
+        # After the precomputed part, which reads the batch in its original order.
         for leaf, (dim, count) in self.runs.items():
             given[leaf] = by_micro_batch(given[leaf], dim, count, self.step.num_microbatches)
         return [*given, *further]
@@ -267,6 +269,7 @@ def at_two_sizes(
             return from_larger(traced, loop_parts, size)
         except TraceError:
             raise error from None  # the first error names the op that differs
+    # JAX writes other ops for a single sample, so that such a program is no basis for an extrapolation.
     if size > 1:
         seen |= {batch: full, size: other}
     return full, other
@@ -427,6 +430,7 @@ def _exact(
     while True:
         graph, parts = full.program.graph, full.input_parts
         cut = {v: runs[part.leaf] for v, part in zip(graph.inputs, parts, strict=True) if part.leaf in runs}
+        # Values are hoisted once: without inputs of data, the next proof hoists nothing and ends the loop.
         data = inputs_of_data(graph, parts, traced.batch_leaves) if precomputed is None else frozenset[int]()
         found = prove(full.program, other.program, num_microbatches, of_data=data, runs=cut)
         if not found.hoisted or found.refusals:
@@ -516,6 +520,7 @@ def _cut(
     averaged = num_microbatches > 1
     if averaged:
         _refuse_effects(full, other)
+    # An averaged micro-batch runs the step of its own size, with its literals; a single one is the full batch.
     chosen = other.program if averaged else bodies_apart(full.program, other.program)
     step = _step(
         traced,

@@ -191,7 +191,10 @@ def same_parameters(site: Site) -> bool:
         return True
     first, second = (e.params for e in site.equations)
     return first is second or all(
-        _alike(x, second.get(name)) for name, x in first.items() if name not in one and name not in implied
+        # Parameters with a plain form were compared above.
+        _alike(x, second.get(name))
+        for name, x in first.items()
+        if name not in one and name not in implied
     )
 
 
@@ -250,6 +253,7 @@ def through_factor(site: Site) -> Transferred:
     except _NotWhole:
         return site.refused(MIXES)
     kind = rule.kinds[factor]
+    # A halo reads neighbouring samples, which may be in another micro-batch.
     if kind is FactorKind.PASS and not rule.has_halo(factor):
         return _passed(site, rule, factor, runs)
     combined = _COMBINED_BY.get(rule.reduction) if _orders(site) else None
@@ -358,6 +362,7 @@ def of_reduced(site: Site) -> Transferred:
     return site.refused(f"is not known to preserve {what} over the batch")
 
 
+# A minimum of maxima is not the maximum of the minima, so these do not preserve MAX, nor the others MIN.
 _LEAST = frozenset(("min", "reduce_min", "and", "reduce_and"))
 _LARGEST = frozenset(("max", "reduce_max", "or", "reduce_or"))
 
@@ -391,6 +396,7 @@ def of_running(site: Site) -> Transferred:
         if (
             primitive in _TERMS
             and _orders(site)
+            # A total that is subtracted from something changes its sign with every sample.
             and (primitive != "sub" or site.operands[0].kind is RelationKind.RUNNING)
         ):
             total = (running[0].total[0], _TERMS[primitive])

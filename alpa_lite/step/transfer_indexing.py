@@ -56,6 +56,8 @@ def _picks_own_rows(site: Site, columns: Sequence[int]) -> bool:
     if indices.kind is not RelationKind.SAMPLES or len(columns) != 1 or not isinstance(fact, Own):
         return False
     held = (0,) if fact.columns is None and site.value(1).shape[-1] == 1 else fact.columns or ()
+    # With several runs, the rows of a micro-batch are not consecutive in the full batch, and no shift gives their
+    # place.
     own_rows = fact.rows == site.small_value(0).shape[operand.dim] and operand.blocks in (1, None)
     return own_rows and columns[0] in held
 
@@ -67,6 +69,7 @@ def gather(site: Site) -> Transferred:
     if any(not (r.is_same or r.kind is RelationKind.SAMPLES) for r in site.operands):
         return site.refused(AGAIN)
     sizes = [ints(params["slice_sizes"]) for params in (site.op.params, site.other.params)]
+    # A window that spans all samples follows the batch size along this dim, and along no other.
     whole = operand.dim if operand.kind is RelationKind.SAMPLES else -1
     if any(n != m for d, (n, m) in enumerate(zip(*sizes, strict=True)) if d != whole):
         return site.refused("takes a part that follows the batch size")
@@ -74,6 +77,7 @@ def gather(site: Site) -> Transferred:
         return through_factor(site)
     columns = _index_columns(site, operand.dim, "start_index_map")
     rule = rule_of_op(site.full, site.op.id)
+    # No index addresses the batch dim: each sample looks up in its own row.
     if all(rule.kinds[f] is FactorKind.PASS for f in rule.operands[0][operand.dim]):
         return through_factor(site)
     if sizes[0][operand.dim] != 1 or not _picks_own_rows(site, columns):
@@ -126,6 +130,7 @@ def _into_one(site: Site) -> Transferred:
     operand, combined = site.operands[0], _ADDING.get(site.op.primitive)
     if combined is None:
         return site.refused("lets one sample overwrite what another wrote")
+    # An array that holds a part of the same sum (or extreme) may be added to like any other.
     held = operand._replace(kind=RelationKind.INVARIANT) if operand.kind is combined.kind else operand
     if not held.is_same:
         return site.refused(AGAIN)

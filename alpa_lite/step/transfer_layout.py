@@ -285,6 +285,7 @@ def _padded(site: Site, source: Relation, dim: int) -> Transferred:
     count, length = site.runs(0)
     if (low, high, interior) == (0, 0, 0):
         return one(samples(dim, count))
+    # Each row has `interior` rows of padding of its own, so that all samples are alike.
     if interior and low + high == interior and tuple(small) == (low, high, interior):
         return one(samples(dim, count))
     in_proportion = all(n == m * site.count for n, m in zip((low, high), small[:2], strict=True))
@@ -299,6 +300,7 @@ def tile(site: Site) -> Transferred:
     """Return SAMPLES with more runs for repeated samples; an INVARIANT operand repeated per sample is uniform."""
     source, dim = site.operands[0], site.batch_dim()
     reps, small = (params["reps"] for params in (site.op.params, site.other.params))
+    # Repetitions along any other dim must not depend on the batch size.
     if dim is None or dim == ODD or any(n != m for d, (n, m) in enumerate(zip(reps, small, strict=True)) if d != dim):
         return site.refused("repeats what follows the batch size")
     if source.is_same:

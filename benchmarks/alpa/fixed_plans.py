@@ -215,7 +215,7 @@ def megatron(data: int, model: int, pipeline: int) -> Hybrid:
     return Hybrid(
         pipeline=pipeline,
         data=data,
-        model=model,
+        tensor=model,
         sequence_parallel=False,
         equal="loops" if pipeline > 1 else "flops",
     )

@@ -23,8 +23,7 @@ from alpa_lite.errors import InfeasibleError, PlanError
 from alpa_lite.inter_op.assembly import assemble, inflows_between
 from alpa_lite.inter_op.joint.what_would_fit import show_bytes
 from alpa_lite.inter_op.plan_request import PlanRequest
-from alpa_lite.inter_op.space import PlacedStage
-from alpa_lite.inter_op.stage_costs import StageCosts
+from alpa_lite.inter_op.stage_costs import PlacedStage, StageCosts, StagePlace
 from alpa_lite.intra_op.strategies import AxisRole, BatchSplit, Restriction
 from alpa_lite.plan.plan import Plan
 from alpa_lite.planners.planner import Planner
@@ -169,7 +168,7 @@ class GivenStages(Planner):
             stage, submesh = self.stages[number], submeshes[number]
             mesh, first = stage.mesh(force_batch=self.force_batch), last - stage.layers + 1
             held = peak_in_flight(tasks[number])
-            solution = costs.solution(first, last, submesh, mesh, in_flight=held)
+            solution = costs.solution(StagePlace(first, last, submesh, mesh), in_flight=held)
             if solution.choice is None:
                 raise InfeasibleError(
                     f"{self.name} does not fit: stage {number} with {held} micro-batch"

@@ -49,7 +49,7 @@ def degrees(case: Case) -> Iterator[Degrees]:
             yield Degrees(case=case, planner=deepspeed(devices, experts), data=devices)
         return
     memory = case.cluster.device.memory_bytes
-    for pipeline, data, tensor in factorisations(devices, max_model=case.cluster.devices_per_host):
+    for pipeline, data, tensor in factorisations(devices, max_tensor=case.cluster.devices_per_host):
         fits = _BYTES_PER_WEIGHT * case.parameters / (pipeline * tensor) <= memory
         if model.num_layers % pipeline == 0 and case.cluster.devices_per_host % tensor == 0 and fits:
             yield Degrees(case=in_loops(case, pipeline), planner=megatron(data, tensor, pipeline), data=data)

@@ -120,7 +120,7 @@ def planner_of(run: Run) -> Hybrid:
     """Return the planner that makes the plan of a run."""
     return Hybrid(
         data=run.data,
-        model=run.model,
+        tensor=run.model,
         # What stage 2 adds to stage 1, gradients that are scattered at once, follows from the costs.
         zero={"auto": 1, "data": 0, "zero-2": 1, "zero-3": 3}[run.sharding],
         # The search was free to split anything on the first axis; for GPT it had to split the batch.

@@ -89,7 +89,7 @@ class Predictor:
         planner = Hybrid(
             pipeline=row.pipeline,
             data=None if devices else row.data,
-            model=row.model,
+            tensor=row.model,
             context=row.context,
             expert=expert_devices(row),
             zero=sharding.stage,

@@ -17,8 +17,8 @@ PLANNERS = (
     FSDP(),
     Megatron(),
     Megatron(tensor=2),
-    Pipeline(num_stages=4),
-    Hybrid(pipeline=2, data=2, model=2),
+    Pipeline(pipeline=4),
+    Hybrid(pipeline=2, data=2, tensor=2),
 )
 
 

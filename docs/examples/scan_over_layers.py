@@ -40,7 +40,7 @@ def main():
     }
     batch = {name: shape((BATCH, WIDTH), jnp.float32) for name in "xy"}
     cluster = al.cluster("p3.16xlarge", num_hosts=2)
-    pipeline = al.plan(train_step, params, batch, cluster=cluster, planner=al.planners.Pipeline(num_stages=4))
+    pipeline = al.plan(train_step, params, batch, cluster=cluster, planner=al.planners.Pipeline(pipeline=4))
     found = al.plan(train_step, params, batch, cluster=cluster)
     print(pipeline)
     print(pipeline.diff(found))

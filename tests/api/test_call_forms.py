@@ -26,7 +26,7 @@ Y = RNG.normal(size=(16, 1)).astype(np.float32)
 PLANNERS = {
     "data": (al.planners.DataParallel(), 1),
     "FSDP": (al.planners.FSDP(), 1),
-    "pipeline": (al.planners.Pipeline(num_stages=2), 2),
+    "pipeline": (al.planners.Pipeline(pipeline=2), 2),
 }
 
 

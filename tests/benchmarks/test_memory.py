@@ -13,7 +13,7 @@ from alpa_lite.planners import DataParallel, Hybrid
 from benchmarks import memory
 from benchmarks.published import peaks
 
-PLANS = {"data parallel": (DataParallel(), 1), "pp2 × dp2 × tp2": (Hybrid(pipeline=2, data=2, model=2), 4)}
+PLANS = {"data parallel": (DataParallel(), 1), "pp2 × dp2 × tp2": (Hybrid(pipeline=2, data=2, tensor=2), 4)}
 
 
 @pytest.fixture(scope="module")

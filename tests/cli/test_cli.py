@@ -96,7 +96,7 @@ def plans(folder):
     paths = []
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        for name, *options in (["data_parallel"], ["pipeline", "--option", "num_stages=2"]):
+        for name, *options in (["data_parallel"], ["pipeline", "--option", "pipeline=2"]):
             paths.append(str(folder / f"{name}.json"))
             arguments = ["--planner", name, *options, "--cluster", "p3.16xlarge", "--output", paths[-1]]
             assert cli.main(["plan", "users_model:example", *arguments]) == 0
@@ -296,7 +296,7 @@ def test_launch_runs_a_program_in_processes(at_work, capsys):
                 "--planner",
                 "pipeline",
                 "--option",
-                "num_stages=0",
+                "pipeline=0",
             ],
             "at least 1",
         ),

@@ -48,7 +48,7 @@ def main(megabytes: int) -> None:
 
     cluster = dataclasses.replace(eager_cluster(), num_hosts=jax.process_count(), devices_per_host=1)
     shapes, x = jax.eval_shape(init, jax.random.key(0)), np.zeros((jax.device_count(), WIDTH), np.float32)
-    for planner in (al.planners.FSDP(), al.planners.Pipeline(num_stages=jax.process_count())):
+    for planner in (al.planners.FSDP(), al.planners.Pipeline(pipeline=jax.process_count())):
         compiled = al.parallelize(step, cluster=cluster, planner=planner, num_microbatches=1).compiled(shapes, x)
         before = peak()
         state = jax.block_until_ready(al.init_sharded(init, jax.random.key(0), like=compiled))

@@ -91,7 +91,7 @@ def steps(number: int) -> None:
 
     count = jax.process_count()
     cluster = dataclasses.replace(al.cluster("p3.16xlarge"), num_hosts=count, devices_per_host=jax.local_device_count())
-    planner = al.planners.Pipeline(num_stages=2) if count > 1 else al.planners.DataParallel()
+    planner = al.planners.Pipeline(pipeline=2) if count > 1 else al.planners.DataParallel()
     run = al.parallelize(train_step, cluster=cluster, planner=planner, donate_argnums=0, num_microbatches=2)
     w, x = np.ones((64, 64), np.float32), np.ones((32, 64), np.float32)
     w, loss = run(w, x)

@@ -54,7 +54,7 @@ def batch(step: int) -> tuple[Any, Any]:
 def main(folder: Path, num_steps: int, seconds: float) -> None:
     """Train to the end, or until SIGTERM."""
     count = jax.process_count()
-    planner = Pipeline(num_stages=count) if count > 1 else DataParallel()
+    planner = Pipeline(pipeline=count) if count > 1 else DataParallel()
     parallel = al.parallelize(train_step, cluster=_cluster(), planner=planner, num_microbatches=2, donate_argnums=0)
     compiled = parallel.compiled(jax.eval_shape(start), *batch(0))
     with al.Checkpoints(folder / "checkpoints", keep=2) as checkpoints:

@@ -39,7 +39,7 @@ def refused(what, *args, **options):
 """
 
 DIFFERENT = """
-refused(step, w, x, planner=al.planners.Pipeline(num_stages=7), num_microbatches=5, cluster=cluster)
+refused(step, w, x, planner=al.planners.Pipeline(pipeline=7), num_microbatches=5, cluster=cluster)
 refused(step, w, x if me == 0 else x[:8], cluster=cluster)
 refused(step, w, x, cluster=cluster, planner=al.planners.DataParallel() if me != 1 else al.planners.FSDP())
 mine = al.plan(step, w, x, cluster=cluster, planner=al.planners.DataParallel())

@@ -37,11 +37,11 @@ def planner_of(name: str) -> tuple[Planner, int]:
         "fsdp": (FSDP(), 1),
         "megatron": (Megatron(), 1),
         "auto": (Auto(num_layers=2, manual=()), 4),
-        "a stage per process": (Pipeline(num_stages=processes), 4),
-        "two stages": (Pipeline(num_stages=2), 4),
-        "a stage per device": (Pipeline(num_stages=count), 4),
+        "a stage per process": (Pipeline(pipeline=processes), 4),
+        "two stages": (Pipeline(pipeline=2), 4),
+        "a stage per device": (Pipeline(pipeline=count), 4),
         "uneven": (Hybrid(pipeline=3, devices={4: (2, 1, 1), 6: (4, 1, 1), 8: (2, 4, 2)}[count]), 4),
-        "two-dimensional stages": (Hybrid(pipeline=2, data=half // 2, model=2), 4),
+        "two-dimensional stages": (Hybrid(pipeline=2, data=half // 2, tensor=2), 4),
     }[name]
 
 

@@ -36,7 +36,7 @@ def uses() -> Iterator[tuple[str, float, float]]:
     chosen = step(al.planners.Auto(measure_top=2, num_layers=2), 2)
     yield "plans chosen by running them on all processes", float(chosen(weights, x)[1]), losses[0]
 
-    pipeline = step(al.planners.Pipeline(num_stages=2), 4).compiled(weights, x)
+    pipeline = step(al.planners.Pipeline(pipeline=2), 4).compiled(weights, x)
     result, spans = pipeline.timed(weights, x)
     yield "a timed step", float(result[1]), losses[0]
     assert {span.kind for span in spans} >= {"RUN", "SEND", "PLACE"}

@@ -58,12 +58,12 @@ PLANNERS: dict[str, Planner] = {
     "megatron": Megatron(),
     "zero_2": Zero(stage=2),
     "fsdp": FSDP(),
-    "pipeline_2": Pipeline(num_stages=2),
-    "pipeline_4": Pipeline(num_stages=4),
-    "by_operators": Auto(num_stages=4, num_layers=4, layers="operators"),
-    "gpipe_2": Pipeline(num_stages=2, schedule=GPipe()),
+    "pipeline_2": Pipeline(pipeline=2),
+    "pipeline_4": Pipeline(pipeline=4),
+    "by_operators": Auto(pipeline=4, num_layers=4, layers="operators"),
+    "gpipe_2": Pipeline(pipeline=2, schedule=GPipe()),
     "zero_bubble_4": Hybrid(pipeline=4, schedule=ZeroBubbleH1()),
-    "hybrid": Hybrid(pipeline=2, data=2, model=2),
+    "hybrid": Hybrid(pipeline=2, data=2, tensor=2),
 }
 
 Batch = dict[str, jax.Array]

@@ -49,10 +49,10 @@ PLANNERS: dict[str, tuple[p.Planner, int]] = {
     "OneWeirdTrick()": (p.OneWeirdTrick(), 1),
     "ConvolutionParallel(sample=2, height=2, filter=2)": (p.ConvolutionParallel(sample=2, height=2, filter=2), 1),
     "GShard(expert=4)": (p.GShard(expert=4), 1),
-    "Pipeline(schedule=GPipe())": (p.Pipeline(num_stages=2, schedule=GPipe()), 2),
-    "Pipeline(schedule=Interleaved1F1B())": (p.Pipeline(num_stages=2, schedule=Interleaved1F1B(num_chunks=2)), 2),
-    "TorchGPipe()": (p.TorchGPipe(num_stages=2), 2),
-    "DeepSpeed3D(pipeline=2, model=2)": (p.DeepSpeed3D(pipeline=2, model=2), 2),
+    "Pipeline(schedule=GPipe())": (p.Pipeline(pipeline=2, schedule=GPipe()), 2),
+    "Pipeline(schedule=Interleaved1F1B())": (p.Pipeline(pipeline=2, schedule=Interleaved1F1B(num_chunks=2)), 2),
+    "TorchGPipe()": (p.TorchGPipe(pipeline=2), 2),
+    "DeepSpeed3D(pipeline=2, tensor=2)": (p.DeepSpeed3D(pipeline=2, tensor=2), 2),
     "GridSearch()": (p.GridSearch(), 2),
 }
 

@@ -25,7 +25,7 @@ def main(folder: str) -> None:
     step = al.parallelize(
         step_with(scales),
         cluster=eager_cluster(),
-        planner=Pipeline(num_stages=4),
+        planner=Pipeline(pipeline=4),
         num_microbatches=4,
         cache=f"{folder}/plans",
     )

@@ -81,7 +81,7 @@ def with_long_skips(p: Any, x: Any, y: Any) -> Any:
 
 def _planned_and_run(step: Callable[..., Any], arguments: Any, num_stages: int) -> tuple[al.Plan, Any]:
     cluster = replace(eager_cluster(), devices_per_host=4)
-    parallel = al.parallelize(step, cluster=cluster, planner=Auto(num_stages=num_stages), num_microbatches=4)
+    parallel = al.parallelize(step, cluster=cluster, planner=Auto(pipeline=num_stages), num_microbatches=4)
     got = parallel(*arguments)
     return parallel.last_plan, got
 

@@ -75,11 +75,11 @@ def _step(loss: Callable[..., jax.Array]) -> Callable[..., Any]:
 
 PLANS: dict[str, tuple[Planner, int]] = {
     "data parallel": (DataParallel(), 2),
-    "pipeline": (Pipeline(num_stages=4), 8),
+    "pipeline": (Pipeline(pipeline=4), 8),
     "zero bubble": (Hybrid(pipeline=2, schedule=ZeroBubbleH1()), 4),
     "fsdp": (FSDP(), 2),
-    "search": (Auto(num_stages=2, manual=()), 4),
-    "whole": (Hybrid(pipeline=2, model=2), 1),
+    "search": (Auto(pipeline=2, manual=()), 4),
+    "whole": (Hybrid(pipeline=2, tensor=2), 1),
 }
 
 

@@ -19,7 +19,7 @@ PLANNERS = {
     "one task": al.planners.DataParallel(),
     "sharded": al.planners.FSDP(),
     "split": al.planners.Megatron(tensor=8),
-    "stages": al.planners.Pipeline(num_stages=2),
+    "stages": al.planners.Pipeline(pipeline=2),
 }
 NAMES = "abcd"
 everywhere = pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def test_a_weak_and_a_strong_number_are_two_calls(devices: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "planner", [al.planners.DataParallel(), al.planners.Megatron(tensor=2), al.planners.Pipeline(num_stages=2)]
+    "planner", [al.planners.DataParallel(), al.planners.Megatron(tensor=2), al.planners.Pipeline(pipeline=2)]
 )
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 def test_state_with_numbers_of_python_compiles_once(planner: Any, num_microbatches: int, devices: Any) -> None:

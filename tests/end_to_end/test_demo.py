@@ -22,7 +22,7 @@ def shown(devices):
         batch_size=32,
         num_steps=6,
         num_rounds=2,
-        manual=(DataParallel(), Pipeline(num_stages=2)),
+        manual=(DataParallel(), Pipeline(pipeline=2)),
     )
     output = io.StringIO()
     result = demo.run(config, Console(file=output, width=120))

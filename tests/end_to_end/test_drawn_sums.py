@@ -51,7 +51,7 @@ def by_position(w: Any, history: Any, x: Any, key: Any) -> Any:
 
 PLANS: dict[str, tuple[Planner, int]] = {
     "data parallel": (DataParallel(), 4),
-    "pipeline": (Pipeline(num_stages=2), 8),
+    "pipeline": (Pipeline(pipeline=2), 8),
     "search": (Auto(manual=()), 2),
 }
 

@@ -18,7 +18,7 @@ import alpa_lite as al
 PLANNERS = {
     "data": al.planners.DataParallel(),
     "tensor": al.planners.Megatron(tensor=2),
-    "stages": al.planners.Pipeline(num_stages=2),
+    "stages": al.planners.Pipeline(pipeline=2),
 }
 NARROW = ["int4", "uint4", "int2", "uint2", "float4_e2m1fn", "float8_e4m3fn", "float8_e5m2"]
 USUAL = ["bool", "uint8", "int16", "float16", "bfloat16", "complex64"]

@@ -53,10 +53,10 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "noisy": (noisy, (_params(), X, jax.random.key(3))),
 }
 PLANS: dict[str, tuple[Planner, int]] = {
-    "4 stages": (Pipeline(num_stages=4), 8),
-    "2 stages, tensor": (Hybrid(pipeline=2, model=4), 4),
+    "4 stages": (Pipeline(pipeline=4), 8),
+    "2 stages, tensor": (Hybrid(pipeline=2, tensor=4), 4),
     "interleaved": (Hybrid(pipeline=2, schedule=al.schedule.Interleaved1F1B(num_chunks=2)), 4),
-    "search, 2 stages": (Auto(num_stages=2, manual=()), 4),
+    "search, 2 stages": (Auto(pipeline=2, manual=()), 4),
 }
 
 
@@ -76,9 +76,7 @@ def test_micro_batches_through_stages_give_the_same_outputs(call: str, way: str,
 def test_every_task_is_a_forward_and_nothing_is_kept_for_later(devices: Any) -> None:
     fun, args = CALLS["forward"]
     planned = (
-        al.parallelize(fun)
-        .trace(*args)
-        .plan(cluster=eager_cluster(), planner=Pipeline(num_stages=4), num_microbatches=8)
+        al.parallelize(fun).trace(*args).plan(cluster=eager_cluster(), planner=Pipeline(pipeline=4), num_microbatches=8)
     )
     program = planned.lower().program
     assert {task.kind for task in program.tasks} == {"forward"}

@@ -18,7 +18,7 @@ QUICK = {
     "OneWeirdTrick()": "CNN",
     "GShard(expert=4)": "mixture of experts",
     "TorchGPipe()": "transformer, scanned",
-    "DeepSpeed3D(pipeline=2, model=2)": "transformer, scanned",
+    "DeepSpeed3D(pipeline=2, tensor=2)": "transformer, scanned",
 }
 
 #: What the models lack that planners are about.

@@ -18,8 +18,8 @@ WIDTH, BATCH = 8, 32
 
 PLANS: dict[str, tuple[Planner, int]] = {
     "data parallel": (DataParallel(), 4),
-    "pipeline": (Pipeline(num_stages=2), 8),
-    "hybrid": (Hybrid(pipeline=2, data=2, model=2), 4),
+    "pipeline": (Pipeline(pipeline=2), 8),
+    "hybrid": (Hybrid(pipeline=2, data=2, tensor=2), 4),
     "search": (Auto(manual=()), 2),
 }
 
@@ -105,7 +105,7 @@ def test_what_is_a_sum_stays_exact(devices: Any) -> None:
     run = al.parallelize(
         step,
         cluster=eager_cluster(),
-        planner=Pipeline(num_stages=2),
+        planner=Pipeline(pipeline=2),
         num_microbatches=4,
         on_non_additive="mean_of_means",
     )

@@ -47,7 +47,7 @@ def _training(model: Transformer, batch_size: int, key: jax.Array | None) -> tup
 
 
 #: Nothing that splits the batch: heads, positions and layers are what is left to split.
-TWO_STAGES = Hybrid(pipeline=2, data=1, model=2, context=2)
+TWO_STAGES = Hybrid(pipeline=2, data=1, tensor=2, context=2)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_losses_of_labelled_positions_in_micro_batches_of_one_sample(loss: str, 
     assert_same(got, want)
 
 
-CONTEXT = Hybrid(data=1, model=2, context=4)
+CONTEXT = Hybrid(data=1, tensor=2, context=4)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_the_positions_of_one_sample_are_split_over_devices(recompute: Recompute
     flops: list[float] = []
     for batch_size in (1, 2):
         step, args = _training(_transformer(recompute, dropout=0.0, seq_len=64), batch_size, None)
-        planner = Hybrid(data=1, model=1, context=8)
+        planner = Hybrid(data=1, tensor=1, context=8)
         plan = al.plan(step, *args, cluster=al.cluster("p3.16xlarge"), planner=planner, num_microbatches=1)
         flops.append(plan.prediction.flops_per_device)
     assert flops[0] == pytest.approx(flops[1] / 2, rel=0.05)

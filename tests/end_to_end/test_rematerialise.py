@@ -24,7 +24,7 @@ PLANNERS: Mapping[str, Hybrid] = {
     "data_parallel": Hybrid(data=8),
     "pipeline": Hybrid(pipeline=2),
     "gpipe": Hybrid(pipeline=2, schedule=GPipe()),
-    "hybrid": Hybrid(pipeline=2, data=2, model=2),
+    "hybrid": Hybrid(pipeline=2, data=2, tensor=2),
     "fsdp": Hybrid(data=8, zero=3),
 }
 
@@ -61,7 +61,7 @@ def test_five_steps_give_the_same_loss_gradients_and_state(
 
 def test_the_search_computes_again_what_does_not_fit(devices: Any) -> None:
     training = Training(model="gpt_scan", optimizer="momentum+clip")
-    free = Auto(manual=(), num_stages=2)
+    free = Auto(manual=(), pipeline=2)
     arguments = training.start(), cases.make_batch(cases.MODELS["gpt_scan"], 0), jax.random.key(0)
     roomy = al.plan(training.step(), *arguments, cluster=eager_cluster(), planner=free, num_microbatches=4)
     assert not roomy.remat

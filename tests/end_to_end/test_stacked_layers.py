@@ -27,7 +27,7 @@ def compiled(devices: Any) -> Any:
     step = al.parallelize(
         TRAINING.step(),
         cluster=eager_cluster(),
-        planner=Pipeline(num_stages=2),
+        planner=Pipeline(pipeline=2),
         num_microbatches=4,
         donate_argnums=0,
     )
@@ -84,7 +84,7 @@ def test_stages_may_hold_different_numbers_of_rows(num_stages: int, devices: Any
     draw = lambda *shape: np.asarray(rng.normal(size=shape) * 0.3, np.float32)  # noqa: E731
     weights = {"layers": {"in": draw(8, 12, 24), "out": draw(8, 24, 12), "bias": draw(8, 12)}}
     x, count = draw(24, 12), num_stages * (2 if num_stages == 3 else 1)
-    planner = Auto(num_stages=num_stages, manual=())
+    planner = Auto(pipeline=num_stages, manual=())
     cluster = dataclasses.replace(eager_cluster(), devices_per_host=count)
     step = al.parallelize(_stacked_step, cluster=cluster, planner=planner, num_microbatches=4, donate_argnums=0)
     compiled = step.compiled(weights, x)
@@ -115,5 +115,5 @@ def test_loops_over_samples_are_not_taken_for_layers(devices: Any) -> None:
         value, grads = jax.value_and_grad(loss)(w)
         return jax.tree.map(lambda a, g: a - g, w, grads), value
 
-    got, want = run_both(step, (w, x), planner=Pipeline(num_stages=2))
+    got, want = run_both(step, (w, x), planner=Pipeline(pipeline=2))
     assert_same(got, want)

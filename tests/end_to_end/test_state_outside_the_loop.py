@@ -94,7 +94,7 @@ def test_each_stage_reads_the_state_of_its_own_layers(name: str, form: str) -> N
 def test_two_stages_equal_one_device(name: str, form: str, devices: Any) -> None:
     optimizer = OPTIMIZERS[name]
     step, (start, x, y) = _step(optimizer), _arguments(optimizer, form)
-    plan = {"planner": Pipeline(num_stages=2), "num_microbatches": 4}
+    plan = {"planner": Pipeline(pipeline=2), "num_microbatches": 4}
     parallel, alone = al.parallelize(step, cluster=eager_cluster(), **plan), jax.jit(step)
     got, want = start, start
     for _ in range(2):

@@ -30,7 +30,7 @@ def wanted(training: Training) -> Any:
     ("training", "planner", "num_microbatches"),
     [
         pytest.param(PLAIN, DataParallel(), 4, id="data parallel, gradients wait"),
-        pytest.param(PLAIN, Hybrid(model=2), 4, id="tensor parallel, gradients wait"),
+        pytest.param(PLAIN, Hybrid(tensor=2), 4, id="tensor parallel, gradients wait"),
         pytest.param(DROPPING, FSDP(), 1, id="FSDP, masks in parts"),
         pytest.param(PLAIN, Hybrid(data=8, zero=3, replicas=2), 2, id="replicas"),
         pytest.param(PLAIN, Hybrid(data=4, context=2), 1, id="context"),

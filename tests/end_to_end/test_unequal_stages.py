@@ -48,7 +48,7 @@ def test_rows_go_where_hosts_are_faster(devices: Any) -> None:
         value, grads = jax.value_and_grad(loss)(weights)
         return weights - grads, value
 
-    step = al.parallelize(train_step, cluster=mixed, planner=Auto(num_stages=2, manual=()), num_microbatches=4)
+    step = al.parallelize(train_step, cluster=mixed, planner=Auto(pipeline=2, manual=()), num_microbatches=4)
     found = expected = weights
     for _ in range(3):
         found, loss = step(found, x)
@@ -79,7 +79,7 @@ class Counted(Transfer):
 
 
 @pytest.mark.parametrize("spread", [False, True], ids=["as it is", "all spread"])
-@pytest.mark.parametrize("planner", [UNEQUAL, Hybrid(pipeline=2, data=2, model=2)], ids=["unequal", "equal"])
+@pytest.mark.parametrize("planner", [UNEQUAL, Hybrid(pipeline=2, data=2, tensor=2)], ids=["unequal", "equal"])
 def test_stages_send_what_the_program_says(
     planner: Hybrid, spread: bool, devices: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -75,7 +75,7 @@ def test_a_batch_of_which_there_may_be_two() -> None:
     with _raises(errors.BatchError, "x [16, 8]", "batch_argnums=('x',) or batch_argnums=('y',)"):
         _plan(_two_sizes, (PARAMS, X, X[:4]), num_microbatches=4)
     for named in ("x", "y"):
-        options: Any = {"planner": Hybrid(pipeline=2, model=4), "num_microbatches": 4, "batch_argnums": (named,)}
+        options: Any = {"planner": Hybrid(pipeline=2, tensor=4), "num_microbatches": 4, "batch_argnums": (named,)}
         assert _plan(_two_sizes, (PARAMS, X, X[:4]), **options).num_microbatches == 4
 
 
@@ -233,7 +233,7 @@ def test_a_plan_file_with_a_spoiled_part(key: str, saved: Path) -> None:
     ("planner", "fragments"),
     [
         (DataParallel(), ["stage 0", "8 devices", "needs at least"]),
-        (Pipeline(num_stages=2), ["stage 1", "4 devices", "1 micro-batch in flight"]),
+        (Pipeline(pipeline=2), ["stage 1", "4 devices", "1 micro-batch in flight"]),
         (Auto(num_layers=2, manual=()), ["layer", "of 2 layers", "needs at least"]),
         (Auto(num_layers=2), ["needs at least"]),
     ],
@@ -283,10 +283,10 @@ def test_more_stages_than_operations() -> None:
         return w - grad, loss
 
     with _raises(errors.PlanError, "8 pipeline stages were asked for", "only 2 operations", "at most 2"):
-        _plan(step, (X[0], X), planner=Pipeline(num_stages=8))
+        _plan(step, (X[0], X), planner=Pipeline(pipeline=8))
 
 
-@pytest.mark.parametrize("planner", [Hybrid(pipeline=3), Hybrid(data=3), Megatron(tensor=5), Pipeline(num_stages=16)])
+@pytest.mark.parametrize("planner", [Hybrid(pipeline=3), Hybrid(data=3), Megatron(tensor=5), Pipeline(pipeline=16)])
 def test_degrees_that_do_not_multiply_to_the_devices(planner: Planner) -> None:
     with _raises(errors.PlanError, "8", "Choose degrees whose product is 8"):
         _plan(planner=planner)

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import alpa_lite as al
 from alpa_lite.trace.passes.drop_meshes import without_meshes
 
-PLANNERS = {"data_parallel": al.planners.DataParallel(), "pipeline": al.planners.Pipeline(num_stages=2)}
+PLANNERS = {"data_parallel": al.planners.DataParallel(), "pipeline": al.planners.Pipeline(pipeline=2)}
 WEIGHTS = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32) / 3
 BATCH = np.random.default_rng(1).normal(size=(16, 8)).astype(np.float32)
 

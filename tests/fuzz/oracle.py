@@ -50,7 +50,7 @@ def setups(microbatch_size: int) -> list[Setup]:
     return [
         Setup(planner=al.planners.DataParallel(), num_devices=replicas),
         Setup(planner=al.planners.Megatron(tensor=2), num_devices=2),
-        Setup(planner=al.planners.Pipeline(num_stages=2), num_devices=2 * replicas),
+        Setup(planner=al.planners.Pipeline(pipeline=2), num_devices=2 * replicas),
     ]
 
 

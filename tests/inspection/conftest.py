@@ -30,13 +30,13 @@ def make_plan(planner):
 @pytest.fixture(scope="package")
 def tensor_plan():
     """One stage, data=2 × model=4: some weights are split."""
-    return make_plan(al.planners.Hybrid(data=2, model=4))
+    return make_plan(al.planners.Hybrid(data=2, tensor=4))
 
 
 @pytest.fixture(scope="package")
 def pipeline_plan():
     """Two stages and several micro-batches."""
-    return make_plan(al.planners.Pipeline(num_stages=2))
+    return make_plan(al.planners.Pipeline(pipeline=2))
 
 
 @pytest.fixture(scope="package")

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import alpa_lite as al
-from alpa_lite.inter_op.equal_stages import BestStages, ways
-from alpa_lite.inter_op.space import Space
+from alpa_lite.inter_op.space import Space, ways
 from alpa_lite.inter_op.stage_dp import StageStatus, StageTable, solve
+from alpa_lite.inter_op.stage_search import BestStages
 from cost_models.composed import ComposedCostModel
 
 LAYERS = 4

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import alpa_lite as al
+from alpa_lite.inter_op.boundaries import least_seconds_of_rows, seconds_of_rows
 from alpa_lite.inter_op.space import Space
-from alpa_lite.inter_op.stacked_arguments import least_seconds_of_rows, seconds_of_rows
-from alpa_lite.inter_op.stage_costs import StageCosts
+from alpa_lite.inter_op.stage_costs import StageCosts, StagePlace
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh
 from alpa_lite.sharding.specs import Spec
 from alpa_lite.step.clustering import make_layers
@@ -47,8 +47,8 @@ def test_each_device_gets_its_share_and_one_copy_comes_back(
     mesh = LogicalMesh(axis_names=("x",), shape=(submesh.num_devices,))
     rows = [v for v, p in zip(costs.step.graph.inputs, costs.step.input_parts, strict=True) if p.rows is not None]
     costs = costs.with_pins(dict.fromkeys(rows, Spec(form)))
-    first, last = 1, 2
-    found = seconds_of_rows(costs, first, last, submesh, mesh, costs.solution(first, last, submesh, mesh))
+    place = StagePlace(1, 2, submesh, mesh)
+    found = seconds_of_rows(costs, place, costs.solution(place))
     size = 2 * WIDTH * WIDTH * 4
     across, links = num_hosts > 1, num_hosts * per_host
     there, back = (
@@ -63,9 +63,9 @@ def test_no_stage_takes_less_than_the_least_and_all_layers_take_nothing() -> Non
     space = Space.of(costs.cost_model.cluster)
     least = least_seconds_of_rows(costs, space)
     for kind, meshes in enumerate(space.meshes):
-        submesh, mesh = space.submesh(kind), meshes[0]
         for first, last in ((0, 0), (0, 3), (2, 4), (0, ROWS - 1)):
-            taken = seconds_of_rows(costs, first, last, submesh, mesh, costs.solution(first, last, submesh, mesh))
+            place = StagePlace(first, last, space.submesh(kind), meshes[0])
+            taken = seconds_of_rows(costs, place, costs.solution(place))
             assert taken >= least[first, last, kind] * (1 - 1e-9)
             is_part = last - first + 1 < ROWS
             assert (taken > 0) == (least[first, last, kind] > 0) == is_part

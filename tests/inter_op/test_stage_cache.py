@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from alpa_lite.inter_op.stage_cache import Question, SolvedStage, answer_among
+from alpa_lite.inter_op.stage_costs import Question, SolvedStage, answer_among
 from alpa_lite.intra_op.placements import Choice
 from alpa_lite.intra_op.problem import Status
 from alpa_lite.intra_op.solve import StageSolution

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import alpa_lite as al
-from alpa_lite.inter_op.stage_costs import StageCosts
+from alpa_lite.inter_op.stage_costs import StageCosts, StagePlace
 from alpa_lite.plan.progress import Progress
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh
 from alpa_lite.step.clustering import make_layers
@@ -50,8 +50,8 @@ def test_a_solution_taken_again_is_as_good_as_a_fresh_one(memory_bytes: float) -
     solved: list[str] = []
     costs = _costs(memory_bytes, solved)
     for in_flight in (1, 2, 4, 8):
-        found = costs.solution(1, 1, SUBMESH, MESH, in_flight=in_flight)
-        fresh = _costs(memory_bytes, []).solution(1, 1, SUBMESH, MESH, in_flight=in_flight)
+        found = costs.solution(StagePlace(1, 1, SUBMESH, MESH), in_flight=in_flight)
+        fresh = _costs(memory_bytes, []).solution(StagePlace(1, 1, SUBMESH, MESH), in_flight=in_flight)
         assert (found.choice is None) == (fresh.choice is None)
         if found.choice is not None:
             assert found.objective == pytest.approx(fresh.objective)
@@ -62,11 +62,11 @@ def test_a_solution_taken_again_is_as_good_as_a_fresh_one(memory_bytes: float) -
 def test_equal_stages_are_solved_once_and_limits_apart() -> None:
     solved: list[str] = []
     costs = _costs(1e9, solved)
-    first, second = (costs.solution(i, i, SUBMESH, MESH) for i in (1, 2))
+    first, second = (costs.solution(StagePlace(i, i, SUBMESH, MESH)) for i in (1, 2))
     assert len(solved) == 1 and first.objective == second.objective
     assert first.choice is not None and second.choice is not None and not first.choice.ops.keys() & second.choice.ops
-    tight = costs.solution(1, 1, SUBMESH, MESH, limit_bytes=0.9 * first.peak_bytes)
+    tight = costs.solution(StagePlace(1, 1, SUBMESH, MESH), limit_bytes=0.9 * first.peak_bytes)
     assert len(solved) == 2
     assert tight.choice is None or tight.peak_bytes <= 0.9 * first.peak_bytes
     # What the tight limit forbids is still known for all of the memory.
-    assert costs.solution(2, 2, SUBMESH, MESH).objective == first.objective and len(solved) == 2
+    assert costs.solution(StagePlace(2, 2, SUBMESH, MESH)).objective == first.objective and len(solved) == 2

@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 
 import alpa_lite as al
-from alpa_lite.inter_op.layer_profile import Profile
 from alpa_lite.inter_op.space import Space
-from alpa_lite.inter_op.stage_costs import StageCosts
+from alpa_lite.inter_op.stage_costs import StageCosts, StagePlace
 from alpa_lite.inter_op.stage_dp import StageChoice, StageTable, solve
-from alpa_lite.inter_op.stage_search import StageSearch
-from alpa_lite.inter_op.survey import Survey
+from alpa_lite.inter_op.stage_search import StageGuesses, StageLimits, StageSearch
+from alpa_lite.inter_op.survey import Profile, Survey
 from alpa_lite.inter_op.workers import Likely, Workers
 from alpa_lite.plan.progress import Progress
 from alpa_lite.schedule import OneFOneB
@@ -53,19 +52,15 @@ def _search(
     survey = _survey(costs)
     space, profile = survey.space, survey.profile
     held = [OneFOneB().in_flight(0, n + 1, NUMBER) for n in range(LAYERS)]
-    return StageSearch(
-        costs,
-        NUMBER,
-        OneFOneB(),
-        np.full((LAYERS, LAYERS, len(space.kinds)), 1e-5),
-        np.zeros((LAYERS, len(space.kinds), len(space.kinds))),
-        space,
-        survey.guess(BATCH / NUMBER, NUMBER)[None],
-        profile.holds(space, BATCH / NUMBER, NUMBER, held)[None] - 1,
-        survey.holds(BATCH / NUMBER, NUMBER, held)[None] - 1,
-        space.worthwhile(profile.shares),
-        num_stages=num_stages,
+    guesses = StageGuesses(
+        layer_seconds=survey.guess(BATCH / NUMBER, NUMBER)[None],
+        inflow_seconds=np.full((LAYERS, LAYERS, len(space.kinds)), 1e-5),
+        slower_seconds=np.zeros((LAYERS, len(space.kinds), len(space.kinds))),
+        following=profile.holds(space, BATCH / NUMBER, NUMBER, held)[None] - 1,
+        roomy=survey.holds(BATCH / NUMBER, NUMBER, held)[None] - 1,
+        worthwhile=space.worthwhile(profile.shares),
     )
+    return StageSearch(costs, NUMBER, OneFOneB(), space, guesses, limits=StageLimits(num_stages=num_stages))
 
 
 def _best_of_all(
@@ -147,15 +142,15 @@ def test_where_a_survey_finds_room_a_stage_takes_no_longer_than_without_a_limit(
         useful = survey.space.worthwhile(np.full(LAYERS, 1 / LAYERS))
         for first, last, kind in np.argwhere(useful).tolist():
             for shape, mesh in enumerate(survey.space.meshes[kind]):
-                stage = (first, last, survey.space.submesh(kind), mesh)
-                free = costs.solution(*stage, limit_bytes=np.inf)
+                stage = StagePlace(first, last, survey.space.submesh(kind), mesh)
+                free = costs.solution(stage, limit_bytes=np.inf)
                 count = holds[first, last, kind, shape]
                 if count == 0:
-                    tight += costs.solution(*stage).peak_bytes > 0.5 * memory_bytes
+                    tight += costs.solution(stage).peak_bytes > 0.5 * memory_bytes
                     continue
                 roomy += 1
                 held = [1, 2, 4][count - 1]
-                within = costs.solution(*stage, in_flight=held)
+                within = costs.solution(stage, in_flight=held)
                 assert within.choice is not None
                 assert within.objective <= 1.02 * free.objective
     assert roomy > 20
@@ -183,9 +178,12 @@ def test_what_was_solved_roughly_is_solved_again_for_a_smaller_gap() -> None:
         fresh = replace(_costs(memory_bytes, []), relative_gap=1e-3)
         space = Space.of(rough.cost_model.cluster)
         for first, last, kind in np.argwhere(space.worthwhile(np.full(LAYERS, 1 / LAYERS))).tolist():
-            stage = (first, last, space.submesh(kind), space.mesh(kind, 0))
-            before = rough.solution(*stage)
-            after, wanted = replace(rough, relative_gap=1e-3).solution(*stage), fresh.solution(*stage)
+            stage = StagePlace(first, last, space.submesh(kind), space.mesh(kind, 0))
+            before = rough.solution(stage)
+            after, wanted = (
+                replace(rough, relative_gap=1e-3).solution(stage),
+                fresh.solution(stage),
+            )
             assert after.objective == pytest.approx(wanted.objective, rel=2e-3)
             better += after.objective < 0.99 * before.objective
     assert better

@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 
 import alpa_lite as al
-from alpa_lite.inter_op.layer_profile import Profile
 from alpa_lite.inter_op.space import Space
 from alpa_lite.inter_op.stage_costs import StageCosts
-from alpa_lite.inter_op.survey import Beyond, Survey
+from alpa_lite.inter_op.survey import Beyond, Profile, Survey
 from alpa_lite.plan.progress import Progress
 from alpa_lite.step.clustering import make_layers
 from cost_models.cluster import Cluster

@@ -30,7 +30,7 @@ PARAMS = {"wide": np.zeros((64, 256), np.float32), "back": np.zeros((256, 64), n
 ARGS = (PARAMS, np.zeros((64, 64), np.float32))
 PLANNERS = (
     DataParallel(),
-    Pipeline(num_stages=2),
+    Pipeline(pipeline=2),
     OnMesh(axes={"data": 8}, batch=("data",)),
     Auto(num_layers=2, manual=()),
 )

@@ -38,7 +38,7 @@ def test_data_parallel_gradients_of_a_loop_are_reduced_once_per_step() -> None:
 
 def test_gradients_of_a_loop_wait_beside_tensor_parallelism() -> None:
     """What is for "data" runs once per step, what layers exchange over "model" once per trip and micro-batch."""
-    found = plan(TRAINING, Hybrid(model=2), num_microbatches=MICROBATCHES)
+    found = plan(TRAINING, Hybrid(tensor=2), num_microbatches=MICROBATCHES)
     (stage,), uses = found.stages, found.prediction.collectives
     assert stage.mesh_shape.axis_sizes == {"data": 4, "model": 2}
     over_data = [use for use in uses if "data" in use.axis]
@@ -70,7 +70,7 @@ def masks(training: Training, found: al.Plan) -> list[tuple[tuple[int, ...], Any
     ]
 
 
-@pytest.mark.parametrize(("planner", "axes"), [(DataParallel(), {"data"}), (Hybrid(model=2), {"data"})])
+@pytest.mark.parametrize(("planner", "axes"), [(DataParallel(), {"data"}), (Hybrid(tensor=2), {"data"})])
 def test_stacked_masks_are_made_in_parts(planner: Any, axes: set[str]) -> None:
     """Every device could make all of each mask, out of a key: it makes and keeps what belongs to its samples."""
     found = plan(MASKED, planner)

@@ -24,8 +24,7 @@ import alpa_lite as al
 from alpa_lite.errors import AlpaLiteError, PlanError
 from alpa_lite.inspection.page.html import plan_html
 from alpa_lite.plan.codec import CHECKSUM
-from alpa_lite.plan.plan import Plan
-from alpa_lite.plan.plan_checks import check_plan
+from alpa_lite.plan.plan import Plan, check_plan
 from alpa_lite.schedule import Interleaved1F1B
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh
 from alpa_lite.sharding.specs import Spec

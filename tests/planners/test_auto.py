@@ -82,9 +82,9 @@ def test_restrictions_hold() -> None:
     assert all(stage.submesh.num_devices == 1 for stage in inter.stages) and len(inter.stages) == 4
     assert free.prediction.step_seconds <= intra.prediction.step_seconds * (1 + 1e-9)
     for count in (1, 2, 4):
-        assert len(_plan(Auto(num_stages=count)).stages) == count
+        assert len(_plan(Auto(pipeline=count)).stages) == count
     with pytest.raises(al.errors.PlanError, match="Ask for one of them"):
-        _plan(Auto(intra_op_only=True, num_stages=2))
+        _plan(Auto(intra_op_only=True, pipeline=2))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +106,7 @@ class Claimed(Planner):
 def test_one_stage_is_no_worse_than_manual_plans_that_have_one() -> None:
     alone = _plan(Auto(manual=(), intra_op_only=True)).prediction.step_seconds
     manual = Claimed(num_stages=1, seconds=0.9 * alone), Claimed(num_stages=2, seconds=0.8 * alone)
-    for planner in (Auto(manual=manual, intra_op_only=True), Auto(manual=manual, num_stages=1)):
+    for planner in (Auto(manual=manual, intra_op_only=True), Auto(manual=manual, pipeline=1)):
         found = _plan(planner)
         assert len(found.stages) == 1 and found.prediction.step_seconds == 0.9 * alone
 
@@ -207,7 +207,7 @@ def test_the_search_says_how_far_it_is() -> None:
 
 def test_equal_stages_agree_on_stacked_weights() -> None:
     """Where they do not, rows are brought together after each step, which takes longer than the step."""
-    plan = _plan(Auto(num_stages=2), num_microbatches=8)
+    plan = _plan(Auto(pipeline=2), num_microbatches=8)
     first, second = plan.stages
     assert first.mesh_shape == second.mesh_shape
     rows = [{n.split("[")[0]: s for n, s in stage.specs.items() if n != "x"} for stage in plan.stages]
@@ -217,7 +217,7 @@ def test_equal_stages_agree_on_stacked_weights() -> None:
 def test_the_search_is_no_worse_than_hybrid_plans_of_any_degrees() -> None:
     auto = _plan(Auto(manual=()))
     for pipeline, model, number in [(1, 1, 1), (1, 8, 1), (2, 1, 8), (2, 2, 8), (4, 1, 16)]:
-        manual = _plan(Hybrid(pipeline=pipeline, model=model, zero=1), num_microbatches=number)
+        manual = _plan(Hybrid(pipeline=pipeline, tensor=model, zero=1), num_microbatches=number)
         assert auto.prediction.step_seconds <= manual.prediction.step_seconds * 1.02
 
 
@@ -245,7 +245,7 @@ def test_faster_hosts_of_a_mixed_cluster_get_more_layers(rows: bool) -> None:
     batch = jax.ShapeDtypeStruct((131072, 4096), jnp.float16)
 
     def plan(cluster: Cluster) -> al.Plan:
-        planner, step = Auto(num_stages=2, num_layers=12, manual=()), _chain_of_rows if rows else chain_step
+        planner, step = Auto(pipeline=2, num_layers=12, manual=()), _chain_of_rows if rows else chain_step
         return al.plan(step, weights, batch, cluster=cluster, planner=planner, num_microbatches=16)
 
     found, usual = plan(mixed), plan(replace(slow, num_hosts=2))
@@ -267,7 +267,7 @@ def test_stages_over_slow_networks_are_charged_for_their_rows_of_stacked_weights
     weights, batch = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((18, 4096, 4096), (65536, 4096)))
     free, *restricted = (
         al.plan(_chain_of_rows, weights, batch, cluster=cluster, planner=planner, num_microbatches=16)
-        for planner in (Auto(), Auto(num_stages=2), Auto(num_stages=3), Auto(equal=("devices",)))
+        for planner in (Auto(), Auto(pipeline=2), Auto(pipeline=3), Auto(equal=("devices",)))
     )
     for plan in restricted:
         assert free.prediction.step_seconds <= 1.03 * plan.prediction.step_seconds
@@ -295,7 +295,7 @@ def _deep_plan(planner: Auto, num_microbatches: Any = "auto", bandwidth: float =
 
 def test_stages_are_searched_for_schedules_that_hide_transfers_where_they_take_long() -> None:
     """Under 1F1B every task here would wait for a transfer."""
-    free, four = (_deep_plan(planner, bandwidth=1e9) for planner in (Auto(manual=()), Auto(manual=(), num_stages=4)))
+    free, four = (_deep_plan(planner, bandwidth=1e9) for planner in (Auto(manual=()), Auto(manual=(), pipeline=4)))
     assert free.prediction.step_seconds <= four.prediction.step_seconds * (1 + 1e-9)
     assert isinstance(free.schedule, EagerOneFOneB)
 
@@ -360,7 +360,7 @@ def test_a_stage_that_would_update_long_after_the_others_is_not_made() -> None:
     traced = al.parallelize(chain_step).trace(weights, jax.ShapeDtypeStruct((8192, 256), jnp.float32))
     cluster = replace(al.cluster("p3.16xlarge", num_hosts=4), devices_per_host=2)
     found, *asked = (
-        traced.plan(cluster=cluster, planner=Auto(manual=(), num_stages=count), num_microbatches=4).last_plan.prediction
+        traced.plan(cluster=cluster, planner=Auto(manual=(), pipeline=count), num_microbatches=4).last_plan.prediction
         for count in (None, 1, 2, 3, 4)
     )
     assert found.step_seconds <= 1.01 * min(each.step_seconds for each in asked)
@@ -382,7 +382,7 @@ def test_layers_compute_again_what_does_not_fit() -> None:
 
 def test_manual_plans_are_priced_only_where_they_keep_the_restrictions() -> None:
     """A pipeline under 1F1B, which keeps what its backward pass reads, is faster than what the search may make here."""
-    manual = (Pipeline(num_stages=4),)
+    manual = (Pipeline(pipeline=4),)
     again, other = _deep_plan(Auto(remat="selective", manual=manual)), _deep_plan(Auto(schedule=GPipe(), manual=manual))
     assert Remat.SELECTIVE in again.remat and other.schedule == GPipe()
     for plan in (again, other):
@@ -393,7 +393,7 @@ def test_manual_plans_are_priced_only_where_they_keep_the_restrictions() -> None
 @pytest.mark.parametrize(("part", "wanted"), [(1.0, 0), (0.9, 1), (0.8, 2), (0.7, 3)])
 def test_stages_that_hold_more_microbatches_compute_more_again(part: float, wanted: int) -> None:
     """Under 1F1B the first of four stages holds four micro-batches, the last one."""
-    planner = Auto(manual=(), num_stages=4, schedule=OneFOneB())
+    planner = Auto(manual=(), pipeline=4, schedule=OneFOneB())
     most = max(_deep_plan(planner, num_microbatches=8).prediction.peak_bytes)
     plan = _deep_plan(replace(planner, max_memory_bytes=part * most), num_microbatches=8)
     again = [Remat.FULL in plan.remat[stage.layers[0] : stage.layers[1] + 1] for stage in plan.stages]
@@ -403,7 +403,7 @@ def test_stages_that_hold_more_microbatches_compute_more_again(part: float, want
 def test_a_number_of_stages_has_layers_enough() -> None:
     few = [jax.ShapeDtypeStruct((512, 512), jnp.float32)] * 4
     batch = jax.ShapeDtypeStruct((512, 512), jnp.float32)
-    plan = al.plan(chain_step, few, batch, cluster=_four_devices(), planner=Auto(num_stages=4, manual=()))
+    plan = al.plan(chain_step, few, batch, cluster=_four_devices(), planner=Auto(pipeline=4, manual=()))
     assert len(plan.stages) == 4
 
 
@@ -434,9 +434,9 @@ def test_stages_may_be_asked_to_be_equal() -> None:
         stages = plan.stages
         return {s.layers[1] - s.layers[0] for s in stages}, {s.submesh.num_devices for s in stages}
 
-    free = _uneven_plan(num_stages=2)
-    layers, devices = _uneven_plan(num_stages=2, equal=("layers",)), _uneven_plan(num_stages=2, equal=("devices",))
-    both = _uneven_plan(num_stages=2, equal=("layers", "devices"))
+    free = _uneven_plan(pipeline=2)
+    layers, devices = _uneven_plan(pipeline=2, equal=("layers",)), _uneven_plan(pipeline=2, equal=("devices",))
+    both = _uneven_plan(pipeline=2, equal=("layers", "devices"))
     assert len(sizes(layers)[0]) == len(sizes(devices)[1]) == len(sizes(both)[0]) == len(sizes(both)[1]) == 1
     assert len(sizes(free)[0]) == 2
     order = [plan.prediction.step_seconds for plan in (free, devices, both)]
@@ -447,7 +447,7 @@ def test_layers_may_have_equally_many_operators() -> None:
     def forward(plan: al.Plan) -> list[int]:
         return [plan.op_layers.count(layer) for layer in range(plan.num_layers)]
 
-    by_flops, by_ops = _uneven_plan(num_stages=2), _uneven_plan(num_stages=2, layers="operators")
+    by_flops, by_ops = _uneven_plan(pipeline=2), _uneven_plan(pipeline=2, layers="operators")
     assert max(forward(by_ops)) - min(forward(by_ops)) < max(forward(by_flops)) - min(forward(by_flops))
 
 

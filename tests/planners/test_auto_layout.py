@@ -9,11 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from alpa_lite.planners.auto_layout import NamedDims, _Memory, least_memory
+from alpa_lite.rules.dim_names import dim_names
 
 import alpa_lite as al
 from alpa_lite.planners import MeshTensorFlow
-from alpa_lite.planners.auto_layout import NamedDims, _Memory, least_memory
-from alpa_lite.rules.dim_names import dim_names
 from alpa_lite.rules.dims import DimClasses
 from cost_models.composed import ComposedCostModel
 from tests.end_to_end.cases import assert_same, eager_cluster
@@ -166,7 +166,7 @@ def test_layouts_are_all_that_are_legal() -> None:
 
 
 def test_too_many_layouts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("alpa_lite.planners.auto_layout.MOST_LAYOUTS", 5)
+    monkeypatch.setattr("alpa_lite.planners.mesh_tensorflow.MOST_LAYOUTS", 5)
     planner = MeshTensorFlow(layout="auto", mesh={"rows": 2, "cols": 4})
     with pytest.raises(al.errors.PlanError, match="more than 5 layouts"):
         al.plan(_mlp, *_mlp_arguments(8, 16), cluster=eager_cluster(), planner=planner, num_microbatches=1)

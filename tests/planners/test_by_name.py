@@ -22,7 +22,7 @@ from alpa_lite.planners.by_name import PLANNERS, planner_by_name
             al.planners.MeshTensorFlow(layout="batch:rows", mesh={"rows": 8}),
         ),
         ("torchgpipe", ["balance=size", "checkpoint=false"], al.planners.TorchGPipe(balance="size", checkpoint=False)),
-        ("hybrid", ["model=2", "remat=full"], al.planners.Hybrid(model=2, remat="full")),
+        ("hybrid", ["model=2", "remat=full"], al.planners.Hybrid(tensor=2, remat="full")),
         ("data_parallel", ["bucket_bytes=1000"], al.planners.DataParallel(bucket_bytes=1000)),
         ("auto", ["max_memory_bytes=8e9"], al.planners.Auto(max_memory_bytes=8e9)),
         ("auto", ["max_memory_bytes=1000000"], al.planners.Auto(max_memory_bytes=1e6)),
@@ -38,7 +38,7 @@ def test_options_are_read_by_their_type(name: str, options: list[str], planner: 
     [
         *(kind for name, kind in PLANNERS.items() if name not in ("mesh_tensorflow", "on_mesh")),
         lambda: al.planners.Auto(pins={"w": P("data")}),
-        lambda: al.planners.Hybrid(data=2, model=2, split={"heads": "model"}),
+        lambda: al.planners.Hybrid(data=2, tensor=2, split={"heads": "model"}),
         lambda: al.planners.MeshTensorFlow(layout={"batch": "rows"}, mesh={"rows": 8}),
         lambda: al.planners.OnMesh(axes={"a": 2, "b": 4}, pins={"w": P("a")}),
         lambda: al.planners.Custom(mesh={"x": 8}, in_specs=({"w": P("x")},), rules=[(".*", P())]),

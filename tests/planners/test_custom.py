@@ -54,7 +54,7 @@ def test_specs_of_jit_give_the_collectives_that_they_stand_for(devices: Any) -> 
     }
     assert {name: spec.dims for name, spec in compiled.plan.stages[0].specs.items()} == want
     assert handed_over(compiled) == emitted(compiled) == planned(compiled.plan)
-    restricted = al.plan(_step, *_arguments(), cluster=eager_cluster(), planner=Hybrid(data=2, model=4))
+    restricted = al.plan(_step, *_arguments(), cluster=eager_cluster(), planner=Hybrid(data=2, tensor=4))
     assert restricted.stages[0].specs == compiled.plan.stages[0].specs
     assert compiled.plan.prediction.step_seconds <= 1.001 * restricted.prediction.step_seconds
 

@@ -22,7 +22,7 @@ def _compiled(planner: DeepSpeed3D) -> Any:
 
 
 def test_coordinates_are_row_major_in_pipe_data_model(devices: Any) -> None:
-    compiled = _compiled(DeepSpeed3D(pipeline=2, data=2, model=2))
+    compiled = _compiled(DeepSpeed3D(pipeline=2, data=2, tensor=2))
     placed = {}
     for pipe, stage in enumerate(compiled.plan.stages):
         assert stage.mesh_shape.axis_sizes == {"data": 2, "model": 2}
@@ -37,7 +37,7 @@ def test_coordinates_are_row_major_in_pipe_data_model(devices: Any) -> None:
 
 
 def test_optimizer_state_is_split_over_data_alone(devices: Any) -> None:
-    compiled = _compiled(DeepSpeed3D(pipeline=2, data=2, model=2))
+    compiled = _compiled(DeepSpeed3D(pipeline=2, data=2, tensor=2))
     for stage in compiled.plan.stages:
         moments = [spec for name, spec in stage.specs.items() if "opt_state" in name and spec.dims]
         weights = [spec for name, spec in stage.specs.items() if "opt_state" not in name and "params" in name]
@@ -46,11 +46,11 @@ def test_optimizer_state_is_split_over_data_alone(devices: Any) -> None:
 
 
 def test_five_steps(devices: Any) -> None:
-    planner = DeepSpeed3D(pipeline=2, model=2)
+    planner = DeepSpeed3D(pipeline=2, tensor=2)
     step = al.parallelize(TRAINING.step(), cluster=eager_cluster(), planner=planner, num_microbatches=2)
     assert_same(TRAINING.run(step), reference(TRAINING))
 
 
 def test_degrees_that_are_not_the_devices_are_refused() -> None:
     with pytest.raises(al.errors.PlanError, match=r"= 12 devices were asked for, but .* has 8"):
-        _compiled(DeepSpeed3D(pipeline=3, data=2, model=2))
+        _compiled(DeepSpeed3D(pipeline=3, data=2, tensor=2))

@@ -28,7 +28,7 @@ from tests.end_to_end.transformers import WIDE
 def test_factorisations_are_all_of_them(count: int) -> None:
     want = {d for d in product(range(1, count + 1), repeat=3) if math.prod(d) == count}
     assert {tuple(d) for d in factorisations(count)} == want and len(factorisations(count)) == len(want)
-    assert all(d.pipeline <= 2 and d.model <= 4 for d in factorisations(count, max_pipeline=2, max_model=4))
+    assert all(d.pipeline <= 2 and d.model <= 4 for d in factorisations(count, max_pipeline=2, max_tensor=4))
 
 
 def test_microbatches_grow_about_twofold() -> None:
@@ -47,7 +47,7 @@ def test_the_best_of_all_that_work_is_taken_and_the_others_are_listed() -> None:
     seconds, failed = [], 0
     for pipeline, data, model in product((1, 2, 4, 8), repeat=3):
         if pipeline * data * model == 8:
-            planner = Hybrid(pipeline=pipeline, data=data, model=model)
+            planner = Hybrid(pipeline=pipeline, data=data, tensor=model)
             try:
                 plan = traced.plan(cluster=cluster, planner=planner, num_microbatches=8).last_plan
                 seconds.append(plan.prediction.step_seconds)
@@ -62,7 +62,7 @@ def test_the_best_of_all_that_work_is_taken_and_the_others_are_listed() -> None:
 
 
 def test_the_others_can_be_saved_and_read(tmp_path: Any) -> None:
-    found = _traced().plan(cluster=eager_cluster(), planner=GridSearch(max_model=2), num_microbatches=2).last_plan
+    found = _traced().plan(cluster=eager_cluster(), planner=GridSearch(max_tensor=2), num_microbatches=2).last_plan
     found.save(tmp_path / "plan.json")
     assert al.Plan.load(tmp_path / "plan.json") == found
     from alpa_lite.inspection.text.tables import plan_summary
@@ -71,7 +71,7 @@ def test_the_others_can_be_saved_and_read(tmp_path: Any) -> None:
 
 
 def test_micro_batches_are_tried_where_they_are_left_open() -> None:
-    found = _traced().plan(cluster=eager_cluster(), planner=GridSearch(max_model=1, max_pipeline=2)).last_plan
+    found = _traced().plan(cluster=eager_cluster(), planner=GridSearch(max_tensor=1, max_pipeline=2)).last_plan
     names = [found.name, *(name for name, _ in found.alternatives)]
     assert any("micro-batches" in name for name in names)
 

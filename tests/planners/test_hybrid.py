@@ -41,7 +41,7 @@ def per_layer(found: al.Plan, phase: str) -> Counter[tuple[str, float]]:
 
 def test_megatron_reduces_twice_per_layer_and_pass() -> None:
     """Behind attention and behind the MLP; in the backward pass before them (Shoeybi et al. 2019, figure 4)."""
-    found = plan(TRAINING, Hybrid(model=8, sequence_parallel=False))
+    found = plan(TRAINING, Hybrid(tensor=8, sequence_parallel=False))
     for phase in ("forward", "backward"):
         assert per_layer(found, phase) == {("all_reduce", ACTIVATIONS): 2}, phase
 
@@ -63,14 +63,14 @@ def _ring_bytes(use: Any) -> float:
 
 def test_sequence_parallelism_scatters_what_it_reduces() -> None:
     """Sums stay in parts between products, where norms then work on parts (Korthikanti et al. 2022, section 4.2.2)."""
-    scattered, whole = (plan(LONG, Hybrid(model=8, sequence_parallel=flag)) for flag in (True, False))
+    scattered, whole = (plan(LONG, Hybrid(tensor=8, sequence_parallel=flag)) for flag in (True, False))
     large = {u.kind for u in uses(scattered, "model", phase="forward") if u.count > 1 and u.bytes > 1e8}
     assert large == {"reduce_scatter", "all_gather"}
     assert scattered.prediction.step_seconds < whole.prediction.step_seconds
 
 
 def test_heads_are_split_and_positions_never() -> None:
-    (stage,) = plan(TRAINING, Hybrid(model=8, sequence_parallel=False)).stages
+    (stage,) = plan(TRAINING, Hybrid(tensor=8, sequence_parallel=False)).stages
     for name in ("w_q", "w_k", "w_v"):
         assert stage.specs[f"state/params/layers/0/0/attention/{name}"].dims[2] == ("model",), name
     assert stage.specs["state/params/layers/0/0/attention/w_out"].dims[1] == ("model",)
@@ -125,14 +125,14 @@ def test_context_parallelism_gathers_keys_and_values_alone() -> None:
 
 
 def test_names_say_the_degrees() -> None:
-    planner = Hybrid(pipeline=2, model=4, context=2, expert=2, data=8, zero=1)
+    planner = Hybrid(pipeline=2, tensor=4, context=2, expert=2, data=8, zero=1)
     assert planner.name == "pp2 × tp4 × cp2 × ep2 × dp8 × zero1"
 
 
 @pytest.mark.parametrize(
     ("planner", "message"),
     [
-        (Hybrid(data=2, model=2), r"1 stages × 2 data × 2 model = 4 devices were asked for, but .* has 8\. Choose"),
+        (Hybrid(data=2, tensor=2), r"1 stages × 2 data × 2 model = 4 devices were asked for, but .* has 8\. Choose"),
         (Hybrid(data=2, context=3), r"2 data × 3 context × 1 model = 6 devices"),
         (Hybrid(context=3), r"2 data × 3 context × 1 model = 6 devices"),
         (Hybrid(data=8, replicas=3), r"3 replicas × 1 expert devices lie within the 8 data-parallel devices"),
@@ -140,7 +140,7 @@ def test_names_say_the_degrees() -> None:
         (Hybrid(pipeline=2, devices=(4, 2)), r"devices = \(4, 2\) .* whose sum is 8, and leave out data"),
         (Hybrid(pipeline=3, devices=(4, 4)), r"as many numbers as the pipeline has parts"),
         (Hybrid(pipeline=2, devices=(4, 4), data=4), r"and data = 4 .* leave out data"),
-        (Hybrid(pipeline=2, devices=(3, 5), model=2), r"split into 1 context × 2 model devices\. Give multiples of 2"),
+        (Hybrid(pipeline=2, devices=(3, 5), tensor=2), r"split into 1 context × 2 model devices\. Give multiples of 2"),
         (Megatron(tensor=3), r"2 data × 3 model = 6 devices"),
     ],
     ids=lambda value: value.name if isinstance(value, Planner) else "",
@@ -154,12 +154,12 @@ def test_degrees_that_do_not_divide_are_refused(planner: Planner, message: str) 
     "planner",
     [
         Hybrid(data=8),
-        Hybrid(model=8),
-        Hybrid(pipeline=2, model=2),
+        Hybrid(tensor=8),
+        Hybrid(pipeline=2, tensor=2),
         Hybrid(zero=1),
         FSDP(),
         Hybrid(zero=3, replicas=2),
-        Hybrid(context=4, model=2),
+        Hybrid(context=4, tensor=2),
         Hybrid(pipeline=2, devices=(6, 2)),
     ],
     ids=lambda planner: planner.name,
@@ -185,7 +185,7 @@ def test_state_that_is_too_large_alone_is_refused_before_the_step_is_cut(planner
 
 
 def test_parts_of_a_pipeline_may_have_unequal_numbers_of_devices() -> None:
-    planner = Hybrid(pipeline=3, devices=(4, 2, 2), shares=(2, 1, 1), model=2)
+    planner = Hybrid(pipeline=3, devices=(4, 2, 2), shares=(2, 1, 1), tensor=2)
     found = plan(Training(model=replace(WIDE, num_layers=4), batch_size=64), planner, num_microbatches=8)
     assert [list(stage.submesh.devices) for stage in found.stages] == [[0, 1, 2, 3], [4, 5], [6, 7]]
     meshes = [dict(stage.mesh_shape.axis_sizes) for stage in found.stages]

@@ -17,13 +17,13 @@ from tests.inter_op.test_stage_costs import chain_step
 @pytest.mark.parametrize(
     ("planner", "num_devices", "words"),
     [
-        (Auto(num_stages=9), 8, "9 stages"),
-        (Auto(num_stages=3, equal=("devices",)), 8, "No 3 stages .* equally many devices"),
-        (Auto(num_stages=5, equal=("layers",), num_layers=8), 8, "No 5 stages .* equally many layers"),
+        (Auto(pipeline=9), 8, "9 stages"),
+        (Auto(pipeline=3, equal=("devices",)), 8, "No 3 stages .* equally many devices"),
+        (Auto(pipeline=5, equal=("layers",), num_layers=8), 8, "No 5 stages .* equally many layers"),
         (Auto(pins={"1": ("replica",)}), 8, r"axes replica, but those of p3.16xlarge have \(x\)"),
-        (Auto(pins={"1": ("model",)}, num_stages=3), 3, r"axes model, but those of p3.16xlarge have \(x\)"),
+        (Auto(pins={"1": ("model",)}, pipeline=3), 3, r"axes model, but those of p3.16xlarge have \(x\)"),
         (Auto(max_memory_bytes="40GB"), 8, "a number of bytes"),  # pyright: ignore[reportArgumentType]
-        (Auto(num_stages="2"), 8, "an integer of at least 1"),  # pyright: ignore[reportArgumentType]
+        (Auto(pipeline="2"), 8, "an integer of at least 1"),  # pyright: ignore[reportArgumentType]
     ],
 )
 def test_what_cannot_be_is_not_blamed_on_memory(planner: Auto, num_devices: int, words: str) -> None:

@@ -49,7 +49,7 @@ def read_twice_by_each_line(weights: list[Any], batch: Any, times: Any) -> tuple
 
 
 @pytest.mark.parametrize(
-    "planner", [al.planners.DataParallel(), al.planners.FSDP(), al.planners.Pipeline(num_stages=2)], ids=str
+    "planner", [al.planners.DataParallel(), al.planners.FSDP(), al.planners.Pipeline(pipeline=2)], ids=str
 )
 @pytest.mark.parametrize("vectorised", [False, True])
 def test_many_arrays_under_one_norm(planner: Any, vectorised: bool) -> None:

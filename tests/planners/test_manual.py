@@ -93,10 +93,10 @@ def test_what_waits_longer_than_the_best_takes_is_not_planned(some_plan: Plan) -
 
 
 def test_what_pipelines_wait_for_is_known_of_those_that_must() -> None:
-    assert Pipeline(num_stages=2).slowdown(4) == pytest.approx(8 / 7)
-    assert Pipeline(num_stages=2, schedule=GPipe()).slowdown(1) == pytest.approx(2)
+    assert Pipeline(pipeline=2).slowdown(4) == pytest.approx(8 / 7)
+    assert Pipeline(pipeline=2, schedule=GPipe()).slowdown(1) == pytest.approx(2)
     for schedule in (ZeroBubbleH1(), Interleaved1F1B(num_chunks=2)):
-        assert Pipeline(num_stages=2, schedule=schedule).slowdown(4) == 1
+        assert Pipeline(pipeline=2, schedule=schedule).slowdown(4) == 1
 
 
 @pytest.mark.parametrize("microbatches", [None, 1])

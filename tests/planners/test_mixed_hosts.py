@@ -38,11 +38,11 @@ def test_where_a_mixed_cluster_has_too_little_its_growth_is_proposed() -> None:
     with pytest.raises(InfeasibleError, match=r"What would fit: \d+ hosts instead of 2"):
         _plan_on_mixed_memory(Auto(max_memory_bytes=2e6), 1024)
     with pytest.raises(InfeasibleError, match=r"V100 SXM2 16GB has 14.90 GiB|roomy has 74.51 GiB"):
-        _plan_on_mixed_memory(Pipeline(num_stages=2), 40960)
+        _plan_on_mixed_memory(Pipeline(pipeline=2), 40960)
 
 
 def test_memory_is_told_of_the_devices_of_each_stage() -> None:
-    plan = _plan_on_mixed_memory(Pipeline(num_stages=2), 8192)
+    plan = _plan_on_mixed_memory(Pipeline(pipeline=2), 8192)
     capacities = {stage.submesh.first_device: plan.capacity_bytes(n) for n, stage in enumerate(plan.stages)}
     assert capacities == {0: 16e9, 8: 80e9}
     shares = [peak / plan.capacity_bytes(n) for n, peak in enumerate(plan.prediction.peak_bytes)]
@@ -59,6 +59,6 @@ def test_a_manual_stage_is_priced_by_the_devices_that_it_runs_on() -> None:
     weights = [jax.ShapeDtypeStruct((4096, 4096), jnp.float16)] * 8
     batch = jax.ShapeDtypeStruct((65536, 4096), jnp.float16)
     cluster = replace(mixed, groups=groups)
-    plan = al.plan(chain_step, weights, batch, cluster=cluster, planner=Pipeline(num_stages=2), num_microbatches=8)
+    plan = al.plan(chain_step, weights, batch, cluster=cluster, planner=Pipeline(pipeline=2), num_microbatches=8)
     seconds = {stage.submesh.first_device: stage.forward_seconds for stage in plan.stages}
     assert seconds[8] < 0.6 * seconds[0]

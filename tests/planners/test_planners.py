@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -32,6 +33,8 @@ from alpa_lite.planners import (
     Planner,
     Zero,
 )
+from alpa_lite.planners.by_name import PLANNERS as BY_NAME
+from alpa_lite.planners.by_name import planner_by_name
 from alpa_lite.program.phases import Phase
 from alpa_lite.schedule import GPipe, Interleaved1F1B, OneFOneB, Schedule, TaskKind, simulate
 from alpa_lite.sharding.specs import divides
@@ -43,9 +46,9 @@ ALL: dict[str, Planner] = {
     "zero_1": Zero(stage=1),
     "zero_3_pipeline": Hybrid(pipeline=2, zero=3),
     "megatron_2": Megatron(tensor=2),
-    "tensor_pipeline": Pipeline(num_stages=2, tensor=2, schedule=GPipe()),
-    "wide_hybrid": Hybrid(data=2, model=4, zero=1),
-    "interleaved": Hybrid(pipeline=2, model=2, schedule=Interleaved1F1B(num_chunks=2)),
+    "tensor_pipeline": Pipeline(pipeline=2, tensor=2, schedule=GPipe()),
+    "wide_hybrid": Hybrid(data=2, tensor=4, zero=1),
+    "interleaved": Hybrid(pipeline=2, tensor=2, schedule=Interleaved1F1B(num_chunks=2)),
 }
 
 CLUSTERS: dict[str, Any] = {
@@ -251,9 +254,7 @@ def test_zero_splits_what_it_says(planner: Planner) -> None:
 
 @pytest.mark.parametrize("num_stages", [2, 4])
 def test_pipelines_balance_their_stages(num_stages: int) -> None:
-    plan = (
-        _large(num_layers=4).plan(cluster=al.cluster("p3.16xlarge"), planner=Pipeline(num_stages=num_stages)).last_plan
-    )
+    plan = _large(num_layers=4).plan(cluster=al.cluster("p3.16xlarge"), planner=Pipeline(pipeline=num_stages)).last_plan
     assert len(plan.stages) == num_stages and plan.num_microbatches > 1
     seconds = [stage.forward_seconds + stage.backward_seconds for stage in plan.stages]
     assert max(seconds) < 2.2 * min(seconds)
@@ -341,7 +342,7 @@ def test_the_step_of_chunks_is_what_the_simulation_says() -> None:
 
 def test_three_boundaries_of_four_chunks_send_and_those_of_one_group_do_not() -> None:
     def transfers(pipeline: int, chunks: int) -> float:
-        planner = Hybrid(pipeline=pipeline, data=1, model=8 // pipeline, schedule=Interleaved1F1B(num_chunks=chunks))
+        planner = Hybrid(pipeline=pipeline, data=1, tensor=8 // pipeline, schedule=Interleaved1F1B(num_chunks=chunks))
         found = traced("mlp").plan(cluster=eager_cluster(), planner=planner, num_microbatches=4).last_plan
         return found.prediction.transfer_seconds
 
@@ -351,7 +352,7 @@ def test_three_boundaries_of_four_chunks_send_and_those_of_one_group_do_not() ->
 
 def test_chunks_run_in_the_order_of_the_cluster_from_the_last_group_to_the_first() -> None:
     """Four stages on two hosts: every boundary crosses hosts, that from stage 1 to stage 2 too."""
-    planner = Hybrid(pipeline=2, data=8, model=1, schedule=Interleaved1F1B(num_chunks=2))
+    planner = Hybrid(pipeline=2, data=8, tensor=1, schedule=Interleaved1F1B(num_chunks=2))
     plan = traced("mlp").plan(cluster=CLUSTERS["two hosts"](), planner=planner, num_microbatches=4).last_plan
     assert [stage.submesh.first_device for stage in plan.stages] == [0, 8, 0, 8]
 
@@ -372,7 +373,7 @@ def test_chunks_that_do_not_fit_together_are_made_to_or_refused() -> None:
 
     def plan_within(limit: float) -> al.Plan:
         cluster = dataclasses.replace(host, device=dataclasses.replace(host.device, memory_bytes=limit))
-        planner = Hybrid(pipeline=2, data=1, model=4, schedule=schedule)
+        planner = Hybrid(pipeline=2, data=1, tensor=4, schedule=schedule)
         return traced("mlp").plan(cluster=cluster, planner=planner, num_microbatches=4).last_plan
 
     most = max(plan_within(1e9).prediction.peak_bytes)
@@ -446,3 +447,27 @@ def test_planning_does_not_look_for_devices(monkeypatch: pytest.MonkeyPatch) -> 
     for name in ("devices", "local_devices", "device_put", "device_count", "jit"):
         monkeypatch.setattr(jax, name, forbidden)
     assert step.plan(cluster=cluster, planner=Hybrid(pipeline=2)).last_plan.stages
+
+
+# --- options under their old names ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("planner", "old", "new"),
+    [
+        (al.planners.Pipeline, "num_stages", "pipeline"),
+        (al.planners.TorchGPipe, "num_stages", "pipeline"),
+        (al.planners.Auto, "num_stages", "pipeline"),
+        (al.planners.Hybrid, "model", "tensor"),
+        (al.planners.DeepSpeed3D, "model", "tensor"),
+        (al.planners.GridSearch, "max_model", "max_tensor"),
+    ],
+)
+def test_an_option_is_taken_under_its_old_name_with_a_warning(planner: Any, old: str, new: str) -> None:
+    with pytest.warns(DeprecationWarning, match=rf"{planner.__name__}\({old}=…\) is now {planner.__name__}\({new}=…\)"):
+        assert planner(**{old: 4}) == planner(**{new: 4})
+    with pytest.raises(TypeError, match="Both were given"):
+        planner(**{old: 4, new: 4})
+    name = next(name for name, kind in BY_NAME.items() if kind is planner)
+    assert planner_by_name(name, [f"{old}=4"]) == planner(**{new: 4})
+    assert replace(planner(**{new: 4}), **{new: 2}) == planner(**{new: 2})

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import alpa_lite as al
+from alpa_lite.inter_op.loop_cuts import block_partition
 from alpa_lite.planners import Pipeline, TorchGPipe
-from alpa_lite.planners.block_partition import block_partition
 from alpa_lite.schedule import GPipe
 from tests.end_to_end.cases import assert_same, eager_cluster
 from tests.end_to_end.collectives import emitted, handed_over, planned
@@ -124,7 +124,7 @@ def _arguments() -> Any:
 @pytest.mark.parametrize("balance", ["time", "size"])
 def test_stages_are_balanced_by_what_was_asked_for(balance: Any, devices: Any) -> None:
     options = dict(cluster=eager_cluster(), num_microbatches=2, batch_argnums=1)
-    step = al.parallelize(_step, planner=TorchGPipe(num_stages=2, balance=balance), **options)
+    step = al.parallelize(_step, planner=TorchGPipe(pipeline=2, balance=balance), **options)
     compiled = step.compiled(*_arguments())
     plan = compiled.plan
     assert str(plan.schedule) == str(GPipe())
@@ -166,7 +166,7 @@ def test_a_stage_holds_its_inputs_and_the_values_of_one_layer(num_microbatches: 
     arguments = [layer] * 4, shape((samples, width), jnp.float32)
     again, kept = (
         al.plan(step, *arguments, cluster=eager_cluster(), planner=planner, num_microbatches=num_microbatches)
-        for planner in (TorchGPipe(num_stages=2), TorchGPipe(num_stages=2, checkpoint=False))
+        for planner in (TorchGPipe(pipeline=2), TorchGPipe(pipeline=2, checkpoint=False))
     )
     boundary = 4 * width * samples / num_microbatches / 4  # four devices share each stage
     # Of each of two layers also the four times wider values inside, and what goes from one to the other.

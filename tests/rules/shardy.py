@@ -15,7 +15,7 @@ import jax
 from jaxlib.mlir import ir, passmanager
 from jaxlib.mlir.dialects import sdy, stablehlo
 
-from alpa_lite.rules.windows import windows_of
+from alpa_lite.rules.convolution import windows_of
 from tests.rules.row import Case, Row
 
 PASSES = "builtin.module(func.func(chlo-legalize-to-stablehlo,sdy-populate-op-sharding-rules))"

@@ -6,7 +6,7 @@ import jax
 from hypothesis import given
 from hypothesis import strategies as st
 
-from alpa_lite.rules.windows import Window
+from alpa_lite.rules.convolution import Window
 from tests.rules.row import floats, row
 
 WINDOWS = st.builds(

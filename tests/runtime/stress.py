@@ -41,7 +41,7 @@ def main(num_microbatches: int, num_steps: int) -> None:
     step = al.parallelize(
         train_step,
         cluster=al.cluster("p3.16xlarge", num_hosts=2),
-        planner=Hybrid(pipeline=4, data=2, model=2),
+        planner=Hybrid(pipeline=4, data=2, tensor=2),
         num_microbatches=num_microbatches,
         donate_argnums=0,
         watchdog_seconds=60,

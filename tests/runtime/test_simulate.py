@@ -46,12 +46,12 @@ ARGS = ((PARAMS, PARAMS), (_shape(BATCH, WIDTH, WIDTH), _shape(BATCH, WIDTH, WID
 
 PLANS: dict[str, tuple[Planner, int]] = {
     "data parallel": (DataParallel(), 1),
-    "tensor": (Hybrid(model=8), 2),
-    "pipeline": (Pipeline(num_stages=4), 8),
+    "tensor": (Hybrid(tensor=8), 2),
+    "pipeline": (Pipeline(pipeline=4), 8),
     "gpipe": (Hybrid(pipeline=4, schedule=GPipe()), 8),
     "zero bubble": (Hybrid(pipeline=4, schedule=ZeroBubbleH1()), 8),
     "interleaved": (Hybrid(pipeline=2, schedule=Interleaved1F1B(num_chunks=2)), 8),
-    "hybrid": (Hybrid(pipeline=2, model=2, data=2), 8),
+    "hybrid": (Hybrid(pipeline=2, tensor=2, data=2), 8),
     "zero": (Hybrid(pipeline=2, zero=3), 4),
     "remat": (Hybrid(pipeline=4, remat="full"), 8),
 }
@@ -151,7 +151,7 @@ def test_a_pipeline_for_inference_keeps_nothing_for_later() -> None:
         return {"y": x}
 
     traced = al.parallelize(forward, cache=False).trace(PARAMS, ARGS[1][0])
-    planned = traced.plan(cluster=cluster(), planner=Pipeline(num_stages=4), num_microbatches=8)
+    planned = traced.plan(cluster=cluster(), planner=Pipeline(pipeline=4), num_microbatches=8)
     assert planned.last_plan.schedule == Inference()
     simulated = planned.lower().simulate()
     assert simulated.step_seconds == pytest.approx(planned.last_plan.prediction.step_seconds, rel=0.01)

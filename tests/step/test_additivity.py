@@ -51,7 +51,7 @@ def test_what_a_loop_makes_of_parameters_alone_is_read_per_sample_and_after_it()
     args = (jnp.stack([jnp.eye(6)] * 4) * 0.5, jax.random.normal(jax.random.key(0), (8, 6)))
     check_claims(trace(step, args, batch_argnums=1), jax.tree.leaves(args), 2)
     want = jax.tree.leaves(jax.jit(step)(*args))
-    for planner in (planners.Megatron(tensor=4), planners.Pipeline(num_stages=2)):
+    for planner in (planners.Megatron(tensor=4), planners.Pipeline(pipeline=2)):
         got = al.parallelize(step, cluster="p3.16xlarge", planner=planner, num_microbatches=2, batch_argnums=1)(*args)
         for a, b in zip(jax.tree.leaves(got), want, strict=True):
             np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
@@ -94,7 +94,7 @@ def test_what_sums_start_from_counts_once() -> None:
     args = (jnp.stack([jnp.eye(6)] * 4) * 0.5, jnp.arange(6.0) + 1, x, jnp.arange(8) % 6)
     check_claims(trace(step, args, batch_argnums=(2, 3)), jax.tree.leaves(args), 2)
     want = jax.tree.leaves(jax.jit(step)(*args))
-    for planner in (planners.Megatron(tensor=4), planners.Pipeline(num_stages=2)):
+    for planner in (planners.Megatron(tensor=4), planners.Pipeline(pipeline=2)):
         parallel = al.parallelize(
             step, cluster="p3.16xlarge", planner=planner, num_microbatches=2, batch_argnums=(2, 3)
         )

@@ -29,7 +29,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--planners",
         default="all",
         metavar="LIST",
-        help=f"all (default), or some of {', '.join(PLANNERS)} with options, as auto,pipeline:num_stages=4",
+        help=f"all (default), or some of {', '.join(PLANNERS)} with options, as auto,pipeline:pipeline=4",
     )
     suggests(planners, ("all", *PLANNERS))
     parser.add_argument("--batch", type=positive, metavar="N", help="samples per step (default: as the model says)")

@@ -1,4 +1,4 @@
-"""The planners to compare, by name and options: `auto,pipeline:num_stages=4,hybrid:pipeline=2:model=2`, or `all`.
+"""The planners to compare, by name and options: `auto,pipeline:pipeline=4,hybrid:pipeline=2:tensor=2`, or `all`.
 
 `all` is the search, the search with one level only, and every other planner of the command line: with its default
 options or, where its degrees are options, with each that the cluster has room for.
@@ -71,7 +71,7 @@ def _degrees(name: str, cluster: Cluster) -> Sequence[dict[str, Any]]:
     total = cluster.num_devices
     ways = [n for n in range(2, total + 1) if total % n == 0]
     if name in ("pipeline", "torchgpipe"):
-        return [{"num_stages": n} for n in ways] or [{}]
+        return [{"pipeline": n} for n in ways] or [{}]
     if name == "convolution_parallel":
         return [{}, *({dim: ways[0]} for dim in ("height", "width", "channel", "filter") if ways)]
     if name == "megatron":
@@ -80,7 +80,7 @@ def _degrees(name: str, cluster: Cluster) -> Sequence[dict[str, Any]]:
         return [{"stage": 1}, {"stage": 2}]
     if name == "hybrid":
         both = [(p, t) for p in ways for t in ways if total % (p * t) == 0 and t <= cluster.devices_per_host]
-        return [{"pipeline": p, "model": t, "data": total // (p * t)} for p, t in both]
+        return [{"pipeline": p, "tensor": t, "data": total // (p * t)} for p, t in both]
     return [{}]
 
 

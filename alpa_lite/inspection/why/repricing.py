@@ -15,10 +15,10 @@ from functools import cached_property
 
 from alpa_lite.inspection.why.stage_problem import Given, StageProblem
 from alpa_lite.inter_op.assembly import predict
+from alpa_lite.inter_op.boundaries import stacks_at_rest
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.inter_op.shared_devices import held_at_peak
-from alpa_lite.inter_op.space import PlacedStage
-from alpa_lite.inter_op.stacked_arguments import stacks_at_rest
+from alpa_lite.inter_op.stage_costs import PlacedStage
 from alpa_lite.intra_op.placements import remap
 from alpa_lite.intra_op.solve import StageSolution
 from alpa_lite.intra_op.stage import StageView

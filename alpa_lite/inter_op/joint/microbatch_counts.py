@@ -1,10 +1,9 @@
-"""Numbers of micro-batches: those that are considered, those at which a few layers are solved to guess the rest, and
-in which order stages are searched.
+"""Numbers of micro-batches: the candidates, those at which a few layers are surveyed, and the order of the search.
 
-Larger micro-batches take more memory and leave devices idle for longer; smaller ones take longer for each sample. So
-from the number that is likely the best the search goes both ways, for as long as that makes it better; then to what is
-likely clearly better, or would be far better at best, if there is anything: one stage without micro-batches may be as
-good as many stages with many.
+Larger micro-batches take more memory and leave devices idle for longer; smaller ones take longer per sample. So the
+search starts at the number that is likely the best and goes both ways while plans get better. Then it continues with
+numbers that are likely clearly better, or would be far better at best, if there are any: one stage without
+micro-batches may be as good as many stages with many.
 """
 
 from __future__ import annotations
@@ -16,20 +15,20 @@ from dataclasses import dataclass
 from alpa_lite.inter_op.plan_request import PlanRequest
 
 NEAR = 0.01
-"""Of numbers that are likely within so much of the best, the one nearest to where layers were solved comes first."""
+"""Among numbers that are likely this close to the best, the one nearest to a surveyed number comes first."""
 
 FAR_BETTER = 0.75
-"""What takes this much of the best at best is searched even if it likely takes more: at worst for nothing."""
+"""A number that takes at best this fraction of the best plan is searched even if it likely takes more."""
 
 PARTS = (0.5, 0.9)
-"""How far between one micro-batch and the largest number that makes sense layers are solved, on a logarithmic scale."""
+"""The surveyed numbers, as positions on a logarithmic scale between 1 and the largest number that makes sense."""
 
 RATIO = 1.5
-"""A number of micro-batches is considered when it is at least so many times the one before."""
+"""Least ratio of a number of micro-batches to the one before."""
 
 
 def microbatch_numbers(batch_size: int) -> tuple[int, ...]:
-    """Divisors of a batch that lie well apart, from 1 on."""
+    """Return divisors of a batch from 1 on, each at least `RATIO` times the one before."""
     chosen = [1]
     for number in range(2, batch_size + 1):
         if batch_size % number == 0 and number >= RATIO * chosen[-1]:
@@ -38,16 +37,16 @@ def microbatch_numbers(batch_size: int) -> tuple[int, ...]:
 
 
 def numbers_to_search(request: PlanRequest) -> tuple[int, ...]:
-    """The numbers of micro-batches that come into question."""
+    """Return the candidate numbers of micro-batches of a request."""
     # Virtual devices of one processor gain nothing from overlap, so that one micro-batch is best when it fits.
     shared = request.cluster.shared_processor
     return request.microbatch_choices((1,) if shared else microbatch_numbers(request.batch_size or 1))
 
 
 def surveyed_numbers(numbers: Sequence[int], batch_size: int, devices_per_host: int) -> list[int]:
-    """Where to survey: in the middle of the numbers that make sense, as ratios go, and close to the largest of these.
+    """Return the numbers to survey: in the middle, on a logarithmic scale, of those that make sense, and near the last.
 
-    With fewer samples than half of the devices of a host these cannot split the batch beside others that split the
+    With fewer samples than half of the devices of a host, these devices cannot split the batch while others split the
     model.
     """
     largest = max(1.0, batch_size / max(1.0, devices_per_host / 2))
@@ -61,7 +60,7 @@ def surveyed_numbers(numbers: Sequence[int], batch_size: int, devices_per_host: 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guess:
-    """Seconds of a step at some number: at best, and as it is likely; infinite where it does not fit."""
+    """Guessed seconds of a step at some number of micro-batches, at best and likely; infinite if it does not fit."""
 
     at_best: float
     likely: float
@@ -75,15 +74,15 @@ def next_numbers(
     at_most: float,
     solved_at: float,
 ) -> list[int]:
-    """Which numbers to search next, the first of them at once; none where there is nothing to gain.
+    """Return the numbers to search next, the most promising first; none if there is nothing to gain.
 
-    `open_`: those that were not searched; `best`: the best of those that were, with `at_most` seconds; layers were
-    solved at the number `solved_at`.
+    `open_`: numbers that were not searched; `best`: the best searched number, with `at_most` seconds; `solved_at`: the
+    number at which layers were surveyed.
     """
     if best is not None:
         known = sorted({*open_, *searched})
         place = known.index(best)
-        # What the best was guessed too high its neighbours are too.
+        # If the guess of the best number was too high, those of its neighbours are too.
         near = max(at_most, guess(best).at_best)
         sides = (known[:place][::-1], known[place + 1 :])
         found = [_first_better(numbers, open_, guess, near, at_most) for numbers in sides]
@@ -108,8 +107,10 @@ def next_numbers(
 def _first_better(
     numbers: Sequence[int], open_: Collection[int], guess: Callable[[int], Guess], near: float, at_most: float
 ) -> int | None:
-    """The first of numbers, up to one that was searched, that may take less: the next one less than `near` at best,
-    one behind it likely less than `at_most`."""
+    """Return the first number, before any that was searched, that may take less; None if there is none.
+
+    The nearest number must take less than `near` at best, one behind it likely less than `at_most`.
+    """
     for place, number in enumerate(numbers):
         if number not in open_:
             return None

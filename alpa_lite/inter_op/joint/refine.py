@@ -1,16 +1,15 @@
-"""What is done to the stages that the search found: solved closer to the best, run under other schedules.
+"""Refine the stages of the search: solve them closer to the best, and run them under other schedules.
 
 polish      each stage again, to a smaller gap, within a time limit                              `polished`
 schedules   the same stages under each schedule that their memory allows                         `rescheduled`
 even        the layers cut anew into as many equal parts                                         `_evened`
 chunks      the layers in several times as many parts, dealt out over the same submeshes         `interleaved`
-
-Stages that agree on how rows of stacked arguments lie.
+agree       stages solved again so that all hold rows of stacked arguments in one form           `agreeing`
 
 A step returns one array for a stacked argument. If every stage holds equally many of its rows in one form, the array
-lies over their devices as it is; if not, the rows are brought together after each step (`stacked.stacks_at_rest`).
-Stages are solved one by one, and what is as good for one may be another form for the next. Here the stages that differ
-are solved again with the form of one of them given.
+lies over their devices as it is; if not, the rows are brought together after each step (`boundaries.stacks_at_rest`).
+Stages are solved one by one, and of equally good forms each may have another. So the stages that differ are solved
+again with the form of one of them given.
 """
 
 from __future__ import annotations
@@ -21,45 +20,43 @@ from dataclasses import dataclass, replace
 
 from alpa_lite.errors import InfeasibleError, PlanError
 from alpa_lite.inter_op.assembly import predict
+from alpa_lite.inter_op.boundaries import stacks_at_rest
 from alpa_lite.inter_op.joint.stage_cost_cache import StageCostCache
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.inter_op.shared_devices import device_peak, solve_together
-from alpa_lite.inter_op.space import PlacedStage
-from alpa_lite.inter_op.stacked_arguments import stacks_at_rest
-from alpa_lite.inter_op.stage_costs import StageCosts
+from alpa_lite.inter_op.stage_costs import PlacedStage, StageCosts, StagePlace
 from alpa_lite.intra_op.solve import RELATIVE_GAP, StageSolution
 from alpa_lite.plan.plan import Prediction
 from alpa_lite.schedule import Interleaved1F1B, Schedule, splits_backward
-from alpa_lite.sharding.meshes import LogicalMesh, Submesh
 from alpa_lite.sharding.specs import Spec
 from alpa_lite.step.layers import Cut
 from alpa_lite.step.recomputation import Remat
 
 POLISH_SECONDS = 3.0
-"""How long one stage may be solved again."""
+"""Time limit for solving a stage again."""
 
 ALONE_GAP, ALONE_SECONDS = 1e-3, 6.0
-"""How close to the best, and how long, a stage that is alone is solved: its time is the step's."""
+"""Gap and time limit for the only stage of a plan: its time is the step's."""
 
 CHUNKS = (2, 4, 8)
-"""Of interleaved pipelines, the chunks of each group of devices: more of them while that is faster."""
+"""Numbers of chunks per group of devices in interleaved pipelines, tried while more are faster."""
 
 UNSEEN = 0.1
-"""By how much a simulated step may take longer than the stage DP says before that is not relied on."""
+"""Relative excess of a simulated step over the stage DP's seconds above which these are not relied on."""
 
 ROUNDING = 1e-9
-"""Sums of bytes that are put together in another order than they were taken apart in."""
+"""Relative tolerance for sums of bytes that are added up in another order."""
 
 UNEVEN = 0.1
-"""From how much longer than the average the slowest stage must take on equal parts are tried."""
+"""Relative excess of the slowest stage over the average above which equal parts are tried."""
 
 BUBBLE = 0.03
-"""Idle part of a pipeline from which on interleaving is tried."""
+"""Bubble of a pipeline above which interleaving is tried."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """Solved stages of a step, under a schedule; `sum_seconds` is what the stage DP makes of them."""
+    """Solved stages of a step under a schedule; `sum_seconds` are the seconds of the step by the stage DP."""
 
     costs: StageCosts
     stages: tuple[PlacedStage, ...]
@@ -69,29 +66,31 @@ class Found:
 
     @staticmethod
     def of(request: PlanRequest, costs: StageCosts, stages: Sequence[PlacedStage], schedule: Schedule) -> Found:
-        """The stages with what they are predicted to take."""
+        """Return the stages under a schedule, with their prediction."""
         stages = scheduled(costs, stages, schedule)
         prediction = predict(request, costs.step, costs.layers, stages, schedule)
         return Found(costs=costs, stages=tuple(stages), schedule=schedule, prediction=prediction)
 
     @property
     def seconds(self) -> float:
-        """Of one step."""
+        """Predicted seconds of one step."""
         return self.prediction.step_seconds
 
     @property
     def trusted_seconds(self) -> float:
-        """What the stage DP makes of the stages, which compares with its other answers, or the simulation where they
-        wait for much that it does not see."""
+        """The seconds by the stage DP, or the simulated ones if stages wait for much that the DP does not see.
+
+        Those of the DP are comparable with its other answers.
+        """
         return self.sum_seconds if self.seconds <= (1 + UNSEEN) * self.sum_seconds else self.seconds
 
     def may_wait_for(self, update_seconds: float) -> bool:
-        """Whether so long an update may be half, or more, of what the stage DP does not see."""
+        """Return True if an update of this length may be at least half of the time that the stage DP does not see."""
         return 0 < self.trusted_seconds - self.sum_seconds < 2 * update_seconds
 
     @property
     def policies(self) -> tuple[Remat, ...]:
-        """What the layers of each stage compute again."""
+        """The policy of rematerialisation of each stage."""
         remat = self.costs.remat
         return tuple(remat[stage.first] if remat else Remat.NONE for stage in self.stages)
 
@@ -110,10 +109,7 @@ def refined(
     *,
     dealt_out: bool,
 ) -> Found:
-    """The best of what was found, solved closer to the best, and (`dealt_out`) in chunks if that is faster.
-
-    Then what waited for longer may be the best in chunks.
-    """
+    """Return the fastest of some plans, solved closer to the best, and (`dealt_out`) in chunks if that is faster."""
 
     def refine(way: Found) -> Found:
         whole = rescheduled(request, polished(request, way), schedules)
@@ -125,6 +121,7 @@ def refined(
 
     first, *others = sorted(found, key=lambda way: way.seconds)
     best = refine(first)
+    # Chunks shorten the bubble, so that a plan with a longer one may overtake; without any bubble it has to be faster.
     for other in others if best.schedule.stages_per_processor > 1 else ():
         if other.seconds * (1 - other.prediction.bubble_fraction) < best.seconds:
             best = min(best, refine(other), key=lambda way: way.seconds)
@@ -134,9 +131,9 @@ def refined(
 def _evened(
     request: PlanRequest, best: Found, whole: Found, steps: StageCostCache, schedules: Sequence[Schedule]
 ) -> Found:
-    """The best so far, or the stages cut anew into parts as equal as can be, under the schedule that is the fastest.
+    """Return the best plan so far, or one with layers cut anew into parts as equal as possible, whichever is faster.
 
-    The search makes stages of a few layers, for 1F1B; one that leaves little of a bubble waits for uneven stages.
+    The search makes stages from few layers, for 1F1B. A schedule with little bubble waits for uneven stages.
     """
     even = interleaved(request, whole, steps, 1) if best.prediction.bubble_fraction > BUBBLE else None
     if even is None:
@@ -146,17 +143,19 @@ def _evened(
 
 
 def _unevenness(found: Found) -> float:
-    """How much longer than the average the slowest stage takes, relative to it."""
+    """Return the relative excess of the slowest stage over the average."""
     seconds = [_seconds(stage.solution) for stage in found.stages]
     return max(seconds) * len(seconds) / max(sum(seconds), 1e-30) - 1
 
 
 def _in_chunks(request: PlanRequest, plain: Found, best: Found, steps: StageCostCache) -> Found:
-    """Stages, `plain` under 1F1B and `best` under the best schedule for them, in the number of chunks that is the
-    fastest, or as they are."""
+    """Return stages in the number of chunks that is the fastest, or `best`.
+
+    `plain` are the stages under 1F1B, `best` under the best schedule for them.
+    """
     last = plain
     for chunks in CHUNKS:
-        # Twice as many chunks leave half of what stages wait at the beginning and at the end.
+        # Twice as many chunks halve the time that stages wait at the beginning and at the end.
         bubble = last.prediction.bubble_fraction
         if bubble <= BUBBLE or last.seconds * (1 - bubble / 2) >= best.seconds:
             break
@@ -168,7 +167,7 @@ def _in_chunks(request: PlanRequest, plain: Found, best: Found, steps: StageCost
 
 
 def polished(request: PlanRequest, found: Found) -> Found:
-    """Stages solved again to a smaller gap, where that is faster; stacked arguments keep their form."""
+    """Solve stages again to a smaller gap, and keep the results that are faster; stacked arguments keep their form."""
     pins = {v: spec for stage in found.stages for v, spec in forms_given(found.costs, stage).items()}
     costs = found.costs.with_pins({**found.costs.pins, **pins})
     gap, seconds = (ALONE_GAP, ALONE_SECONDS) if len(found.stages) == 1 else (RELATIVE_GAP, POLISH_SECONDS)
@@ -176,10 +175,11 @@ def polished(request: PlanRequest, found: Found) -> Found:
     stages: list[PlacedStage] = []
     # The last first: what is best with the fewest micro-batches in flight is so with more, where it fits.
     for stage, held in reversed([*zip(found.stages, found.in_flight, strict=True)]):
-        solution = costs.solution(stage.first, stage.last, stage.submesh, stage.mesh, in_flight=held)
+        solution = costs.solution(stage, in_flight=held)
         better = solution.choice is not None and _seconds(solution) < _seconds(stage.solution)
         stages.append(replace(stage, solution=solution) if better else stage)
     stages.reverse()
+    # Stages that are faster alone may need slower transfers, or more memory than this schedule leaves.
     again = Found.of(request, found.costs, stages, found.schedule)
     better = again.seconds < found.seconds and fits(found.costs, again.stages, found.schedule)
     return replace(again, sum_seconds=found.sum_seconds) if better else found
@@ -190,11 +190,11 @@ def _seconds(solution: StageSolution) -> float:
 
 
 def rescheduled(request: PlanRequest, found: Found, schedules: Sequence[Schedule]) -> Found:
-    """The same stages under the fastest schedule that their memory allows."""
+    """Return the same stages under the fastest schedule that their memory allows."""
     best = found
     for schedule in schedules if len(found.stages) > 1 else ():
         lists = schedule.tasks(len(found.stages), found.costs.step.num_microbatches)
-        # Cutting backward passes in two fills a bubble, and does nothing else.
+        # Splitting backward passes in two only helps to fill a bubble.
         in_vain = any(map(splits_backward, lists)) and found.prediction.bubble_fraction <= BUBBLE
         if schedule == found.schedule or in_vain:
             continue
@@ -205,19 +205,19 @@ def rescheduled(request: PlanRequest, found: Found, schedules: Sequence[Schedule
 
 
 def scheduled(costs: StageCosts, stages: Sequence[PlacedStage], schedule: Schedule) -> list[PlacedStage]:
-    """The stages as a schedule runs them: where it cuts backward passes in two, with what the parts take."""
+    """Return the stages as a schedule runs them: with the times of both parts if it splits backward passes."""
     lists = schedule.tasks(len(stages), costs.step.num_microbatches)
     found: list[PlacedStage] = []
     for number, stage in enumerate(stages):
         solution = replace(stage.solution, weight_seconds=0.0, handed_bytes=0.0)
         if splits_backward(lists[number % len(lists)]):
-            solution = costs.in_two_parts(stage.first, stage.last, stage.submesh, stage.mesh, solution)
+            solution = costs.in_two_parts(stage, solution)
         found.append(replace(stage, solution=solution))
     return found
 
 
 def fits(costs: StageCosts, stages: Sequence[PlacedStage], schedule: Schedule) -> bool:
-    """Whether stages on devices of their own have memory for what a schedule lets them hold."""
+    """Return True if stages on devices of their own have memory for all that a schedule lets them hold."""
     lists = schedule.tasks(len(stages), costs.step.num_microbatches)
     as_run = scheduled(costs, stages, schedule)
     return all(
@@ -227,26 +227,25 @@ def fits(costs: StageCosts, stages: Sequence[PlacedStage], schedule: Schedule) -
 
 
 def made_to_fit(costs: StageCosts, stages: Sequence[PlacedStage], schedule: Schedule) -> list[PlacedStage]:
-    """The stages with shardings that leave room for all that a schedule holds, where it holds more than the search saw.
+    """Return the stages, solved again with less memory if a schedule holds more than the search assumed.
 
-    Raises `InfeasibleError` where there are none.
+    Raises `InfeasibleError` if a stage does not fit.
     """
     if fits(costs, stages, schedule):
         return list(stages)
     lists = schedule.tasks(len(stages), costs.step.num_microbatches)
     found: list[PlacedStage] = []
     for number, (stage, tasks) in enumerate(zip(stages, lists, strict=True)):
-        where = (stage.first, stage.last, stage.submesh, stage.mesh)
 
         def solve(
             _: int,
             in_flight: int,
             limit_bytes: float,
-            where: tuple[int, int, Submesh, LogicalMesh] = where,
+            stage: PlacedStage = stage,
             in_two: bool = splits_backward(tasks),
         ) -> StageSolution:
-            solution = costs.solution(*where, in_flight=in_flight, limit_bytes=limit_bytes)
-            return costs.in_two_parts(*where, solution) if in_two else solution
+            solution = costs.solution(stage, in_flight=in_flight, limit_bytes=limit_bytes)
+            return costs.in_two_parts(stage, solution) if in_two else solution
 
         together = solve_together(solve, tasks, costs.room_bytes(stage.submesh))
         if not together.fits:
@@ -256,10 +255,11 @@ def made_to_fit(costs: StageCosts, stages: Sequence[PlacedStage], schedule: Sche
 
 
 def interleaved(request: PlanRequest, found: Found, steps: StageCostCache, num_chunks: int) -> Found | None:
-    """So many chunks of the layers dealt out over the submesh of each stage; None where that is not possible."""
+    """Return a plan with `num_chunks` chunks on the submesh of each stage; None if that is not possible."""
     schedule = Interleaved1F1B(num_chunks=num_chunks)
     parts, num_microbatches = len(found.stages), found.costs.step.num_microbatches
     chunks = parts * num_chunks
+    # Interleaved 1F1B runs micro-batches in rounds of as many as there are groups of devices.
     if num_chunks > 1 and num_microbatches % parts:
         return None
     try:
@@ -271,11 +271,10 @@ def interleaved(request: PlanRequest, found: Found, steps: StageCostCache, num_c
     for part in reversed(range(parts)):
 
         def solve(
-            chunk: int, in_flight: int, limit_bytes: float, place: PlacedStage = found.stages[part]
+            chunk: int, in_flight: int, limit_bytes: float, whole: PlacedStage = found.stages[part]
         ) -> StageSolution:
-            first, last = _layers_of(chunk, per_chunk)
-            where = (place.submesh, place.mesh)
-            return costs.solution(first, last, *where, in_flight=in_flight, limit_bytes=limit_bytes)
+            place = StagePlace(*_layers_of(chunk, per_chunk), whole.submesh, whole.mesh)
+            return costs.solution(place, in_flight=in_flight, limit_bytes=limit_bytes)
 
         together = solve_together(solve, tasks[part], costs.room_bytes(found.stages[part].submesh))
         if not together.fits:
@@ -300,7 +299,10 @@ def _layers_of(chunk: int, per_chunk: int) -> tuple[int, int]:
 
 
 def agreeing(costs: StageCosts, stages: Sequence[PlacedStage], schedule: Schedule) -> Iterator[list[PlacedStage]]:
-    """The same stages with the forms of each that differs, where they disagree on stacked arguments and it fits."""
+    """Yield for each form in which a stage holds rows the stages that all hold them so, if these fit.
+
+    Nothing is yielded if the stages agree already.
+    """
     if not stacks_at_rest(costs.cost_model, costs.step, costs.layers, stages).seconds:
         return
     held = [schedule.in_flight(i, len(stages), costs.step.num_microbatches) for i in range(len(stages))]
@@ -320,24 +322,24 @@ def agreeing(costs: StageCosts, stages: Sequence[PlacedStage], schedule: Schedul
 
 
 def _rows(costs: StageCosts, stage: PlacedStage) -> list[tuple[int, int]]:
-    """Of each stacked argument that a stage holds rows of: its number, and the input of the graph."""
+    """Return the leaf and the input of the graph for each stacked argument of which a stage holds rows."""
     step, layers = costs.step, costs.layers
     inputs = zip(step.input_parts, step.graph.inputs, layers.of_input, strict=True)
     return [(part.leaf, v) for part, v, home in inputs if part.rows is not None and stage.first <= home <= stage.last]
 
 
 def _forms(costs: StageCosts, stage: PlacedStage) -> dict[int, Spec]:
-    """How a stage holds its rows of each stacked argument."""
+    """Return the spec in which a stage holds its rows of each stacked argument, by leaf."""
     choice = stage.solution.choice
     return {leaf: choice.inputs[v] for leaf, v in _rows(costs, stage) if v in choice.inputs} if choice else {}
 
 
 def forms_given(costs: StageCosts, stage: PlacedStage) -> dict[int, Spec]:
-    """The spec of each row of stacked arguments that a stage holds, by input of the graph."""
+    """Return the spec in which a stage holds its rows of stacked arguments, by input of the graph."""
     choice = stage.solution.choice
     return {v: choice.inputs[v] for _, v in _rows(costs, stage) if v in choice.inputs} if choice else {}
 
 
 def _solved_again(costs: StageCosts, stage: PlacedStage, in_flight: int) -> PlacedStage:
-    solution = costs.solution(stage.first, stage.last, stage.submesh, stage.mesh, in_flight=in_flight)
+    solution = costs.solution(stage, in_flight=in_flight)
     return replace(stage, solution=solution)

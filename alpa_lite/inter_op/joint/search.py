@@ -1,13 +1,13 @@
 """The joint search: micro-batches, stages, submeshes, logical meshes and shardings together.
 
-    numbers    of micro-batches that divide the batch, each well above the one before            `numbers`
+    numbers    of micro-batches that divide the batch, each well above the one before            `microbatch_counts`
     survey     a few layers, solved at a few of these numbers: what all layers would take        `inter_op.survey`
     guess      the time of the best stages at each number, as far as the survey tells            `JointSearch._guess_at`
-    order      the number that is likely the best, then those around it while they are better    `numbers`
+    order      the number that is likely the best, then those around it while they are better    `microbatch_counts`
     search     of one number: guesses become costs where the best stages depend on them          `inter_op.stage_search`
 
-With one micro-batch a pipeline has nothing to overlap: then the step is one stage, if no other number of stages is
-asked for. (Virtual devices of one processor do not overlap anyway.)
+With one micro-batch a pipeline has nothing to overlap: then the step is one stage, unless the user gives another number
+of stages. (Virtual devices of one processor do not overlap anyway.)
 """
 
 from __future__ import annotations
@@ -33,18 +33,16 @@ from alpa_lite.errors import (
 )
 from alpa_lite.inter_op.assembly import assemble
 from alpa_lite.inter_op.boundaries import inflows, slower_inflows
-from alpa_lite.inter_op.equal_stages import StageEquality
 from alpa_lite.inter_op.joint.microbatch_counts import NEAR, Guess, next_numbers, numbers_to_search, surveyed_numbers
 from alpa_lite.inter_op.joint.refine import Found, agreeing, made_to_fit, refined, rescheduled
 from alpa_lite.inter_op.joint.stage_cost_cache import StageCostCache
 from alpa_lite.inter_op.joint.what_would_fit import tightest_stage
-from alpa_lite.inter_op.layer_profile import Profile
 from alpa_lite.inter_op.plan_request import PlanRequest
-from alpa_lite.inter_op.space import PlacedStage, Space, hosts_of_groups
-from alpa_lite.inter_op.stage_costs import StageCosts
+from alpa_lite.inter_op.space import Space, StageEquality, hosts_of_groups
+from alpa_lite.inter_op.stage_costs import PlacedStage, StageCosts, StagePlace
 from alpa_lite.inter_op.stage_dp import StageChoice
-from alpa_lite.inter_op.stage_search import StageSearch
-from alpa_lite.inter_op.survey import Beyond, Survey
+from alpa_lite.inter_op.stage_search import StageGuesses, StageLimits, StageSearch
+from alpa_lite.inter_op.survey import Beyond, Profile, Survey
 from alpa_lite.intra_op.solve import RELATIVE_GAP
 from alpa_lite.plan.plan import Plan
 from alpa_lite.schedule import Schedule
@@ -53,26 +51,34 @@ from alpa_lite.step.layers import Cut
 from alpa_lite.step.recomputation import Remat
 
 MAX_SEARCHED, MAX_IN_VAIN = 5, 2
-"""For how many numbers of micro-batches the stages are searched, at most, and after the best was found."""
+"""The most numbers of micro-batches for which stages are searched, in all and in a row without a better plan."""
 
 CLOSE = 0.02
-"""A number whose stages are this much slower by the stage DP may still be faster under its best schedule."""
+"""Relative excess by the stage DP up to which the stages of a number may be faster under their best schedule."""
 
 SEARCH_GAP = 0.05
 SEARCH_SECONDS = 3.0
-"""How close to the best a stage is to be proven while others may still turn out to be better, and the time for that."""
+"""Relative gap and time limit of a stage during the search, while others may still turn out to be better."""
 
 PATIENT_SECONDS = 60.0
-"""The time for a stage where nothing was found in less."""
+"""Time limit of a stage if no plan was found with `SEARCH_SECONDS`."""
 
 
 @dataclass(kw_only=True)
 class JointSearch:
-    """Searches the plans of a request; what cannot be planned is noted in `problems`, and numbers of micro-batches at
-    which these do not fit in `too_large`.
+    """The search for the plans of a request.
 
-    `schedules`: of pipelines. Stages are searched for the first, which needs the least memory, and for the second where
-    transfers take long; then all of them are tried.
+    Attributes:
+        schedules: schedules of pipelines. Stages are searched for the first, which needs the least memory, and for the
+            second where transfers take long; then all of them are tried.
+        space: submeshes and logical meshes; the search narrows it down.
+        name: name of the plans.
+        steps: stage costs of the step.
+        policies: policies of rematerialisation that layers may follow.
+        num_stages: number of stages; None for the best number.
+        equal: the quantities that stages have equally much of.
+        problems: errors of numbers of micro-batches that cannot be planned; filled by the search.
+        too_large: numbers of micro-batches at which these do not fit into memory; filled by the search.
     """
 
     request: PlanRequest
@@ -89,14 +95,14 @@ class JointSearch:
     _excess: dict[int, NDArray[np.float64]] = field(default_factory=dict[int, NDArray[np.float64]])
 
     def plans(self) -> Iterator[Plan]:
-        """The best plan of one number of micro-batches after the other, the most promising number first; at last the
-        best of them, refined."""
+        """Yield the best plan of each number of micro-batches, the most promising number first; finally the best one
+        refined."""
         found = list[Found]()
         with (progress := self.request.progress).during("layers", "layers"):
             survey, guesses = self._surveyed()
         progress.expect("refine", 1)
         fitting = {number: guess for number, guess in guesses.items() if guess.at_best < math.inf}
-        # The largest numbers need the least memory: of those of which nothing was found they are tried with patience.
+        # The largest numbers need the least memory: if nothing is found, they are tried again with more time.
         hopeful = {number: fitting[number] for number in sorted(fitting)[-MAX_SEARCHED:]}
         for seconds, numbers in ((SEARCH_SECONDS, fitting), (PATIENT_SECONDS, hopeful)):
             if not found:
@@ -116,7 +122,7 @@ class JointSearch:
             self.problems.append(PlanError(impossible) if impossible else InfeasibleError(self._infeasible(number)))
 
     def _found(self, survey: Survey, guesses: Mapping[int, Guess]) -> Iterator[Found]:
-        """The best stages of numbers of micro-batches in turn, while the guesses at them are better than these."""
+        """Yield the best stages of numbers of micro-batches, as long as the guesses at further ones are better."""
         open_, searched, in_vain, known = set(guesses), set[int](), 0, dict(guesses)
         best, at_most, solved_at = None, math.inf, self._batch / survey.first_size
 
@@ -129,7 +135,7 @@ class JointSearch:
             ways = next_numbers(open_, guess, searched, best, at_most * (1 - RELATIVE_GAP), solved_at)
             if not ways:
                 return
-            further = min(MAX_IN_VAIN - in_vain, len(ways)) / 2  # much is known then
+            further = min(MAX_IN_VAIN - in_vain, len(ways)) / 2  # a later number takes half the work: stages are known
             number = ways[0]
             open_.remove(number)
             try:
@@ -141,7 +147,8 @@ class JointSearch:
                     self.too_large.add(number)
                 continue
             searched.add(number)
-            known = {n: other for n, other in known.items() if n > number}  # it tells about larger micro-batches
+            # What was learned holds for larger micro-batches too (`_of_layers`): the guesses at these are outdated.
+            known = {n: other for n, other in known.items() if n > number}
             if better is not None and better.trusted_seconds < at_most:
                 best, at_most, in_vain = number, better.trusted_seconds, 0
             elif best is not None:
@@ -159,7 +166,7 @@ class JointSearch:
     # ----------------------------------------------------------------------------------------------- the order
 
     def _surveyed(self) -> tuple[Survey, dict[int, Guess]]:
-        """A survey, and what it guesses that a step takes at each number of micro-batches."""
+        """Return a survey, and its guess of the seconds of a step at each number of micro-batches."""
         numbers = numbers_to_search(self.request)
         overlapping = [n for n in numbers if self._overlaps(n)]
         samples = surveyed_numbers(overlapping, self._batch, self.space.cluster.devices_per_host)
@@ -171,8 +178,9 @@ class JointSearch:
                 if self.request.num_microbatches != "auto":
                     raise
                 self.problems.append(without_frames(error))
-                alone = isinstance(error, NonAdditiveError)  # at any other number too
+                alone = isinstance(error, NonAdditiveError)  # it would fail at any other number too
                 numbers = tuple(n for n in numbers if n == 1 or not (alone or n == number))
+            # Workers survey the first step while the next one is traced.
             if len(costs) == 1:
                 profile, worthwhile = self._measured(costs[0])
                 space = self.space.where(np.logical_or.reduce(worthwhile, axis=(0, 1)))
@@ -189,8 +197,10 @@ class JointSearch:
         return survey, guesses
 
     def _looks_further(self, survey: Survey, guesses: Mapping[int, Guess]) -> bool:
-        """Whether larger micro-batches than were surveyed may be better than all that is likely; then the largest such
-        are surveyed, on the submeshes that their stages would have. What lies between is on lines then."""
+        """Survey larger micro-batches if they may be better than any likely plan; return True if any were surveyed.
+
+        The largest such are surveyed, on the submeshes that their stages would have; sizes in between lie on lines.
+        """
         fitting = {n: guess for n, guess in guesses.items() if guess.at_best < math.inf}
         known = [guess.likely for guess in fitting.values() if guess.likely < math.inf]
         at_most = (1 - NEAR) * min(known or [guess.at_best for guess in fitting.values()], default=0.0)
@@ -206,7 +216,7 @@ class JointSearch:
         return False
 
     def _begun(self, costs: StageCosts, numbers: Sequence[int]) -> Survey:
-        """A survey of the submeshes that are worth it at some number of micro-batches."""
+        """Return an empty survey of the submeshes on which stages make sense and fit at any number of micro-batches."""
         profile, worthwhile = self._measured(costs)
         self._profiles = self._profiled(costs.step.num_microbatches, numbers, worthwhile, profile)
         profiles = self._profiles.values()
@@ -217,7 +227,7 @@ class JointSearch:
         return Survey(self.space, profile, costs.structure_of_layers())
 
     def _measured(self, costs: StageCosts) -> tuple[Profile, NDArray[np.bool_]]:
-        """What layers take on one device, and [layers, layers, kinds]: the stages that make sense then."""
+        """Return the profile of the layers, and [layers, layers, kinds]: the stages that make sense."""
         if self._all_equal(costs):
             self.space = self.space.equal_parts()
         profile = Profile.of(costs)
@@ -226,9 +236,9 @@ class JointSearch:
     def _profiled(
         self, number: int, numbers: Sequence[int], worthwhile: NDArray[np.bool_], written: Profile
     ) -> dict[Remat, Profile]:
-        """The policies that layers may follow, with what layers take then; none that is not worth it.
+        """Return the policies that are worth searching, each with the profile of layers under it.
 
-        `written`: without a policy. If all that is worthwhile fits so, whatever else may be asked for has no use.
+        `written`: the profile without a policy. If all worthwhile stages fit so, no other policy is of use.
         """
         if self.policies == (Remat.NONE,):
             return {Remat.NONE: written}
@@ -236,7 +246,8 @@ class JointSearch:
             return {Remat.NONE: written}
         cut, found = self.steps.natural, {Remat.NONE: written} if Remat.NONE in self.policies else {}
         for policy in sorted(self.policies, key=[*reversed(Remat)].index):
-            # What keeps more than the one that keeps least has no use if that keeps no less than what is written.
+            # The policies come with the one first that keeps least. If even that one is no better than the layers as
+            # written, those that keep more are no better either.
             own = found.get(policy) or Profile.of(self.steps.of(number, cut, policy))
             if not any(other.beats(own) for other in found.values()):
                 found[policy] = own
@@ -245,7 +256,7 @@ class JointSearch:
         return found
 
     def _fits(self, profile: Profile, number: int, worthwhile: NDArray[np.bool_]) -> bool:
-        """Whether stages have memory for as many micro-batches in flight as there can be."""
+        """Return True if all worthwhile stages have memory for the most micro-batches in flight."""
         held = self._held(number, self.schedules[0])
         return bool((profile.holds(self.space, self._batch / number, number, held)[worthwhile] == len(held)).all())
 
@@ -254,11 +265,11 @@ class JointSearch:
         return self.request.batch_size or 1
 
     def _overlaps(self, number: int) -> bool:
-        """Whether several stages may make sense at a number of micro-batches."""
+        """Return True if several stages may make sense at a number of micro-batches."""
         return number > 1 or self.space.cluster.shared_processor or (self.num_stages or 1) > 1
 
     def _guess_at(self, number: int, survey: Survey) -> Guess:
-        """Seconds of a step with the best stages, as far as a survey tells."""
+        """Return the guessed seconds of a step with the best stages, by a survey."""
         at_best = likely = self._searches_at(number, survey)
         if not all(survey.reaches(kind, self._batch / number) for kind in range(len(self.space.kinds))):
             likely = self._searches_at(number, survey, "as before")
@@ -268,12 +279,15 @@ class JointSearch:
         )
 
     def _searches_at(self, number: int, survey: Survey, beyond: Beyond = "more shared") -> list[StageSearch]:
-        """The searches for the stages at a number of micro-batches, by the guesses of a survey: that for the schedule
-        which needs the least memory comes last."""
+        """Return the stage searches at a number of micro-batches, by the guesses of a survey.
+
+        The search for the schedule with the least memory comes last.
+        """
         first = self._search_for(self.schedules[0], number, survey, beyond)
         found = [first]
         if self.steps.known.has_rows and not first.all_equal:
             found.insert(0, self._search_for(self.schedules[0], number, survey, beyond, all_equal=True))
+        # The second schedule hides transfers at the cost of memory: it is searched if the transfers are long enough.
         at_most = (1 - CLOSE) * (seconds := first.best_known().seconds)
         waits = 2 * float(first.inflow_seconds.max()) * (number + first.num_layers)
         if seconds - waits >= at_most or math.isinf(seconds):
@@ -284,44 +298,52 @@ class JointSearch:
     def _search_for(
         self, schedule: Schedule, number: int, survey: Survey, beyond: Beyond, *, all_equal: bool = False
     ) -> StageSearch:
-        """`all_equal`: for equal stages alone, also where others are searched."""
+        """Return the stage search for a schedule; `all_equal`: for equal stages alone, even if others are searched."""
         known, overlaps, natural = self.steps.known, self._overlaps(number), self.steps.natural
         size, held, profiles = self._batch / number, self._held(number, schedule), self._profiles.values()
+        guesses = StageGuesses(
+            layer_seconds=self._of_layers(survey, number, beyond),
+            inflow_seconds=self._inflows[0] * known.step.num_microbatches / number,
+            slower_seconds=self._inflows[1] * known.step.num_microbatches / number,
+            following=np.stack([profile.holds(self.space, size, number, held) - 1 for profile in profiles]),
+            roomy=np.stack([survey.holds(size, number, held, profile) - 1 for profile in profiles]),
+            worthwhile=self.space.worthwhile(survey.profile.shares),
+        )
+        limits = StageLimits(
+            num_stages=self.num_stages if overlaps else 1,
+            all_equal=all_equal or self._all_equal(known) or not overlaps,
+            equal=self.equal,
+        )
         return StageSearch(
             known,
             number,
             schedule,
-            self._inflows[0] * known.step.num_microbatches / number,
-            self._inflows[1] * known.step.num_microbatches / number,
             self.space,
-            self._of_layers(survey, number, beyond),
-            np.stack([profile.holds(self.space, size, number, held) - 1 for profile in profiles]),
-            np.stack([survey.holds(size, number, held, profile) - 1 for profile in profiles]),
-            self.space.worthwhile(survey.profile.shares),
-            num_stages=self.num_stages if overlaps else 1,
-            under=lambda policy, count: self.steps.of(number, Cut.into(count) if count else natural, policy),
+            guesses,
+            limits=limits,
             policies=tuple(self._profiles),
-            equal_stages=all_equal or self._all_equal(known) or not overlaps,
-            equal=self.equal,
+            under=lambda policy, count: self.steps.of(number, Cut.into(count) if count else natural, policy),
         )
 
     def _all_equal(self, costs: StageCosts) -> bool:
-        """Whether equal stages alone are searched, so that no rows move between steps; where hosts differ, these would
-        wait for the slowest."""
+        """Return True if equal stages alone are searched, so that no rows move between steps.
+
+        Not where hosts differ: equal stages would wait for the slowest.
+        """
         return costs.has_rows and not self.space.cluster.groups
 
     def _of_layers(self, survey: Survey, number: int, beyond: Beyond) -> NDArray[np.float64]:
-        """[policies, layers, kinds, shapes]: seconds of each layer by a survey."""
+        """Return [policies, layers, kinds, shapes]: guessed seconds of each layer, by a survey."""
         size, profiles = self._batch / number, self._profiles.values()
         of_policies = [survey.guess(size, number, profile, beyond=beyond) for profile in profiles]
-        # Larger micro-batches need more memory: what was found to take longer than guessed does so with these too.
+        # Stages that took longer than guessed for lack of memory do so with larger micro-batches too.
         guess = np.stack(of_policies)
         for excess in [known for searched, known in self._excess.items() if searched >= number]:
             guess = np.maximum(guess, np.stack(of_policies) * excess[:, None])
         return guess
 
     def _held(self, number: int, schedule: Schedule) -> list[int]:
-        """Micro-batches in flight on a stage that is followed by none, by one, and so on."""
+        """Return the micro-batches in flight on a stage that is followed by none, by one, and so on."""
         return [schedule.in_flight(0, n + 1, number) for n in range(self.steps.known.layers.num_layers)]
 
     @cached_property
@@ -333,9 +355,9 @@ class JointSearch:
     # ------------------------------------------------------------------------------------------------ one number
 
     def _best_at(self, number: int, survey: Survey, at_most: float, further: float) -> Found | None:
-        """The best stages with a number of micro-batches, by the stage DP; None if they take `at_most` seconds or more.
+        """Return the best stages for a number of micro-batches by the stage DP; None if they take at least `at_most` s.
 
-        `further`: how much of such work is to follow. Raises `InfeasibleError` when nothing fits.
+        `further`: the amount of such work that is to follow. Raises `InfeasibleError` if nothing fits.
         """
         best, fits = None, False
         for search in self._searches_at(number, survey):
@@ -346,6 +368,8 @@ class JointSearch:
                 found = self._priced(search, choice)
                 best = found if best is None or found.seconds < best.seconds else best
                 at_most = min(at_most, found.trusted_seconds)
+                # The DP spreads the update over the micro-batches. If a long one comes after the others, stages with a
+                # shorter update may be faster.
                 if not found.may_wait_for(search.longest_update(choice)):
                     break
                 search.refuse_updates_like(choice)
@@ -355,7 +379,7 @@ class JointSearch:
         return best
 
     def _priced(self, search: StageSearch, choice: StageChoice) -> Found:
-        """Stages under the fastest schedule that their memory allows."""
+        """Return the stages of a choice under the fastest schedule that their memory allows."""
         costs, stages = self._placed(search, choice)
         stages = made_to_fit(costs, stages, search.schedule)
         ways = [stages, *agreeing(costs, stages, search.schedule)] if search.all_equal else [stages]
@@ -364,7 +388,7 @@ class JointSearch:
         return replace(best, sum_seconds=choice.seconds)
 
     def _placed(self, search: StageSearch, found: StageChoice) -> tuple[StageCosts, list[PlacedStage]]:
-        """The stages on their devices, with the step in which each follows its policy and its costs."""
+        """Return the stages of a choice on their devices, and the costs of the step with their policies."""
         cluster, cut = self.request.cluster, Cut.into(len(found.stages)) if search.all_equal else self.steps.natural
         kinds = [search.space.kinds[stage.submesh] for stage in found.stages]
         submeshes = place_in_groups(kinds, hosts_of_groups(cluster), cluster.devices_per_host)
@@ -376,12 +400,12 @@ class JointSearch:
         for stage, (start, end), submesh in zip(found.stages, ranges, submeshes, strict=True):
             mesh, held = search.mesh(stage.submesh, stage.configuration), search.in_flight(stage.configuration)
             first, last = start * parts, (end + 1) * parts - 1
-            solution = costs.solution(first, last, submesh, mesh, in_flight=held)
+            solution = costs.solution(StagePlace(first, last, submesh, mesh), in_flight=held)
             stages.append(PlacedStage(first=first, last=last, submesh=submesh, mesh=mesh, solution=solution))
         return costs, stages
 
     def _infeasible(self, number: int) -> str:
-        """Why nothing fits, as a sentence; at length once, since that takes time."""
+        """Return a sentence that says why nothing fits; in detail only once, since that takes time."""
         if any(isinstance(problem, InfeasibleError) for problem in self.problems):
             return f"No plan fits into memory at num_microbatches={number}."
-        return tightest_stage(self.request, self.steps, self.space, number, self.steps.natural, self._profiles.values())
+        return tightest_stage(self.steps, self.space, number, self._profiles.values())

@@ -1,10 +1,10 @@
-"""The step of a request in layers, at numbers of micro-batches, under policies of rematerialisation, with stage costs.
+"""Stage costs of a request's step, by number of micro-batches, cut into layers, and policy of rematerialisation.
 
-    of        every layer under one policy: what stages would take if they followed it               `Steps.of`
-    mixed     each layer under a policy of its own, for stages that were chosen                      `Steps.mixed`
+    of        every layer under one policy: the costs of stages that follow it                    `StageCostCache.of`
+    mixed     each layer under a policy of its own, for stages that were chosen                   `StageCostCache.mixed`
 
-Policies are those of parts of layers of about a block each (`layers.subdivided`), so that a backward pass holds the
-insides of one block at a time. What a stage of one policy takes does not depend on the policies of the others.
+Policies apply to parts of layers of about a block each (`layers.subdivided`), so that a backward pass holds the
+insides of one block at a time. The costs of a stage do not depend on the policies of the other stages.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from functools import cached_property
 from alpa_lite.inter_op.loop_cuts import is_even, parts_that_may_do
 from alpa_lite.inter_op.pins import Pins, pinned_specs
 from alpa_lite.inter_op.plan_request import PlanRequest
-from alpa_lite.inter_op.stage_cache import MeshKey
-from alpa_lite.inter_op.stage_costs import StageCosts
+from alpa_lite.inter_op.stage_costs import MeshKey, StageCosts
 from alpa_lite.intra_op.formulate import Builders
 from alpa_lite.program.ir import MAX_TRIPS
 from alpa_lite.program.phases import Phase, StepGraph
@@ -29,7 +28,7 @@ from alpa_lite.step.rematerialisation import rematerialise
 
 @dataclass(frozen=True, kw_only=True)
 class _Parts:
-    """A step as it was traced, its layers, and these in parts of about a block."""
+    """A step as traced, its layers, and the same layers in parts of about a block."""
 
     step: StepGraph
     layers: Layers
@@ -37,19 +36,19 @@ class _Parts:
 
     @property
     def per_layer(self) -> int:
-        """Parts of each layer."""
+        """The number of parts of each layer."""
         return self.parts.num_layers // self.layers.num_layers
 
 
 @dataclass(kw_only=True)
 class StageCostCache:
-    """Makes the step of a request as it is asked for, and remembers; its stage costs share what they know.
+    """Stage costs of the step of a request, made on demand; they share strategies and solutions where possible.
 
-    num_layers            layers that stages are made of; None: by the model
-    stages                numbers of stages that should be possible then
-    equal                 what layers have equal shares of
-    relative_gap          how close to the best stages are solved
-    time_limit_seconds    how long one of them may take
+    num_layers            number of layers, of which stages consist; None: by the model
+    stages                numbers of stages that the layers should allow
+    equal                 the quantity of which layers have equal shares
+    relative_gap          relative gap to which stages are solved
+    time_limit_seconds    time limit for solving a stage
     """
 
     request: PlanRequest
@@ -67,32 +66,32 @@ class StageCostCache:
 
     @cached_property
     def natural(self) -> Cut:
-        """The layers that stages are made of."""
+        """The cut into the layers of which stages consist."""
         if self.num_layers is not None:
             return Cut(loop_parts=self.num_layers, num_layers=self.num_layers)
         return natural_cut(self.request.step_at(1, 0), self.stages)
 
     @property
     def known(self) -> StageCosts:
-        """Some of the costs that were asked for."""
+        """Stage costs that were made already, at any number of micro-batches."""
         return next(iter(self._costs.values()))
 
     def at(self, number: int) -> list[StageCosts]:
-        """What was asked for at a number of micro-batches, in the most layers first, and those that keep least."""
+        """Return the stage costs at a number of micro-batches: most layers first, then policies that keep least."""
         keeps_least = [*reversed(Remat)]
         asked = [(key[2], costs) for key, costs in self._costs.items() if key[0] == number]
         ordered = sorted(asked, key=lambda each: (-each[1].layers.num_layers, keeps_least.index(each[0])))
         return [costs for _, costs in ordered]
 
     def let_take(self, seconds: float) -> None:
-        """Let stages take so many seconds each to solve; those that were not solved in less may be now."""
+        """Set the time limit for solving a stage, and forget stages that were not solved within an earlier one."""
         self.time_limit_seconds = seconds
         self._costs = {key: replace(costs, time_limit_seconds=seconds) for key, costs in self._costs.items()}
         for costs in self._costs.values():
             costs.forget_unsolved()
 
     def of(self, number: int, cut: Cut, policy: Remat = Remat.NONE) -> StageCosts:
-        """Stages of the layers of a cut at a number of micro-batches, whose layers all follow a policy."""
+        """Return the costs of stages of the layers of a cut, at a number of micro-batches, under one policy."""
         key = (number, cut, policy)
         if key not in self._costs:
             if policy is Remat.NONE:
@@ -105,9 +104,9 @@ class StageCostCache:
         return self._costs[key]
 
     def mixed(self, number: int, cut: Cut, policies: Sequence[Remat]) -> tuple[StageCosts, int]:
-        """Stages of the layers of a cut, or of equally many parts of each, and how many; each layer has its policy.
+        """Return the costs of stages whose layers have a policy each, and into how many parts each layer is cut there.
 
-        What was solved where all layers follow the policy of a stage counts.
+        Solutions for steps in which all layers follow the policy of a stage count here too.
         """
         if all(policy is Remat.NONE for policy in policies):
             return self.of(number, cut), 1
@@ -132,14 +131,14 @@ class StageCostCache:
         )
 
     def _in_layers(self, number: int, cut: Cut) -> tuple[StepGraph, Layers]:
-        """The step in the layers of a cut: at every number of micro-batches the same, where it runs the same ops."""
+        """Return the step and its layers: the same layers at every number of micro-batches with the same ops."""
         if cut in self._layers:
             known, layers = self._layers[cut]
             step = self.request.step_at(number, known.loop_parts)
             if _is_same_program(known, step):
                 return step, layers
         parts = cut.loop_parts
-        # Layers that each become a stage are to be even: loops are cut into more parts for that.
+        # Layers that each become a stage should be even, for which loops may have to be cut into more parts.
         each_a_stage = self.equal == "flops" and parts > 0 and cut == Cut.into(cut.num_layers)
         if each_a_stage:
             parts = parts_that_may_do(self.request.step_at(1, 0), parts, (1.0,) * cut.num_layers)
@@ -156,13 +155,14 @@ class StageCostCache:
         equal = cut.equal if self.equal == "flops" else self.equal
         count = cut.num_layers
         if cut == self.natural:
-            # Loops over samples look like loops over layers, but are never cut. More layers than ops serve nothing.
+            # Loops over samples look like loops over layers, but are never cut, so that there may be fewer ops than
+            # layers.
             forward = step.phases.count(Phase.FORWARD)
             count = max(1, min(self.stages), min(count, forward))
         return make_layers(step, count, equal=equal, imbalance=cut.imbalance)
 
     def _again(self, number: int, cut: Cut, policies: Sequence[Remat]) -> StageCosts:
-        """Stages of parts of layers, whose layers have each its policy."""
+        """Return the costs of stages of parts of layers; each layer has its policy."""
         written = self.of(number, cut)
         if (number, cut) not in self._parts:
             step = self.request.step_at(number, written.step.loop_parts)
@@ -177,7 +177,7 @@ class StageCostCache:
 
 
 def _is_same_program(step: StepGraph, other: StepGraph) -> bool:
-    """Whether two steps run the same ops: then the same layers serve both, and layers compare between them."""
+    """Return True if two steps run the same ops, so that the layers of one are valid for the other."""
     return step.phases == other.phases and all(
         (a.primitive, a.operands) == (b.primitive, b.operands)
         for a, b in zip(step.graph.ops, other.graph.ops, strict=True)
@@ -185,8 +185,12 @@ def _is_same_program(step: StepGraph, other: StepGraph) -> bool:
 
 
 def policies_of(step: StepGraph, layers: Layers, wanted: Sequence[Remat]) -> tuple[Remat, ...]:
-    """The policy of each layer; the last layer of all keeps everything, as its backward pass follows at once, unless it
-    is a loop. Nothing where no layer computes anything again."""
+    """Return the policy of each layer, or () if no layer recomputes anything.
+
+    The last layer keeps everything unless it is a loop.
+    """
+    # The backward pass of the last layer follows at once: recomputing saves no memory there, but between the trips of
+    # a loop it does.
     last = layers.num_layers - 1
     loops = any(layers.of_op[loop] == last for loop in forward_loops(step))
     remat = (*wanted[:last], wanted[last] if loops else Remat.NONE)

@@ -1,4 +1,4 @@
-"""When nothing fits into memory: what needs the most, and which change is the cheapest that would do."""
+"""Advice if no plan fits into memory: the stage that needs the most, and the cheapest change that would help."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ import numpy as np
 
 from alpa_lite.errors import AlpaLiteError
 from alpa_lite.inter_op.joint.stage_cost_cache import StageCostCache
-from alpa_lite.inter_op.layer_profile import Profile
+from alpa_lite.inter_op.loop_cuts import state_bytes
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.inter_op.space import Space
-from alpa_lite.inter_op.stage_costs import StageCosts, state_bytes
+from alpa_lite.inter_op.stage_costs import SolvedStage, StageCosts, StagePlace
+from alpa_lite.inter_op.survey import Profile
 from alpa_lite.intra_op.shortage import Shortage, show_seconds
 from alpa_lite.plan.plan import Plan
-from alpa_lite.step.layers import Cut
+from cost_models.hardware import Device
 from cost_models.varied import with_times_the_hosts
 
-#: How many larger numbers of micro-batches, and how many doublings of the cluster, are tried.
+#: Number of larger numbers of micro-batches, and of doublings of the cluster, that are tried.
 MAX_TRIES = 4
 
 
 class MakesPlans(Protocol):
-    """What a planner does, so that this room need not know planners."""
+    """The interface of a planner; `planners` imports this package, and not the other way round."""
 
     def plan(self, request: PlanRequest) -> Plan:
         """Raises `PlanError` when there is no plan."""
@@ -33,7 +34,7 @@ class MakesPlans(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Remedy:
-    """A change to a request or planner, in words, and what to try."""
+    """A change to a request or planner: its description, and the planner and request to try."""
 
     text: str
     planner: MakesPlans
@@ -41,7 +42,7 @@ class Remedy:
 
 
 def more_microbatches(planner: MakesPlans, request: PlanRequest, tried: int) -> Iterator[Remedy]:
-    """The same planner with more micro-batches than `tried`."""
+    """Yield the same planner with more micro-batches than `tried`."""
     size = request.batch_size or 1
     larger = [m for m in range(tried + 1, size + 1) if size % m == 0]
     steps = sorted({larger[i * (len(larger) - 1) // (MAX_TRIES - 1)] for i in range(MAX_TRIES)}) if larger else []
@@ -50,7 +51,7 @@ def more_microbatches(planner: MakesPlans, request: PlanRequest, tried: int) -> 
 
 
 def more_hosts(planner: MakesPlans, request: PlanRequest) -> Iterator[Remedy]:
-    """The same planner on two, four, … times as many hosts."""
+    """Yield the same planner on two, four, … times as many hosts."""
     for doubling in range(1, MAX_TRIES + 1):
         cluster = with_times_the_hosts(request.cluster, 1 << doubling)
         text = f"{cluster.num_hosts} hosts instead of {request.cluster.num_hosts}"
@@ -58,7 +59,7 @@ def more_hosts(planner: MakesPlans, request: PlanRequest) -> Iterator[Remedy]:
 
 
 def cheapest_fit(without_hardware: Sequence[Remedy], with_hardware: Iterator[Remedy]) -> str:
-    """A sentence that names the fastest of the changes that fit, or the fewest more hosts that do."""
+    """Return a sentence that names the fastest of the changes that fit, or the fewest additional hosts that suffice."""
     fits: list[tuple[float, str]] = []
     for change in without_hardware:
         seconds = _predicted(change)
@@ -81,18 +82,31 @@ def _predicted(change: Remedy) -> float | None:
         return None
 
 
-def tightest_stage(
-    request: PlanRequest, steps: StageCostCache, space: Space, number: int, cut: Cut, profiles: Collection[Profile]
-) -> str:
-    """The part of the step that needs the most memory even at its best, as a sentence.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tight:
+    """A range of layers that does not fit: the least bytes per `device` that it needs, and why.
 
-    `number`: of micro-batches; `cut`: the layers of which one is tried if nothing was; `profiles`: of the layers under
-    each policy that they may follow.
+    `in_flight`: the number of micro-batches in flight, of which fewer would fit; None if no number fits.
     """
-    if not any(costs.tightest_tried for costs in steps.at(number)):
-        _try_hardest(steps.of(number, cut), space)
+
+    first: int
+    last: int
+    in_flight: int | None
+    peak_bytes: float
+    device: Device
+    shortage: Shortage | None
+
+
+def tightest_stage(steps: StageCostCache, space: Space, number: int, profiles: Collection[Profile]) -> str:
+    """Return a sentence about the part of the step that needs the most memory even at its best.
+
+    `number`: of micro-batches; `profiles`: of the layers under each policy that they may follow.
+    """
+    request = steps.request
+    if not any(costs.solved_within_memory for costs in steps.at(number)):
+        _try_hardest(steps.of(number, steps.natural), space)
     for costs in steps.at(number):
-        tight = costs.tightest(explain=request.advise)
+        tight = _tightest(costs, explain=request.advise)
         if tight is not None:
             where = f"layer {tight.first}" if tight.first == tight.last else f"layers {tight.first}..{tight.last}"
             held = f" with {tight.in_flight} micro-batches in flight" if tight.in_flight is not None else ""
@@ -107,8 +121,46 @@ def tightest_stage(
     return f"No plan fits into memory at num_microbatches={number}, though each layer does by itself: {needed}"
 
 
+def _tightest(costs: StageCosts, *, explain: bool) -> Tight | None:
+    """Return the shortest stage that did not fit, of several the one with the most state, and its needs.
+
+    Stages that fit with fewer micro-batches in flight come last. None if no stage was tried, or all fitted. `explain`:
+    say what needs the memory.
+    """
+    tried = costs.solved_within_memory
+    fitted = {(s.view.first, s.view.last) for s in tried if s.solution.choice is not None}
+    failed = [solved for solved in tried if solved.solution.choice is None]
+    if not failed:
+        return None
+    held = np.concatenate([[0.0], np.cumsum(state_bytes(costs.step, costs.layers))])
+
+    def order(solved: SolvedStage) -> tuple[float, ...]:
+        first, last = solved.view.first, solved.view.last
+        fits_with_fewer = (first, last) in fitted
+        devices = solved.submesh.num_devices
+        return (fits_with_fewer, last - first, held[first] - held[last + 1], -devices, solved.in_flight)
+
+    solved = min(failed, key=order)
+    first, last = solved.view.first, solved.view.last
+    place = StagePlace(first, last, solved.submesh, solved.kind.mesh)
+    # The search only sees that a stage does not fit. Its least memory takes longer to find, and is found for one stage.
+    needs = replace(costs, seeks_peaks=True, _solved={}).solution(
+        place, in_flight=solved.in_flight, limit_bytes=solved.limit_bytes
+    )
+    shortage = costs.shortage(place, in_flight=solved.in_flight) if explain else None
+    in_flight = solved.in_flight if (first, last) in fitted else None
+    return Tight(
+        first=first,
+        last=last,
+        in_flight=in_flight,
+        peak_bytes=needs.peak_bytes,
+        device=costs.device(solved.submesh),
+        shortage=shortage,
+    )
+
+
 def _needed_by_all(request: PlanRequest, profile: Profile, number: int) -> str:
-    """What all layers need together at least, beside what all devices have."""
+    """Return a clause that compares the least memory of all layers with that of all devices."""
     size, cluster = (request.batch_size or 1) / number, request.cluster
     fixed = float(profile.state_bytes.sum()) + (float(profile.sums_bytes.sum()) if number > 1 else 0.0)
     kept = float(profile.saved_bytes.sum()) * size
@@ -125,22 +177,22 @@ def _needed_by_all(request: PlanRequest, profile: Profile, number: int) -> str:
 
 
 def _try_hardest(costs: StageCosts, space: Space) -> None:
-    """Solve the layer with the most state on the largest submesh that is worth it, to see what it needs."""
+    """Solve the layer with the most state on the largest submesh that makes sense for it, to learn its needs."""
     layer = int(state_bytes(costs.step, costs.layers).argmax())
     count = costs.layers.num_layers
     useful = np.flatnonzero(space.worthwhile(np.full(count, 1 / count))[layer, layer])
     kind = max(useful.tolist() or range(len(space.kinds)), key=lambda k: space.devices[k])
-    costs.solution(layer, layer, space.submesh(kind), space.mesh(kind, 0))
+    costs.solution(StagePlace(layer, layer, space.submesh(kind), space.mesh(kind, 0)))
 
 
 def show_shortage(shortage: Shortage | None) -> str:
-    """What needs so much memory, as a sentence with a space after it; empty when nothing is known."""
+    """Return a sentence about the values that need the memory, followed by a space; empty if nothing is known."""
     sentence = shortage.sentence(show_bytes=show_bytes) if shortage is not None else ""
     return f"{sentence} " if sentence else ""
 
 
 def show_bytes(count: float) -> str:
-    """`1.50 GiB`-like text."""
+    """Return a number of bytes with a binary unit and two digits after the point, such as `1.50 GiB`."""
     for unit, size in (("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10)):
         if count >= size:
             return f"{count / size:.2f} {unit}"

@@ -39,6 +39,7 @@ def _all_costs(problem: Problem, choices: list[IntArray], count: int) -> FloatAr
 
 def _all_peaks(problem: Problem, choices: list[IntArray], count: int) -> FloatArray:
     peaks = np.zeros(count)
+    # Usage grows only where a usage starts, so that the peak is at one of these times.
     for moment in sorted({usage.start for usage in problem.usages}):
         alive = np.zeros(count)
         for usage in problem.usages:

@@ -106,6 +106,7 @@ def _pass(
                     decoded[i] += messages[own + i]
             else:
                 _collect(flat, link, size, message_start, messages, messages[own : own + size])
+                # Nodes that the pass has visited are decoded already; to the others only their message is known.
                 first = flat.link_table[link] + choices[other] * size
                 for i in range(size):
                     decoded[i] += flat.tables[first + i]
@@ -120,6 +121,7 @@ def _pass(
                 own = message_start[link]
                 for i in range(size):
                     messages[own + i] -= share * theta[i]
+        # The share that is not sent on remains at the node and counts towards the bound.
         bound += theta[:size].min() * (1.0 - num_after * share)
     return bound
 
@@ -130,6 +132,7 @@ def _price(row_prices: FloatArray, averaged: FloatArray, room: FloatArray, lengt
     norm = 0.0
     for row in range(room.size):
         over = averaged[row] - room[row]
+        # Rows with room and without a price do not move, and do not count in the length of the step.
         if over > 0.0 or row_prices[row] > 0.0:
             norm += over * over
     if norm > 0.0:
@@ -173,6 +176,7 @@ def _bounds_by_strategy(
             bounds[start : start + size] += least[:size] - lowest
             if flat.link_node[link] > node:
                 total += lowest
+    # So far they hold what a strategy costs beyond the best at its node and its edges.
     bounds += total
 
 
@@ -212,6 +216,7 @@ class Dual:
     @property
     def converged(self) -> bool:
         """True if more passes are not worth their time."""
+        # Without memory rows there are no prices to change, so that a stall is final.
         return self._step < _SMALLEST_STEP or (self._stalled and self.flat.room.size == 0)
 
     def run(self, num_passes: int, *, upper: float) -> None:
@@ -230,6 +235,7 @@ class Dual:
                 bound = _pass(flat, self._message_start, self._messages, prices, forth, self.choices, theta, decoded)
                 if forth and flat.room.size:
                     usage_of(flat, self.choices, used)
+                    # There is no average to continue before the first decoding.
                     first = not np.isfinite(self.bound)
                     self._averaged = used.copy() if first else _KEPT * self._averaged + (1.0 - _KEPT) * used
             self._note(bound - paid, upper)

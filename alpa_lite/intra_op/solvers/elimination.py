@@ -81,6 +81,7 @@ class EliminationPlan:
             end += size
         edges: list[tuple[int, int]] = self.edge_nodes.tolist()
         for source, target in edges:
+            # A table belongs to the node that is eliminated first.
             first = min(source, target, key=turn.__getitem__)
             tables[first].append((end, (source, target)))
             end += sizes[source] * sizes[target]
@@ -173,6 +174,7 @@ def _connect(neighbours: set[int], adjacency: Adjacency) -> set[int]:
         if second not in adjacency[first]:
             adjacency[first].add(second)
             adjacency[second].add(first)
+            # Common neighbours of a new edge have one pair less to join.
             changed |= adjacency[first] & adjacency[second]
     return changed
 
@@ -235,6 +237,7 @@ def cheapest_choices(
     values = np.empty(layout.message_start[-1])
     values[: node_costs.size] = node_costs
     values[node_costs.size : layout.message_start[0]] = edge_costs
+    # Half the memory of the default integers, for the largest array after the values.
     best = np.empty(layout.message_start[-1] - layout.message_start[0], dtype=np.int32)
     choices = np.zeros(len(plan.order), dtype=np.int64)
     costs, halt = list[float](), no_halt()
@@ -242,6 +245,7 @@ def cheapest_choices(
     def job() -> None:
         costs.append(float(eliminate_all(layout, values, best, choices, halt)))
 
+    # A small plan ends before the clock would be read.
     if plan.total_entries < _MANY_ENTRIES:
         job()
     else:

@@ -78,6 +78,7 @@ def flat_problem(problem: Problem) -> Flat:
         costs=problem.node_costs.values.copy(),
         link_start=_starts(np.bincount(node, minlength=sizes.size)),
         link_node=np.concatenate([targets, sources])[order].astype(np.int64),
+        # Before they are sorted, link e of an edge lies at its source and link E + e at its target: E places apart.
         link_reverse=np.roll(place, sources.size)[order].astype(np.int64),
         link_table=table[order].astype(np.int64),
         tables=np.concatenate([turned, matrices]),
@@ -92,6 +93,7 @@ def _flat_memory(problem: Problem) -> dict[str, IntArray | FloatArray]:
     used, starts = problem.usage_bytes.values, problem.usage_bytes.starts[:-1]
     least = np.minimum.reduceat(used, starts) if starts.size else np.zeros(0)
     most = np.maximum.reduceat(used, starts) if starts.size else np.zeros(0)
+    # A usage that is equal under all strategies only reduces the room.
     runs = np.flatnonzero((rows[:, 0] < rows[:, 1]) & (least < most))
     runs = runs[np.argsort(problem.usage_nodes[runs], kind="stable")]
     return {

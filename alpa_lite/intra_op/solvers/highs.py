@@ -83,6 +83,7 @@ def _program(problem: Problem) -> _HighsModel | None:
     edge = np.searchsorted(problem.edge_costs.starts, finite, side="right") - 1
     costs = np.concatenate([own - np.repeat(least_own, problem.node_costs.sizes), pair[finite] - least_pair[edge]])
     allowed = np.isfinite(costs)
+    # Never zero, even if all costs are equal.
     scale = max(float(costs[allowed].max(initial=0.0)) / _LARGEST_COST, np.finfo(float).tiny * 1e9)
     matrix = _matrix(problem, edge, finite - problem.edge_costs.starts[edge])
     right = np.where(np.arange(matrix.shape[0]) < problem.num_nodes, 1.0, 0.0)
@@ -155,6 +156,7 @@ def _add_overrun(program: _HighsModel, values: FloatArray, tolerance: float) -> 
     limit = program.problem.limit_bytes
     if limit is None or program.times.size == 0:
         return
+    # In units of the limit, so that the coefficients of all rows are of similar size.
     unit = max(limit, 1.0)
     over = (program.usage(values) - limit) / unit
     open_rows = np.flatnonzero(over > tolerance)
@@ -196,6 +198,7 @@ def _cut_off(program: _HighsModel, choices: Sequence[int]) -> None:
 def _run_stoppable(highs: Any, control: Control) -> None:
     """Run HiGHS on a thread of its own, so that this one receives signals, and cancel it when the control says stop."""
     highs.HandleUserInterrupt = True
+    # A daemon, so that a run that does not react to its cancellation cannot keep the process alive.
     worker = threading.Thread(target=highs.run, daemon=True)
     worker.start()
     while worker.is_alive():
@@ -293,11 +296,13 @@ class _HighsRun:
         choices, values = self._read(relaxed.values), relaxed.values
         if np.abs(values - values.round()).max() <= 1e-6 and evaluate(self.program.problem, choices).feasible:
             return self._answer(choices, proven=True)
+        # Only the s become integers: they determine the e (`integer_program`).
         count = self.program.problem.node_costs.values.size
         self.program.highs.changeColsIntegrality(
             count, np.arange(count, dtype=np.int32), np.full(count, 1, dtype=np.uint8)
         )
         self.program.highs.setOptionValue("mip_rel_gap", self.solver.relative_gap)
+        # By default HiGHS also ends at an absolute gap, which says nothing about scaled costs.
         self.program.highs.setOptionValue("mip_abs_gap", 0.0)
         if self.solver.max_branches is not None:
             self.program.highs.setOptionValue("mip_max_nodes", self.solver.max_branches)
@@ -317,6 +322,7 @@ class _HighsRun:
                 return self._without_choices(found.status)
             choices = self._read(found.values)
             if evaluate(self.program.problem, choices).feasible:
+                # With a gap, HiGHS calls an answer optimal that lies within it.
                 return self._answer(choices, proven=found.status == ended.kOptimal and self.solver.relative_gap == 0.0)
             if self._left() <= 0.0 or self.control.stop():
                 return self._without_choices(found.status)
@@ -328,6 +334,7 @@ class _HighsRun:
 
         highs, count = self.program.highs, self.program.problem.node_costs.values.size
         while True:
+            # HiGHS counts the time of all runs of one object together.
             highs.setOptionValue("time_limit", highs.getRunTime() + max(self._left(), 0.01))
             _run_stoppable(highs, self.control)
             status, info = highs.getModelStatus(), highs.getInfo()

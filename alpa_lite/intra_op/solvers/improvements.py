@@ -102,17 +102,17 @@ def _parts(problem: Problem, differs: NDArray[np.bool_]) -> list[IntArray]:
 
 _FIRST_NODES, _LEAST_NODES, _MOST_NODES = 40.0, 6.0, 400.0
 _MOST_ENTRIES = 8_000
-"""A block that has more pairs of strategies when it is reduced is left alone: HiGHS would take seconds."""
+"""Most pairs of strategies of a reduced block; HiGHS would take seconds for a larger one, which is skipped."""
 _MOST_BRANCHES = 200
-"""Of HiGHS's tree: a number, not seconds, so that equal seeds give equal answers."""
+"""Most nodes of HiGHS's tree: a number, not seconds, so that equal seeds give equal answers."""
 _GROWTH, _SHRINKAGE = 1.03, 0.8
 _OF_ROWS = 0.5
-"""How often a block begins with the nodes of a row."""
+"""The fraction of blocks that begin with the nodes of a row."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ExactBlocks:
-    """A search of one problem; ``flat`` has finite costs. ``stop``: whether the time is up."""
+    """A search of one problem; ``flat`` has finite costs, and ``stop`` tells whether the time is up."""
 
     flat: Flat
     seed: int
@@ -217,6 +217,7 @@ def _problem(flat: Flat, nodes: IntArray, choices: IntArray, used: FloatArray) -
             if other not in place:
                 first = table + int(choices[other]) * own.size
                 own += flat.tables[first : first + own.size]
+            # An edge inside the block is met at both of its ends.
             elif node < other:
                 size = int(flat.cost_start[other + 1] - flat.cost_start[other])
                 pairs = flat.tables[table : table + own.size * size].reshape(size, own.size)

@@ -118,6 +118,7 @@ def _memory_row(model: _Model, row: MemoryRow, limit_bytes: float) -> None:
     """Add the row sum_v,i b_vt(i) s[v,i] <= limit."""
     import pulp
 
+    # In units of the limit, so that the coefficients of all rows are of similar size.
     unit = max(limit_bytes, 1.0)
     model.add_row(_memory_terms(model, row, unit), pulp.LpConstraintLE, limit_bytes / unit)
 
@@ -241,6 +242,7 @@ def _run(model: _Model, solver: pulp.HiGHS) -> _PulpRun:
 
 
 def _read_choices(model: _Model) -> tuple[int, ...]:
+    # The values are 0 and 1 up to the tolerances of HiGHS.
     return tuple(max(variables, key=lambda i, of=variables: of[i].varValue or 0.0) for variables in model.nodes)
 
 
@@ -279,6 +281,7 @@ class IntegerProgram(Solver):
         run = self._run_exactly(problem, model, rows, deadline=started + time_limit_seconds)
         bound = run.bound * model.scale + model.offset
         if run.choices is not None:
+            # With a gap, HiGHS calls an answer optimal that lies within it.
             proven = run.optimal and self.relative_gap == 0.0
             return solution_of(problem, run.choices, bound=bound, started=started, solver=self.name, proven=proven)
         if not run.infeasible:
@@ -322,6 +325,7 @@ def leanest_choices(problem: Problem, *, time_limit_seconds: float) -> tuple[int
     rows = maximal_rows(problem)
     unit = max(1.0, *(sum(float(used.max()) for used in row.bytes.values()) for row in rows)) if rows else 1.0
     peak = model.variable("peak", integer=False)
+    # The costs do not matter here, only which of them are finite.
     model.objective = {peak: 1.0}
     for row in rows:
         model.add_row({**_memory_terms(model, row, unit), peak: -1.0}, pulp.LpConstraintLE, 0.0)

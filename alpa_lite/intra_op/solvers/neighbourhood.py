@@ -85,6 +85,7 @@ def _scratch(flat: Flat, seed: int) -> Scratch:
         front_link=zeros(flat.link_node.size + 1),
         h=np.empty(flat.costs.size),
         message=np.empty(largest),
+        # Not 0, which a xorshift generator would never leave.
         random=np.random.default_rng(seed).integers(1, 2**63, 1),
     )
 
@@ -133,6 +134,7 @@ def _grow(flat: Flat, scratch: Scratch, number: int) -> int:
     count = 0
     for tree in range(1, num_trees + 1):
         seed = int(_uniform(scratch.random) * num_nodes)
+        # Trees of a block must not be joined by an edge, which their minimisation would miss.
         if scratch.entered[seed] == number or (scratch.seen[seed] == number and scratch.near[seed] > 0):
             continue
         limit = min(_MAX_BLOCK, max(count + 1, size * tree // num_trees))
@@ -245,6 +247,7 @@ def _block_cost(flat: Flat, scratch: Scratch, count: int, number: int, choices: 
             other = flat.link_node[link]
             theirs = choices[other]
             if scratch.entered[other] == number:
+                # An edge inside the block counts once, at the later of its ends.
                 if scratch.place[other] > place:
                     continue
                 theirs = scratch.drawn[scratch.place[other]] if new else theirs
@@ -337,6 +340,7 @@ def _search(
             _put(flat, scratch, count, choices, True, 1.0, used)
             left = _overrun(used, flat.room)
             priced = growth + _block_paid(flat, scratch, count, choices, prices)
+            # A smaller overrun is accepted at any cost, a larger one never.
             accepted = left < overrun or (left == overrun and _accepts(priced, heat, scratch.random))
             if not accepted:
                 _put(flat, scratch, count, choices, True, -1.0, used)
@@ -345,6 +349,7 @@ def _search(
             continue
         for place in range(count):
             choices[scratch.nodes[place]] = scratch.drawn[place]
+        # The total is carried on instead of computed: a block touches a small part of the edges.
         cost, overrun = cost + growth, left
         if overrun == 0.0 and cost < best_cost:
             best_cost = cost
@@ -404,6 +409,7 @@ class Neighbourhood:
             _FIRST_PRESSURE * (abs(cost) or 1.0) / max(overrun.max(initial=0.0), 1.0),
         )
         self._pressure = np.where(over, np.maximum(4.0 * self._pressure, first), self._pressure / 2.0)
+        # Prices that no longer matter end here instead of being halved for ever.
         self._pressure[self._pressure < first / 16.0] = 0.0
 
     def _watch(self, overrun: FloatArray, part: float) -> None:

@@ -5,7 +5,7 @@
     narrow       elimination yields the best choices without the limit: the optimum if
                  they fit, else a bound, since dropping a constraint only lowers it     ``_eliminate``
     binding      narrow problems that exceed the limit: prices on memory yield good
-                 choices and a bound in a few eliminations (memory_prices.py)           ``_priced``
+                 choices and a bound in a few eliminations (memory_search.py)           ``_priced``
     small        HiGHS on arrays, exact                                                 ``_solve_part``
     else         rounds of messages, search, recombination and fixing (rounds.py), with
                  HiGHS as soon as the rest is small                                     ``RoundSearch``
@@ -40,10 +40,9 @@ from alpa_lite.intra_op.solvers.elimination import Elimination, EliminationPlan,
 from alpa_lite.intra_op.solvers.flat_problem import flat_problem, with_finite_costs
 from alpa_lite.intra_op.solvers.highs import Highs
 from alpa_lite.intra_op.solvers.improvements import connected_parts
-from alpa_lite.intra_op.solvers.memory_prices import PricedSearch
+from alpa_lite.intra_op.solvers.memory_search import PricedSearch, smallest_peak
 from alpa_lite.intra_op.solvers.neighbourhood import Neighbourhood
 from alpa_lite.intra_op.solvers.rounds import Rounds, RoundSearch
-from alpa_lite.intra_op.solvers.smallest_peak import smallest_peak
 from alpa_lite.intra_op.solvers.solver import (
     Clock,
     Control,
@@ -58,14 +57,14 @@ from alpa_lite.program.memo import memoized
 
 _BLOCKS = 500
 _COOLING = 1e-3
-"""The last heat of a call as a part of its first, which is the cost of something forbidden, at every other start."""
+"""The last heat of a call as a fraction of its first; every other start has heat, first that of a forbidden cost."""
 _CALLS_PER_START = 20
 _LEAST_CALLS = 3
-"""A start is given up after so many calls, once one of them changed nothing."""
+"""The number of calls after which a start is abandoned once a call changes nothing."""
 
 
 def choices_in_haste(problem: Problem, *, seconds: float, control: Control) -> tuple[int, ...] | None:
-    """Choices of finite cost within the limit; None where none were found in ``seconds`` of search."""
+    """Return choices of finite cost within the limit, or None if a search of ``seconds`` reaches none."""
     halt = no_halt()
     forbidden = 2.0 * cost_span(problem)
     flat = with_finite_costs(flat_problem(problem), forbidden)
@@ -93,7 +92,7 @@ def choices_in_haste(problem: Problem, *, seconds: float, control: Control) -> t
 
 
 def _starts(problem: Problem) -> Iterator[IntArray]:
-    """One after the other, without end."""
+    """Yield choices from which to start a search, without end."""
     yield _lowest(problem, problem.node_costs.values)
     yield _lowest(problem, _bytes_times_lifetime(problem))
     random = np.random.default_rng(0)
@@ -102,14 +101,17 @@ def _starts(problem: Problem) -> Iterator[IntArray]:
 
 
 def _lowest(problem: Problem, values: FloatArray) -> IntArray:
-    """The strategy of each node at which some values of all strategies are least; forbidden ones come last."""
+    """Return the strategy of each node with the least value; forbidden strategies come last.
+
+    ``values`` has one entry per strategy, laid out as the node costs.
+    """
     values = np.where(np.isfinite(problem.node_costs.values), values, np.inf)
     starts = problem.node_costs.starts.tolist()
     return np.array([int(values[first:last].argmin()) for first, last in itertools.pairwise(starts)])
 
 
 def _bytes_times_lifetime(problem: Problem) -> FloatArray:
-    """Of all strategies of all nodes."""
+    """Return the sum of bytes times lifetime of each strategy, laid out as the node costs."""
     lifetimes = (problem.usage_times[:, 1] - problem.usage_times[:, 0]).astype(np.float64)
     sizes = problem.usage_bytes.sizes
     within = np.arange(problem.usage_bytes.values.size) - np.repeat(problem.usage_bytes.starts[:-1], sizes)
@@ -120,25 +122,25 @@ def _bytes_times_lifetime(problem: Problem) -> FloatArray:
 
 
 _PROGRAM_SHARE = 0.4
-"""The part of the time that HiGHS may take before search gets its turn."""
+"""The fraction of the time that HiGHS may take before search begins."""
 _HASTE_SHARE = 0.05
-"""The part of the time that a first answer may take, where reductions may take more than that."""
+"""The fraction of the time that a first answer may take, if reductions may take more than that."""
 _LEAST_SECONDS = 1.0
-"""But it gets so much, even where the time is up."""
+"""The least seconds of a search in haste, even if the time is up."""
 _SECONDS_PER_NODE, _SECONDS_PER_PAIR = 1e-4, 1e-6
-"""What reductions take at the most, on contest instances."""
+"""Upper bounds of the seconds of the reductions, on contest instances."""
 _SMALL_PROGRAM = 0.3
-"""The part of the largest program that still comes before search when a gap may stay open."""
+"""The fraction of the largest program that still precedes search when a gap may remain."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Portfolio(Solver):
-    """Exact where that is possible in the time; otherwise the best choices found, with a proven bound.
+    """Solver that is exact if the time suffices, and otherwise returns good choices with a proven bound.
 
     ``relative_gap``: choices proven to be this close to the best are good enough (1e-3 saves most of the time when
     memory binds). ``rounds``: the search of large problems, with its seed; a number of rounds in place of the time
     limit makes it reproducible. ``max_program_entries``: HiGHS gets programs of up to this many pairs of strategies.
-    ``peak_seconds``: how long to look for the smallest peak when nothing fits; 0 leaves it out.
+    ``peak_seconds``: seconds of the search for the smallest peak when nothing fits; 0 omits it.
     """
 
     elimination: Elimination = field(default_factory=Elimination)
@@ -148,7 +150,7 @@ class Portfolio(Solver):
     peak_seconds: float = 5.0
 
     def solve(self, problem: Problem, *, time_limit_seconds: float = 60.0, control: Control | None = None) -> Solution:
-        """The best choices within the limit; INFEASIBLE carries the smallest peak that any choices reach."""
+        """Return the best choices within the limit; if INFEASIBLE, with the smallest peak that any choices reach."""
         clock = Clock(seconds=time_limit_seconds, control=control or Control())
         solution = self._solve(problem, clock)
         if solution.status is Status.INFEASIBLE and problem.limit_bytes is not None and self.peak_seconds > 0.0:
@@ -162,6 +164,7 @@ class Portfolio(Solver):
 
     def _solve(self, problem: Problem, clock: Clock) -> Solution:
         takes = 0.0 if _known_reductions(problem) else _reduction_seconds(problem)
+        # Reductions would exceed the time even further, and a search needs none.
         if clock.over() and takes > _LEAST_SECONDS:
             return self._in_haste(problem, clock)
         hasty: list[Solution] = []
@@ -185,7 +188,7 @@ class Portfolio(Solver):
         return replace(best, bound=min(found.bound, best.cost))
 
     def _in_haste(self, problem: Problem, clock: Clock) -> Solution:
-        """Choices that fit, without a bound, or none."""
+        """Return choices within the limit without a bound, or no choices."""
         nothing = no_solution(status=Status.TIME_LIMIT, started=clock.started, solver=self.name)
         if clock.control.stop():
             return nothing
@@ -196,13 +199,14 @@ class Portfolio(Solver):
         return self._answer(problem, choices, bound=-math.inf, proven=False)
 
     def _solve_parts(self, problem: Problem, clock: Clock) -> Solution:
-        """Part by part where no memory row joins the parts; equal parts once."""
+        """Solve each connected component by itself if no memory row joins them, and equal components once."""
         if problem.usage_nodes.size or problem.num_nodes == 0:
             return self._solve_part(problem, clock)
         known: dict[bytes, Solution] = {}
         choices = np.zeros(problem.num_nodes, dtype=np.intp)
         bound, proven = 0.0, True
         for nodes, part in _parts(problem):
+            # Repeated layers give equal components, byte for byte.
             key = b"".join(
                 array.tobytes()
                 for array in (part.node_costs.starts, part.node_costs.values, part.edge_nodes, part.edge_costs.values)
@@ -211,13 +215,15 @@ class Portfolio(Solver):
                 known[key] = self._solve_part(part, clock)
             solution = known[key]
             if solution.choices is None:
+                # Without choices for one component there are none for the whole; the bounds of the others alone say
+                # nothing of its cost.
                 return replace(solution, bound=-math.inf if solution.status is Status.TIME_LIMIT else math.inf)
             choices[nodes] = solution.choices
             bound, proven = bound + solution.bound, proven and solution.status is Status.OPTIMAL
         return self._answer(problem, choices.tolist(), bound=bound, proven=proven)
 
     def _solve_part(self, problem: Problem, clock: Clock) -> Solution:
-        """By the first method that is made for it."""
+        """Solve one component by the first method that suits its size."""
         plan = _plan_of(problem, self.elimination)
         free = self._eliminate(problem, plan, clock)
         if free.status in (Status.OPTIMAL, Status.INFEASIBLE):
@@ -241,7 +247,7 @@ class Portfolio(Solver):
         ).solve(first)  # fmt: skip
 
     def _eliminate(self, problem: Problem, plan: EliminationPlan, clock: Clock) -> Solution:
-        """The best choices without the limit, if their tables are small: the answer if they fit, else a bound."""
+        """Eliminate without the limit, if the tables are small: the result is the answer if it fits, else a bound."""
         started = time.perf_counter()
         if not self.elimination.fits(plan):
             return no_solution(status=Status.TIME_LIMIT, started=started, solver=self.name)
@@ -251,12 +257,13 @@ class Portfolio(Solver):
         found = evaluate(problem, choices)
         if math.isinf(found.cost):
             return no_solution(status=Status.INFEASIBLE, started=started, solver=self.name)
+        # Dropping the limit can only lower the optimum, so that choices which fit anyway are optimal.
         if found.feasible:
             return self._answer(problem, choices, bound=found.cost, proven=True)
         return no_solution(status=Status.TIME_LIMIT, started=started, solver=self.name, bound=found.cost)
 
     def _priced(self, problem: Problem, plan: EliminationPlan, free: Solution, clock: Clock) -> Solution:
-        """Choices within the limit by prices on memory, or what was known where tables are large."""
+        """Search by prices on memory; return ``free`` if the tables are large."""
         if problem.limit_bytes is None or not self.elimination.fits(plan):
             return free
         search = _search_of(problem, plan)
@@ -271,7 +278,7 @@ class Portfolio(Solver):
         return solution_of(problem, choices, bound=bound, started=started, solver=self.name, proven=proven)
 
     def _restored(self, problem: Problem, reduced: Simplified, inner: Solution) -> Solution:
-        """The reduced problem's solution as one of ``problem``."""
+        """Return the solution of the reduced problem as a solution of ``problem``."""
         bound = inner.bound + reduced.offset
         if inner.choices is None:
             return replace(inner, bound=bound, solver=self.name)
@@ -279,22 +286,22 @@ class Portfolio(Solver):
         return self._answer(problem, reduced.restore(inner.choices), bound=bound, proven=proven)
 
 
-# Whoever solves a problem again, as to another gap, goes on from what is known of it.
+# A problem may be solved again to another gap: the functions below store intermediate results on it.
 
 
 @memoized
 def _known_reductions(problem: Problem) -> list[Simplified]:
-    """A cell for what is left of a problem."""
+    """Return the list that holds the reduced problem once it is known."""
     return []
 
 
 def _reduction_seconds(problem: Problem) -> float:
-    """A guess at how long reducing a problem takes, which a few large nodes may exceed."""
+    """Return an estimate of the seconds of the reductions, which a few large nodes may exceed."""
     return _SECONDS_PER_NODE * problem.num_nodes + _SECONDS_PER_PAIR * problem.edge_costs.values.size
 
 
 def _simplified(problem: Problem, clock: Clock, early: Callable[[Simplified], None] | None) -> Simplified:
-    """What is left of a problem; it is not kept where time ran out."""
+    """Return the reduced problem; it is not stored if time was up before the reductions ended."""
     known = _known_reductions(problem)
     if known:
         return known[0]
@@ -311,13 +318,13 @@ def _plan_of(problem: Problem, elimination: Elimination) -> EliminationPlan:
 
 @memoized
 def _known_cheapest(problem: Problem) -> list[tuple[int, ...]]:
-    """Room for what `_cheapest_of` found."""
+    """Return the list that holds the result of `_cheapest_of` once it is known."""
     del problem
     return []
 
 
 def _cheapest_of(problem: Problem, plan: EliminationPlan, clock: Clock) -> tuple[int, ...] | None:
-    """The best choices without the limit; None where time ran out, which is not kept."""
+    """Return the best choices without the limit; None, which is not stored, if time was up before."""
     known = _known_cheapest(problem)
     if not known:
         found = cheapest_choices(plan, problem.node_costs.values, problem.edge_costs.values, over=clock.over)
@@ -333,12 +340,12 @@ def _search_of(problem: Problem, plan: EliminationPlan) -> PricedSearch:
 
 
 def _cheaper(a: Solution, b: Solution) -> Solution:
-    """The one with the cheaper choices, if either has any."""
+    """Return the solution with the cheaper choices, if either has any."""
     return b if b.choices is not None and (a.choices is None or b.cost < a.cost) else a
 
 
 def _parts(problem: Problem) -> Iterator[tuple[IntArray, Problem]]:
-    """The nodes of each connected part, and the problem on them; memory plays no part."""
+    """Yield the nodes of each connected component and the problem on them, without memory."""
     parts = connected_parts(problem.num_nodes, problem.edge_nodes)
     number, place = np.empty(problem.num_nodes, dtype=np.intp), np.empty(problem.num_nodes, dtype=np.intp)
     for index, nodes in enumerate(parts):

@@ -5,11 +5,11 @@
     starts      decodings of the messages until the bound gains little; then cycles, from
                 the best choices or from a decoding                                 ``_settle``, ``_start_of``
     heat        falls within a cycle of rounds, and rises again with the next                ``_heat``
-    exactly     some blocks are solved to optimality (exact_blocks.py), while rounds
+    exactly     some blocks are solved to optimality (improvements.py), while rounds
                 save little                                                    ``_solving_blocks``
     stuck       a cycle in which search saved little is followed by a hotter one without prices,
                 and exact blocks take its result further instead of the best    ``_leave_basin``
-    between     the best choices take over improvements of others (recombine.py)             ``_offer``
+    between     the best choices take over improvements of others (improvements.py)          ``_offer``
     fixing      strategies that the bound excludes are removed; the rest is passed to HiGHS
                 as soon as it is small, and reduced when it has become much smaller          ``_fix``
     ends        when the gap is closed, the rounds or the time are up, or the caller stops   ``solve``
@@ -50,34 +50,34 @@ from alpa_lite.intra_op.solvers.solver import (
 _NAME = "Portfolio"
 _ENTRIES_PER_ROUND = 60_000_000
 _ENTRIES_PER_LINK = 25
-"""A pass takes as long for a link as for so many entries of its table."""
+"""The number of entries of a link's table that take as long as the fixed work of a pass for the link."""
 _SHORT_ROUNDS = 4
-"""The first rounds are shorter: easy problems end there."""
+"""The number of first rounds that are shorter than the others, since easy problems end there."""
 _BLOCKS_PER_ROUND = 4000
 _CYCLE, _SHORT_CYCLE, _NODES_PER_ROUND = 24, 6, 100
-"""Rounds of a cycle, which is shorter for few nodes: every round searches so many blocks around each of them."""
+"""Most and least rounds of a cycle, and nodes per round: of few nodes, each round searches more blocks around each."""
 _HOT = (1e-5, 1e-6, 1e-4)
-"""The first heat of successive cycles, as a part of the cost."""
+"""The first heat of successive cycles, as a fraction of the cost."""
 _COOLING = 1e-4
-"""The last heat of a cycle, as a part of its first."""
+"""The last heat of a cycle, as a fraction of its first."""
 _HOTTER = (1.0, 10.0, 100.0, 1000.0)
 """Factors on the heat of successive cycles while search is stuck: the hottest begin at a tenth of the cost.
 
 Their number has no factor in common with the periods of `_HOT` and of the starts, so that all of them meet."""
 _FIX_EVERY = 8
 _BOUND_SHARE = 0.25
-"""The part of the time after which search no longer waits for the bound."""
+"""The fraction of the time after which search no longer waits for the bound."""
 _LOOK_BACK = 8
 _SLOW = 2e-4
-"""The bound gains little when this many rounds raise it by less than this part of it."""
+"""The bound gains little when `_LOOK_BACK` rounds raise it by less than this fraction of it."""
 _LIKELY_GAP = 0.5
 _LEAST_GAP = 0.04
-"""Steps are never shorter than for this part of the likely gap, until they fail: short ones creep."""
+"""The fraction of the likely gap below which steps are not shortened until they fail: short steps gain too little."""
 _IDLE_ROUNDS, _LITTLE = 12, 1e-6
-"""Blocks are solved exactly once so many rounds of search saved less than this part of the cost; fixing goes first."""
+"""Blocks are solved exactly once so many rounds of search saved less than this part of the cost; fixing is first."""
 _EXACT_BLOCKS = 4
 _LEAST_PAUSE, _MOST_PAUSE = 2, 6
-"""Rounds from one to the next in which some are; the pause doubles while that saves nothing."""
+"""Least and most rounds between two that solve blocks exactly; the pause doubles while that saves nothing."""
 _ROUNDING = 1e-6
 _MUCH_SMALLER = 0.3
 _PROGRAM_SHARE = 0.5
@@ -97,13 +97,13 @@ class Rounds:
 
 
 def _share_of(number: int) -> float:
-    """How much of a whole round the round with this number does."""
+    """Return the fraction of the work of a whole round that the round with this number does."""
     return min(1.0, (number + 1) / _SHORT_ROUNDS)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Core:
-    """What is searched: the given problem, or what fixing left of it, with the tools that work on it."""
+    """The problem that is searched (the given one, or the rest after fixing), with the tools that work on it."""
 
     problem: Problem
     flat: Flat
@@ -128,7 +128,7 @@ class _Core:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RoundSearch:
-    """One search; ``choices``, ``cost`` and ``bound`` are those of ``problem``, the best so far."""
+    """One search. ``choices``, ``cost`` and ``bound`` are the best so far for ``problem``; costs are in seconds."""
 
     problem: Problem
     options: Rounds
@@ -146,11 +146,11 @@ class RoundSearch:
     _halt: IntArray = field(default_factory=no_halt)
 
     def __post_init__(self) -> None:
-        # No choices of finite cost cost more; the rest is for rounding.
+        # No choices of finite cost exceed the largest cost; the second term covers rounding.
         self._infeasible_above = largest_cost(self.problem) + _ROUNDING * cost_span(self.problem)
 
     def solve(self, first: Solution | None) -> Solution:
-        """The best choices found, within the limit, and the best bound; ``first`` is what is known before."""
+        """Return the best choices within the limit and the best bound; ``first`` is the best solution so far."""
         if first is not None:
             self.bound = first.bound
         self._core = self._prepare(self.problem)
@@ -174,11 +174,11 @@ class RoundSearch:
         return near or closes(self.bound, self.cost) or self._over()
 
     def _is_infeasible(self) -> bool:
-        """Whether the bound exceeds what any choices of finite cost cost."""
+        """Return whether the bound exceeds the cost of all choices of finite cost."""
         return self.bound > self._infeasible_above
 
     def _over(self) -> bool:
-        """Where rounds are counted the clock plays no part."""
+        """Return whether the search should end; the clock is ignored if rounds are counted."""
         return self.clock.over() if self.options.max_rounds is None else self.clock.control.stop()
 
     def _seconds_left(self) -> float:
@@ -195,8 +195,8 @@ class RoundSearch:
 
     def _prepare(self, problem: Problem) -> _Core:
         flat = flat_problem(problem)
-        # For search, what is forbidden must cost more than anything else; for the bound any number is right, and the
-        # nearer it is to the costs that matter, the sooner messages converge.
+        # For search, a forbidden strategy must cost more than anything else. For the bound any substitute is valid, and
+        # messages converge sooner if it is close to the costs that matter.
         searched = with_finite_costs(flat, 2.0 * cost_span(problem))
         searches = [
             Neighbourhood(flat=searched, seed=self.options.seed + number, halt=self._halt)
@@ -213,7 +213,7 @@ class RoundSearch:
         )  # fmt: skip
 
     def _descent(self, flat: Flat) -> float:
-        """The cost of some choices that use nothing forbidden, memory aside, if they are easily found."""
+        """Return the cost of some choices that are not forbidden, regardless of memory, if a short search finds any."""
         free = with_rows(flat, np.zeros(0, dtype=np.int64))
         search = Neighbourhood(flat=free, seed=self.options.seed)
         start = np.array([int(np.argmin(costs)) for costs in np.split(flat.costs, flat.cost_start[1:-1])])
@@ -225,7 +225,7 @@ class RoundSearch:
         return math.fsum(reduced.offset for reduced in self._reduced)
 
     def _lift(self, choices: IntArray) -> tuple[int, ...]:
-        """Choices of the core as choices of the problem."""
+        """Return choices of the core as choices of the problem."""
         lifted = tuple(choices.tolist())
         for reduced in reversed(self._reduced):
             lifted = reduced.restore(lifted)
@@ -259,21 +259,23 @@ class RoundSearch:
             if search.best is not None and search.best is not core.offered[index]:
                 core.offered[index] = search.best
                 self._offer(search.best)
-        # What exact blocks save says nothing about search: it counts neither here nor for ``_leave_basin``.
+        # Savings by exact blocks say nothing about search: they count neither here nor in ``_leave_basin``.
         core.saved_by_search += before - self.cost if math.isfinite(before) else 0.0
         self._idle = 0 if self.cost < before - _LITTLE * abs(before) or math.isinf(self.cost) else self._idle + 1
         for choices in improved:
             self._offer(choices)
+            # Exact blocks are costly: while they save nothing, they are tried less and less often.
             core.exact_pause = _LEAST_PAUSE if core.exact_saved else min(2 * core.exact_pause, _MOST_PAUSE)
             core.next_exact = number + core.exact_pause
 
     def _settle(self, number: int) -> None:
-        """The bound comes first: cycles of heat begin when it gains little, or has had its share of the time."""
+        """Begin the cycles of heat once the bound gains little, or has had its share of the time."""
         core = self._core
         if core.settled is not None:
             return
         core.bounds.append(core.dual.bound)
         rounds = self.options.max_rounds
+        # With a number of rounds the clock is ignored, so that answers are reproducible.
         spent = self.clock.spent / max(self.clock.seconds, 1e-9) if rounds is None else number / rounds
         slow = False
         if len(core.bounds) > _LOOK_BACK and math.isfinite(self.cost):
@@ -302,7 +304,7 @@ class RoundSearch:
         each = core.flat.tables.size + _ENTRIES_PER_LINK * core.flat.link_node.size + 1
         passes = int(_ENTRIES_PER_ROUND * _share_of(number) / each)
         num_passes = self._within(max(2, min(500, passes)), core.seconds_per_pass)
-        # Steps are as long as the gap is thought to be: bad first answers say nothing about it.
+        # Steps are as long as the likely gap: poor first answers say nothing about the true one.
         reach = _LIKELY_GAP * max(abs(core.dual.bound), 1e-3 * core.span)
         least = core.dual.bound + _LEAST_GAP * reach
         upper = max(min(self.cost - self._offset, core.dual.bound + reach), least)
@@ -319,9 +321,9 @@ class RoundSearch:
         core = self._core
         start = self._start_of(index, number)
         first_heat, last_heat = self._heat(index, number)
-        prices = core.dual.best_prices.copy()  # the bound moves on at the same time
+        prices = core.dual.best_prices.copy()  # a copy, since the bounding thread changes them meanwhile
         if self._hotter > 1.0:
-            # Where the bound is far from the best cost, prices pull every search to the same few choices.
+            # If the bound is far from the best cost, prices draw every search to the same few choices.
             prices[:] = 0.0
         num_blocks = self._within(int(_BLOCKS_PER_ROUND * _share_of(number)), core.seconds_per_block)
 
@@ -335,9 +337,10 @@ class RoundSearch:
         return job
 
     def _solving_blocks(self, improved: list[IntArray]) -> Callable[[], None]:
-        """What was equal before, and is another answer now, is kept as well: the next blocks begin elsewhere.
+        """Return a job that solves blocks exactly, from its own last choices if these cost no more than the best.
 
-        While search is stuck, they may also continue from choices that cost more than the best.
+        Other choices of equal cost are retained too, so that the next blocks begin elsewhere. While search is stuck,
+        blocks may also continue from choices that cost more than the best.
         """
         core = self._core
         start = core.at_exact
@@ -353,18 +356,21 @@ class RoundSearch:
         return job
 
     def _costs_as_much(self, choices: IntArray) -> bool:
-        """As the best of all."""
+        """Return whether choices of the core cost no more than the best ones."""
         return evaluate(self._core.problem, choices.tolist()).cost + self._offset <= self.cost
 
     def _within(self, number: int, seconds_each: float) -> int:
-        """As many as the time allows; all of them if rounds are counted instead."""
+        """Return as many passes or blocks as the time allows; all of them if rounds are counted instead."""
         if self.options.max_rounds is not None or seconds_each == 0.0:
             return number
         return max(1, min(number, int(self.clock.left / seconds_each)))
 
     def _start_of(self, index: int, number: int) -> IntArray:
-        """Where a search goes on: a new decoding until the bound has settled and at some cycles' start, else the best
-        at a cycle's start, and what it is at within a cycle."""
+        """Return the choices from which a search continues.
+
+        Until the bound has settled, and at the start of some cycles, these are a new decoding; at the start of other
+        cycles the best choices; and within a cycle the search's own last choices.
+        """
         core = self._core
         at, place = core.at[index], self._place(number)
         if core.settled is None or at is None:
@@ -376,11 +382,11 @@ class RoundSearch:
         return self._project(self.choices)
 
     def _place(self, number: int) -> int:
-        """Rounds since the bound settled."""
+        """Return the number of rounds since the bound settled."""
         return 0 if self._core.settled is None else number - self._core.settled
 
     def _heat(self, index: int, number: int) -> tuple[float, float]:
-        """The heat in seconds at the start and the end of a round; none before there is an answer."""
+        """Return the heat in seconds at the start and the end of a round; 0 before there is an answer."""
         core, place = self._core, self._place(number)
         if self.choices is None or core.settled is None or not self.options.heat:
             return 0.0, 0.0
@@ -397,7 +403,7 @@ class RoundSearch:
     # ------------------------------------------------------------------------------------------------ answers
 
     def _offer(self, choices: IntArray) -> None:
-        """Keep choices of the core if they are better, or what the two together make."""
+        """Record choices of the core if they, or their recombination with the best, are better than the best."""
         core = self._core
         if not self._fits(choices):
             return
@@ -405,6 +411,7 @@ class RoundSearch:
         if self.options.recombine and self.choices is not None:
             best = self._project(self.choices)
             if self._fits(best):
+                # In both orders, because memory may admit another subset of the parts from the other end.
                 candidates += [recombine(core.problem, core.flat, *pair) for pair in ((choices, best), (best, choices))]
         for candidate in candidates:
             lifted = self._lift(candidate)
@@ -418,9 +425,10 @@ class RoundSearch:
     # ------------------------------------------------------------------------------------------------ fixing
 
     def _fix(self) -> None:
-        """Take away what no better choices use; finish with HiGHS, or go on with less, if that is worth it."""
+        """Remove strategies that no better choices use; then finish with HiGHS or continue, if the rest is small."""
         core = self._core
         self._fixed_at = self.cost
+        # A strategy whose bound exceeds the best cost is in no better solution.
         left = core.dual.strategies_left(self.cost - self._offset)
         counts = np.add.reduceat(left.astype(np.int64), core.problem.node_costs.starts[:-1])
         entries = int(counts[core.problem.edge_nodes].prod(axis=1).sum())
@@ -432,6 +440,7 @@ class RoundSearch:
         if self._over():
             return
         if math.isinf(reduced.offset):
+            # Without the removed strategies nothing is left, so that the best choices are optimal.
             self.bound = self.cost
             return
         if reduced.problem.edge_costs.values.size <= self.max_program_entries:
@@ -441,7 +450,7 @@ class RoundSearch:
         self._core = self._prepare(reduced.problem)
 
     def _finish(self, reduced: Simplified) -> None:
-        """The integer program on what is left: its optimum, or the best known, is the optimum."""
+        """Solve the integer program of the rest: the better of its optimum and the best choices is the optimum."""
         self.clock.report("integer program", cost=self.cost, bound=self.bound)
         seconds = _PROGRAM_SHARE * max(self.clock.left, 0.1)
         solution = Highs(relative_gap=self.relative_gap).search(

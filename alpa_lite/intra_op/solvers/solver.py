@@ -132,6 +132,7 @@ def solution_of(
         choices=tuple(int(choice) for choice in choices),
         cost=priced.cost,
         status=Status.OPTIMAL if optimal else Status.FEASIBLE,
+        # Rounding may lift a solver's bound above the cost of its own optimum.
         bound=min(bound, priced.cost),
         seconds=time.perf_counter() - started,
         solver=solver,
@@ -177,5 +178,6 @@ def cost_span(problem: Problem) -> float:
 def _extremes(vectors: Ragged, operation: np.ufunc, neutral: float) -> float:
     if not len(vectors):
         return 0.0
+    # Forbidden entries are in no choices of finite cost.
     values = np.where(np.isfinite(vectors.values), vectors.values, neutral)
     return math.fsum(operation.reduceat(values, vectors.starts[:-1]).tolist())

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import jax
-from jax import lax
+from jax import Array, lax
 
 from alpa_lite import _jax
 from alpa_lite.errors import VerificationError
@@ -42,7 +41,7 @@ class LocalOp:
     operand_specs: tuple[Spec, ...]
     result_specs: tuple[Spec, ...]
     axis_sizes: Mapping[str, int]
-    origins: tuple[tuple[Any, ...] | None, ...]
+    origins: tuple[tuple[Array | int, ...] | None, ...]
     full_shapes: tuple[tuple[int, ...] | None, ...]
 
     @property
@@ -84,37 +83,38 @@ class LocalOp:
         """Return the shape of the block of a result."""
         return local_shape(self.result_specs[index], self.result_shapes[index], self.axis_sizes)
 
-    def operand_offset(self, index: int, dim: int) -> Any:
+    def operand_offset(self, index: int, dim: int) -> Array | int:
         """Return the position of the block's first element along a dim of the whole operand."""
         return self._offset(self.operand_specs[index].dims[dim], self.local_operand(index)[dim])
 
-    def result_offset(self, index: int, dim: int) -> Any:
+    def result_offset(self, index: int, dim: int) -> Array | int:
         """Return the position of the block's first element along a dim of the whole result."""
         return self._offset(self.result_specs[index].dims[dim], self.local_result(index)[dim])
 
-    def result_start(self, index: int, dim: int) -> Any:
+    def result_start(self, index: int, dim: int) -> Array | int:
         """Return `result_offset`, counted from the start of the full batch's array."""
         origin = self.origins[index]
         offset = self.result_offset(index, dim)
         return offset if origin is None else origin[dim] + offset
 
-    def _offset(self, axes: tuple[str, ...], block: int) -> Any:
+    def _offset(self, axes: tuple[str, ...], block: int) -> Array | int:
         return block_index(axes, self.axis_sizes) * block if axes else 0
 
-    def bind(self, operands: Sequence[Any], **changes: Any) -> list[Any]:
+    def bind(self, operands: Sequence[Array], **changes: Any) -> list[Array]:
         """Run the primitive with some parameters changed."""
         return _jax.bind(self.primitive, {**self.params, **changes}, operands)
 
 
-def block_index(axes: Sequence[str], sizes: Mapping[str, int]) -> jax.Array:
+def block_index(axes: Sequence[str], sizes: Mapping[str, int]) -> Array:
     """Return the number of this device's block along a dim split over `axes`, major first."""
     index: Any = 0
     for axis in axes:
+        # Major first, as specs list their axes.
         index = index * sizes[axis] + lax.axis_index(axis)
     return index
 
 
-LocalLowering = Callable[[LocalOp, Sequence[Any]], list[Any]]
+LocalLowering = Callable[[LocalOp, Sequence[Array]], list[Array]]
 _LOWERINGS: dict[str, LocalLowering] = {}
 
 

@@ -10,19 +10,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from math import prod
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
+from jax.typing import DTypeLike
 
 from alpa_lite.lower.local.block import LocalOp, block_index, local_lowering
-from alpa_lite.rules.convolution import spatial_dims
-from alpa_lite.rules.windows import windows_of
+from alpa_lite.rules.convolution import spatial_dims, windows_of
 
 
 @local_lowering("dot_general")
-def dot_general(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
+def dot_general(op: LocalOp, operands: Sequence[Array]) -> list[Array]:
     """Fold adjacent dims that are contracted (or shared) together into one dim of the product.
 
     XLA brings every product to three dims by transposing first and folding then. On CPU it writes the transposed dims
@@ -52,7 +51,7 @@ def _runs(left: Sequence[int], right: Sequence[int]) -> list[list[tuple[int, int
     return runs
 
 
-def _folded(array: Any, runs: Sequence[Sequence[int]]) -> tuple[Any, tuple[int, ...]]:
+def _folded(array: Array, runs: Sequence[Sequence[int]]) -> tuple[Array, tuple[int, ...]]:
     """Return the array with each run of its dims reshaped to one dim, and the positions of these dims."""
     gone = {dim for run in runs for dim in run[1:]}
     wide = {run[0]: prod(array.shape[dim] for dim in run) for run in runs}
@@ -61,7 +60,7 @@ def _folded(array: Any, runs: Sequence[Sequence[int]]) -> tuple[Any, tuple[int, 
 
 
 @local_lowering("ragged_dot_general")
-def ragged_dot_general(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
+def ragged_dot_general(op: LocalOp, operands: Sequence[Array]) -> list[Array]:
     """Multiply rows sorted by group: each device derives the rows of its block and groups from all group sizes."""
     lhs, rhs, sizes = operands
     numbers = op.params["ragged_dot_dimension_numbers"]
@@ -85,19 +84,19 @@ def ragged_dot_general(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
     return op.bind([lhs, rhs, sizes])
 
 
-def _sizes_within(sizes: Any, offset: Any, num_rows: int) -> Any:
+def _sizes_within(sizes: Array, offset: Array | int, num_rows: int) -> Array:
     """Return how many of the rows [offset, offset + num_rows) belong to each group."""
     ends = jnp.cumsum(sizes) - offset
     return jnp.clip(ends, 0, num_rows) - jnp.clip(ends - sizes, 0, num_rows)
 
 
-def _own_groups(sizes: Any, first: Any, count: int) -> tuple[Any, Any]:
+def _own_groups(sizes: Array, first: Array | int, count: int) -> tuple[Array, Array]:
     """Return the sizes of the groups [first, first + count), and the number of rows before them."""
     before = jnp.sum(jnp.where(jnp.arange(sizes.shape[0]) < first, sizes, 0))
     return lax.dynamic_slice(sizes, (first,), (count,)), before
 
 
-def _grown(op: LocalOp, operands: Sequence[Any], fills: Sequence[Any]) -> list[Any]:
+def _grown(op: LocalOp, operands: Sequence[Array], fills: Sequence[Array | float]) -> list[Array]:
     """Return the operands extended by their halos; beyond the ends of the whole array the halo holds the operand's
     fill.
     """
@@ -112,6 +111,7 @@ def _grown(op: LocalOp, operands: Sequence[Any], fills: Sequence[Any]) -> list[A
         parts = [x]
         if halo.before:
             border = lax.slice_in_dim(x, size - halo.before, size, axis=halo.dim)
+            # The first device receives nothing, for which `ppermute` gives zeros: it takes the fill instead.
             received = lax.ppermute(border, names, list(pairwise(order)))
             parts.insert(0, jnp.where(index == 0, jnp.asarray(fill, x.dtype), received))
         if halo.after:
@@ -130,12 +130,13 @@ def _in_order(axes: tuple[str, ...], sizes: Mapping[str, int]) -> tuple[tuple[st
 
 
 @local_lowering("conv_general_dilated")
-def conv_general_dilated(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
+def conv_general_dilated(op: LocalOp, operands: Sequence[Array]) -> list[Array]:
     """Convolve the groups of the block and, along spatial dims, its windows."""
     numbers = op.params["dimension_numbers"]
     features, batch = op.params["feature_group_count"], op.params["batch_group_count"]
     if features > 1:
         dim = numbers.lhs_spec[1]
+        # The block has the groups of its own features only.
         features = features * op.local_operand(0)[dim] // op.operand_shapes[0][dim]
     if batch > 1:
         dim = numbers.lhs_spec[0]
@@ -151,7 +152,7 @@ def conv_general_dilated(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
     return op.bind([lhs, rhs], feature_group_count=features, batch_group_count=batch, padding=tuple(padding))
 
 
-def _fills(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
+def _fills(op: LocalOp, operands: Sequence[Array]) -> list[Array | float]:
     """Return for each operand the value that windows beyond the array read: it changes no sum and loses every
     comparison.
     """
@@ -165,7 +166,7 @@ def _fills(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
     return [extreme] if len(operands) == 1 else [0, extreme]
 
 
-def _loser(dtype: Any, *, largest: bool) -> Any:
+def _loser(dtype: DTypeLike, *, largest: bool) -> float:
     """Return the value of a dtype that loses every comparison for the largest (or smallest) element."""
     if dtype == jnp.bool_:
         return not largest
@@ -175,7 +176,7 @@ def _loser(dtype: Any, *, largest: bool) -> Any:
 
 
 @local_lowering("reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_gather_add", "reduce_window")
-def reduce_window(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
+def reduce_window(op: LocalOp, operands: Sequence[Array]) -> list[Array]:
     """Pool the block extended by its halo, and drop the windows beyond the block's last."""
     grown = _grown(op, operands, _fills(op, operands))
     shape, local = op.operand_shapes[0], op.local_result(0)
@@ -184,13 +185,14 @@ def reduce_window(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
         halo = window.halo(shape[d], op.result_shapes[0][d])
         if op.operand_specs[0].dims[d] and halo is not None:
             low, high = window.padding(grown[0].shape[d], local[d], halo[0])
+            # Windows beyond the block are cut off below instead of by a negative padding.
             padding[d] = (low, max(high, 0))
     results = op.bind(grown, padding=tuple(padding))
     return [lax.slice(r, [0] * r.ndim, local) for r in results]
 
 
 @local_lowering("select_and_scatter_add")
-def select_and_scatter_add(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
+def select_and_scatter_add(op: LocalOp, operands: Sequence[Array]) -> list[Array]:
     """Select again in windows of other blocks that overlap this one, and cut off what they select elsewhere."""
     split = [bool(axes) for axes in op.result_specs[0].dims]
     padding = [(0, 0) if on else pad for on, pad in zip(split, op.params["padding"], strict=True)]

@@ -25,13 +25,14 @@ from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
+from jax.typing import DTypeLike
 
 from alpa_lite.lower.local.block import LocalOp, block_index, local_lowering
 
 
 @local_lowering("mulhi")
-def mulhi(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
+def mulhi(op: LocalOp, operands: Sequence[Array]) -> list[Array]:
     """Return the upper half of the product of integers."""
     x, y = jnp.broadcast_arrays(*operands)
     bits = 8 * x.dtype.itemsize
@@ -49,19 +50,19 @@ def mulhi(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
 
 
 @local_lowering("reshape")
-def reshape(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
+def reshape(op: LocalOp, operands: Sequence[Array]) -> list[Array]:
     """Reshape blocks to blocks: a split factor is the major one on both sides."""
     return op.bind(operands, new_sizes=op.local_result(0))
 
 
 @local_lowering("broadcast_in_dim", "empty")
-def broadcast_in_dim(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
+def broadcast_in_dim(op: LocalOp, operands: Sequence[Array]) -> list[Array]:
     """Broadcast to the block's shape."""
     return op.bind(operands, shape=op.local_result(0))
 
 
 @local_lowering("iota")
-def iota(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
+def iota(op: LocalOp, operands: Sequence[Array]) -> list[Array]:
     """Count from the start of the block."""
     dim = op.params["dimension"]
     start = op.result_start(0, dim)
@@ -73,7 +74,7 @@ def iota(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
 
 
 @local_lowering("slice")
-def slice_(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
+def slice_(op: LocalOp, operands: Sequence[Array]) -> list[Array]:
     """Slice unsplit dims; a split dim is spanned whole, up to the block's size."""
     limits = tuple(
         local if axes else limit
@@ -85,7 +86,7 @@ def slice_(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
 
 
 @local_lowering("tile")
-def tile(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
+def tile(op: LocalOp, operands: Sequence[Array]) -> list[Array]:
     """Repeat the block as often as the device's share of the result needs."""
     columns = zip(op.params["reps"], op.local_result(0), op.local_operand(0), strict=True)
     reps = tuple(local // n if n else rep for rep, local, n in columns)
@@ -93,7 +94,7 @@ def tile(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
 
 
 @local_lowering("sharding_constraint", "device_put", "layout_constraint")
-def identity(_: LocalOp, operands: Sequence[Any]) -> list[Any]:
+def identity(_: LocalOp, operands: Sequence[Array]) -> list[Array]:
     """Return the operands: these ops only request a placement, which the plan has decided."""
     return list(operands)
 
@@ -103,7 +104,7 @@ _NEUTRAL = {"scatter-add": 0, "scatter-sub": 0, "scatter-mul": 1}
 
 
 @local_lowering("gather")
-def gather(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
+def gather(op: LocalOp, operands: Sequence[Array]) -> list[Array]:
     """Set full window dims to the block's size; look up a split dim on the device that holds the row, and zero
     elsewhere.
     """
@@ -138,11 +139,11 @@ def gather(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
     return [rows]
 
 
-def _zero(x: Any) -> Any:
+def _zero(x: Array) -> Array:
     return jnp.zeros((), x.dtype)
 
 
-def _fill_value(fill: Any, dtype: Any) -> Any:
+def _fill_value(fill: float | None, dtype: DTypeLike) -> Array:
     """Return the documented default of `jnp.take`: NaN, the least signed, the largest unsigned integer, or True."""
     if fill is not None:
         return jnp.asarray(fill, dtype)
@@ -159,7 +160,7 @@ class _Bounds:
     """For each column of the index vectors: the operand dim that it addresses and its largest valid index."""
 
     dims: tuple[int, ...]
-    last: Any
+    last: Array
 
     @staticmethod
     def of(op: LocalOp, dims: Sequence[int], window: Sequence[int]) -> _Bounds:
@@ -168,7 +169,7 @@ class _Bounds:
         return _Bounds(dims=tuple(dims), last=jnp.asarray(last, jnp.int32))
 
     @staticmethod
-    def signed(indices: Any) -> Any:
+    def signed(indices: Array) -> Array:
         """Return indices in a signed type, so that subtracting an offset cannot wrap; indices beyond its range stay out
         of bounds.
         """
@@ -176,20 +177,20 @@ class _Bounds:
             indices = jnp.minimum(indices, jnp.asarray(min(jnp.iinfo(indices.dtype).max, 2**31 - 1), indices.dtype))
         return indices.astype(jnp.int64 if indices.dtype == jnp.int64 else jnp.int32)
 
-    def clip(self, indices: Any) -> Any:
+    def clip(self, indices: Array) -> Array:
         """Return indices clipped to the global bounds."""
         return jnp.clip(indices, 0, self.last.astype(indices.dtype))
 
-    def contain(self, indices: Any) -> Any:
+    def contain(self, indices: Array) -> Array:
         """Return for each index vector whether it is in the global bounds."""
         return jnp.all((indices >= 0) & (indices <= self.last.astype(indices.dtype)), axis=-1)
 
-    def to_block(self, op: LocalOp, indices: Any) -> tuple[Any, Any]:
+    def to_block(self, op: LocalOp, indices: Array) -> tuple[Array, Array]:
         """Return for each index vector whether this device holds its element, and the vector inside the block
         (clipped).
         """
         here: Any = True
-        columns: list[Any] = []
+        columns: list[Array] = []
         for column, dim in enumerate(self.dims):
             local = indices[..., column]
             if op.operand_specs[0].dims[dim] and _addresses_one(op, dim):
@@ -209,7 +210,7 @@ def _addresses_one(op: LocalOp, dim: int) -> bool:
 
 
 @local_lowering("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
-def scatter(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
+def scatter(op: LocalOp, operands: Sequence[Array]) -> list[Array]:
     """Apply the updates that each device holds to the rows that it holds."""
     operand, indices, updates = operands
     if any(op.operand_specs[0].dims):
@@ -244,13 +245,13 @@ def _update_window(op: LocalOp) -> tuple[int, ...]:
 
 
 @local_lowering("dynamic_slice")
-def dynamic_slice(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
+def dynamic_slice(op: LocalOp, operands: Sequence[Array]) -> list[Array]:
     """Slice unsplit dims; a split dim is spanned whole by the window, so its start is 0."""
     operand, *starts = operands
     return op.bind([operand, *_clamped(op, starts, op.result_shapes[0])], slice_sizes=op.local_result(0))
 
 
-def _clamped(op: LocalOp, starts: Sequence[Any], window: Sequence[int]) -> list[Any]:
+def _clamped(op: LocalOp, starts: Sequence[Array], window: Sequence[int]) -> list[Array]:
     """Return the starts clamped to the bounds of the whole array, 0 for dims that the window spans.
 
     XLA would clamp them too, but where the block was itself just sliced out of a larger array it merges the two slices
@@ -268,7 +269,7 @@ def _clamped(op: LocalOp, starts: Sequence[Any], window: Sequence[int]) -> list[
 
 
 @local_lowering("dynamic_update_slice")
-def dynamic_update_slice(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
+def dynamic_update_slice(op: LocalOp, operands: Sequence[Array]) -> list[Array]:
     """Update split dims by spreading the update over the block and selecting it where it overlaps."""
     operand, update, *starts = operands
     shape, window = op.operand_shapes[0], op.operand_shapes[1]

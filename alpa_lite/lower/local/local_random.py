@@ -12,11 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.extend.random import threefry2x32_p
 
 from alpa_lite.lower.local.block import LocalOp, local_lowering
@@ -24,13 +23,13 @@ from alpa_lite.lower.local.block import LocalOp, local_lowering
 _WORD = 2**32
 
 
-def block_counters(block: Sequence[int], starts: Sequence[Any], full: Sequence[int]) -> tuple[Any, Any]:
+def block_counters(block: Sequence[int], starts: Sequence[Array | int], full: Sequence[int]) -> tuple[Array, Array]:
     """Return the (high, low) 32-bit words of the row-major positions of a block's elements in an array of shape `full`.
 
     The block of shape `block` starts at the position `starts` (integers, traced or not) of the full array.
     """
-    high: Any = jnp.zeros(tuple(block), jnp.uint32)
-    low: Any = jnp.zeros(tuple(block), jnp.uint32)
+    high = jnp.zeros(tuple(block), jnp.uint32)
+    low = jnp.zeros(tuple(block), jnp.uint32)
     is_wide = prod(full) > _WORD
     for dim, (size, start) in enumerate(zip(block, starts, strict=True)):
         index = lax.iota(jnp.uint32, size) + jnp.asarray(start).astype(jnp.uint32)
@@ -43,7 +42,7 @@ def block_counters(block: Sequence[int], starts: Sequence[Any], full: Sequence[i
     return high, low
 
 
-def _wide_product(x: Any, factor: int) -> tuple[Any, Any]:
+def _wide_product(x: Array, factor: int) -> tuple[Array, Array]:
     """Return the (high, low) words of x · factor for 32-bit x and a factor of up to 64 bits, modulo 2^64."""
     low = x * jnp.uint32(factor % _WORD)
     x0, x1 = x & jnp.uint32(0xFFFF), x >> jnp.uint32(16)
@@ -57,7 +56,7 @@ def _wide_product(x: Any, factor: int) -> tuple[Any, Any]:
 
 
 @local_lowering("random_bits")
-def random_bits(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
+def random_bits(op: LocalOp, operands: Sequence[Array]) -> list[Array]:
     """Encrypt the block's counters under each key of the block; other generators draw the full array and cut out the
     block.
     """
@@ -66,6 +65,7 @@ def random_bits(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
         return op.bind(operands)
     full = _full_shape(op, 0)[keys.ndim :]
     partitionable = getattr(jax.config, "jax_threefry_partitionable", True)
+    # Only partitionable threefry derives every element from a counter of its own.
     if str(keys.dtype) != "key<fry>" or not partitionable:
         return [_own_block(op, 0, op.bind(operands, shape=full)[0], keys.ndim)]
     shape = op.local_result(0)
@@ -74,7 +74,7 @@ def random_bits(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
     counters = block_counters(shape[keys.ndim :], starts, full)
     words = jax.random.key_data(keys)
 
-    def over_block(x: jax.Array, dims: range) -> jax.Array:
+    def over_block(x: Array, dims: range) -> Array:
         return lax.broadcast_in_dim(x, shape, tuple(dims))
 
     first, second = threefry2x32_p.bind(
@@ -85,7 +85,7 @@ def random_bits(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
     return [_of_width(first, second, op.params["bit_width"])]
 
 
-def _of_width(first: Any, second: Any, bit_width: int) -> Any:
+def _of_width(first: Array, second: Array, bit_width: int) -> Array:
     """Return random words of `bit_width` bits, from the two words of the cipher, as JAX combines them."""
     if bit_width == 64:
         return (first.astype(jnp.uint64) << jnp.uint64(32)) | second.astype(jnp.uint64)
@@ -93,7 +93,7 @@ def _of_width(first: Any, second: Any, bit_width: int) -> Any:
 
 
 @local_lowering("random_split")
-def random_split(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
+def random_split(op: LocalOp, operands: Sequence[Array]) -> list[Array]:
     """Split keys on every device, since they are few, and return the device's own."""
     (keys,) = operands
     if _draws_all(op, 0, keys.ndim):
@@ -102,7 +102,7 @@ def random_split(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
 
 
 @local_lowering("rng_bit_generator")
-def rng_bit_generator(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
+def rng_bit_generator(op: LocalOp, operands: Sequence[Array]) -> list[Array]:
     """Draw the full array and cut out the block: the next key depends on how much is drawn."""
     if _draws_all(op, 1, 0):
         return op.bind(operands)
@@ -119,7 +119,7 @@ def _full_shape(op: LocalOp, index: int) -> tuple[int, ...]:
     return op.full_shapes[index] or op.result_shapes[index]
 
 
-def _own_block(op: LocalOp, index: int, full: Any, first_drawn: int) -> Any:
+def _own_block(op: LocalOp, index: int, full: Array, first_drawn: int) -> Array:
     """Return the block cut out of the full array; leading dims (a batch of keys) are local already."""
     shape = op.local_result(index)
     starts = [op.result_start(index, d) if d >= first_drawn else 0 for d in range(len(shape))]

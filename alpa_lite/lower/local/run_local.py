@@ -18,11 +18,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import Any
 
-import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
+from jax.typing import DTypeLike
 
 from alpa_lite.errors import VerificationError
 from alpa_lite.lower.local import (
@@ -30,11 +29,10 @@ from alpa_lite.lower.local import (
     local_indexing,
     local_random,
 )
-from alpa_lite.lower.local.block import LocalOp as LocalOp
-from alpa_lite.lower.local.block import lowering_of
+from alpa_lite.lower.local.block import LocalOp, lowering_of
 from alpa_lite.plan.walk import combination
 
-_GATHERED: dict[str, Callable[[Any, Any], Any]] = {
+_GATHERED: dict[str, Callable[[Array, Array], Array]] = {
     "prod": lax.mul,
     "and": lax.bitwise_and,
     "or": lax.bitwise_or,
@@ -42,7 +40,7 @@ _GATHERED: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-def combine(kind: str, x: jax.Array, axes: Sequence[str]) -> jax.Array:
+def combine(kind: str, x: Array, axes: Sequence[str]) -> Array:
     """Return the reduction `kind` (sum, max, min, prod, and, or, xor) of `x` over the devices along mesh axes."""
     names = tuple(axes)
     if not names:
@@ -56,7 +54,7 @@ def combine(kind: str, x: jax.Array, axes: Sequence[str]) -> jax.Array:
     return _extreme(x, names, item_bytes, largest=kind in ("max", "or"))
 
 
-def _extreme(x: jax.Array, axes: tuple[str, ...], item_bytes: int, *, largest: bool) -> jax.Array:
+def _extreme(x: Array, axes: tuple[str, ...], item_bytes: int, *, largest: bool) -> Array:
     """Return the largest (or smallest) element over devices, propagating NaN in floats."""
     collective = lax.pmax if largest else lax.pmin
     if x.dtype == jnp.bool_:
@@ -69,7 +67,7 @@ def _extreme(x: jax.Array, axes: tuple[str, ...], item_bytes: int, *, largest: b
     return floats_in_order(ordered, wide.dtype).astype(x.dtype)
 
 
-def ordered_integers(x: jax.Array, *, nan_is_largest: bool) -> jax.Array:
+def ordered_integers(x: Array, *, nan_is_largest: bool) -> Array:
     """Return integers of the width of the floats `x`, in the same order; NaN lies beyond all other numbers."""
     integer = jnp.dtype(f"int{8 * x.dtype.itemsize}")
     limits = jnp.iinfo(integer)
@@ -79,7 +77,7 @@ def ordered_integers(x: jax.Array, *, nan_is_largest: bool) -> jax.Array:
     return jnp.where(jnp.isnan(x), integer.type(limits.max if nan_is_largest else limits.min), ordered)
 
 
-def floats_in_order(ordered: jax.Array, dtype: Any) -> jax.Array:
+def floats_in_order(ordered: Array, dtype: DTypeLike) -> Array:
     """Invert `ordered_integers`, which is its own inverse on the bits; the extreme integers are NaN."""
     largest = ordered.dtype.type(jnp.iinfo(ordered.dtype).max)
     return lax.bitcast_convert_type(jnp.where(ordered < 0, ordered ^ largest, ordered), dtype)
@@ -89,7 +87,7 @@ LOWERING_MODULES = (local_contraction, local_indexing, local_random)
 """The modules that register local lowerings; the list also keeps their imports in use."""
 
 
-def bind_local(op: LocalOp, operands: Sequence[jax.Array]) -> list[jax.Array]:
+def bind_local(op: LocalOp, operands: Sequence[Array]) -> list[Array]:
     """Return the blocks of the op's results, from the blocks of its operands.
 
     Results are partial sums over `op.reduced_axes` if the rule reduces by sum, else already combined. Raises

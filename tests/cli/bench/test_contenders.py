@@ -26,8 +26,8 @@ HOSTS = al.cluster("p3.16xlarge", num_hosts=2)
 
 
 def test_a_list_is_taken_in_its_order():
-    found = named_contenders("pipeline:num_stages=4,auto,hybrid:pipeline=2:model=2,data-parallel", HOST)
-    wanted = [Pipeline(num_stages=4), Auto(), Hybrid(pipeline=2, model=2), DataParallel()]
+    found = named_contenders("pipeline:pipeline=4,auto,hybrid:pipeline=2:tensor=2,data-parallel", HOST)
+    wanted = [Pipeline(pipeline=4), Auto(), Hybrid(pipeline=2, tensor=2), DataParallel()]
     assert [each.planner for each in found] == wanted
     assert [each.is_auto for each in found] == [each.searches for each in found] == [False, True, False, False]
 
@@ -41,15 +41,15 @@ def test_all_has_every_planner_and_each_level_alone():
         "on_mesh": True,
     }
     assert {type(planner) for planner in planners} == set(PLANNERS.values()) - {MeshTensorFlow, OnMesh}
-    assert all(Pipeline(num_stages=n) in planners and TorchGPipe(num_stages=n) in planners for n in (2, 4, 8))
+    assert all(Pipeline(pipeline=n) in planners and TorchGPipe(pipeline=n) in planners for n in (2, 4, 8))
     assert ConvolutionParallel(height=2) in planners and ConvolutionParallel(filter=2) in planners
-    assert Hybrid(pipeline=2, model=2, data=2) in planners and Hybrid(pipeline=4, model=2, data=1) in planners
+    assert Hybrid(pipeline=2, tensor=2, data=2) in planners and Hybrid(pipeline=4, tensor=2, data=1) in planners
     assert all(planners.index(planner) == number for number, planner in enumerate(planners))
 
 
 def test_degrees_follow_the_cluster():
     planners = [each.planner for each in named_contenders("all", HOSTS)]
-    assert Pipeline(num_stages=16) in planners and Megatron(tensor=8) in planners
+    assert Pipeline(pipeline=16) in planners and Megatron(tensor=8) in planners
     assert Megatron(tensor=16) not in planners  # tensor parallelism stays within a host
     degrees = [p for p in planners if isinstance(p, Hybrid)]
     assert degrees and all(p.pipeline * p.model * (p.data or 0) == 16 for p in degrees)

@@ -20,7 +20,7 @@ PRICED = [
     "--cluster",
     "p3.16xlarge",
     "--planners",
-    "auto:num_stages=1,data_parallel,hybrid:data=3",
+    "auto:pipeline=1,data_parallel,hybrid:data=3",
 ]
 
 

@@ -98,7 +98,7 @@ def test_where_no_number_works_the_reason_is_that_of_the_planners_own(entries, t
 
 
 def test_a_search_may_run_its_plans(target, devices):
-    contenders = named_contenders("auto:measure_top=2:num_stages=1", CLUSTER)
+    contenders = named_contenders("auto:measure_top=2:pipeline=1", CLUSTER)
     traced = traced_target(target)
     (entry,) = planned.planned_entries(target, traced, CLUSTER, contenders, [1], lambda _: None)
     assert not entry.row.reason and entry.row.auto and entry.row.planner == "auto, best of 2 measured, 1 micro-batch"
@@ -106,7 +106,7 @@ def test_a_search_may_run_its_plans(target, devices):
 
 def test_numbers_that_are_given_are_kept(target):
     traced = traced_target(target)
-    for planner in (DataParallel(), Pipeline(num_stages=2)):
+    for planner in (DataParallel(), Pipeline(pipeline=2)):
         assert plan_at(traced, CLUSTER, planner, 2).num_microbatches == 2
 
 

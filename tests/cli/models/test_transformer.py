@@ -303,7 +303,7 @@ def holds_scan(eqn):
     return any(inner.primitive.name == "scan" for inner in eqn.params["jaxpr"].eqns)
 
 
-DATA, TENSOR = al.planners.DataParallel(), al.planners.Hybrid(model=2)
+DATA, TENSOR = al.planners.DataParallel(), al.planners.Hybrid(tensor=2)
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def test_program(lowered):
 
 
 def test_transfers_of_a_program(lowered):
-    planned = al.planners.Pipeline(num_stages=2)
+    planned = al.planners.Pipeline(pipeline=2)
     plan = lowered.planned.function.plan(planner=planned, num_microbatches=4)
     program = plan.lower().program
     text = shown(program)

@@ -77,7 +77,7 @@ def test_other_meshes_of_a_stage(pipeline_plan):
 
 
 def test_a_layer_at_a_border_may_move():
-    plan = make_plan(al.planners.Auto(num_stages=2, num_layers=4, manual=()))
+    plan = make_plan(al.planners.Auto(pipeline=2, num_layers=4, manual=()))
     first = plan.stages[0].layers
     found = explanation(plan, f"layer {first[1]}")
     if first[0] == first[1]:

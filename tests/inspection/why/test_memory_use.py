@@ -16,7 +16,7 @@ def planned(request):
     """A plan with its program."""
     planner = {
         "one stage": al.planners.OnMesh(axes={"x": 8}),
-        "pipeline": al.planners.Pipeline(num_stages=2),
+        "pipeline": al.planners.Pipeline(pipeline=2),
         "fsdp": al.planners.FSDP(),
     }[request.param]
     optimizer = make_optimizer()

@@ -32,8 +32,8 @@ def repriced(plan):
 
 PLANNERS = {
     "on a mesh": al.planners.OnMesh(axes={"x": 8}),
-    "tensor": al.planners.Hybrid(data=2, model=4),
-    "pipeline": al.planners.Pipeline(num_stages=2),
+    "tensor": al.planners.Hybrid(data=2, tensor=4),
+    "pipeline": al.planners.Pipeline(pipeline=2),
     "interleaved": al.planners.Hybrid(pipeline=2, schedule=al.schedule.Interleaved1F1B(num_chunks=2)),
     "two parts": al.planners.Hybrid(pipeline=2, schedule=ZeroBubbleH1()),
     "rematerialised": al.planners.Hybrid(pipeline=2, remat="full"),
@@ -76,7 +76,7 @@ def test_what_is_given_costs_what_planning_with_that_pin_does():
 
 
 def test_equal_stages_are_solved_once():
-    repricing = repriced(planned(al.planners.Pipeline(num_stages=2)))
+    repricing = repriced(planned(al.planners.Pipeline(pipeline=2)))
     for stage in repricing.stages:
         solution = repricing.solve(stage)
         values = set(stage.view.external)

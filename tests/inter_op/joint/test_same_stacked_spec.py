@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import alpa_lite as al
 from alpa_lite.inter_op.joint.refine import agreeing
-from alpa_lite.inter_op.space import PlacedStage
-from alpa_lite.inter_op.stage_costs import StageCosts
+from alpa_lite.inter_op.stage_costs import PlacedStage, StageCosts, StagePlace
 from alpa_lite.schedule import OneFOneB
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh
 from alpa_lite.sharding.specs import Spec
@@ -26,7 +25,7 @@ def test_each_form_is_tried_on_all_stages() -> None:
         pins = {v: form for v, part, home in rows if part.rows is not None and home == number}
         assert len(pins) == 2
         submesh = Submesh(first_device=4 * number, num_hosts=1, devices_per_host=4)
-        solution = costs.with_pins(pins).solution(number, number, submesh, MESH)
+        solution = costs.with_pins(pins).solution(StagePlace(number, number, submesh, MESH))
         stages.append(PlacedStage(first=number, last=number, submesh=submesh, mesh=MESH, solution=solution))
     ways = list(agreeing(costs, stages, OneFOneB()))
     assert len(ways) == len(FORMS)

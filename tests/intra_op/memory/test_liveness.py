@@ -180,4 +180,4 @@ def test_a_pipeline_holds_saved_values_of_the_micro_batches_in_flight_and_what_o
     assert second.activation_bytes >= (boundary + 2 * 64 // 4 * WIDE * 4) / per_device
     kept = first.state_bytes + first.accumulator_bytes + 2 * first.activation_bytes
     assert piped.prediction.peak_bytes[0] == kept + first.temporary_bytes >= kept
-    assert plan(Pipeline(num_stages=2)).prediction.peak_bytes[0] > 0
+    assert plan(Pipeline(pipeline=2)).prediction.peak_bytes[0] > 0

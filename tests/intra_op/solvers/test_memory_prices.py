@@ -10,7 +10,7 @@ import pytest
 from alpa_lite.intra_op.problem import Edge, Problem, Status, Usage, evaluate
 from alpa_lite.intra_op.solvers.brute_force import BruteForce
 from alpa_lite.intra_op.solvers.elimination import elimination_plan
-from alpa_lite.intra_op.solvers.memory_prices import PricedSearch
+from alpa_lite.intra_op.solvers.memory_search import PricedSearch
 from alpa_lite.intra_op.solvers.solver import Clock, Control
 from tests.intra_op.instances import random_problem
 

@@ -17,9 +17,9 @@ from alpa_lite.intra_op.solvers import (
     portfolio,
 )
 from alpa_lite.intra_op.solvers import (
-    smallest_peak as peak_module,
+    memory_search as peak_module,
 )
-from alpa_lite.intra_op.solvers.smallest_peak import smallest_peak
+from alpa_lite.intra_op.solvers.memory_search import smallest_peak
 from tests.intra_op.instances import random_problem, training_step
 
 

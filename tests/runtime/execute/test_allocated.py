@@ -46,7 +46,7 @@ def test_without_donation_there_is_room_for_the_results(devices):
 
 
 def test_each_stage_has_its_own(devices):
-    pipeline = compiled(al.planners.Pipeline(num_stages=2), 4, donate_argnums=0)
+    pipeline = compiled(al.planners.Pipeline(pipeline=2), 4, donate_argnums=0)
     first, second = pipeline.allocated()
     for found, predicted in zip((first, second), pipeline.plan.prediction.peak_bytes, strict=True):
         assert found.resident_bytes >= 4 * WIDTH**2  # one of the weights

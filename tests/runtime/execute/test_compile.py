@@ -47,7 +47,7 @@ def _same(found: Any) -> dict[str, list[int]]:
 
 
 def test_equal_stages_are_compiled_once(devices: Any) -> None:
-    found = compiled(EQUAL, Pipeline(num_stages=4), 4)
+    found = compiled(EQUAL, Pipeline(pipeline=4), 4)
     same = _same(found)
     assert same["forward"] == [0, 1, 1] and same["backward"] == [2, 2, 0]
     assert same["update"] == [0, 0, 0, 3]  # the last stage returns the loss, too
@@ -58,7 +58,7 @@ def test_equal_stages_are_compiled_once(devices: Any) -> None:
 
 
 def test_each_executable_is_on_the_devices_of_its_stage(devices: Any) -> None:
-    found = compiled(EQUAL, Pipeline(num_stages=4), 4)
+    found = compiled(EQUAL, Pipeline(pipeline=4), 4)
     for executable in found.executor.executables:
         assert executable.compiled.runtime_executable().local_devices() == [*executable.mesh.devices.flat]
 
@@ -76,13 +76,13 @@ def test_chunks_on_the_same_devices_share_one_executable(devices: Any) -> None:
     ("scales", "forward"), [([0.5] * 4 + [0.25] * 4, [0, 1, 2]), ([0.5, 0.5, 0.5, 0.25] + [0.5] * 4, [0, 1, 2])]
 )
 def test_a_literal_makes_another_program(scales: list[float], forward: list[int], devices: Any) -> None:
-    found = compiled(scales, Pipeline(num_stages=4), 4)
+    found = compiled(scales, Pipeline(pipeline=4), 4)
     assert _same(found)["forward"] == forward
     _check(found, scales)
 
 
 def test_donation_and_placement_make_another_program(devices: Any) -> None:
-    found = compiled(EQUAL, Pipeline(num_stages=4), 4)
+    found = compiled(EQUAL, Pipeline(pipeline=4), 4)
     executor = found.executor
     arguments = executor.program, executor.plan, executor.step, found.step.equations, executor.meshes
     forms = [unit.form for unit in task_units(*arguments, {})]
@@ -101,13 +101,13 @@ def test_donation_and_placement_make_another_program(devices: Any) -> None:
 
 def test_what_cannot_be_packed_is_compiled_for_each_submesh(devices: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_jax, "packed", lambda compiled, devices: None)
-    found = compiled(EQUAL, Pipeline(num_stages=4), 4)
+    found = compiled(EQUAL, Pipeline(pipeline=4), 4)
     assert found.executor.counts.loaded == 0 and found.executor.counts.lowered == 9
     _check(found, EQUAL)
 
 
 def test_an_executable_is_not_loaded_on_the_wrong_devices(devices: Any) -> None:
-    found = compiled(EQUAL, Pipeline(num_stages=4), 4)
+    found = compiled(EQUAL, Pipeline(pipeline=4), 4)
     executable = found.executor.executables[0]
     mesh = tuple(executable.mesh.devices.flat)
     packed = _jax.packed(executable.compiled, mesh)
@@ -131,12 +131,12 @@ class Broken:
 def test_a_failure_names_the_task(devices: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Emitted, "lower", lambda self, on=None: Broken())
     with pytest.raises(ExecutionError, match=r"could not compile stage \d (for|back)ward.*RESOURCE_EXHAUSTED"):
-        compiled(EQUAL, Pipeline(num_stages=4), 4)
+        compiled(EQUAL, Pipeline(pipeline=4), 4)
 
 
 def test_progress_is_told_in_order_and_to_the_end(devices: Any) -> None:
     told: list[tuple[int, int]] = []
-    found = compiled(EQUAL, Pipeline(num_stages=4), 4)
+    found = compiled(EQUAL, Pipeline(pipeline=4), 4)
     executor = found.executor
     units = task_units(executor.program, executor.plan, executor.step, found.step.equations, executor.meshes, {})
     made = precompile(units, lambda name, done, total: told.append((done, total)), num_threads=1)
@@ -150,14 +150,14 @@ def test_the_phases_of_compiling_are_followed(devices: Any) -> None:
     phases: set[str] = set()
     progress.follow(lambda p: phases.add(p.phase))
     progress.follow(lambda p: said.append(p.doing))
-    compiled(EQUAL, Pipeline(num_stages=2), 2, progress=progress)
+    compiled(EQUAL, Pipeline(pipeline=2), 2, progress=progress)
     assert {"trace", "lower", "compile"} <= phases
     assert progress.left["compile"] == 0 and progress.done["compile"] == 7
     assert any(text.startswith("compiling stage 0 forward (") for text in said)
 
 
 def test_nothing_is_compiled_after_the_first_step(devices: Any) -> None:
-    found = compiled(EQUAL, Pipeline(num_stages=4), 4)
+    found = compiled(EQUAL, Pipeline(pipeline=4), 4)
     weights, x = arguments(8)
     events: list[str] = []
     weights, _ = found(weights, x)
@@ -182,7 +182,7 @@ def test_where_a_task_reads_makes_another_program(starts: tuple[int, ...], devic
         return jax.value_and_grad(loss)(weights)
 
     function = al.parallelize(
-        step, cluster=eager_cluster(), planner=Pipeline(num_stages=4), num_microbatches=4, batch_argnums=1
+        step, cluster=eager_cluster(), planner=Pipeline(pipeline=4), num_microbatches=4, batch_argnums=1
     )
     found = function.compiled(weights, x)
     forward = _same(found)["forward"]

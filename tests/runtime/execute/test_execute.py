@@ -23,7 +23,7 @@ EQUAL = [0.5] * 8
 PLANNERS = {
     "data_parallel": (DataParallel(), 1),
     "data_parallel in micro-batches": (DataParallel(), 4),
-    "pipeline": (Pipeline(num_stages=4), 4),
+    "pipeline": (Pipeline(pipeline=4), 4),
     "interleaved": (Hybrid(pipeline=2, schedule=Interleaved1F1B(num_chunks=2)), 4),
 }
 
@@ -60,7 +60,7 @@ def test_what_was_given_away_is_not_taken_again(name: str, devices: Any) -> None
 
 
 def test_values_of_a_micro_batch_are_given_to_their_last_reader(devices: Any) -> None:
-    found = compiled(EQUAL, Pipeline(num_stages=4), 4)
+    found = compiled(EQUAL, Pipeline(pipeline=4), 4)
     given = {
         executable.task.name: [i for i in executable.donated if i < len(executable.task.inputs)]
         for executable in found.executor.executables
@@ -95,7 +95,7 @@ def test_a_step_that_is_one_task_runs_without_instructions_as_with_them(devices:
 
 
 def test_launches_that_are_not_awaited_stay_within_the_credits(devices: Any) -> None:
-    executor = compiled(EQUAL, Pipeline(num_stages=4), 16, watchdog_seconds=60).executor
+    executor = compiled(EQUAL, Pipeline(pipeline=4), 16, watchdog_seconds=60).executor
     weights, x = arguments(8)
     executor.flight.limit = 3
     for _ in range(3):

@@ -18,7 +18,7 @@ from tests.runtime.pipelines import arguments, step_with
 def program() -> Any:
     """A pipeline of two stages in four micro-batches."""
     step = al.parallelize(
-        step_with([0.5] * 4), cluster=eager_cluster(), planner=Pipeline(num_stages=2), num_microbatches=4
+        step_with([0.5] * 4), cluster=eager_cluster(), planner=Pipeline(pipeline=2), num_microbatches=4
     )
     return step.trace(*arguments(4)).plan().lower().program
 
