@@ -71,6 +71,7 @@ def fingerprint(devices: Sequence[_jax.Device]) -> str:
     kinds = Counter(f"{device.platform} {device.device_kind}" for device in devices)
     hosts = len({device.process_index for device in devices})
     parts = [f"{count} × {kind}" for kind, count in sorted(kinds.items())]
+    # Another version of JAX may compile the same programs to other kernels.
     parts += [f"{hosts} host{'s' if hosts > 1 else ''}", f"jax {metadata.version('jax')}"]
     if any(device.platform == "cpu" for device in devices):
         parts.append(f"{platform.node()} with {os.cpu_count()} processors")
@@ -342,6 +343,7 @@ def _memory_bytes(device: _jax.Device, sharers: int) -> float:
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
         return float(stats["bytes_limit"])
+    # A part is left to the system and to the program's own arrays.
     return 0.8 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / sharers
 
 
@@ -400,6 +402,7 @@ def _described(path: str | Path | None, found: tuple[_jax.Device, ...]) -> Clust
     if not kept.exists():
         return None
     try:
+        # The name of the file is a hash of the fingerprint, but a file may have been copied or edited.
         return _checked(load_cluster(str(kept)), kept, found)
     except (ClusterError, ExecutionError) as error:
         sentence = (

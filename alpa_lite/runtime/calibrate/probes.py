@@ -272,6 +272,7 @@ def _convolution(stride: int, y: jax.Array, w: jax.Array) -> jax.Array:
         layout = ("NHWC", "HWIO", "NHWC")
         return lax.conv_general_dilated(images, kernel, (stride, stride), "SAME", dimension_numbers=layout)
 
+    # The weights are a part of an array as large as the images: a step takes two arrays of one shape.
     result, pull = jax.vjp(convolve, y, w.ravel()[: 9 * channels**2].reshape(3, 3, channels, channels))
     of_images, of_kernel = pull(result)
     return of_images + of_kernel.mean()
@@ -291,6 +292,7 @@ def _arithmetic(y: jax.Array, _: jax.Array) -> jax.Array:
 
 
 def _block(y: jax.Array, w: jax.Array) -> jax.Array:
+    # As above: a square part of an array as large as the samples.
     y = jax.nn.softmax(y @ w[: w.shape[1]])
     return jnp.tanh((y - y.mean(-1, keepdims=True)) * lax.rsqrt(y.var(-1, keepdims=True) + 1e-5))
 

@@ -262,6 +262,7 @@ class Folder:
         """Remove checkpoints of ours; those that contain foreign files are set aside, others are left alone."""
         doomed = list[Path]()
         for path in paths:
+            # A folder that a crash left before the mark was written in it.
             if _is_empty(path):
                 self.lease.check()
                 disk.remove_folder(path)

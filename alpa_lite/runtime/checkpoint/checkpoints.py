@@ -70,6 +70,7 @@ class Checkpoints:
         keep           number of checkpoints to keep; None for all
         asynchronous   whether `save` returns as soon as the state may be overwritten, and writes while training goes on
         """
+        # `Path` would make a local folder of an address.
         if "://" in str(folder):
             raise CheckpointError(
                 f"{shown(folder, _REASON_LETTERS)} was given, but a folder of a file system is needed that all "
@@ -97,6 +98,7 @@ class Checkpoints:
             self.close()
             return
         try:
+            # Others may wait for this process while it closes, and should learn that it fails, and why.
             with leaving(summary(exception)):
                 self.close()
         except AlpaLiteError as error:
@@ -273,6 +275,7 @@ class Checkpoints:
             self.wait()
         finally:
             self._drop_writer()
+            # Last, as a save that still runs writes under it.
             self._files.lease.give_back()
 
     @property
@@ -350,6 +353,7 @@ class Checkpoints:
             self._drop_writer()
         with suppress(Exception):  # retried before the next save
             if jax.process_index() == 0:
+                # Also what other processes have written: they have all come to the end of the save.
                 self._files.give_up(self._unfinished)
         kept = f"The newest one is of step {self.latest}" if self.latest is not None else "There is no earlier one"
         return f"The checkpoint of step {step} in {self._where} could not be written: {reason}. {kept}."

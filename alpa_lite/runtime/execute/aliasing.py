@@ -179,6 +179,7 @@ def donations(program: Program, plan: Plan, step: StepGraph, donated: Sequence[b
             free = {i for i in inputs if facts.is_free(number, instruction, i)}
             # One executable runs all micro-batches: it may overwrite only what is free in each of them.
             kept[instruction.task] = kept.get(instruction.task, free) & free
+    # JAX warns about a donated buffer that no output can reuse.
     return {task: _reusable(program.tasks[task], sorted(free), step) for task, free in kept.items() if free}
 
 

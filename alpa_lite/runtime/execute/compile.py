@@ -338,6 +338,7 @@ def _compile_alone(lowered: Any) -> tuple[Any, int]:
 
 
 def _compile_first(group: _EqualUnits, devices: Devices) -> tuple[Any, int]:
+    # It was lowered without devices, so that one module serves all units of the group.
     compiled = _jax.compiled(group.lowered, device_assignment=devices)
     # Packing costs time, and serves only to load the executable on further devices of this process.
     if len(group.uses) > 1 and all_here(devices):

@@ -339,6 +339,7 @@ class Executor:
         record.extend(spans(self.program, self._groups, launches, ends))
 
     def _sharding(self, stage: int, spec: Spec | None) -> NamedSharding:
+        # One object for each, as shardings are compared before every launch, and quickly if they are the same object.
         key = (stage, spec)
         if key not in self._shardings:
             partition = boundary_spec(spec) if spec is not None else PartitionSpec()

@@ -108,6 +108,7 @@ class CompiledFunction:
                 for number, finish in self._finished:
                     outputs[number] = finish(outputs[number])
         except _jax.InvalidNumbersError as error:
+            # `jax.jit` now runs its function op by op to find the culprit, which a compiled step cannot.
             raise FloatingPointError(
                 f"{self.traced.name}: {' '.join(map(str, error.args))} among the results (jax_debug_nans or "
                 f"jax_debug_infs is on). Call {self.traced.name}.fun with these arguments to see the operation."

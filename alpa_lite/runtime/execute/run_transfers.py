@@ -219,6 +219,7 @@ def _note(sent: list[Message], array: jax.Array, source: Device, target: Device)
 
 def _local(planned: PlannedTransfer, x: jax.Array) -> jax.Array:
     sizes = planned.source.mesh.axis_sizes
+    # Outside of programs a partial sum has one more dim in front, over the devices that hold its terms.
     x = x[0] if planned.source.spec.partial else x
     for step in planned.resolve:
         x = move(x, step, sizes)

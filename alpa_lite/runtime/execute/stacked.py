@@ -261,6 +261,7 @@ class Leaves:
         self.whole: list[NamedSharding | Stack] = []
         for _, members in groupby(zip(parts, shapes, shardings, strict=True), key=lambda member: member[0].leaf):
             self.whole.append(_leaf(list(members)))
+        # Known once, as most steps hold no array in parts and need no work per leaf.
         self.in_parts = any(isinstance(whole, Stack) for whole in self.whole)
 
     def sharding(self, leaf: int) -> NamedSharding:

@@ -61,6 +61,7 @@ def agreed_data(value: Any) -> Any:
 
 def same_everywhere(facts: Mapping[str, str]) -> None:
     """Raise `MismatchError` on all processes, with one sentence, if facts of one differ from those of the first."""
+    # All processes get the same answer, so that all of them raise.
     if jax.process_count() > 1 and (found := _service().compared(facts)):
         raise MismatchError(found)
 
@@ -197,6 +198,7 @@ class KeyValues:
 
     def set(self, name: str, value: Any) -> None:
         """Write a value under a name that was not used before."""
+        # Compressed: whole plans are exchanged, whose JSON repeats itself.
         self._client.key_value_set_bytes(f"alpa_lite/{name}", zlib.compress(json.dumps(value).encode()))
 
     def remove(self, names: Sequence[str]) -> None:

@@ -57,6 +57,7 @@ def host_by_host(devices: Sequence[Device]) -> list[Device]:
 
 def handle(shape: Sequence[int], dtype: DTypeLike, sharding: Sharding) -> jax.Array:
     """Return an array without blocks on this process, which lies on devices of other processes."""
+    # The dtype has to be given, as there is no block to take it from.
     return jax.make_array_from_single_device_arrays(tuple(shape), sharding, [], dtype=dtype)
 
 
@@ -67,5 +68,6 @@ def batch_sharding() -> NamedSharding:
     `jax.make_array_from_process_local_data(alpa_lite.batch_sharding(), rows)` makes the batch of the job, whatever the
     plan. Each process provides equally many rows. In a job of one process that is the whole batch on one device.
     """
+    # One device per process, since each provides one part; sorted, so that all make the same mesh.
     first = [row[0] for row in host_rows(sorted(jax.devices(), key=lambda device: (device.process_index, device.id)))]
     return NamedSharding(Mesh(np.array(first), ("process",)), PartitionSpec("process"))

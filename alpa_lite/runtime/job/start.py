@@ -157,6 +157,7 @@ def _leave_when_failing() -> None:
     """End this process at once on an uncaught error: at exit JAX waits for the other processes, which wait for this
     one.
     """
+    # The present hook may be the user's or a debugger's: it still reports first.
     tell = sys.excepthook
 
     def tell_and_leave(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:

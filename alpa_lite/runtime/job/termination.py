@@ -121,6 +121,7 @@ class Stopping:
         words.set(f"{name}/asked/{job.process}", self._asked)
         if job.process:
             return words.get(f"{name}/last", 0)
+        # No process has answered this question yet: each waits for the agreement before its next answer.
         last = 1 + max(words.get(f"{name}/asked/{process}", process) for process in range(job.num_processes))
         words.set(f"{name}/last", last)
         return last
