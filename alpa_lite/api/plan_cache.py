@@ -46,7 +46,7 @@ from alpa_lite.rules.registry import only_own_rules
 from alpa_lite.runtime.calibrate.calibrate import cache_folder, make_private
 
 VARIABLE = "ALPA_LITE_CACHE"
-"""The environment variable that gives another folder, or "off"; the `cache` options of functions override it."""
+"""The environment variable that gives another folder, "off", or "on" (the usual folder); the `cache` options of functions override it."""
 
 MAX_BYTES = 256 * 2**20
 """The greatest total size of the plan files of a folder, in bytes."""
@@ -122,7 +122,8 @@ def folder_of(kept: Cache) -> Path | None:
     wanted = os.environ.get(VARIABLE, "")
     if not kept or wanted.lower() in ("off", "0", "no", "false"):
         return None
-    return Path(wanted) if wanted else cache_folder() / "plans"
+    in_usual_folder = wanted.lower() in ("", "on", "1", "yes", "true")
+    return cache_folder() / "plans" if in_usual_folder else Path(wanted)
 
 
 def key_of(planner: Planner, request: PlanRequest) -> str | None:

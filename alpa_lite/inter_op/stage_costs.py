@@ -31,7 +31,7 @@ from alpa_lite.intra_op.shortage import Shortage, explain_shortage
 from alpa_lite.intra_op.solve import RELATIVE_GAP, StageSolution, in_two_parts, solve_stage
 from alpa_lite.intra_op.solvers.integer_program import IntegerProgram
 from alpa_lite.intra_op.solvers.portfolio import Portfolio
-from alpa_lite.intra_op.solvers.solver import TooLargeError
+from alpa_lite.intra_op.solvers.solver import ProgramTooLargeError
 from alpa_lite.intra_op.stage import NO_LAYOUT, GivenLayout, StageView, remap
 from alpa_lite.intra_op.strategies import FREE_CHOICE, AxisRole, BatchSplit, Restriction
 from alpa_lite.intra_op.strategy_catalogue import Catalogue
@@ -250,7 +250,7 @@ class StageCosts:
                 solver=replace(self._solver, relative_gap=asked.gap),
                 time_limit_seconds=self.time_limit_seconds,
             )
-        except TooLargeError as error:
+        except ProgramTooLargeError as error:
             raise PlanError(
                 f"A stage of layers {asked.first} to {asked.last} is too large for the solver asked for. {error}"
             ) from error

@@ -245,7 +245,7 @@ class Hybrid(Planner):
         if data * rest != total:
             context = f" × {self.context} context" if self.context > 1 else ""
             raise PlanError(
-                f"{self.pipeline} stages × {data} data{context} × {self.tensor} model = {data * rest} "
+                f"{self.pipeline} stages × {data} data{context} × {self.tensor} tensor = {data * rest} "
                 f"devices were asked for, but {request.cluster.name} has {total}. Choose degrees whose product is "
                 f"{total}."
             )

@@ -313,3 +313,11 @@ def test_al_plan_takes_a_folder(tmp_path: Path) -> None:
     options = {"cluster": "p3.16xlarge", "planner": DataParallel(), "cache": tmp_path}
     first, again = (al.plan(step_with(0.1), _weights("a", "b"), x, **options) for _ in range(2))
     assert first == again and len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("word", ["on", "1", "True", "yes"])
+def test_a_word_that_means_yes_is_no_folder(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(plan_cache.VARIABLE, raising=False)
+    usual = plan_cache.folder_of(True)
+    monkeypatch.setenv(plan_cache.VARIABLE, word)
+    assert usual is not None and plan_cache.folder_of(True) == usual

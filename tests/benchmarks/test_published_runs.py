@@ -67,7 +67,7 @@ def test_predictions_are_written_row_by_row(table: Path, tmp_path: Path, capsys:
         assert 0 < parts["forward_seconds"] < parts["backward_seconds"] < entry["predicted_step_seconds"]
     assert rows["b-new"]["predicted_step_seconds"] > 0 and rows["b-new"]["error"] is None
     assert rows["b-odd"]["predicted_step_seconds"] is None
-    assert "2 data × 3 model = 6 devices were asked for" in rows["b-odd"]["reason"]
+    assert "2 data × 3 tensor = 6 devices were asked for" in rows["b-odd"]["reason"]
     groups = {group["group"]: group for group in found["groups"]}
     assert groups["b"]["num_failed"] == 1 and groups["b"]["error"] is None
     assert found["error"] == pytest.approx(groups["tiny"]["error"])

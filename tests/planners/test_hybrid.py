@@ -132,9 +132,9 @@ def test_names_say_the_degrees() -> None:
 @pytest.mark.parametrize(
     ("planner", "message"),
     [
-        (Hybrid(data=2, tensor=2), r"1 stages × 2 data × 2 model = 4 devices were asked for, but .* has 8\. Choose"),
-        (Hybrid(data=2, context=3), r"2 data × 3 context × 1 model = 6 devices"),
-        (Hybrid(context=3), r"2 data × 3 context × 1 model = 6 devices"),
+        (Hybrid(data=2, tensor=2), r"1 stages × 2 data × 2 tensor = 4 devices were asked for, but .* has 8\. Choose"),
+        (Hybrid(data=2, context=3), r"2 data × 3 context × 1 tensor = 6 devices"),
+        (Hybrid(context=3), r"2 data × 3 context × 1 tensor = 6 devices"),
         (Hybrid(data=8, replicas=3), r"3 replicas × 1 expert devices lie within the 8 data-parallel devices"),
         (Hybrid(data=8, expert=4, replicas=4), r"4 replicas × 4 expert devices .* does not divide that number"),
         (Hybrid(pipeline=2, devices=(4, 2)), r"devices = \(4, 2\) .* whose sum is 8, and leave out data"),
@@ -142,9 +142,9 @@ def test_names_say_the_degrees() -> None:
         (Hybrid(pipeline=2, devices=(4, 4), data=4), r"and data = 4 .* leave out data"),
         (
             Hybrid(pipeline=2, devices=(3, 5), tensor=2),
-            r"split into 1 context × 2 tensor-parallel devices\. Give multiples of 2",
+            r"1 context × 2 tensor-parallel devices\. Give multiples of 2",
         ),
-        (Megatron(tensor=3), r"2 data × 3 model = 6 devices"),
+        (Megatron(tensor=3), r"2 data × 3 tensor = 6 devices"),
     ],
     ids=lambda value: value.name if isinstance(value, Planner) else "",
 )

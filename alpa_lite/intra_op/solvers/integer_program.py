@@ -35,7 +35,7 @@ import numpy as np
 
 from alpa_lite.intra_op.memory_rows import MemoryRow, binding_times, maximal_rows, memory_rows
 from alpa_lite.intra_op.problem import Edge, FloatArray, Problem, Solution, Status, evaluate
-from alpa_lite.intra_op.solvers.solver import Control, Solver, TooLargeError, no_solution, solution_of
+from alpa_lite.intra_op.solvers.solver import Control, ProgramTooLargeError, Solver, no_solution, solution_of
 
 if TYPE_CHECKING:
     # PuLP and HiGHS take 0.1 s to import, and few runs need this solver: the functions below import them.
@@ -297,11 +297,11 @@ class IntegerProgram(Solver):
         """Return the optimum (within ``relative_gap``) unless HiGHS reaches the time limit; the bound is HiGHS's dual
         bound.
 
-        Raises TooLargeError for a larger program than ``max_entries`` allows.
+        Raises ProgramTooLargeError for a larger program than ``max_entries`` allows.
         """
         started = time.perf_counter()
         if (entries := _num_entries(problem)) > self.max_entries:
-            raise TooLargeError(
+            raise ProgramTooLargeError(
                 f"The program has {entries:.3g} terms and IntegerProgram writes down at most {self.max_entries:.3g}; "
                 "use Portfolio or Highs, or raise max_entries."
             )

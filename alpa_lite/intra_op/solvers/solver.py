@@ -97,7 +97,7 @@ def no_halt() -> NDArray[np.int64]:
     return np.zeros(1, dtype=np.int64)
 
 
-class TooLargeError(ValueError):
+class ProgramTooLargeError(ValueError):
     """A problem is larger than a solver takes."""
 
 
