@@ -7,7 +7,7 @@ PYTHON ?= $(shell for python in python3.11 python3 python3.13 python3.12; do \
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: .venv demo test test-all lint format docs dist clean
+.PHONY: .venv demo test test-all lint format docs dist clean completions
 
 .venv: $(STAMP)
 
@@ -40,6 +40,10 @@ lint: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+
+# Completion scripts of the command line, after its options have changed.
+completions: $(STAMP)
+	$(BIN)/python -c 'from alpa_lite.cli import completion, entry; completion.write_all(entry.build_parser())'
 
 docs: $(STAMP)
 	$(BIN)/mkdocs build --strict

@@ -46,8 +46,9 @@ from alpa_lite.rules.registry import only_own_rules
 from alpa_lite.runtime.calibrate.calibrate import cache_folder, make_private
 
 VARIABLE = "ALPA_LITE_CACHE"
-"""The environment variable that gives another folder, "off", or "on" (the usual folder). The `cache` options of functions
-override it.
+"""The environment variable that gives another folder, "off", or "on" (the usual folder).
+
+The `cache` options of functions override it.
 """
 
 MAX_BYTES = 256 * 2**20

@@ -21,16 +21,24 @@ share: output, exit codes, error messages.
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code; see `alpa_lite.cli.entry.main`."""
-    # The parser of all commands imports planners and JAX, which the version of the package should not wait for.
-    if (sys.argv[1:] if argv is None else argv) == ["--version"]:
+    # The parser of all commands imports planners and JAX, for which neither a shell that starts nor a question for the
+    # version should wait.
+    words = sys.argv[1:] if argv is None else argv
+    if words == ["--version"]:
         from alpa_lite import __version__
 
         print(f"alpa_lite {__version__}")
         raise SystemExit(0)  # as argparse ends after `--version`
+    if len(words) == 2 and words[0] == "completion":
+        script = Path(__file__).parent / "completions" / f"{words[1]}.txt"
+        if script.is_file():
+            print(script.read_text(), end="")
+            return 0
     from alpa_lite.cli import entry
 
     return entry.main(argv)

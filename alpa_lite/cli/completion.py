@@ -5,7 +5,8 @@
     alpa-lite completion fish | source                     # in config.fish
 
 The scripts are generated from the parser of the commands, so that no option is missing (`words_of`). For a value
-without suggestions, files are proposed.
+without suggestions, files are proposed. They are kept in the folder `completions`, since a shell that starts should not
+wait for the parser: `make completions` writes them anew, and a test says when that is due.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from alpa_lite.cli.command import SUGGESTIONS, Command, Exit, answer
 
@@ -160,6 +162,8 @@ def fish(words: Mapping[str, CommandWords]) -> str:
     return "\n".join(lines)
 
 
+FOLDER = Path(__file__).parent / "completions"
+
 SHELLS: Mapping[str, Callable[[Mapping[str, CommandWords]], str]] = {"bash": bash, "zsh": zsh, "fish": fish}
 
 
@@ -181,3 +185,10 @@ COMPLETION = Command(
     run=run_completion,
     add_arguments=_arguments,
 )
+
+
+def write_all(parser: argparse.ArgumentParser) -> None:
+    """Write the scripts of all shells into the package."""
+    words = words_of(parser)
+    for shell, script in SHELLS.items():
+        (FOLDER / f"{shell}.txt").write_text(script(words) + "\n")

@@ -17,6 +17,12 @@ def script(shell, capsys):
 
 
 @pytest.mark.parametrize("shell", SHELLS)
+def test_the_scripts_in_the_package_are_those_of_the_parser(shell, capsys):
+    wanted = SHELLS[shell](words_of(build_parser())) + "\n"
+    assert script(shell, capsys) == wanted, "write them anew: make completions"
+
+
+@pytest.mark.parametrize("shell", SHELLS)
 def test_every_command_and_option_is_known(shell, capsys):
     text, words = script(shell, capsys), words_of(build_parser())
     assert set(words) >= {"plan", "explain", "diff", "simulate", "bench", "calibrate", "solve", "demo", "doctor"}
