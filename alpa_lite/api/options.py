@@ -45,6 +45,7 @@ class Options:
     on_hang: OnHang = "auto"
     on_interrupt: OnInterrupt = "raise"
     check: bool = False
+    like: Any = None
 
     @staticmethod
     def of(
@@ -64,6 +65,7 @@ class Options:
         on_hang: OnHang = "auto",
         on_interrupt: OnInterrupt = "raise",
         check: bool = False,
+        like: Any = None,
     ) -> Options:
         """Check and convert the options that a user gave. Raises `PlanError` for a value that is not allowed."""
         return Options(
@@ -82,6 +84,7 @@ class Options:
             on_hang=_checked("on_hang", on_hang, OnHang),
             on_interrupt=_checked("on_interrupt", on_interrupt, OnInterrupt),
             check=check,
+            like=_checked_like(like),
         )
 
 
@@ -150,6 +153,27 @@ def _patience(seconds: float | None) -> float | None:
     if seconds is None or (is_number and seconds > 0):
         return seconds
     raise PlanError(f"watchdog_seconds={seconds!r} was given; it must be a positive number of seconds, or None.")
+
+
+def _checked_like(value: Any) -> Any:
+    """Check that a value is a plan or has one. Raises `PlanError` otherwise."""
+    if value is None or isinstance(value, Plan) or hasattr(value, "last_plan") or hasattr(value, "plan"):
+        return value
+    raise PlanError(
+        f"like={printable(repr(value))} was given; it must be a function that `parallelize` returned, what it "
+        "compiled, or a plan."
+    )
+
+
+def plan_of(like: Any) -> Plan:
+    """Return the plan of the value of `like`. Raises `PlanError` for a function that was not called yet."""
+    plan = like if isinstance(like, Plan) else getattr(like, "last_plan", getattr(like, "plan", None))
+    if not isinstance(plan, Plan):
+        raise PlanError(
+            "like= names a step that has no plan yet. Call it first, or give what its `compiled(…)` returns for the "
+            "same arguments."
+        )
+    return plan
 
 
 def _numbers(value: int | Sequence[int] | None) -> tuple[int, ...]:

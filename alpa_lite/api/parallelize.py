@@ -18,14 +18,16 @@ import jax
 
 from alpa_lite import _jax
 from alpa_lite.api.call_key import CallKey, difference, form_of, key_of_call
-from alpa_lite.api.options import Options
+from alpa_lite.api.options import Options, plan_of
 from alpa_lite.api.plan_cache import Cache
+from alpa_lite.api.same_placement import fitting_microbatches, num_shared, planner_with_placement
 from alpa_lite.api.stages import LoweredFunction, PlannedFunction, TracedFunction
 from alpa_lite.errors import AlpaLiteError
 from alpa_lite.inter_op.plan_request import OnInterrupt
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.progress import Progress, Say
-from alpa_lite.planners import Planner
+from alpa_lite.planners import Auto, Planner
+from alpa_lite.planners.replay import Replay
 from alpa_lite.runtime.check.check_report import CheckReport
 from alpa_lite.runtime.check.compare import check_compiled
 from alpa_lite.runtime.execute.execute import WATCHDOG_SECONDS, OnHang
@@ -182,15 +184,55 @@ class ParallelFunction(Generic[P, R]):
         return self._compiled[key]
 
     def _planned(self, key: CallKey, traced: TracedFunction) -> PlannedFunction:
-        """Plan for a new key, with the plan of an earlier call of the same shapes and dtypes if it fits.
-
-        Weak types, for example, change the key but not the plan.
+        """Plan for a new key: by the plan of an earlier call if it fits, as where only weak types differ; so that the
+        state stays where it is, if only the batch is smaller, or if `like` names a step with that state; or anew.
         """
         for other, compiled in self._compiled.items():
             if key.has_same_arrays(other):
                 with suppress(AlpaLiteError):  # whatever does not fit is planned anew, and told then
                     return traced.plan(planner=compiled.plan)
-        return traced.plan()
+        for compiled in self._compiled.values():
+            if traced.is_smaller_batch_of(compiled.traced):
+                return self._planned_in_place(traced, compiled.plan)
+        return (
+            traced.plan() if self.options.like is None else self._planned_in_place(traced, plan_of(self.options.like))
+        )
+
+    def _planned_in_place(self, traced: TracedFunction, plan: Plan) -> PlannedFunction:
+        """Plan a step that shares arguments with the step of a plan, which should stay where they are."""
+        size = traced.traced.batch_size
+        number: int | None = None
+        if size is not None and plan.batch is not None:
+            number = fitting_microbatches(size, plan.batch.size / plan.num_microbatches)
+        planner = planner_with_placement(plan, traced.traced)
+        if planner is not None:
+            with suppress(AlpaLiteError):
+                planned = traced.plan(planner=planner, num_microbatches=number)
+                stay = f"{num_shared(plan, traced.traced)} arguments stay where that plan has them"
+                _logger.info("%s is planned beside %s: %s", self.__name__, plan.name, stay)
+                return planned
+        planned = self._planned_for_batch(traced, plan, number)
+        _logger.warning(
+            "%s is planned anew beside %s, and arguments may move between the two: %s",
+            self.__name__,
+            plan.name,
+            "a pipeline's stages lie apart" if len(plan.stages) > 1 else "there is no plan with the same placement",
+        )
+        return planned
+
+    def _planned_for_batch(self, traced: TracedFunction, plan: Plan, number: int | None) -> PlannedFunction:
+        """Plan as the user asked; where that does not suit the batch, by another number of micro-batches or planner."""
+        stages = Auto(pipeline=len(plan.stages))
+        own = stages if isinstance(self.options.planner, Replay) else self.options.planner
+        # The planner of the user may need a batch that its degrees divide.
+        choices = ((None, None), (own, number), (stages, number), (Auto(), "auto"))
+        problems: list[AlpaLiteError] = []
+        for planner, count in choices:
+            try:
+                return traced.plan(planner=planner, num_microbatches=count)
+            except AlpaLiteError as error:
+                problems.append(error)
+        raise problems[0]
 
 
 class BoundParallelFunction(Generic[R]):
@@ -240,6 +282,7 @@ class ParallelizeOptions(TypedDict, total=False):
     on_hang: OnHang
     on_interrupt: OnInterrupt
     check: bool
+    like: ParallelFunction[..., Any] | CompiledFunction | PlannedFunction | Plan | None
 
 
 @overload
@@ -270,6 +313,7 @@ def parallelize(
     on_hang: OnHang = "auto",
     on_interrupt: OnInterrupt = "raise",
     check: bool = False,
+    like: ParallelFunction[..., Any] | CompiledFunction | PlannedFunction | Plan | None = None,
 ) -> Any:
     """Decorate a plain JAX train step so that it runs in parallel.
 
@@ -299,6 +343,9 @@ def parallelize(
             call; "auto" ends jobs of several processes that joined by `initialize`, and raises otherwise.
         on_interrupt: the effect of Ctrl-C on the search of `planners.Auto`: "raise" stops it and raises
             `KeyboardInterrupt`; "best" goes on with the best plan so far.
+        like: another parallel step, what it compiled, or a plan: arguments that this step shares with it (by the end of
+            their paths, and shape) stay where that plan has them, as for an evaluation step that reads the parameters
+            of a train step.
         check: whether each newly compiled step is compared with `jax.jit` on copies of its first arguments before its
             first run; see `alpa_lite.check`. `ParallelFunction.last_check` is the report.
 
@@ -324,6 +371,7 @@ def parallelize(
         on_hang=on_hang,
         on_interrupt=on_interrupt,
         check=check,
+        like=like,
     )
     return functools.partial(ParallelFunction, options=options) if fun is None else ParallelFunction(fun, options)
 

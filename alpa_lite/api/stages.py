@@ -126,6 +126,18 @@ class TracedFunction:
         dims = {name: dim for name, dim in zip(traced.names, traced.batch_leaves, strict=True) if dim is not None}
         return BatchDims(size=traced.batch_size, dims=dims, assumed=traced.batch_assumed)
 
+    def is_smaller_batch_of(self, other: Traced) -> bool:
+        """Return whether the arguments are those of another trace, apart from a batch of fewer samples."""
+        mine = self.traced
+        if mine.batch_size is None or other.batch_size is None or mine.batch_size >= other.batch_size:
+            return False
+        if mine.in_tree != other.in_tree or mine.batch_leaves != other.batch_leaves:
+            return False
+        return all(
+            (leaf.shape, leaf.dtype) == (same.shape, same.dtype) or dim is not None
+            for leaf, same, dim in zip(mine.leaves, other.leaves, mine.batch_leaves, strict=True)
+        )
+
     def request(
         self,
         cluster: Cluster,
