@@ -193,7 +193,7 @@ def forward_or_backward(graph: Graph, loop: set[int], batch: Sequence[int | None
     forward pass reads every parameter once. A loop without marks has no backward pass at all if it computes nothing
     with the shape and dtype of a parameter. `batch` holds the batch dim of each value.
     """
-    marked = any("transpose(" in graph.ops[i].name_stack for i in loop)
+    marked = any(_is_transposed(graph.ops[i]) for i in loop)
     if not marked and batch and not _sums_gradients(graph, loop, batch):
         return dict.fromkeys(sorted(loop), Phase.FORWARD)
     first_uses = (next((c for c in graph.consumers[v] if c in loop), -1) for v in graph.inputs)
@@ -206,14 +206,33 @@ def forward_or_backward(graph: Graph, loop: set[int], batch: Sequence[int | None
             if any(v in backward_values for v in op.operands):
                 backward_values.update(op.results)
             continue
-        # JAX writes `transpose(` into the name stacks of all ops that its reverse mode adds.
-        mark = "transpose(" in op.name_stack if marked else op.id > last_first_use
+        mark = _is_transposed(op) if marked else op.id > last_first_use
         if mark or any(v in backward_values for v in op.operands):
             phases[op.id] = Phase.BACKWARD
             backward_values.update(op.results)
         else:
             phases[op.id] = Phase.FORWARD
     return phases
+
+
+def _is_transposed(op: Op) -> bool:
+    """Return whether JAX's reverse mode added an op: it writes `transpose(` into the name stacks of all of these."""
+    return "transpose(" in op.name_stack
+
+
+@memoized
+def trains_in_bodies(graph: Graph) -> bool:
+    """Return whether gradients are taken in bodies of ops alone, as where each trip of a scan is a step of training.
+
+    Such a program has no backward pass of its own.
+    """
+    return not any(map(_is_transposed, graph.ops)) and _has_transposed_bodies(graph)
+
+
+@memoized
+def _has_transposed_bodies(graph: Graph) -> bool:
+    bodies = {body for op in graph.ops for body in op.bodies}
+    return any(any(map(_is_transposed, body.ops)) or _has_transposed_bodies(body) for body in bodies)
 
 
 def _sums_gradients(graph: Graph, loop: set[int], batch: Sequence[int | None]) -> bool:
@@ -229,9 +248,14 @@ def _sums_gradients(graph: Graph, loop: set[int], batch: Sequence[int | None]) -
     )
 
 
-def assign_phases(graph: Graph, loop: set[int], batch: Sequence[int | None] = ()) -> tuple[Phase, ...]:
-    """Return the phase of every op of the graph, given the op ids of the loop and the batch dim of each value."""
-    inside = forward_or_backward(graph, loop, batch)
+def assign_phases(
+    graph: Graph, loop: set[int], batch: Sequence[int | None] = (), *, forward_only: bool = False
+) -> tuple[Phase, ...]:
+    """Return the phase of every op of the graph, given the op ids of the loop and the batch dim of each value.
+
+    forward_only: whether the loop has no backward pass, whatever marks its ops have.
+    """
+    inside = dict.fromkeys(loop, Phase.FORWARD) if forward_only else forward_or_backward(graph, loop, batch)
     needed, of_state, depends = _needed_by(graph, loop), set(graph.inputs), set[int]()
     phases: list[Phase] = []
     for op in graph.ops:

@@ -33,6 +33,7 @@ from alpa_lite.program.phases import (
     effects_before,
     loop_ops,
     loop_without_batch,
+    trains_in_bodies,
     with_own_bodies,
     without_gaps,
 )
@@ -216,6 +217,8 @@ def split_step(
         NonAdditiveError: micro-batches would change the meaning of the step.
         TraceError: the step cannot be traced at the size of a micro-batch.
     """
+    if trains_in_bodies(full_in_parts(traced, 0, frozenset()).program.graph):
+        loop_parts = 0  # its trips are steps of training rather than layers
     if num_microbatches != 1:
         sizes: tuple[int, ...] = (_microbatch_size(traced, num_microbatches),)
     else:
@@ -350,7 +353,7 @@ def _step(
         graph=graph,
         full_shapes=tuple(v.shape for v in full.program.graph.values),
         batch_dims=batch_dims,
-        phases=assign_phases(graph, loop, batch_dims),
+        phases=assign_phases(graph, loop, batch_dims, forward_only=trains_in_bodies(graph)),
         batch_size=traced.batch_size,
         input_parts=full.input_parts,
         output_parts=full.output_parts,
