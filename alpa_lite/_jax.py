@@ -210,6 +210,18 @@ def key_implementation(dtype: str) -> Any:
     return found[0]
 
 
+def is_ref(aval: Any) -> bool:
+    """Return whether an aval is that of a mutable array (`jax.Ref`)."""
+    return type(aval).__name__ == "AbstractRef"
+
+
+def discharged(jaxpr: Any) -> Any:
+    """Return a closed jaxpr with the values of mutable arrays in place of those that it makes."""
+    from jax._src.state.discharge import discharge_state
+
+    return discharge_state(jaxpr)
+
+
 def bind(primitive: Any, params: dict[str, Any], operands: Sequence[Any]) -> list[Any]:
     """Apply a primitive to arrays with the parameters of an equation, and return the list of its results."""
     if "ft_in" in params:

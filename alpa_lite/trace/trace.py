@@ -28,6 +28,7 @@ from alpa_lite.trace.batch import (
     without_state,
 )
 from alpa_lite.trace.call import Call, NamedArguments, Owner, Results, argument_name, function_name, is_array
+from alpa_lite.trace.passes.discharge_refs import without_refs
 from alpa_lite.trace.passes.drop_meshes import without_meshes
 from cost_models.untrusted_text import printable
 
@@ -95,7 +96,7 @@ class Traced:
                 for leaf, dim in zip(self.leaves, self.batch_leaves, strict=True)
             ]
             try:
-                self._cache[size] = plain_jaxpr(self._flat, avals, self._mesh)
+                self._cache[size] = plain_jaxpr(self._flat, avals, self._mesh, self.name)
             except TraceError:
                 raise
             except Exception as error:  # the user's function may raise anything at a size that it was not written for
@@ -161,7 +162,7 @@ def trace(
         return [np.zeros(leaf.shape, bool) if _has_no_bytes(leaf) else leaf for _, leaf in out_paths]
 
     mesh = _jax.context_mesh()
-    jaxpr = plain_jaxpr(flat, leaves, mesh)
+    jaxpr = plain_jaxpr(flat, leaves, mesh, function_name(fun))
     out_leaves = tuple(_struct(aval) for aval in jaxpr.out_avals)
     donated = (donate or NamedArguments()).among(len(args), kwargs or {}) - call.unchanged(box["results"])
     owner = tuple(_owner(path) for path, _ in paths)
@@ -198,13 +199,14 @@ def trace(
     return _with_assumed_batch(traced, arguments, has_state=trees)
 
 
-def plain_jaxpr(flat: Callable[..., Any], avals: Sequence[Any], mesh: Any) -> Any:
-    """Return the jaxpr of a function, traced under the mesh that the user has set, without this and other meshes.
+def plain_jaxpr(flat: Callable[..., Any], avals: Sequence[Any], mesh: Any, name: str) -> Any:
+    """Return the jaxpr of a function, traced under the mesh that the user has set, without this and other meshes, and
+    without mutable arrays.
 
     What the user's code says of meshes is read where it runs, under that mesh; a plan lays out the arrays anew.
     """
     with _jax.under_mesh(mesh):
-        return without_meshes(jax.make_jaxpr(flat)(*avals))
+        return without_meshes(without_refs(jax.make_jaxpr(flat)(*avals), name))
 
 
 def _with_batch(traced: Traced, batch: Batch) -> Traced:
@@ -234,7 +236,11 @@ def _with_assumed_batch(traced: Traced, arguments: ArgumentLeaves, *, has_state:
         return first
 
     def retrace(avals: Sequence[jax.ShapeDtypeStruct]) -> Any:
-        return traced.jaxpr if list(avals) == list(traced.leaves) else plain_jaxpr(traced._flat, avals, traced._mesh)
+        return (
+            traced.jaxpr
+            if list(avals) == list(traced.leaves)
+            else plain_jaxpr(traced._flat, avals, traced._mesh, traced.name)
+        )
 
     return _with_batch(traced, by_trial(arguments, retrace, traced.aliases))
 
@@ -325,6 +331,11 @@ def aval_of(leaf: Any, name: str) -> jax.ShapeDtypeStruct:
             f"{name} is {leaf!r}, which an integer of {np.dtype(jax.dtypes.canonicalize_dtype(np.int64))} cannot hold. "
             'Pass a smaller number, or allow wider ones with jax.config.update("jax_enable_x64", True).'
         ) from error
+    if _jax.is_ref(aval):
+        raise TraceError(
+            f"{name} is a jax.Ref, which a parallel step cannot change in place. Pass its value ({name}[...]), and return "
+            "the new one."
+        )
     return _struct(aval)
 
 
