@@ -236,11 +236,9 @@ def _with_assumed_batch(traced: Traced, arguments: ArgumentLeaves, *, has_state:
         return first
 
     def retrace(avals: Sequence[jax.ShapeDtypeStruct]) -> Any:
-        return (
-            traced.jaxpr
-            if list(avals) == list(traced.leaves)
-            else plain_jaxpr(traced._flat, avals, traced._mesh, traced.name)
-        )
+        if list(avals) == list(traced.leaves):
+            return traced.jaxpr
+        return plain_jaxpr(traced._flat, avals, traced._mesh, traced.name)
 
     return _with_batch(traced, by_trial(arguments, retrace, traced.aliases))
 
@@ -333,8 +331,8 @@ def aval_of(leaf: Any, name: str) -> jax.ShapeDtypeStruct:
         ) from error
     if _jax.is_ref(aval):
         raise TraceError(
-            f"{name} is a jax.Ref, which a parallel step cannot change in place. Pass its value ({name}[...]), and return "
-            "the new one."
+            f"{name} is a jax.Ref, which a parallel step cannot change in place. Pass its value ({name}[...]), and "
+            "return the new one."
         )
     return _struct(aval)
 
