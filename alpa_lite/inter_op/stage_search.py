@@ -123,7 +123,8 @@ class StageSearch:
         self.width = space.most_shapes * len(self.policies)
         size = (self.num_layers, self.num_layers, len(space.kinds), self.width * len(self.held))
         self.seconds, self.following = np.full(size, np.inf), np.full(size, -1, dtype=np.int64)
-        self.least, self.solved = np.zeros(size), np.zeros(size, dtype=np.bool_)
+        self.least, self.bounded = np.zeros(size), np.zeros(size, dtype=np.bool_)
+        self.solved = np.zeros(size, dtype=np.bool_)
         self.update_seconds, self._shortest_refused = np.zeros(size), math.inf
         self._possible = guesses.worthwhile
         if self.all_equal:
@@ -180,7 +181,7 @@ class StageSearch:
     def _expect_from_workers(self, entries: Sequence[tuple[int, int, int, int]]) -> None:
         """Let workers start on stages that are likely to be solved next: first on bounds, then on costs."""
         if self.costs.workers.at_work:
-            bounds = [self._question(*entry, quick=True) for entry in entries if not self.least[entry]]
+            bounds = [self._question(*entry, quick=True) for entry in entries if not self.bounded[entry]]
             expect([*bounds, *(self._question(*entry, quick=False) for entry in entries)])
 
     def refuse_updates_like(self, found: StageChoice) -> None:
@@ -247,7 +248,7 @@ class StageSearch:
 
     def _knows(self, first: int, last: int, kind: int, configuration: int) -> bool:
         """Return True if `_solve` would only look up an answer."""
-        quick = not self.least[first, last, kind, configuration]
+        quick = not self.bounded[first, last, kind, configuration]
         costs, asked = self._question(first, last, kind, configuration, quick=quick)
         return costs.knows(asked)
 
@@ -289,7 +290,7 @@ class StageSearch:
             part = np.s_[..., level * self.width : (level + 1) * self.width]
             open_ = ~self.solved[part]
             # Leaving memory for more micro-batches is never faster. Before it is solved it is taken to cost nothing.
-            lower = np.where(self.least[part] > 0, np.maximum(self._guessed, self.least[part]), guessed)
+            lower = np.where(self.bounded[part], np.maximum(self._guessed, self.least[part]), guessed)
             lower = lower if level == 0 else np.maximum(lower, self._solved_with_less_room(level))
             self.seconds[part] = np.where(open_, lower, self.seconds[part])
             # A sharding with the least room may turn out to have room for all.
@@ -345,7 +346,7 @@ class StageSearch:
         """
         # Guesses do not depend on the micro-batches in flight that a sharding leaves memory for.
         guessed = np.tile(self._guessed, len(self.held))
-        looked_at = (self.solved | (self.least > 0)) & np.isfinite(self.seconds) & _has_work(guessed) & among
+        looked_at = (self.solved | self.bounded) & np.isfinite(self.seconds) & _has_work(guessed) & among
         ratio = np.divide(self.seconds, guessed, out=np.full(guessed.shape, np.inf), where=looked_at).min(axis=(0, 1))
         count = looked_at.sum(axis=(0, 1))
         least, known = (part.reshape(len(self.space.kinds), len(self.held), -1) for part in (ratio, count))
@@ -369,12 +370,14 @@ class StageSearch:
         """Replace the guess of a stage by a bound on its cost, or the bound by the cost."""
         entry = (first, last, kind, configuration)
         # A rough solution is much cheaper to find, and its bound rules out most stages.
-        quick = not self.least[entry]
+        quick = not self.bounded[entry]
         solution = self.solution(*entry, quick=quick)
         if quick and solution.choice is not None and solution.gap > self.costs.relative_gap:
             least = self._work(solution, 0.0) * (1 - solution.gap)
             least += self._least_for_rows[entry[:3]] / self.num_microbatches
             self.least[entry] = self._taking(least, self.inflow_seconds[first, last, kind])
+            # Marked apart from the bound, which is 0 where the solver ran out of time before it had one.
+            self.bounded[entry] = True
             return
         self.solved[entry] = True
         self.seconds[entry], self.following[entry] = np.inf, -1

@@ -84,7 +84,7 @@ def test_stages_run_on_the_devices_that_the_schedule_deals_them(devices: Any) ->
 
 @pytest.mark.parametrize("model", ["mlp", pytest.param("gpt", marks=pytest.mark.long)])
 def test_the_collectives_that_run_are_those_of_the_plan(model: str, devices: Any) -> None:
-    compiled = _compiled(Training(model=model, optimizer="momentum+clip"), _interleaved(2, 2, model=2), 4)
+    compiled = _compiled(Training(model=model, optimizer="momentum+clip"), _interleaved(2, 2, tensor=2), 4)
     assert handed_over(compiled) == emitted(compiled) == planned(compiled.plan)
 
 

@@ -52,7 +52,7 @@ def zero_plan(pipeline_plan):
     stages = []
     for stage in pipeline_plan.stages:
         specs = {
-            name: Spec((("data",),) + spec.dims[1:]) if "/mu/" in name or "/nu/" in name else spec
+            name: Spec((("data",),) + spec.dims[1:]) if "/first/" in name or "/second/" in name else spec
             for name, spec in stage.specs.items()
         }
         stages.append(replace(stage, specs=specs))

@@ -233,3 +233,19 @@ def test_while_a_stage_is_solved_workers_may_begin_with_the_others() -> None:
     first, *others = workers.asked
     assert first not in workers.expected
     assert set(others) & set(workers.expected)
+
+
+def test_a_search_ends_where_solvers_find_no_bound_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    search, again = _search(1e12, []), _search(1e12, [])
+    for each in (search, again):
+        each.inflow_seconds[:] = 0.0
+    wanted = search.run().seconds
+    answer, asked = StageCosts.answer, list[object]()
+
+    def unbounded(self: StageCosts, question: Any) -> Any:
+        asked.append(question)
+        assert len(asked) < 10_000, "it goes on for ever"
+        return replace(answer(self, question), bound=-np.inf)
+
+    monkeypatch.setattr(StageCosts, "answer", unbounded)
+    assert again.run().seconds == pytest.approx(wanted)

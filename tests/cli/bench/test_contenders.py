@@ -52,9 +52,9 @@ def test_degrees_follow_the_cluster():
     assert Pipeline(pipeline=16) in planners and Megatron(tensor=8) in planners
     assert Megatron(tensor=16) not in planners  # tensor parallelism stays within a host
     degrees = [p for p in planners if isinstance(p, Hybrid)]
-    assert degrees and all(p.pipeline * p.model * (p.data or 0) == 16 for p in degrees)
+    assert degrees and all(p.pipeline * p.tensor * (p.data or 0) == 16 for p in degrees)
     many = named_contenders("all", al.cluster("p3.16xlarge", num_hosts=4))
-    assert max(each.planner.model for each in many if isinstance(each.planner, Hybrid)) == 8
+    assert max(each.planner.tensor for each in many if isinstance(each.planner, Hybrid)) == 8
 
 
 def test_only_the_whole_search_is_auto():

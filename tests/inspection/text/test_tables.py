@@ -50,7 +50,7 @@ def test_parameters_are_grouped_and_cut(tensor_plan):
 
 def test_optimizer_state_shows_where_it_differs(tensor_plan, zero_plan):
     assert "lie like their parameter" in parameters_table(tensor_plan).note
-    assert any("/mu/" in row[0] for row in parameters_table(zero_plan).rows)
+    assert any("/first/" in row[0] for row in parameters_table(zero_plan).rows)
 
 
 def test_collective_groups_add_up(tensor_plan):
