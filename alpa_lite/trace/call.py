@@ -301,11 +301,6 @@ class Call:
         """What is traced of the positional and of the keyword arguments, as one pytree."""
         return _by_kind(self.traced)
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether the traced arguments are the user's own pytrees."""
-        return self._graph is None and not self._filled
-
     def run(self, fun: Callable[..., Any], tree: tuple[dict[Any, Any], dict[Any, Any]]) -> tuple[Any, Results]:
         """Call `fun` with other values of what is traced.
 
