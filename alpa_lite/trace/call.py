@@ -149,12 +149,21 @@ class _Traced:
 _TRACED = _Traced()
 
 
+_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+
+
+@lru_cache(maxsize=256)
+def _is_array_class(kind: type) -> bool:
+    """Return whether all objects of a class are arrays, so that a call need not look at each of them."""
+    return issubclass(kind, _ARRAYS)
+
+
 def is_array(leaf: Any) -> bool:
     """Return whether a leaf is an array, a shape that stands for one, or converts itself to an array."""
-    return isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct) or (
-        not isinstance(leaf, type)
-        and (hasattr(leaf, "__jax_array__") or (hasattr(leaf, "dtype") and hasattr(leaf, "shape")))
-    )
+    if isinstance(leaf, _ARRAYS):
+        return True
+    has_form = hasattr(leaf, "__jax_array__") or (hasattr(leaf, "dtype") and hasattr(leaf, "shape"))
+    return has_form and not isinstance(leaf, type)
 
 
 def _split(tree: Any) -> tuple[Any, _Filled]:
@@ -172,7 +181,10 @@ def _has_constants(tree: Any) -> bool:
 
     Numbers are arrays to `jax.jit`, unless they are options of an Equinox module.
     """
-    others = [leaf for leaf in jax.tree.leaves(tree) if not is_array(leaf)]
+    leaves = jax.tree.leaves(tree)
+    if all(map(_is_array_class, {type(leaf) for leaf in leaves})):
+        return False
+    others = [leaf for leaf in leaves if not is_array(leaf)]
     if any(callable(leaf) for leaf in others):
         return True
     equinox = sys.modules.get("equinox")
