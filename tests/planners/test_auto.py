@@ -191,7 +191,12 @@ def test_an_interruption_keeps_the_best_so_far() -> None:
         _plan(Auto(), progress=at_once, on_interrupt="best")
 
 
-SMALL_MODELS = ("mlp-tiny", "cnn-tiny", "llama-tiny", "bert-tiny", "wrn-tiny", "unet-tiny", "alexnet-tiny")
+SMALL_MODELS = [
+    "mlp-tiny",
+    "cnn-tiny",
+    "llama-tiny",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("bert-tiny", "wrn-tiny", "unet-tiny", "alexnet-tiny")),
+]
 
 
 @pytest.mark.parametrize("backend", ["", *(f":{name}" for name in available_backends())])
