@@ -110,7 +110,7 @@ class ParallelFunction(Generic[P, R]):
         leaves, structure = jax.tree.flatten((dict(enumerate(args)), kwargs))
         try:
             # Arrays that the step before returned have the very avals of the call before: this compares pointers.
-            seen = (structure, (), [x.aval for x in leaves], configuration)  # type: ignore[union-attr]
+            seen = (structure, (), [x.aval for x in leaves], configuration)
         except AttributeError:
             return self._call(args, kwargs)
         if self._last is None or self._last[0] != seen:
@@ -145,6 +145,7 @@ class ParallelFunction(Generic[P, R]):
             return self
         if 0 in self._static.numbers or not jax.tree_util.all_leaves([instance]):
             return BoundParallelFunction(self, instance)
+        # The object is held with its step: a compiled step reads its constants, and an id must stay its own.
         if id(instance) not in self._methods:
             moved = {
                 f"{kind}_argnums": tuple(n - 1 if n > 0 else n for n in getattr(self.options, f"{kind}_argnums") if n)

@@ -31,7 +31,7 @@ from alpa_lite.lower.planned_step import as_planned, check_fits
 from alpa_lite.lower.slices import TaskSpec
 from alpa_lite.plan.plan import BatchDims, Plan
 from alpa_lite.planners import Planner, PlanRequest
-from alpa_lite.runtime.execute.compile import lowered_tasks, summed_costs
+from alpa_lite.runtime.execute.compile import joined_texts, lowered_tasks, summed_costs
 from alpa_lite.runtime.execute.execute import Executor
 from alpa_lite.runtime.execute.function import (
     CompiledFunction,
@@ -224,10 +224,9 @@ class LoweredFunction:
 
         platform: the platform to lower for, such as "cpu", "cuda" or "tpu"; default: that of this process.
         """
-        texts: dict[int, tuple[list[str], Any]] = {}
-        for task, lowered in self._tasks(platform):
-            texts.setdefault(id(lowered), ([], lowered))[0].append(task.name)
-        return "\n".join(f"// {', '.join(names)}\n{lowered.as_text()}" for names, lowered in texts.values())
+        # Held in a list, since programs are told apart by identity.
+        tasks = self._tasks(platform)
+        return joined_texts((task.name, lowered) for task, lowered in tasks)
 
     def cost_analysis(self, *, platform: str | None = None) -> dict[str, float]:
         """Return XLA's estimates for the lowered tasks ("flops", "bytes accessed"), summed over the runs of a step."""

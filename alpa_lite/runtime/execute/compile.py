@@ -82,12 +82,24 @@ def summed_costs(costs: Iterable[tuple[Mapping[str, float] | None, int]]) -> dic
 
     costs: pairs of an analysis, None where the platform has none, and its number of runs.
     """
-    total: Counter[str] = Counter()
+    total: dict[str, float] = {}
     for analysis, runs in costs:
         for key, value in (analysis or {}).items():
             if not key.startswith(("utilization", "optimal_seconds")):
-                total[key] += value * runs  # type: ignore[assignment]
-    return dict(total)
+                total[key] = total.get(key, 0.0) + value * runs
+    return total
+
+
+def joined_texts(programs: Iterable[tuple[str, Any]]) -> str:
+    """Return the texts of programs, equal ones once, each after a line of comment with the names of its tasks.
+
+    programs: pairs of the name of a task and its lowered or compiled program; None for one of another process.
+    """
+    found: dict[int, tuple[list[str], Any]] = {}
+    for name, program in programs:
+        if program is not None:
+            found.setdefault(id(program), ([], program))[0].append(name)
+    return "\n".join(f"// {', '.join(names)}\n{program.as_text()}" for names, program in found.values())
 
 
 def zeros_units(program: Program, step: StepGraph, meshes: Sequence[Mesh]) -> dict[int, CompileUnit]:

@@ -21,7 +21,7 @@ from alpa_lite.lower.instructions import TaskTime
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.progress import Progress
 from alpa_lite.runtime.execute.aliasing import Apart, copies
-from alpa_lite.runtime.execute.compile import summed_costs
+from alpa_lite.runtime.execute.compile import joined_texts, summed_costs
 from alpa_lite.runtime.execute.exchange import Blanks
 from alpa_lite.runtime.execute.execute import Executor
 from alpa_lite.runtime.execute.measure import Allocated, allocated, typical_times
@@ -72,12 +72,7 @@ class CompiledFunction:
 
     def as_text(self) -> str:
         """Return XLA's optimised program of each executable, equal ones once, with a line of comment before it."""
-        # Stages of other processes have no executable here.
-        texts: dict[int, tuple[list[str], Any]] = {}
-        for each in self.executor.executables:
-            texts.setdefault(id(each.compiled), ([], each.compiled))[0].append(each.task.name)
-        programs = [(names, compiled) for names, compiled in texts.values() if compiled is not None]
-        return "\n".join(f"// {', '.join(names)}\n{compiled.as_text()}" for names, compiled in programs)
+        return joined_texts((each.task.name, each.compiled) for each in self.executor.executables)
 
     def cost_analysis(self) -> dict[str, float]:
         """Return XLA's estimates ("flops", "bytes accessed") for one device of each stage, summed over all stages and
