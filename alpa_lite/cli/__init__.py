@@ -15,13 +15,15 @@ bench, demo   compare planners; plan, train and compare on this machine `benchma
 completion    print a script that completes these commands in a shell   `completion`
 
 `alpa-lite COMMAND --help` lists the options of a command. `entry` has the parser of all commands; `command` what they
-share: output, exit codes, error messages.
+share: output and error messages; `exit_codes` how they end.
 """
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
+
+from alpa_lite.cli.exit_codes import Exit, reader_left
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -32,13 +34,19 @@ def main(argv: list[str] | None = None) -> int:
     if words == ["--version"]:
         from alpa_lite import __version__
 
-        print(f"alpa_lite {__version__}")
-        raise SystemExit(0)  # as argparse ends after `--version`
+        return _printed(f"alpa_lite {__version__}\n")
     if len(words) == 2 and words[0] == "completion":
         script = Path(__file__).parent / "completions" / f"{words[1]}.txt"
         if script.is_file():
-            print(script.read_text(), end="")
-            return 0
+            return _printed(script.read_text())
     from alpa_lite.cli import entry
 
     return entry.main(argv)
+
+
+def _printed(text: str) -> int:
+    try:
+        print(text, end="", flush=True)
+    except BrokenPipeError:
+        return reader_left()
+    return Exit.DONE

@@ -8,7 +8,8 @@ from rich.console import Console
 
 from alpa_lite.api.check import check_step
 from alpa_lite.api.doctor import virtual_environment
-from alpa_lite.cli.command import Command, Exit, answer, complain, positive, run_module, suggests
+from alpa_lite.cli.command import Command, answer, complain, positive, run_module, suggests
+from alpa_lite.cli.exit_codes import Exit
 from alpa_lite.cli.plan_command import STEP_HELP, add_microbatches, add_planner, make_planner
 from alpa_lite.cli.user_step import load_example
 from alpa_lite.errors import CheckError

@@ -19,30 +19,18 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import IntEnum
 from pathlib import Path
 from typing import Any, cast
 
 from rich.console import Console
 
+from alpa_lite.cli.exit_codes import Exit, reader_left
 from alpa_lite.errors import AlpaLiteError, InfeasibleError
 from cost_models import CostModelError
 from cost_models.untrusted_text import message
 
 VERSION = 1
 """The version of the `--json` schemas; it grows when an entry is removed or changes its meaning."""
-
-
-class Exit(IntEnum):
-    """The exit codes of all commands; docs/command-line.md documents them for users."""
-
-    DONE = 0
-    ERROR = 1
-    USAGE = 2
-    INFEASIBLE = 3
-    # As shells tell of a process that SIGINT (2) or SIGPIPE (13) ended: 128 plus the number of the signal.
-    INTERRUPTED = 130
-    PIPE_CLOSED = 141
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,9 +146,7 @@ def ended(name: str, run: Callable[[], int]) -> int:
         complain(error)
         return Exit.ERROR
     except BrokenPipeError:
-        # The reader (`| head`) has seen enough; without this Python complains when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return Exit.PIPE_CLOSED
+        return reader_left()
     except Exception as error:
         found = blamed(error)
         if not found:

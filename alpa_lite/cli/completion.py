@@ -18,7 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from alpa_lite.cli.command import SUGGESTIONS, Command, Exit, answer
+from alpa_lite.cli.command import SUGGESTIONS, Command, answer
+from alpa_lite.cli.exit_codes import Exit
 
 
 @dataclass(frozen=True, kw_only=True)

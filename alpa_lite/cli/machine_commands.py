@@ -9,7 +9,8 @@ from rich.console import Console
 
 import alpa_lite as al
 from alpa_lite.api.doctor import diagnose, virtual_environment
-from alpa_lite.cli.command import Command, Exit, answer, positive, run_module, seconds
+from alpa_lite.cli.command import Command, answer, positive, run_module, seconds
+from alpa_lite.cli.exit_codes import Exit
 from alpa_lite.inspection.text.progress_bar import CalibrationProgress
 from alpa_lite.inspection.text.tables import Table, render
 from alpa_lite.runtime.calibrate.calibrate import Calibration

@@ -19,7 +19,8 @@ from rich.console import Console
 
 import alpa_lite as al
 from alpa_lite.api.stages import PlannedFunction
-from alpa_lite.cli.command import Command, Exit, answer, check_writable, suggests, writing
+from alpa_lite.cli.command import Command, answer, check_writable, suggests, writing
+from alpa_lite.cli.exit_codes import Exit
 from alpa_lite.cli.user_step import load_example
 from alpa_lite.errors import AlpaLiteError, InfeasibleError, PlanError
 from alpa_lite.inspection.text.progress_bar import planning_progress

@@ -13,7 +13,8 @@ from rich.console import Console
 
 import alpa_lite as al
 from alpa_lite.api.stages import PlannedFunction
-from alpa_lite.cli.command import Command, Exit, answer, check_writable, writing
+from alpa_lite.cli.command import Command, answer, check_writable, writing
+from alpa_lite.cli.exit_codes import Exit
 from alpa_lite.cli.user_step import load_example
 from alpa_lite.errors import PlanError
 from alpa_lite.inspection.text.diff import compare

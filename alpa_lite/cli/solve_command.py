@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from alpa_lite.cli.command import Command, Exit, answer, complain, positive, seconds, suggests
+from alpa_lite.cli.command import Command, answer, complain, positive, seconds, suggests
+from alpa_lite.cli.exit_codes import Exit
 from alpa_lite.intra_op.problem import Status
 from alpa_lite.intra_op.problem_file import (
     SOLVERS_BY_NAME,

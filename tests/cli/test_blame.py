@@ -2,7 +2,8 @@
 
 import pytest
 
-from alpa_lite.cli.command import Exit, blamed, ended
+from alpa_lite.cli.command import blamed, ended
+from alpa_lite.cli.exit_codes import Exit
 from alpa_lite.cli.user_step import load_example
 
 

@@ -20,7 +20,7 @@ import alpa_lite as al
 from alpa_lite import cli
 from alpa_lite.api import plan_cache
 from alpa_lite.cli import benchmark_commands, machine_commands, plan_command, solve_command
-from alpa_lite.cli.command import Exit
+from alpa_lite.cli.exit_codes import Exit
 from alpa_lite.cli.user_step import load_example
 from alpa_lite.runtime.calibrate import calibrate as calibrating
 from tests.cli.schema import documented

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from alpa_lite.cli.command import Exit, OutputError, answer, writing
+from alpa_lite.cli.command import OutputError, answer, writing
 from alpa_lite.cli.entry import COMMANDS, build_parser
+from alpa_lite.cli.exit_codes import Exit
 
 PAGE = Path(__file__).parents[2] / "docs" / "command-line.md"
 

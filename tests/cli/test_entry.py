@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from alpa_lite.cli.command import Exit
+from alpa_lite.cli.exit_codes import Exit
 
 ROOT = Path(__file__).parents[2]
 

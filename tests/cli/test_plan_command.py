@@ -6,7 +6,7 @@ import pytest
 
 import alpa_lite as al
 from alpa_lite import cli
-from alpa_lite.cli.command import Exit
+from alpa_lite.cli.exit_codes import Exit
 from tests.cli.schema import documented
 from tests.cli.steps import step_module
 
