@@ -15,6 +15,7 @@ from alpa_lite.plan.progress import Progress, Say
 from alpa_lite.planners import Auto, Planner
 from alpa_lite.planners.by_name import planner_by_name
 from alpa_lite.planners.replay import Replay
+from alpa_lite.program.user_shardings import Mode
 from alpa_lite.runtime.calibrate.calibrate import local_cluster
 from alpa_lite.runtime.execute.execute import WATCHDOG_SECONDS, OnHang
 from alpa_lite.schedule.tasks import MOST_MICROBATCHES
@@ -46,6 +47,7 @@ class Options:
     on_interrupt: OnInterrupt = "raise"
     check: bool = False
     like: Any = None
+    user_shardings: Mode = "hint"
 
     @staticmethod
     def of(
@@ -66,6 +68,7 @@ class Options:
         on_interrupt: OnInterrupt = "raise",
         check: bool = False,
         like: Any = None,
+        user_shardings: Mode = "hint",
     ) -> Options:
         """Check and convert the options that a user gave. Raises `PlanError` for a value that is not allowed."""
         return Options(
@@ -85,6 +88,7 @@ class Options:
             on_interrupt=_checked("on_interrupt", on_interrupt, OnInterrupt),
             check=check,
             like=_checked_like(like),
+            user_shardings=_checked("user_shardings", user_shardings, Mode),
         )
 
 

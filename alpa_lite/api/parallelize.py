@@ -28,6 +28,7 @@ from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.progress import Progress, Say
 from alpa_lite.planners import Auto, Planner
 from alpa_lite.planners.replay import Replay
+from alpa_lite.program.user_shardings import Mode
 from alpa_lite.runtime.check.check_report import CheckReport
 from alpa_lite.runtime.check.compare import check_compiled
 from alpa_lite.runtime.execute.execute import WATCHDOG_SECONDS, OnHang
@@ -87,6 +88,7 @@ class ParallelFunction(Generic[P, R]):
                 static=self._static,
                 donate=self._donated,
                 batch_argnums=options.batch_argnums,
+                user_shardings=options.user_shardings,
             )
         return TracedFunction(traced=traced, options=options)
 
@@ -284,6 +286,7 @@ class ParallelizeOptions(TypedDict, total=False):
     on_interrupt: OnInterrupt
     check: bool
     like: ParallelFunction[..., Any] | CompiledFunction | PlannedFunction | Plan | None
+    user_shardings: Mode
 
 
 @overload
@@ -315,6 +318,7 @@ def parallelize(
     on_interrupt: OnInterrupt = "raise",
     check: bool = False,
     like: ParallelFunction[..., Any] | CompiledFunction | PlannedFunction | Plan | None = None,
+    user_shardings: Mode = "hint",
 ) -> Any:
     """Decorate a plain JAX train step so that it runs in parallel.
 
@@ -347,6 +351,9 @@ def parallelize(
         like: another parallel step, what it compiled, or a plan: arguments that this step shares with it (by the end of
             their paths, and shape) stay where that plan has them, as for an evaluation step that reads the parameters
             of a train step.
+        user_shardings: the effect of shardings that the step and its arguments name (`with_sharding_constraint`,
+            `reshard`, `out_sharding=`, arrays on several devices): with "hint" the plan is free, and lists them beside
+            its own; with "pin" it obeys them, on the mesh that they name; with "ignore" they are dropped.
         check: whether each newly compiled step is compared with `jax.jit` on copies of its first arguments before its
             first run; see `alpa_lite.check`. `ParallelFunction.last_check` is the report.
 
@@ -373,6 +380,7 @@ def parallelize(
         on_interrupt=on_interrupt,
         check=check,
         like=like,
+        user_shardings=user_shardings,
     )
     return functools.partial(ParallelFunction, options=options) if fun is None else ParallelFunction(fun, options)
 
@@ -390,6 +398,7 @@ def plan(
     on_interrupt: OnInterrupt = "raise",
     progress: Say | Progress | None = None,
     cache: Cache = True,
+    user_shardings: Mode = "hint",
     **kwargs: Any,
 ) -> Plan:
     """Plan `fun(*args, **kwargs)`; arguments may be `jax.ShapeDtypeStruct`s. The options are those of `parallelize`.
@@ -409,11 +418,13 @@ def plan(
         planner=planner,
         num_microbatches=num_microbatches,
         static_argnums=static_argnums,
+        static_argnames=static_argnames,
         batch_argnums=batch_argnums,
         on_non_additive=on_non_additive,
         on_interrupt=on_interrupt,
         progress=progress,
         cache=cache,
+        user_shardings=user_shardings,
     )
     return function.trace(*args, **kwargs).plan().last_plan
 

@@ -137,7 +137,8 @@ def key_of(planner: Planner, request: PlanRequest) -> str | None:
     asked += (request.arguments, request.results)
     try:
         model = _content(request.cost_model_for)
-        parts = (_content(planner), _content(request.cluster), model, asked, request.on_non_additive)
+        given = _content(request.user_shardings)
+        parts = (_content(planner), _content(request.cluster), model, asked, given, request.on_non_additive)
     except _NoContentError:
         return None
     digest = hashlib.sha256(json.dumps([FORMAT, own_digest(), *parts]).encode())

@@ -25,7 +25,7 @@ from alpa_lite import _jax
 from alpa_lite.api.job import check_same_program, planned_together
 from alpa_lite.api.options import Options, check_microbatches, cluster_of, planner_of
 from alpa_lite.api.plan_cache import Cache
-from alpa_lite.errors import BatchError, NonAdditiveError
+from alpa_lite.errors import BatchError, NonAdditiveError, PlanError
 from alpa_lite.lower.instructions import Program, build_program
 from alpa_lite.lower.planned_step import as_planned, check_fits
 from alpa_lite.lower.slices import TaskSpec
@@ -107,6 +107,11 @@ class TracedFunction:
         target = cluster_of(cluster if cluster is not None else self.options.cluster)
         chosen = planner_of(planner) if planner is not None else self.options.planner
         wanted = self.options.num_microbatches if num_microbatches is None else num_microbatches
+        if self.traced.user_shardings.mode == "pin" and not chosen.obeys_user_shardings:
+            raise PlanError(
+                f'user_shardings="pin" was given, but {chosen.name} lays out its own mesh. Use al.planners.Auto(), '
+                'OnMesh or Custom, or user_shardings="hint", with which the plan lists the shardings.'
+            )
         if check_microbatches(wanted) not in ("auto", 1):
             self.step(int(wanted))  # says what is wrong with the user's number before any search
         request = self.request(target, wanted, advise=True)
@@ -163,6 +168,7 @@ class TracedFunction:
             cluster=cluster,
             cost_model_for=partial(ComposedCostModel, backend=backend) if backend else ComposedCostModel,
             num_microbatches=num_microbatches,
+            user_shardings=traced.user_shardings,
             on_non_additive=self.options.on_non_additive,
             on_interrupt=self.options.on_interrupt,
             progress=self.options.progress,

@@ -21,6 +21,7 @@ from alpa_lite.inter_op.boundaries import inflow_seconds, received_values, stack
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.inter_op.shared_devices import device_peak
 from alpa_lite.inter_op.stage_costs import PlacedStage
+from alpa_lite.inter_op.user_shardings import PlacedOps, sharding_uses
 from alpa_lite.inter_op.work_floor import least_seconds
 from alpa_lite.intra_op.stage import Choice
 from alpa_lite.plan.plan import (
@@ -31,6 +32,7 @@ from alpa_lite.plan.plan import (
     SolverReport,
     StagePlan,
     UndividedDim,
+    UserShardingUse,
     fingerprint,
 )
 from alpa_lite.plan.pricing import Pricer, crosses_hosts, dispatch_seconds, local_bytes
@@ -81,6 +83,7 @@ def assemble(name: str, request: PlanRequest, staged: StagedStep, started: float
         opaque=opaque_uses(step),
         averaged=step.averaged,
         undivided=_undivided(request, staged),
+        user_shardings=_user_shardings(request, staged),
         # Of the step as traced: recomputation is part of the plan, and not of the step that it is compared with.
         fingerprint=fingerprint(request.step_at(step.num_microbatches, step.loop_parts)),
     )
@@ -114,6 +117,15 @@ def _undivided(request: PlanRequest, staged: StagedStep) -> tuple[UndividedDim, 
         pricer = Pricer(cost_model=request.cost_model, submesh=stage.submesh, mesh=stage.mesh)
         found += _PricedStage(step, number, stage.solution.choice, pricer).undivided(arguments)
     return tuple(found)
+
+
+def _user_shardings(request: PlanRequest, staged: StagedStep) -> tuple[UserShardingUse, ...]:
+    placed = [
+        PlacedOps(ops=stage.solution.choice.ops, inputs=stage.solution.choice.inputs, sizes=stage.mesh.axis_sizes)
+        for stage in staged.stages
+        if stage.solution.choice is not None
+    ]
+    return sharding_uses(staged.step, request.user_shardings, placed)
 
 
 def opaque_uses(step: StepGraph) -> tuple[OpaqueUse, ...]:

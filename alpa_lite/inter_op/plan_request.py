@@ -12,6 +12,7 @@ from alpa_lite.inter_op.workers import Workers
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.progress import Progress
 from alpa_lite.program.phases import StepGraph
+from alpa_lite.program.user_shardings import NO_USER_SHARDINGS, UserShardings
 from cost_models.cluster import Cluster
 from cost_models.composed import CostModel
 
@@ -35,6 +36,7 @@ class PlanRequest:
         arguments: names of the positional arguments, with which the names of their arrays begin.
         results: the path of each returned array, such as `0/params/w`; empty if the function returns a single array.
         num_microbatches: a number, or "auto".
+        user_shardings: the shardings of arguments that the user gives, and whether a plan must obey these and others.
         advise: whether a planner without a plan should look for changes that would allow one.
         on_non_additive: how `step_at` treats several micro-batches of a step that is no sum.
         on_interrupt: the effect of Ctrl-C on a search: "raise" stops it, "best" ends it with the best plan so far.
@@ -53,6 +55,7 @@ class PlanRequest:
     arguments: tuple[str, ...] = ()
     results: tuple[str, ...] = ()
     num_microbatches: int | str = "auto"
+    user_shardings: UserShardings = NO_USER_SHARDINGS
     advise: bool = True
     on_non_additive: str = "refuse"
     on_interrupt: OnInterrupt = "raise"

@@ -22,6 +22,7 @@ from alpa_lite.intra_op.problem import FloatArray
 from alpa_lite.intra_op.stage import GivenLayout, Wanted
 from alpa_lite.intra_op.strategy_catalogue import PlacementOptions, SumOptions
 from alpa_lite.program.ir import Graph, Op, Value
+from alpa_lite.program.user_shardings import USER_SHARDING
 from alpa_lite.sharding.specs import Spec
 
 
@@ -75,6 +76,8 @@ class Keeping:
             columns = (*options.demanded, *options.results)
             pairs = [(column, want) for column, want in zip(columns, wanted, strict=True) if want]
             fits = [all(agrees(c[i], w) for c, w in pairs) for i in range(len(options.placements))]
+            if op.primitive == USER_SHARDING:  # what the user lays out is whole sums
+                fits = [fit and not result.partial for fit, result in zip(fits, options.results[0], strict=True)]
             if not any(fits):
                 raise PlanError(_refusal(graph, op, self))
             self._options[key] = options, options.only([i for i, fit in enumerate(fits) if fit])
@@ -126,7 +129,9 @@ class Keeping:
         )
 
     def _around(self, graph: Graph, op: Op) -> tuple[Wanted, ...]:
-        return tuple(self.of(graph, v) for v in (*op.operands, *op.results))
+        # What a sharding of the user demands, it demands of the result: the operand comes from any spec.
+        operands = [()] * len(op.operands) if op.primitive == USER_SHARDING else [self.of(graph, v) for v in op.operands]
+        return (*operands, *(self.of(graph, v) for v in op.results))
 
 
 def _refusal(graph: Graph, op: Op, keeping: Keeping) -> str:

@@ -11,6 +11,7 @@ from functools import cached_property
 
 from alpa_lite.intra_op.stage import Key, Offer, StageScope, StageView
 from alpa_lite.program.ir import ADDITIONS, Graph, Op, Value, wiring_of
+from alpa_lite.program.user_shardings import USER_SHARDING
 from alpa_lite.rules import Rule
 from alpa_lite.rules.op_info import is_zero, ranked_values, rule_of_op
 
@@ -190,6 +191,9 @@ class Deciding:
 
     def leads(self, scope: int, graph: Graph, op: Op, rule: Rule) -> bool:
         """Return True for an op that chooses its own placement, independent of the specs of its operands."""
+        # A layout that the user demands is reached from any spec of the operand.
+        if op.primitive == USER_SHARDING and self.view.layout.of(graph, op.results[0]):
+            return True
         # Indexed ops do little work, but their placement decides what is communicated.
         if rule.work_kind != "elementwise" or op.primitive == "gather" or op.primitive.startswith("scatter"):
             return True

@@ -147,6 +147,8 @@ class Custom(Planner):
         batch: axes that split only the batch and state; see `OnMesh`. The others may split anything.
     """
 
+    obeys_user_shardings = True
+
     mesh: Any = field(default=None, hash=False)
     in_specs: Any = field(default=(), hash=False)
     out_specs: Any = field(default=None, hash=False)

@@ -18,6 +18,7 @@ from alpa_lite.inter_op.joint.what_would_fit import show_bytes, show_shortage
 from alpa_lite.inter_op.pins import Pins, check_results, pins_on_mesh, with_results
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.inter_op.stage_costs import PlacedStage, StageCosts, StagePlace
+from alpa_lite.inter_op.user_shardings import argument_pins, user_layout, user_mesh
 from alpa_lite.intra_op.stage import NO_LAYOUT, GivenLayout
 from alpa_lite.intra_op.strategies import AxisRole, BatchSplit, Restriction
 from alpa_lite.plan.plan import Plan
@@ -40,6 +41,8 @@ class OnMesh(Planner):
             returned as it came in, and other results as they are computed.
     """
 
+    obeys_user_shardings = True
+
     axes: Mapping[str, int] = field(hash=False)
     batch: tuple[str, ...] = field(default=())
     pins: Pins = field(default_factory=dict[str, Sequence[Any]], hash=False)
@@ -60,6 +63,12 @@ class OnMesh(Planner):
         check_results(self.outputs, request.results)
         roles = {axis: AxisRole.BATCH for axis in self.batch if self.axes[axis] > 1}
         restriction = Restriction(roles=roles, optimizer=BatchSplit.MAY, parameters=BatchSplit.MAY)
+        asked = user_mesh(request.step_at(1, 0), request.user_shardings)
+        if asked is not None and _wide(asked) != _wide(self.axes):
+            raise PlanError(
+                f'user_shardings="pin": the shardings of {request.function} are on the mesh {asked}, but the planner '
+                f"is to use {dict(self.axes)}. Give the planner that mesh."
+            )
         return plan_on_mesh(
             self.name, request, self.axes, restriction=restriction, pins=self.pins, outputs=self.outputs
         )
@@ -83,7 +92,11 @@ def plan_on_mesh(
     mesh, cluster = _mesh(name, request, axes), request.cluster
     step = request.best_step((1,), loop_parts=0)
     layers = make_layers(step, 1)
-    pinned = with_results(step, request.results, pins_on_mesh(step, pins or {}, axes), outputs or {}, axes)
+    pins = dict(pins or {})
+    if request.user_shardings.mode == "pin":
+        pins = {**argument_pins(step, request.user_shardings), **pins}
+        layout = user_layout(step, axes) if layout is NO_LAYOUT else layout
+    pinned = with_results(step, request.results, pins_on_mesh(step, pins, axes), outputs or {}, axes)
     costs = StageCosts(
         step=step,
         layers=layers,
@@ -108,6 +121,11 @@ def plan_on_mesh(
     staged = StagedStep(step=step, layers=layers, stages=[stage], schedule=OneFOneB())
     plan = assemble(name, request, staged, started)
     return replace(plan, stages=(replace(plan.stages[0], outputs=pinned.outputs),))
+
+
+def _wide(axes: Mapping[str, int]) -> dict[str, int]:
+    """Return the axes of more than one device."""
+    return {axis: size for axis, size in axes.items() if size > 1}
 
 
 def _mesh(name: str, request: PlanRequest, axes: Mapping[str, int]) -> LogicalMesh:

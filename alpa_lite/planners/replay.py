@@ -18,6 +18,8 @@ class Replay(Planner):
         saved: the plan. Functions that take a planner also take a `Plan`, and replay it.
     """
 
+    obeys_user_shardings = True
+
     saved: Plan
 
     @property

@@ -10,6 +10,7 @@ Rank-0 operands and dims of size 1 broadcast implicitly: the first hold no facto
 
 from __future__ import annotations
 
+from alpa_lite.program.user_shardings import USER_SHARDING
 from alpa_lite.rules.registry import FactorKind, OpView, Rule, RuleBuilder, linear_groups, pointwise, register_rule
 
 #: Floating-point operations that one transcendental function counts for.
@@ -28,6 +29,7 @@ _FREE = (
     "convert_element_type",
     "layout_constraint",
     "xla_metadata_value",
+    USER_SHARDING,
 )
 _ARITHMETIC = (
     "abs ceil clz floor is_finite not one_minus_square population_count reduce_precision round sign square "

@@ -17,6 +17,7 @@ import numpy as np
 from alpa_lite import _jax
 from alpa_lite.errors import BatchError, TraceError
 from alpa_lite.program.collector import rare_collection
+from alpa_lite.program.user_shardings import Mode, UserSharding, UserShardings
 from alpa_lite.trace.batch import (
     ArgumentLeaves,
     Batch,
@@ -29,7 +30,7 @@ from alpa_lite.trace.batch import (
 )
 from alpa_lite.trace.call import Call, NamedArguments, Owner, Results, argument_name, function_name, is_array
 from alpa_lite.trace.passes.discharge_refs import without_refs
-from alpa_lite.trace.passes.drop_meshes import without_meshes
+from alpa_lite.trace.passes.drop_meshes import user_sharding, without_meshes
 from cost_models.untrusted_text import printable
 
 
@@ -56,6 +57,7 @@ class Traced:
         static: the arguments that the user named as constants of the trace.
         call: the arguments that the function was traced for.
         results: how the results of a call are made of the outputs.
+        user_shardings: how the arguments lie that the step was traced for, and what that means for a plan.
         jaxpr: closed jaxpr of the function on flat arguments at the full batch.
     """
 
@@ -77,6 +79,7 @@ class Traced:
     static: NamedArguments
     call: Call
     results: Results
+    user_shardings: UserShardings
     jaxpr: Any
     _flat: Callable[..., Any] = field(repr=False)
     _mesh: Any = field(default=None, repr=False, compare=False)
@@ -96,7 +99,7 @@ class Traced:
                 for leaf, dim in zip(self.leaves, self.batch_leaves, strict=True)
             ]
             try:
-                self._cache[size] = plain_jaxpr(self._flat, avals, self._mesh, self.name)
+                self._cache[size] = self.retraced(avals)
             except TraceError:
                 raise
             except Exception as error:  # the user's function may raise anything at a size that it was not written for
@@ -107,6 +110,10 @@ class Traced:
                     "num_microbatches=1, or name the batch arguments in batch_argnums if others were taken for it."
                 ) from error
         return self._cache[size]
+
+    def retraced(self, avals: Sequence[jax.ShapeDtypeStruct]) -> Any:
+        """Return the closed jaxpr of the step for flat arguments of other shapes."""
+        return plain_jaxpr(self._flat, avals, self._mesh, self.name, self.user_shardings.mode)
 
     def require_batch(self) -> int:
         """Return the batch size in samples.
@@ -128,6 +135,7 @@ def trace(
     static: NamedArguments | None = None,
     donate: NamedArguments | None = None,
     batch_argnums: BatchArgnums = None,
+    user_shardings: Mode = "hint",
 ) -> Traced:
     """Trace `fun(*args, **kwargs)`; arguments may be arrays or `ShapeDtypeStruct`s.
 
@@ -138,6 +146,7 @@ def trace(
         static: arguments that are constants of the trace.
         donate: arguments whose buffers the caller gives up.
         batch_argnums: the arguments that hold the batch; None infers them (see `alpa_lite.trace.batch`).
+        user_shardings: whether shardings that the user gives are read; see `alpa_lite.program.user_shardings`.
 
     Raises:
         TraceError: the function does not accept the call, or an argument or output is no array.
@@ -162,7 +171,7 @@ def trace(
         return [np.zeros(leaf.shape, bool) if _has_no_bytes(leaf) else leaf for _, leaf in out_paths]
 
     mesh = _jax.context_mesh()
-    jaxpr = plain_jaxpr(flat, leaves, mesh, function_name(fun))
+    jaxpr = plain_jaxpr(flat, leaves, mesh, function_name(fun), user_shardings)
     out_leaves = tuple(_struct(aval) for aval in jaxpr.out_avals)
     donated = (donate or NamedArguments()).among(len(args), kwargs or {}) - call.unchanged(box["results"])
     owner = tuple(_owner(path) for path, _ in paths)
@@ -189,6 +198,9 @@ def trace(
         static=static,
         call=call,
         results=box["results"],
+        user_shardings=UserShardings(
+            mode=user_shardings, arguments=_placed(names, [leaf for _, leaf in paths], leaves)
+        ),
         jaxpr=jaxpr,
         _flat=flat,
         _mesh=mesh,
@@ -199,14 +211,26 @@ def trace(
     return _with_assumed_batch(traced, arguments, has_state=trees)
 
 
-def plain_jaxpr(flat: Callable[..., Any], avals: Sequence[Any], mesh: Any, name: str) -> Any:
+def plain_jaxpr(flat: Callable[..., Any], avals: Sequence[Any], mesh: Any, name: str, user_shardings: Mode) -> Any:
     """Return the jaxpr of a function, traced under the mesh that the user has set, without this and other meshes, and
-    without mutable arrays.
+    without mutable arrays. Unless `user_shardings` is "ignore", shardings that the function names remain as ops.
 
     What the user's code says of meshes is read where it runs, under that mesh; a plan lays out the arrays anew.
     """
     with _jax.under_mesh(mesh):
-        return without_meshes(without_refs(jax.make_jaxpr(flat)(*avals), name))
+        jaxpr = without_refs(jax.make_jaxpr(flat)(*avals), name)
+        return without_meshes(jaxpr, with_user_shardings=user_shardings != "ignore")
+
+
+def _placed(
+    names: Sequence[str], leaves: Sequence[Any], avals: Sequence[jax.ShapeDtypeStruct]
+) -> dict[str, UserSharding]:
+    """Return the layout of each argument that the user has placed on several devices, by path."""
+    given = {
+        name: user_sharding(getattr(leaf, "sharding", None), len(aval.shape))
+        for name, leaf, aval in zip(names, leaves, avals, strict=True)
+    }
+    return {name: sharding for name, sharding in given.items() if sharding is not None}
 
 
 def _with_batch(traced: Traced, batch: Batch) -> Traced:
@@ -238,7 +262,7 @@ def _with_assumed_batch(traced: Traced, arguments: ArgumentLeaves, *, has_state:
     def retrace(avals: Sequence[jax.ShapeDtypeStruct]) -> Any:
         if list(avals) == list(traced.leaves):
             return traced.jaxpr
-        return plain_jaxpr(traced._flat, avals, traced._mesh, traced.name)
+        return traced.retraced(avals)
 
     return _with_batch(traced, by_trial(arguments, retrace, traced.aliases))
 

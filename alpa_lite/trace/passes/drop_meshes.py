@@ -2,7 +2,8 @@
 
 Comes in: a closed jaxpr. Goes out: one that computes the same and names no mesh.
 
-    constraints, reshardings      go: they compute nothing
+    constraints, reshardings      become `user_sharding` ops, which compute nothing and say what the user wants; with
+                                  `user_shardings="ignore"` they go
     types that name a mesh        become plain ones, in the bodies of loops too
     shard_map                     becomes vmap over the blocks, one dim for each mesh axis       `_without_shard_map`
     primitives of other libraries become what they compute                                     `expand_libraries`
@@ -19,25 +20,56 @@ from typing import Any
 
 import jax
 from jax.extend import core as jex_core
-from jax.sharding import NamedSharding
+from jax.interpreters import batching, mlir
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
+from alpa_lite.program.user_shardings import USER_SHARDING, UserSharding
 from alpa_lite.trace.passes.expand_libraries import expanded
 
 
-def without_meshes(jaxpr: Any) -> Any:
+def without_meshes(jaxpr: Any, *, with_user_shardings: bool = False) -> Any:
     """Return a closed jaxpr without the meshes that the user's function names.
 
-    Constraints and reshardings, which compute nothing, go; types of values and parameters of equations no longer
-    name a mesh. A function under `shard_map` becomes the same function under `vmap`, once for each device of its mesh:
-    blocks are rows of arrays with a dim for each mesh axis, collectives are sums and moves along these dims.
+    Constraints and reshardings, which compute nothing, go, or become `user_sharding` ops; types of values and
+    parameters of equations no longer name a mesh. A function under `shard_map` becomes the same function under `vmap`,
+    once for each device of its mesh: blocks are rows of arrays with a dim for each mesh axis, collectives are sums and
+    moves along these dims.
     """
     with _jax.no_mesh():
-        return _MeshRemover().closed(jaxpr)
+        return _MeshRemover(with_user_shardings=with_user_shardings).closed(jaxpr)
 
 
 _CONSTRAINTS = frozenset({"sharding_constraint", "reshard", "mesh_cast", "pvary", "pcast"})
 """Primitives that return their operands, and say where these are."""
+
+user_sharding_p = jex_core.Primitive(USER_SHARDING)
+"""Return the operand; the parameters `mesh` and `dims` are those of the `UserSharding` that the user wants."""
+
+user_sharding_p.def_impl(lambda x, **_: x)
+user_sharding_p.def_abstract_eval(lambda x, **_: x)
+mlir.register_lowering(user_sharding_p, lambda _, x, **__: [x])
+
+
+def _batched(operands: Sequence[Any], places: Sequence[int], **params: Any) -> tuple[Any, int]:
+    below = UserSharding(**params).below(places[0])
+    return user_sharding_p.bind(operands[0], mesh=below.mesh, dims=below.dims), places[0]
+
+
+batching.primitive_batchers[user_sharding_p] = _batched
+
+
+def user_sharding(sharding: Any, rank: int) -> UserSharding | None:
+    """Return the layout that a sharding of JAX describes; None if it splits nothing or names no mesh."""
+    if not isinstance(sharding, NamedSharding) or sharding.mesh.empty or sharding.mesh.size == 1:
+        return None
+    entries = [*sharding.spec, *[None] * (rank - len(sharding.spec))]
+    open_, whole = PartitionSpec.UNCONSTRAINED, ()
+    dims = [
+        None if each is open_ else whole if each is None else each if isinstance(each, tuple) else (each,)
+        for each in entries
+    ]
+    return UserSharding(mesh=tuple(sharding.mesh.shape.items()), dims=tuple(dims))
 
 
 _UNGROUPED = {"axis_index_groups": None}
@@ -48,7 +80,8 @@ _INVARIANT = {} if _jax.psum_p is None else {"psum_invariant": _jax.psum_p}
 class _MeshRemover:
     """Rewrites jaxprs; one that several equations hold is rewritten once, and stays one."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, with_user_shardings: bool) -> None:
+        self._with_user_shardings = with_user_shardings
         self._known: dict[int, tuple[Any, Any]] = {}
 
     def closed(self, jaxpr: Any) -> Any:
@@ -83,9 +116,13 @@ class _MeshRemover:
         constvars, invars = [renamed(v) for v in jaxpr.constvars], [renamed(v) for v in jaxpr.invars]
         equations: list[Any] = []
         for eqn in jaxpr.eqns:
+            wanted = self._wanted(eqn)
             if eqn.primitive.name in _CONSTRAINTS:
-                now |= zip(eqn.outvars, map(renamed, eqn.invars), strict=True)
                 changed = True
+                if wanted is None:
+                    now |= zip(eqn.outvars, map(renamed, eqn.invars), strict=True)
+                else:
+                    equations.append(_constraint(eqn, renamed(eqn.invars[0]), renamed(eqn.outvars[0]), wanted))
                 continue
             operands, results = [renamed(v) for v in eqn.invars], [renamed(v) for v in eqn.outvars]
             plain = expanded(self._without_region(eqn))
@@ -95,10 +132,27 @@ class _MeshRemover:
                 plain = plain.replace(invars=operands, outvars=results, params=params, ctx=context)
             equations.append(plain)
             changed |= plain is not eqn
+            if wanted is not None:
+                changed, (result,) = True, results
+                now[eqn.outvars[0]] = type(result)(result.aval)
+                equations.append(_constraint(eqn, result, now[eqn.outvars[0]], wanted))
         if not changed:
             return jaxpr
         outvars = [renamed(v) for v in jaxpr.outvars]
         return jaxpr.replace(constvars=constvars, invars=invars, outvars=outvars, eqns=equations)
+
+    def _wanted(self, eqn: Any) -> UserSharding | None:
+        """Return the layout that the user gives for the only result of an equation."""
+        if not self._with_user_shardings or len(eqn.outvars) != 1:
+            return None
+        aval = eqn.outvars[0].aval
+        if not getattr(aval, "shape", ()) or jax.numpy.issubdtype(aval.dtype, jax.dtypes.extended):
+            return None
+        if eqn.primitive.name == "sharding_constraint":
+            return user_sharding(eqn.params["sharding"], aval.ndim)
+        # On a mesh of explicit types alone `out_sharding` is the user's: elsewhere JAX writes it for itself.
+        of_type = eqn.primitive.name == "reshard" or eqn.params.get("out_sharding") is not None
+        return user_sharding(aval.sharding, aval.ndim) if of_type and _is_explicit(aval.sharding.mesh) else None
 
     def _without_region(self, eqn: Any) -> Any:
         """Return an equation by which arrays are whole, in the place of one that is written for the devices."""
@@ -139,6 +193,24 @@ class _MeshRemover:
             found = tuple(self._param(each) for each in value)
             return value if all(a is b for a, b in zip(found, value, strict=True)) else found
         return self.closed(value) if hasattr(value, "eqns") else value
+
+
+def _is_explicit(mesh: Any) -> bool:
+    """Return True for a mesh with axes by which types of arrays are split."""
+    return not mesh.empty and AxisType.Explicit in mesh.axis_types
+
+
+def _constraint(eqn: Any, operand: Any, result: Any, wanted: UserSharding) -> Any:
+    """Return the equation that records what the user wants for the result of an equation."""
+    params = {"mesh": wanted.mesh, "dims": wanted.dims}
+    return eqn.replace(
+        primitive=user_sharding_p,
+        invars=[operand],
+        outvars=[result],
+        params=params,
+        ctx=_jax.context_without_mesh(eqn.ctx),
+        effects=frozenset(),
+    )
 
 
 def _axes_of(spec: Any, ndim: int, axes: Sequence[str]) -> list[tuple[str, ...]]:
