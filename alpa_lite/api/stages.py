@@ -169,6 +169,7 @@ class TracedFunction:
             cost_model_for=partial(ComposedCostModel, backend=backend) if backend else ComposedCostModel,
             num_microbatches=num_microbatches,
             user_shardings=traced.user_shardings,
+            pinned=lambda: replace(self, traced=traced.pinned(), _steps={}).request(cluster, num_microbatches),
             on_non_additive=self.options.on_non_additive,
             on_interrupt=self.options.on_interrupt,
             progress=self.options.progress,

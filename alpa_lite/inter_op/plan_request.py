@@ -37,6 +37,7 @@ class PlanRequest:
         results: the path of each returned array, such as `0/params/w`; empty if the function returns a single array.
         num_microbatches: a number, or "auto".
         user_shardings: the shardings of arguments that the user gives, and whether a plan must obey these and others.
+        pinned: `pinned()` is the same request for the step with these shardings as demands, or None.
         advise: whether a planner without a plan should look for changes that would allow one.
         on_non_additive: how `step_at` treats several micro-batches of a step that is no sum.
         on_interrupt: the effect of Ctrl-C on a search: "raise" stops it, "best" ends it with the best plan so far.
@@ -56,6 +57,7 @@ class PlanRequest:
     results: tuple[str, ...] = ()
     num_microbatches: int | str = "auto"
     user_shardings: UserShardings = NO_USER_SHARDINGS
+    pinned: Callable[[], PlanRequest] | None = None
     advise: bool = True
     on_non_additive: str = "refuse"
     on_interrupt: OnInterrupt = "raise"

@@ -16,13 +16,10 @@ from typing import Any, NamedTuple
 from alpa_lite.errors import PlanError
 from alpa_lite.intra_op.stage import GivenLayout, Wanted
 from alpa_lite.plan.parts import OpPlacement, UserShardingUse
-from alpa_lite.program.ir import Graph
+from alpa_lite.program.ir import Graph, Value, wiring_of
 from alpa_lite.program.phases import StepGraph
-from alpa_lite.program.user_shardings import USER_SHARDING, UserSharding, UserShardings, constraints
+from alpa_lite.program.user_shardings import USER_SHARDING, UserSharding, UserShardings
 from alpa_lite.sharding.specs import Spec
-
-ARGUMENT = "argument "
-"""What the source of a sharding begins with if an argument lies in it."""
 
 
 def user_mesh(step: StepGraph, given: UserShardings) -> dict[str, int] | None:
@@ -34,8 +31,8 @@ def user_mesh(step: StepGraph, given: UserShardings) -> dict[str, int] | None:
     if given.mode != "pin":
         return None
     first: dict[tuple[tuple[str, int], ...], str] = {}
-    for source, _, sharding in wanted_shardings(step, given):
-        first.setdefault(sharding.mesh, source)
+    for _, sharding in wanted_shardings(step, given):
+        first.setdefault(sharding.mesh, sharding.source)
     if len(first) > 1:
         (one, at), (other, there), *_ = first.items()
         raise PlanError(
@@ -55,7 +52,7 @@ def argument_pins(step: StepGraph, given: UserShardings, *, only: str = "") -> d
     return {
         name: [dim or None for dim in sharding.dims]
         for name, sharding in given.arguments.items()
-        if only in ("", f"{ARGUMENT}{name}")
+        if only in ("", sharding.source)
         and name in shapes
         and len(sharding.dims) == shapes[name].rank
         and sharding.divides(shapes[name].shape)
@@ -63,19 +60,21 @@ def argument_pins(step: StepGraph, given: UserShardings, *, only: str = "") -> d
 
 
 def user_layout(step: StepGraph, axes: Mapping[str, int], *, only: str = "") -> GivenLayout:
-    """Return the layout constraints of the ops that hold a sharding of the user; all other ops are exempt.
+    """Return the layout constraints on the results of the ops that pin a sharding of the user; other ops are exempt.
 
     An axis that the user's sharding does not use splits no dim, unless some dims are open. `only`: a source, whose ops
     alone count; "" for all.
     """
     layout: dict[Graph, list[Wanted]] = {}
     held: dict[Graph, set[int]] = {}
-    for graph, op, sharding in constraints(step.graph):
-        (result,) = op.results
-        if only not in ("", op.source) or not sharding.divides(graph.values[result].shape):
+    for graph, op in step.graph.walk():
+        if op.primitive != USER_SHARDING or only not in ("", op.source):
             continue
-        layout.setdefault(graph, [()] * len(graph.values))[result] = _wanted(sharding, axes)
-        held.setdefault(graph, set()).add(op.id)
+        value = graph.values[op.results[0]]
+        sharding = value.user_shardings[0]
+        if sharding.divides(value.shape):
+            layout.setdefault(graph, [()] * len(graph.values))[value.id] = _wanted(sharding, axes)
+            held.setdefault(graph, set()).add(op.id)
     exempt = {graph: frozenset(range(len(graph.ops))) - ops for graph, ops in held.items()}
     return GivenLayout(values=layout, exempt=exempt)
 
@@ -87,18 +86,31 @@ def _wanted(sharding: UserSharding, axes: Mapping[str, int]) -> Wanted:
     return tuple((a, place.get(a)) for a, size in axes.items() if size > 1 and (a in place or not is_open))
 
 
-def wanted_shardings(step: StepGraph, given: UserShardings) -> Iterator[tuple[str, tuple[int, ...], UserSharding]]:
-    """Yield the shardings of a step, each with where the user gives it and the shape of the array."""
-    for graph, op, sharding in constraints(step.graph):
-        yield op.source, graph.values[op.results[0]].shape, sharding
-    shapes = {step.graph.values[v].name: step.graph.values[v].shape for v in step.graph.inputs}
-    for name, sharding in given.arguments.items():
-        if name in shapes:
-            yield f"{ARGUMENT}{name}", shapes[name], sharding
+def wanted_shardings(step: StepGraph, given: UserShardings) -> Iterator[tuple[Value, UserSharding]]:
+    """Yield the arrays of a step that have a sharding of the user, with that; `source` says where it is given."""
+    for graph in _graphs(step.graph):
+        for value in graph.values:
+            yield from ((value, sharding) for sharding in value.user_shardings)
+    for v in step.graph.inputs:
+        value = step.graph.values[v]
+        yield from ((value, sharding) for sharding in _of_argument(value, given))
+
+
+def _graphs(graph: Graph) -> dict[Graph, None]:
+    """Return a graph and the bodies of its ops, each once."""
+    found = {graph: None}
+    for inner, op in graph.walk():
+        found |= {inner: None, **dict.fromkeys(op.bodies)}
+    return found
+
+
+def _of_argument(value: Value, given: UserShardings) -> list[UserSharding]:
+    sharding = given.arguments.get(value.name)
+    return [] if sharding is None or len(sharding.dims) != value.rank else [sharding]
 
 
 class PlacedOps(NamedTuple):
-    """The part of a plan in which its specs are looked up: the placements of ops, and the specs of arguments."""
+    """The part of a plan in which its specs are looked up: the placements of ops, and the specs of inputs."""
 
     ops: Mapping[int, OpPlacement]
     inputs: Mapping[int, Spec]
@@ -111,10 +123,13 @@ def sharding_uses(step: StepGraph, given: UserShardings, stages: Sequence[Placed
         return ()
     found: dict[tuple[str, tuple[int, ...], UserSharding], list[tuple[bool, str]]] = {}
     for stage in stages:
-        for source, shape, sharding, spec in _planned(step, given, stage):
-            parts = tuple(prod(stage.sizes[axis] for axis in dim) for dim in spec.dims)
-            follows = not spec.partial and all(w is None or w == p for w, p in zip(sharding.ways, parts, strict=True))
-            found.setdefault((source, shape, sharding), []).append((follows, str(spec)))
+        for value, spec in _specs(step.graph, stage.inputs, stage.ops):
+            of_argument = _of_argument(value, given) if value in step.graph.values else []
+            for sharding in (*value.user_shardings, *of_argument):
+                parts = [prod(stage.sizes[axis] for axis in dim) for dim in spec.dims]
+                same = all(w is None or w == p for w, p in zip(sharding.ways, parts, strict=True))
+                key = (sharding.source, value.shape, sharding)
+                found.setdefault(key, []).append((same and not spec.partial, str(spec)))
     return tuple(
         UserShardingUse(
             source=source,
@@ -129,25 +144,16 @@ def sharding_uses(step: StepGraph, given: UserShardings, stages: Sequence[Placed
     )
 
 
-def _planned(
-    step: StepGraph, given: UserShardings, stage: PlacedOps
-) -> Iterator[tuple[str, tuple[int, ...], UserSharding, Spec]]:
-    """Yield the shardings of a stage with their sources and shapes, and the specs that the plan has for them."""
-    yield from _planned_in(step.graph, stage.ops)
-    for v, spec in stage.inputs.items():
-        value = step.graph.values[v]
-        sharding = given.arguments.get(value.name)
-        if sharding is not None and len(sharding.dims) == value.rank:
-            yield f"{ARGUMENT}{value.name}", value.shape, sharding, spec
-
-
-def _planned_in(
-    graph: Graph, placements: Mapping[int, OpPlacement]
-) -> Iterator[tuple[str, tuple[int, ...], UserSharding, Spec]]:
+def _specs(
+    graph: Graph, inputs: Mapping[int, Spec], placements: Mapping[int, OpPlacement]
+) -> Iterator[tuple[Value, Spec]]:
+    """Yield the arrays of a graph and of its bodies that have a spec, with that."""
+    yield from ((graph.values[v], spec) for v, spec in inputs.items())
     for number, placement in placements.items():
         op = graph.ops[number]
-        if op.primitive == USER_SHARDING and placement.results:
-            sharding = UserSharding(mesh=op.params["mesh"], dims=op.params["dims"])
-            yield op.source, graph.values[op.results[0]].shape, sharding, placement.results[0]
-        for body, inside in zip(op.bodies, placement.bodies, strict=False):
-            yield from _planned_in(body, inside)
+        yield from zip(graph.results(op), placement.results, strict=False)
+        wiring = wiring_of(op)
+        for n, (body, inside) in enumerate(zip(op.bodies, placement.bodies, strict=False)):
+            read = wiring.inputs[n] if wiring is not None and placement.body_operands else ()
+            specs = {v: placement.body_operands[i] for v, i in zip(body.inputs, read, strict=False)}
+            yield from _specs(body, specs, inside)

@@ -130,7 +130,9 @@ class Keeping:
 
     def _around(self, graph: Graph, op: Op) -> tuple[Wanted, ...]:
         # What a sharding of the user demands, it demands of the result: the operand comes from any spec.
-        operands = [()] * len(op.operands) if op.primitive == USER_SHARDING else [self.of(graph, v) for v in op.operands]
+        operands = (
+            [()] * len(op.operands) if op.primitive == USER_SHARDING else [self.of(graph, v) for v in op.operands]
+        )
         return (*operands, *(self.of(graph, v) for v in op.results))
 
 

@@ -1,25 +1,23 @@
 """Shardings that the user's own code gives: `with_sharding_constraint`, `reshard`, `out_sharding=`, placed arguments.
 
-A constraint is an op of the program, of the primitive `USER_SHARDING`: it returns its operand, and its parameters are
-the fields of a `UserSharding`, the layout that the user wants for the result. Arguments are placed by the arrays that
-the step is traced for.
+A value of a program holds the shardings that the user's code gives it. Arguments are placed by the arrays that the step
+is traced for.
 
-    "hint"      the plan ignores them, and lists which of them it follows
-    "pin"       the plan obeys them, on the mesh that they name
+    "hint"      the plan is free, and lists which of them it follows
+    "pin"       the plan obeys them, on the mesh that they name: the value is the result of an op of the primitive
+                `USER_SHARDING`, which returns its operand, so that it may have one spec and its operand another
     "ignore"    they are dropped while the step is traced
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Literal
 
-from alpa_lite.program.ir import Graph, Op
-
 USER_SHARDING = "user_sharding"
-"""The primitive of ops that return their operand and hold the sharding that the user wants for it."""
+"""The primitive of ops that return their operand in the sharding that the user demands."""
 
 Mode = Literal["pin", "hint", "ignore"]
 
@@ -31,10 +29,12 @@ class UserSharding:
     Attributes:
         mesh: pairs of an axis of the mesh and its number of devices.
         dims: for each dim the axes that split it, major first; None where the user leaves the dim open.
+        source: the line of the user's code that gives it.
     """
 
     mesh: tuple[tuple[str, int], ...]
     dims: tuple[tuple[str, ...] | None, ...]
+    source: str = field(default="", compare=False)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -50,10 +50,6 @@ class UserSharding:
     def divides(self, shape: tuple[int, ...]) -> bool:
         """Return True if all parts of an array of a shape are equally large."""
         return all(ways is None or n % ways == 0 for n, ways in zip(shape, self.ways, strict=True))
-
-    def below(self, place: int) -> UserSharding:
-        """Return the same layout of an array with one more dim, which is open, at `place`."""
-        return UserSharding(mesh=self.mesh, dims=(*self.dims[:place], None, *self.dims[place:]))
 
     def __str__(self) -> str:
         """Return text like `[data, -, ?]`: `-` for a dim that is whole, `?` for one that is open."""
@@ -74,10 +70,3 @@ class UserShardings:
 
 
 NO_USER_SHARDINGS = UserShardings(mode="ignore")
-
-
-def constraints(graph: Graph) -> Iterator[tuple[Graph, Op, UserSharding]]:
-    """Yield the ops of a program, those of loop bodies included, that hold a sharding of the user."""
-    for inner, op in graph.walk():
-        if op.primitive == USER_SHARDING:
-            yield inner, op, UserSharding(mesh=op.params["mesh"], dims=op.params["dims"])

@@ -28,6 +28,7 @@ from alpa_lite import _jax
 from alpa_lite.errors import TraceError
 from alpa_lite.program.equations import Equation, GraphWithEquations, PlainParams, without_dead_ops
 from alpa_lite.program.ir import MAX_TRIPS, Graph, Op, Value, accumulated, parts_of
+from alpa_lite.program.user_shardings import USER_SHARDING, UserSharding
 from alpa_lite.trace import inserted
 
 _HEAVY = {"dot_general", "conv_general_dilated", "ragged_dot_general"}
@@ -221,6 +222,8 @@ class _GraphBuilder:
                 if name not in _CALLS and eqn.params.get("differentiated") and eqn.params.get("prevent_cse"):
                     operands = [self.barrier(v, at) for v in operands]
                 return self.call(inner, operands, at)
+        if name == USER_SHARDING:
+            return [self.user_sharding(eqn, operands[0], at)]
         if name == "convert_element_type" and self.values[operands[0]].dtype == _jax.name_of(eqn.params["new_dtype"]):
             return operands  # a weak type becomes a strong one, for which nothing is computed
         if name == "custom_linear_solve":
@@ -245,6 +248,16 @@ class _GraphBuilder:
         _refuse(eqn, at.source)
         made = Equation(primitive=eqn.primitive, params=eqn.params)
         return self.append(made, operands, avals, at, effectful=bool(eqn.effects))
+
+    def user_sharding(self, eqn: Any, value: int, at: _Location) -> int:
+        """Give a value a sharding of the user, or append an op whose result must have it; return the value's id."""
+        if eqn.params["pinned"]:
+            made = Equation(primitive=eqn.primitive, params=eqn.params)
+            (value,) = self.append(made, [value], [eqn.outvars[0].aval], at)
+        wanted = UserSharding(mesh=eqn.params["mesh"], dims=eqn.params["dims"], source=at.source)
+        old = self.values[value]
+        self.values[value] = dataclasses.replace(old, user_shardings=(*old.user_shardings, wanted))
+        return value
 
     def empty(self, aval: Any, at: _Location) -> int:
         """Append an array without elements and return its value id."""

@@ -115,6 +115,12 @@ class Traced:
         """Return the closed jaxpr of the step for flat arguments of other shapes."""
         return plain_jaxpr(self._flat, avals, self._mesh, self.name, self.user_shardings.mode)
 
+    def pinned(self) -> Traced:
+        """Return the step traced again, with the shardings that the user gives as demands on its plan."""
+        given = replace(self.user_shardings, mode="pin")
+        jaxpr = plain_jaxpr(self._flat, self.leaves, self._mesh, self.name, "pin")
+        return replace(self, user_shardings=given, jaxpr=jaxpr, _cache={})
+
     def require_batch(self) -> int:
         """Return the batch size in samples.
 
@@ -213,13 +219,13 @@ def trace(
 
 def plain_jaxpr(flat: Callable[..., Any], avals: Sequence[Any], mesh: Any, name: str, user_shardings: Mode) -> Any:
     """Return the jaxpr of a function, traced under the mesh that the user has set, without this and other meshes, and
-    without mutable arrays. Unless `user_shardings` is "ignore", shardings that the function names remain as ops.
+    without mutable arrays. Unless `user_shardings` is "ignore", shardings that the function names remain as equations.
 
     What the user's code says of meshes is read where it runs, under that mesh; a plan lays out the arrays anew.
     """
     with _jax.under_mesh(mesh):
         jaxpr = without_refs(jax.make_jaxpr(flat)(*avals), name)
-        return without_meshes(jaxpr, with_user_shardings=user_shardings != "ignore")
+        return without_meshes(jaxpr, user_shardings)
 
 
 def _placed(
@@ -230,7 +236,9 @@ def _placed(
         name: user_sharding(getattr(leaf, "sharding", None), len(aval.shape))
         for name, leaf, aval in zip(names, leaves, avals, strict=True)
     }
-    return {name: sharding for name, sharding in given.items() if sharding is not None}
+    return {
+        name: replace(sharding, source=f"argument {name}") for name, sharding in given.items() if sharding is not None
+    }
 
 
 def _with_batch(traced: Traced, batch: Batch) -> Traced:

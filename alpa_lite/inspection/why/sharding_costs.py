@@ -97,12 +97,15 @@ def sharding_costs(plan: Plan) -> ShardingCosts:
         raise PlanError(
             "A plan from a file has no step to price shardings with. Replay it: al.plan(step, *args, planner=plan)."
         )
+    request: PlanRequest = plan.request
+    if request.user_shardings.mode == "ignore" or request.pinned is None:
+        return ShardingCosts(plan=plan, rows=(), num_left_out=0)
     # Both plans take the micro-batches of this one, so that only the sharding differs.
-    request: PlanRequest = replace(plan.request, num_microbatches=plan.num_microbatches, advise=False)
+    request = replace(request.pinned(), num_microbatches=plan.num_microbatches, advise=False)
     step = request.best_step((1,), loop_parts=0)
     sources = dict[str, list[UserSharding]]()
-    for source, _, sharding in wanted_shardings(step, request.user_shardings):
-        sources.setdefault(source, []).append(sharding)
+    for _, sharding in wanted_shardings(step, request.user_shardings):
+        sources.setdefault(sharding.source, []).append(sharding)
     free: dict[Mesh, Plan | str] = {}
     rows: list[ShardingCost] = []
     for source, shardings in islice(sources.items(), MOST_ROWS):

@@ -2,8 +2,8 @@
 
 Comes in: a closed jaxpr. Goes out: one that computes the same and names no mesh.
 
-    constraints, reshardings      become `user_sharding` ops, which compute nothing and say what the user wants; with
-                                  `user_shardings="ignore"` they go
+    constraints, reshardings      become `user_sharding` equations, which compute nothing and say what the user wants;
+                                  with `user_shardings="ignore"` they go
     types that name a mesh        become plain ones, in the bodies of loops too
     shard_map                     becomes vmap over the blocks, one dim for each mesh axis       `_without_shard_map`
     primitives of other libraries become what they compute                                     `expand_libraries`
@@ -24,36 +24,39 @@ from jax.interpreters import batching, mlir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
-from alpa_lite.program.user_shardings import USER_SHARDING, UserSharding
+from alpa_lite.program.user_shardings import USER_SHARDING, Mode, UserSharding
 from alpa_lite.trace.passes.expand_libraries import expanded
 
 
-def without_meshes(jaxpr: Any, *, with_user_shardings: bool = False) -> Any:
+def without_meshes(jaxpr: Any, user_shardings: Mode = "ignore") -> Any:
     """Return a closed jaxpr without the meshes that the user's function names.
 
-    Constraints and reshardings, which compute nothing, go, or become `user_sharding` ops; types of values and
+    Constraints and reshardings, which compute nothing, go, or become `user_sharding` equations; types of values and
     parameters of equations no longer name a mesh. A function under `shard_map` becomes the same function under `vmap`,
     once for each device of its mesh: blocks are rows of arrays with a dim for each mesh axis, collectives are sums and
     moves along these dims.
     """
     with _jax.no_mesh():
-        return _MeshRemover(with_user_shardings=with_user_shardings).closed(jaxpr)
+        return _MeshRemover(user_shardings).closed(jaxpr)
 
 
 _CONSTRAINTS = frozenset({"sharding_constraint", "reshard", "mesh_cast", "pvary", "pcast"})
 """Primitives that return their operands, and say where these are."""
 
 user_sharding_p = jex_core.Primitive(USER_SHARDING)
-"""Return the operand; the parameters `mesh` and `dims` are those of the `UserSharding` that the user wants."""
+"""Return the operand.
+
+Parameters: `mesh` and `dims` of the `UserSharding` that the user wants; `pinned`, whether the plan must obey it.
+"""
 
 user_sharding_p.def_impl(lambda x, **_: x)
 user_sharding_p.def_abstract_eval(lambda x, **_: x)
 mlir.register_lowering(user_sharding_p, lambda _, x, **__: [x])
 
 
-def _batched(operands: Sequence[Any], places: Sequence[int], **params: Any) -> tuple[Any, int]:
-    below = UserSharding(**params).below(places[0])
-    return user_sharding_p.bind(operands[0], mesh=below.mesh, dims=below.dims), places[0]
+def _batched(operands: Sequence[Any], places: Sequence[int], *, dims: Any, **params: Any) -> tuple[Any, int]:
+    (place,) = places
+    return user_sharding_p.bind(*operands, dims=(*dims[:place], None, *dims[place:]), **params), place
 
 
 batching.primitive_batchers[user_sharding_p] = _batched
@@ -80,8 +83,8 @@ _INVARIANT = {} if _jax.psum_p is None else {"psum_invariant": _jax.psum_p}
 class _MeshRemover:
     """Rewrites jaxprs; one that several equations hold is rewritten once, and stays one."""
 
-    def __init__(self, *, with_user_shardings: bool) -> None:
-        self._with_user_shardings = with_user_shardings
+    def __init__(self, user_shardings: Mode) -> None:
+        self._user_shardings: Mode = user_shardings
         self._known: dict[int, tuple[Any, Any]] = {}
 
     def closed(self, jaxpr: Any) -> Any:
@@ -122,7 +125,7 @@ class _MeshRemover:
                 if wanted is None:
                     now |= zip(eqn.outvars, map(renamed, eqn.invars), strict=True)
                 else:
-                    equations.append(_constraint(eqn, renamed(eqn.invars[0]), renamed(eqn.outvars[0]), wanted))
+                    equations.append(self._constraint(eqn, renamed(eqn.invars[0]), renamed(eqn.outvars[0]), wanted))
                 continue
             operands, results = [renamed(v) for v in eqn.invars], [renamed(v) for v in eqn.outvars]
             plain = expanded(self._without_region(eqn))
@@ -135,7 +138,7 @@ class _MeshRemover:
             if wanted is not None:
                 changed, (result,) = True, results
                 now[eqn.outvars[0]] = type(result)(result.aval)
-                equations.append(_constraint(eqn, result, now[eqn.outvars[0]], wanted))
+                equations.append(self._constraint(eqn, result, now[eqn.outvars[0]], wanted))
         if not changed:
             return jaxpr
         outvars = [renamed(v) for v in jaxpr.outvars]
@@ -143,7 +146,7 @@ class _MeshRemover:
 
     def _wanted(self, eqn: Any) -> UserSharding | None:
         """Return the layout that the user gives for the only result of an equation."""
-        if not self._with_user_shardings or len(eqn.outvars) != 1:
+        if self._user_shardings == "ignore" or len(eqn.outvars) != 1:
             return None
         aval = eqn.outvars[0].aval
         if not getattr(aval, "shape", ()) or jax.numpy.issubdtype(aval.dtype, jax.dtypes.extended):
@@ -153,6 +156,17 @@ class _MeshRemover:
         # On a mesh of explicit types alone `out_sharding` is the user's: elsewhere JAX writes it for itself.
         of_type = eqn.primitive.name == "reshard" or eqn.params.get("out_sharding") is not None
         return user_sharding(aval.sharding, aval.ndim) if of_type and _is_explicit(aval.sharding.mesh) else None
+
+    def _constraint(self, eqn: Any, operand: Any, result: Any, wanted: UserSharding) -> Any:
+        """Return the equation that says what the user wants for the result of an equation."""
+        return eqn.replace(
+            primitive=user_sharding_p,
+            invars=[operand],
+            outvars=[result],
+            params={"mesh": wanted.mesh, "dims": wanted.dims, "pinned": self._user_shardings == "pin"},
+            ctx=_jax.context_without_mesh(eqn.ctx),
+            effects=frozenset(),
+        )
 
     def _without_region(self, eqn: Any) -> Any:
         """Return an equation by which arrays are whole, in the place of one that is written for the devices."""
@@ -198,19 +212,6 @@ class _MeshRemover:
 def _is_explicit(mesh: Any) -> bool:
     """Return True for a mesh with axes by which types of arrays are split."""
     return not mesh.empty and AxisType.Explicit in mesh.axis_types
-
-
-def _constraint(eqn: Any, operand: Any, result: Any, wanted: UserSharding) -> Any:
-    """Return the equation that records what the user wants for the result of an equation."""
-    params = {"mesh": wanted.mesh, "dims": wanted.dims}
-    return eqn.replace(
-        primitive=user_sharding_p,
-        invars=[operand],
-        outvars=[result],
-        params=params,
-        ctx=_jax.context_without_mesh(eqn.ctx),
-        effects=frozenset(),
-    )
 
 
 def _axes_of(spec: Any, ndim: int, axes: Sequence[str]) -> list[tuple[str, ...]]:
