@@ -43,7 +43,7 @@ from alpa_lite.program.equations import Equation
 from alpa_lite.program.ir import Graph, Op, Value, Wiring
 from alpa_lite.program.phases import Combination, Phase, StepGraph, parameters
 from alpa_lite.sharding.specs import Move, Spec, num_shards
-from alpa_lite.trace.local_control_flow import run_control_flow
+from alpa_lite.trace.evaluate import run_control_flow
 
 _POSITIONAL = frozenset(("iota", "random_bits", "random_split"))
 
