@@ -34,8 +34,7 @@ from alpa_lite import _jax
 from alpa_lite._jax import JaxprEqn
 from alpa_lite.errors import TraceError
 from alpa_lite.program.equations import Equation, GraphWithEquations, plain_params
-from alpa_lite.program.ir import Graph, Op, Value, verify
-from alpa_lite.program.memo import memoized
+from alpa_lite.program.ir import Graph, Op, Value, memoized, verify
 from alpa_lite.program.phases import LeafPart, batch_dims, body_scopes, check_same_structure
 from alpa_lite.trace.alignment import align
 from alpa_lite.trace.from_jaxpr import from_jaxpr, loops_over_samples
