@@ -37,7 +37,7 @@ from alpa_lite.runtime.checkpoint import disk
 from alpa_lite.runtime.checkpoint.checksums import LIST, OLD, list_kind, read_list
 from alpa_lite.runtime.checkpoint.lease import Lease
 from alpa_lite.runtime.checkpoint.untrusted import read_bounded, shown
-from cost_models.untrusted_text import parse_json
+from cost_models.checks import parse_json
 
 RECORD = "alpa_lite_checkpoint.json"
 """Name of the file."""

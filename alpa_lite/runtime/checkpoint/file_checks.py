@@ -19,7 +19,7 @@ import tensorstore as ts
 from alpa_lite.runtime.checkpoint.checkpoint_folder import files_of, is_own
 from alpa_lite.runtime.checkpoint.saved_leaves import Leaf, Wanted
 from alpa_lite.runtime.checkpoint.untrusted import read_bounded, shown
-from cost_models.untrusted_text import parse_json
+from cost_models.checks import parse_json
 
 _SPARE_BYTES = 64 * 2**20
 _SPARE_BYTES_PER_LEAF = 2**20  # for the index of its chunks

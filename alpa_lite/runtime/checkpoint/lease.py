@@ -29,7 +29,7 @@ from pathlib import Path
 from alpa_lite.errors import CheckpointError
 from alpa_lite.runtime.checkpoint import disk
 from alpa_lite.runtime.checkpoint.untrusted import read_bounded, shown
-from cost_models.untrusted_text import parse_json
+from cost_models.checks import parse_json
 
 BEAT_SECONDS = 10.0
 """Seconds between two signs of life of an owner."""

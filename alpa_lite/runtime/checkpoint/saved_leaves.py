@@ -28,7 +28,7 @@ from alpa_lite._jax import Tree
 from alpa_lite.errors import CheckpointError
 from alpa_lite.runtime.checkpoint.untrusted import read_bounded, shown
 from alpa_lite.trace.trace import unique
-from cost_models.untrusted_text import parse_json
+from cost_models.checks import parse_json
 
 FORMAT = 1
 """Version of the description of the arrays in a checkpoint."""

@@ -12,7 +12,7 @@ import stat
 from io import BufferedReader
 from pathlib import Path
 
-from cost_models.untrusted_text import printable
+from cost_models.checks import printable
 
 _SHOWN_LETTERS = 80
 

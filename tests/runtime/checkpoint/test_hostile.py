@@ -22,7 +22,7 @@ import alpa_lite as al
 from alpa_lite.errors import CheckpointError
 from alpa_lite.runtime.checkpoint.checkpoint_folder import RECORD
 from alpa_lite.runtime.checkpoint.untrusted import shown
-from cost_models.untrusted_text import printable
+from cost_models.checks import printable
 from tests.runtime.checkpoint import hostile
 from tests.runtime.checkpoint.hostile import STEP, sign, write_list
 
