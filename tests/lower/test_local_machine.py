@@ -7,14 +7,14 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from alpa_lite.lower import waiting
-from alpa_lite.lower.waiting import Gathered
+from alpa_lite.lower import local_machine
+from alpa_lite.lower.local_machine import Gathered
 
 
 def _waits(sizes: list[list[float]], monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
     """For units of some arrays each: the number of the unit that the last array of each waits for."""
     results = [jnp.full((), float(i)) for i in range(len(sizes))]
-    monkeypatch.setattr(waiting, "once_there", lambda _, result, barriers_stay: result)
+    monkeypatch.setattr(local_machine, "once_there", lambda _, result, barriers_stay: result)
     units, found = Gathered(barriers_stay=True), list[int | None]()
     for arrays, result in zip(sizes, results, strict=True):
         waits: Any = None
