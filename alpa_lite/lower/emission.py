@@ -23,7 +23,6 @@ import enum
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import jax
 import numpy as np
@@ -111,7 +110,7 @@ class Executable:
     task: TaskSpec
     mesh: Mesh
     emitted: Emitted
-    compiled: Any
+    compiled: jax.stages.Compiled
 
     @property
     def function(self) -> TaskFunction:
@@ -257,7 +256,7 @@ def task_form(placed: PlacedTask, sizes: Mapping[str, int]) -> Hashable:
 class _Object:
     """An object compared by identity. It holds a reference, so that no later object can get the same address."""
 
-    value: Any
+    value: object
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Object) and self.value is other.value
@@ -359,7 +358,7 @@ def _body(graph: Graph, equations: Sequence[Equation], step: StepGraph) -> Hasha
     return values, graph.inputs, graph.outputs, ops, scoped
 
 
-def content(value: Any) -> Hashable:
+def content(value: object) -> Hashable:
     """Return a hashable value that is equal only for equal content; numbers of different types are not equal."""
     # repr and not ==: 0.0 == -0.0 and 1 == True, but they compile to different programs; nan is equal to nan here.
     if isinstance(value, (bool, int, float, complex, np.generic)):

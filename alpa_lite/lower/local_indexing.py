@@ -29,9 +29,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from math import prod
-from typing import Any
+from operator import and_
 
 import jax
 import jax.numpy as jnp
@@ -200,17 +200,17 @@ class _Bounds:
         """Return for each index vector whether this device holds its element, and the vector inside the block
         (clipped).
         """
-        here: Any = True
+        within: list[Array] = []  # per split dim, whether the index lies in the block
         columns: list[Array] = []
         for column, dim in enumerate(self.dims):
             local = indices[..., column]
             if op.operand_specs[0].dims[dim] and _addresses_one(op, dim):
                 local = local - op.operand_offset(0, dim)
                 size = op.local_operand(0)[dim]
-                here &= (local >= 0) & (local < size)
+                within.append((local >= 0) & (local < size))
                 local = jnp.clip(local, 0, size - 1)
             columns.append(local)
-        return here, jnp.stack(columns, axis=-1)
+        return reduce(and_, within), jnp.stack(columns, axis=-1)
 
 
 def _addresses_one(op: LocalOp, dim: int) -> bool:
@@ -289,17 +289,19 @@ def dynamic_update_slice(op: LocalOp, operands: Sequence[Array]) -> list[Array]:
     straddled = [d for d in range(operand.ndim) if axes[d] and shape[d] != window[d]]
     if not straddled:
         return op.bind([operand, update, *starts])
-    hit: Any = True
+    hits: list[Array] = []
     for d in straddled:
         place = op.operand_offset(0, d) + jnp.arange(operand.shape[d]) - starts[d]
         inside = (place >= 0) & (place < window[d])
-        hit &= lax.broadcast_in_dim(inside, (operand.shape[d],), (0,)).reshape(
-            [-1 if i == d else 1 for i in range(operand.ndim)]
+        hits.append(
+            lax.broadcast_in_dim(inside, (operand.shape[d],), (0,)).reshape(
+                [-1 if i == d else 1 for i in range(operand.ndim)]
+            )
         )
         update = jnp.take(update, jnp.clip(place, 0, window[d] - 1), axis=d)
         starts[d] = jnp.zeros((), starts[d].dtype)
     current = lax.dynamic_slice(operand, starts, update.shape)
-    return op.bind([operand, jnp.where(hit, update, current), *starts])
+    return op.bind([operand, jnp.where(reduce(and_, hits), update, current), *starts])
 
 
 _WORD = 2**32

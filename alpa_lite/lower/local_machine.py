@@ -50,7 +50,7 @@ from alpa_lite.plan.walk import Application, Walk, body_walk, sharing_axes
 from alpa_lite.program.equations import Equation
 from alpa_lite.program.ir import Graph, Op, Value, Wiring
 from alpa_lite.program.phases import Phase, StepGraph, parameters
-from alpa_lite.sharding.specs import Move, num_shards
+from alpa_lite.sharding.specs import Move, MoveKind, num_shards
 from alpa_lite.trace.local_control_flow import run_control_flow
 
 POSITIONAL = frozenset(("iota", "random_bits", "random_split"))
@@ -76,17 +76,17 @@ class PlacedTask:
 
 def move(x: jax.Array, step: Move, sizes: Mapping[str, int]) -> jax.Array:
     """Emit the collective (or local operation) of one step of a resharding, on a device's block `x`."""
-    if step.kind == "all_reduce":
+    if step.kind is MoveKind.ALL_REDUCE:
         return lax.psum(x, step.axis)
-    if step.kind == "reduce_scatter":
+    if step.kind is MoveKind.REDUCE_SCATTER:
         return lax.psum_scatter(x, step.axis, scatter_dimension=step.dim, tiled=True)
-    if step.kind == "all_gather":
+    if step.kind is MoveKind.ALL_GATHER:
         return lax.all_gather(x, step.axis, axis=step.dim, tiled=True)
-    if step.kind == "all_to_all":
+    if step.kind is MoveKind.ALL_TO_ALL:
         return lax.all_to_all(x, step.axis, split_axis=step.target_dim, concat_axis=step.dim, tiled=True)
-    if step.kind == "permute":
+    if step.kind is MoveKind.PERMUTE:
         return lax.ppermute(x, step.axes, step.pairs)
-    if step.kind == "addend":
+    if step.kind is MoveKind.ADDEND:
         return jax.numpy.where(lax.axis_index(step.axis) == 0, x, jax.numpy.zeros_like(x))
     size = x.shape[step.dim] // sizes[step.axis]
     return lax.dynamic_slice_in_dim(x, lax.axis_index(step.axis) * size, size, step.dim)
@@ -138,7 +138,7 @@ class LocalMachine:
         # The ids of values in bodies repeat those of the step, so the value is also compared by identity.
         bucketed = op is None and value.id in self.buckets.numbers and value is self.step.graph.values[value.id]
         array = self.buckets.held(value.id, array) if bucketed else array
-        if op is not None and self._is_parameter(value) and any(step.kind == "all_gather" for step in steps):
+        if op is not None and self._is_parameter(value) and any(step.kind is MoveKind.ALL_GATHER for step in steps):
             array = self.gathered.held(array, value.bytes / num_shards(steps[-1].spec, self.sizes))
         times = self.part + self.moved[value, steps]
         self.moved[value, steps] += 1

@@ -25,16 +25,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
-from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.extend.core import Primitive
 from jax.typing import DTypeLike
 
 from alpa_lite import _jax
 from alpa_lite.errors import VerificationError
 from alpa_lite.plan.walk import combination
-from alpa_lite.rules.registry import FactorKind, Rule
+from alpa_lite.rules.registry import FactorKind, Params, Rule
 from alpa_lite.sharding.specs import Spec, local_shape
 
 
@@ -47,8 +47,8 @@ class LocalOp:
     shape of the latter; None where the array is the full one.
     """
 
-    primitive: Any
-    params: Mapping[str, Any]
+    primitive: Primitive
+    params: Params
     rule: Rule
     operand_shapes: tuple[tuple[int, ...], ...]
     result_shapes: tuple[tuple[int, ...], ...]
@@ -114,14 +114,14 @@ class LocalOp:
     def _offset(self, axes: tuple[str, ...], block: int) -> Array | int:
         return block_index(axes, self.axis_sizes) * block if axes else 0
 
-    def bind(self, operands: Sequence[Array], **changes: Any) -> list[Array]:
+    def bind(self, operands: Sequence[Array], **changes: object) -> list[Array]:
         """Run the primitive with some parameters changed."""
         return _jax.bind(self.primitive, {**self.params, **changes}, operands)
 
 
-def block_index(axes: Sequence[str], sizes: Mapping[str, int]) -> Array:
-    """Return the number of this device's block along a dim split over `axes`, major first."""
-    index: Any = 0
+def block_index(axes: Sequence[str], sizes: Mapping[str, int]) -> Array | int:
+    """Return the number of this device's block along a dim split over `axes`, major first; 0 without axes."""
+    index: Array | int = 0
     for axis in axes:
         # Major first, as specs list their axes.
         index = index * sizes[axis] + lax.axis_index(axis)
@@ -150,7 +150,7 @@ def lowering_of(primitive: str) -> LocalLowering:
     return _LOWERINGS.get(primitive, LocalOp.bind)
 
 
-_GATHERED: dict[str, Callable[[Array, Array], Array]] = {
+_GATHERED: Mapping[str, Callable[[Array, Array], Array]] = {
     "prod": lax.mul,
     "and": lax.bitwise_and,
     "or": lax.bitwise_or,

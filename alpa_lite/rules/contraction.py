@@ -15,10 +15,11 @@ FLOPs of a product: 2 · (elements of the result) · (elements contracted).
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from math import gcd, log2, prod
-from typing import Any
 
 from alpa_lite.rules.registry import (
+    Combiner,
     Dims,
     FactorKind,
     OpView,
@@ -122,7 +123,7 @@ def _scale_factors(b: RuleBuilder, factors: tuple[int, ...], size: int, scales: 
     return factors[:1] if rest == 1 else (factors[0], b.factor(rest, FactorKind.REPLICATED))
 
 
-def _dot_dims(numbers: Any) -> list[list[tuple[int, ...]]]:
+def _dot_dims(numbers: Iterable[Iterable[Iterable[int]]]) -> list[list[tuple[int, ...]]]:
     """Return ((lhs contracted, rhs contracted), (lhs batch, rhs batch)) as plain numbers."""
     return [[ints(dims) for dims in pair] for pair in numbers]
 
@@ -226,7 +227,7 @@ def triangular_solve(view: OpView) -> Rule:
     return b.build((dims, solved), (solved,), linear=linear_groups(view, (1,)), flops=flops)
 
 
-_COMBINER = {
+_COMBINER: Mapping[str, Combiner] = {
     "reduce_sum": "sum",
     "reduce_max": "max",
     "reduce_min": "min",

@@ -24,12 +24,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd, isnan
-from typing import Any
 
 from alpa_lite.rules.registry import (
+    Combiner,
     Dims,
     FactorKind,
     OpView,
+    Params,
     Rule,
     RuleBuilder,
     ints,
@@ -253,7 +254,7 @@ def tile(view: OpView) -> Rule:
 
 #: Modes for indices out of bounds; lowering preserves each of them for split dims.
 _MODES = ("CLIP", "FILL_OR_DROP", "PROMISE_IN_BOUNDS")
-_SCATTERS = {
+_SCATTERS: Mapping[str, Combiner] = {
     "scatter-add": "sum",
     "scatter-sub": "sum",
     "scatter-mul": "prod",
@@ -289,7 +290,7 @@ class _Roles:
 
 
 def _roles(view: OpView) -> _Roles:
-    numbers: Mapping[str, Any] = view.params["dimension_numbers"]
+    numbers: Params = view.params["dimension_numbers"]
     gathers = view.primitive == "gather"
     operand_batching = ints(numbers["operand_batching_dims"])
     collapsed = ints(numbers["collapsed_slice_dims" if gathers else "inserted_window_dims"])
