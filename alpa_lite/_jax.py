@@ -60,14 +60,28 @@ _COMPILING = tuple(os.path.join("jax", "_src", *name) for name in (("compiler.py
 
 _COUNTS = ("num_consts", "num_carry")
 
-Literal = jex_core.Literal
-Var = jex_core.Var
+# --- types for annotations --------------------------------------------------------------------------------------------
+
+Var, Literal = jex_core.Var, jex_core.Literal
+Jaxpr, ClosedJaxpr, JaxprEqn = jex_core.Jaxpr, jex_core.ClosedJaxpr, jex_core.JaxprEqn
+
+Array = jax.Array | np.ndarray[Any, Any]
+"""An array on devices or on the host; code that reads `sharding` or `addressable_shards` takes a `jax.Array`."""
 
 Device = Any
-"""A device of JAX, which ships no type for it."""
+"""A device of JAX. `jax.Device` is compiled code without stubs, which a type checker does not accept as a class."""
 
 Tree = Any
 """A pytree: nested containers whose leaves are mostly arrays."""
+
+TreeDef = Any
+"""The structure of a pytree: `jax.tree_util.PyTreeDef`, which is compiled code without stubs like `jax.Device`."""
+
+DType = Any
+"""A dtype of NumPy, or an extended dtype of JAX, such as that of typed PRNG keys."""
+
+Aval = Any
+"""The shape and dtype of a value: JAX's classes of avals have no typed base class with these attributes."""
 
 
 def open_jaxpr(jaxpr: Any) -> Any:

@@ -7,6 +7,7 @@ ValueError
     require_*    raise one of these unless an amount, a count or a choice is usable
     printable    escape characters that a terminal interprets or cannot display
     message      escape a message and truncate it to about one screen
+    excerpt      escape a text and truncate it, to be quoted in a message
     parse_json   parse JSON after bounding its size, nesting depth and strings
 """
 
@@ -44,6 +45,13 @@ def message(text: str) -> str:
     # The start of a message states the problem and its end the remedy, so the middle is dropped.
     half = LONGEST_MESSAGE // 2
     return text if len(text) <= LONGEST_MESSAGE else f"{text[:half]} … {text[-half:]}"
+
+
+def excerpt(text: object, most: int = 80) -> str:
+    """Return a value as one line of a message: cut to `most` characters, with control characters escaped."""
+    full = str(text)
+    # Cut first: escapes then cannot be cut in the middle, and a huge text is not escaped as a whole.
+    return printable(full if len(full) <= most else f"{full[:most]}…")
 
 
 def parse_json(
