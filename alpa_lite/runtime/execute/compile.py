@@ -1,6 +1,6 @@
 """Compile all executables of a step before it first runs: equal units once, and one compilation per core at a time.
 
-    group     units of one form (lower.same_task) are traced and lowered once                   `precompile`
+    group     units of one form (lower.emission)  are traced and lowered once                   `precompile`
     compile   one executable per group, for the devices of its first unit                       `_compile_first`
     load      the same executable on the devices of the others, without XLA compiling it again  `_load_or_compile`
 
