@@ -19,9 +19,9 @@ from typing import NamedTuple
 from alpa_lite.errors import PlanError
 from alpa_lite.inter_op.boundaries import inflow_seconds, received_values, stacks_at_rest
 from alpa_lite.inter_op.plan_request import PlanRequest
+from alpa_lite.inter_op.sharding_demands import PlacedOps, sharding_uses
 from alpa_lite.inter_op.shared_devices import device_peak
 from alpa_lite.inter_op.stage_costs import PlacedStage
-from alpa_lite.inter_op.user_shardings import PlacedOps, sharding_uses
 from alpa_lite.inter_op.work_floor import least_seconds
 from alpa_lite.intra_op.stage import Choice
 from alpa_lite.plan.plan import (

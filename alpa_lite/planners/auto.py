@@ -24,8 +24,8 @@ from alpa_lite.inter_op.joint.stage_cost_cache import StageCostCache
 from alpa_lite.inter_op.joint.what_would_fit import cheapest_fit, more_hosts, more_microbatches
 from alpa_lite.inter_op.pins import Pins, pinned_axes
 from alpa_lite.inter_op.plan_request import PlanRequest
+from alpa_lite.inter_op.sharding_demands import user_mesh
 from alpa_lite.inter_op.space import Space
-from alpa_lite.inter_op.user_shardings import user_mesh
 from alpa_lite.inter_op.work_floor import least_seconds
 from alpa_lite.inter_op.workers import Workers, num_workers
 from alpa_lite.intra_op.solvers.integer_program import IntegerProgram, available_backends
@@ -36,8 +36,7 @@ from alpa_lite.planners.planner import Planner, renamed_options
 from alpa_lite.program.collector import rare_collection
 from alpa_lite.schedule import EagerOneFOneB, GPipe, OneFOneB, Schedule, ZeroBubbleH1
 from alpa_lite.step.recomputation import Remat
-from cost_models.cluster import Cluster
-from cost_models.varied import with_memory_limit
+from cost_models.cluster import Cluster, with_memory_limit
 
 SCHEDULES: tuple[Schedule, ...] = (OneFOneB(), EagerOneFOneB(), ZeroBubbleH1(), GPipe())
 """Schedules of pipelines to try; stages are searched for the first two, and the first of them needs less memory."""

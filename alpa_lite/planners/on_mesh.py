@@ -17,8 +17,8 @@ from alpa_lite.inter_op.assembly import StagedStep, assemble
 from alpa_lite.inter_op.joint.what_would_fit import show_bytes, show_shortage
 from alpa_lite.inter_op.pins import Pins, check_results, pins_on_mesh, with_results
 from alpa_lite.inter_op.plan_request import PlanRequest
+from alpa_lite.inter_op.sharding_demands import argument_pins, user_layout, user_mesh
 from alpa_lite.inter_op.stage_costs import PlacedStage, StageCosts, StagePlace
-from alpa_lite.inter_op.user_shardings import argument_pins, user_layout, user_mesh
 from alpa_lite.intra_op.stage import NO_LAYOUT, GivenLayout
 from alpa_lite.intra_op.strategies import AxisRole, BatchSplit, Restriction
 from alpa_lite.plan.plan import Plan

@@ -12,7 +12,7 @@ from alpa_lite.errors import AlpaLiteError, PlanError
 from alpa_lite.inspection.text.tables import Table, render, short_source
 from alpa_lite.inter_op.pins import Pins
 from alpa_lite.inter_op.plan_request import PlanRequest
-from alpa_lite.inter_op.user_shardings import argument_pins, user_layout, wanted_shardings
+from alpa_lite.inter_op.sharding_demands import argument_pins, user_layout, wanted_shardings
 from alpa_lite.intra_op.stage import NO_LAYOUT, GivenLayout
 from alpa_lite.intra_op.strategies import FREE_CHOICE
 from alpa_lite.plan.plan import Plan
