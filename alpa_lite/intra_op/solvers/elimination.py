@@ -27,7 +27,6 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -40,6 +39,7 @@ from numpy.typing import NDArray
 from alpa_lite.errors import AlpaLiteError
 from alpa_lite.intra_op.problem import FloatArray, IntArray, Problem, Solution, Status, evaluate
 from alpa_lite.intra_op.solvers.solver import (
+    Attempt,
     Clock,
     Control,
     Solver,
@@ -364,7 +364,7 @@ class Elimination(Solver):
 
         Raises TooWide when the tables would exceed the caps, and when the best choices overrun the memory limit.
         """
-        started = time.perf_counter()
+        attempt = Attempt(solver=self.name)
         clock = Clock(seconds=time_limit_seconds, control=control or Control())
         plan = self.plan(problem)
         if not self.fits(plan):
@@ -374,13 +374,13 @@ class Elimination(Solver):
             )
         found = cheapest_choices(plan, problem.node_costs.values, problem.edge_costs.values, over=clock.over)
         if found is None:
-            return no_solution(status=Status.TIME_LIMIT, started=started, solver=self.name)
+            return no_solution(attempt, status=Status.TIME_LIMIT)
         choices, cost = found
         if math.isinf(cost):
-            return no_solution(status=Status.INFEASIBLE, started=started, solver=self.name)
+            return no_solution(attempt, status=Status.INFEASIBLE)
         if not evaluate(problem, choices).feasible:
             raise TooWide(
                 "The cheapest choices overrun the memory limit, which Elimination cannot see; use IntegerProgram or "
                 "Portfolio."
             )
-        return solution_of(problem, choices, bound=cost, started=started, solver=self.name, proven=True)
+        return solution_of(problem, choices, attempt, bound=cost, proven=True)

@@ -36,6 +36,7 @@ from alpa_lite.intra_op.solvers.highs import Highs
 from alpa_lite.intra_op.solvers.improvements import ExactBlocks, recombine
 from alpa_lite.intra_op.solvers.neighbourhood import Neighbourhood
 from alpa_lite.intra_op.solvers.solver import (
+    Attempt,
     Clock,
     closes,
     cost_span,
@@ -211,9 +212,9 @@ class RoundSearch:
     def _solution(self) -> Solution:
         started = self.clock.started
         if self.choices is not None:
-            return solution_of(self.problem, self.choices, bound=self.bound, started=started, solver=_NAME)
+            return solution_of(self.problem, self.choices, Attempt(solver=_NAME, started=started), bound=self.bound)
         status = Status.INFEASIBLE if self._is_infeasible() else Status.TIME_LIMIT
-        return no_solution(status=status, started=started, solver=_NAME, bound=self.bound)
+        return no_solution(Attempt(solver=_NAME, started=started), status=status, bound=self.bound)
 
     # ------------------------------------------------------------------------------------------------ the core
 
