@@ -166,6 +166,7 @@ class Cluster:
             )
         if not self.groups:
             return self
+        # Groups are consecutive hosts in device order, so that a range of devices meets a range of groups.
         first_host = first_device // self.devices_per_host
         last_host = (first_device + num_devices - 1) // self.devices_per_host
         found, start = list[HostGroup](), 0
@@ -264,6 +265,7 @@ def slowest_device(devices: Sequence[Device]) -> Device:
 
 def slowest_link(links: Sequence[Link]) -> Link:
     """Return the link with the lowest rate, given the longest latency, ramp and skew of all links."""
+    # The slowest link sets the pace: a ring waits for its slowest edge.
     base = min(links, key=lambda link: link.bytes_per_second)
     return replace(
         base,

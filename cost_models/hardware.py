@@ -346,6 +346,7 @@ class Link:
 
     def _rings(self, num_members: int) -> tuple[list[int], int]:
         """Return the sizes of the whole rings that the members fill, longest first, and the number of ring sets."""
+        # Greedy, the longest ring first; `rest` counts the sets of rings that the next ring has to join.
         rings, rest = list[int](), num_members
         for size in sorted(self.torus, reverse=True):
             if size <= rest:

@@ -94,6 +94,7 @@ def levels_of(group: Group, cluster: Cluster, *, all_to_all: bool = False) -> tu
     Raises:
         CostModelError: the group does not fit the cluster.
     """
+    # First, since the levels of a group that does not fit would be priced without any complaint.
     _check_fits(group, cluster)
     per_domain = min(group.num_devices, group.devices_per_host * cluster.hosts_per_domain)
     if group.devices_per_domain is not None and cluster.hosts_per_domain > 1:
@@ -268,6 +269,7 @@ def schemes(kind: CollectiveKind, bytes: float, levels: Sequence[Level], algorit
 
 def _neighbours(bytes: float, levels: Sequence[Level]) -> Scheme:
     """Price one shift: one member per host sends to the next host, the others inside; the slowest counts."""
+    # Each member sends one message, on one level only, so that levels do not add up.
     parts = [SchemePart(level, "one message", 1, bytes) for level in levels]
     return Scheme("one message", (max(parts, key=lambda part: part.latency_seconds + part.bandwidth_seconds),))
 

@@ -146,6 +146,7 @@ def in_two_parts(view: StageView, pricer: Pricer, solution: StageSolution) -> St
     choice = solution.choice
     if choice is None:
         return solution
+    # The first part must compute what the previous stage waits for; all else can follow later, in the bubbles.
     second = weight_gradient_ops(view.step, view.ops)
     backend = pricer.cost_model.backend
     lives = lives_of(view, fusion=backend.fusion, fused_attention=backend.fused_attention)
@@ -201,6 +202,7 @@ def drive(stage: ChosenStage, phase: Phase, machine: Machine[int], part: frozens
     view, choice, phases = stage.view, stage.choice, stage.view.step.phases
     walk = Walk(view.graph, choice.ops, stage.pricer.sizes, machine)
     mine = [o for o in view.ops if phases[o] is phase and (part is None or o in part)]
+    # Every task recomputes what depends on no micro-batch, instead of receiving it from another task.
     repeated = _invariant_needs(view, mine)
     run = repeated.union(mine)
     _enter(walk, view, choice, phase, run)

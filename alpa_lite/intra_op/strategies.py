@@ -295,6 +295,7 @@ def placements(
     found: list[OpPlacement] = []
     for combination in axis_choices(op, sizes, restriction):
         partial = tuple(a for a, c in zip(sizes, combination, strict=True) if c == -1)
+        # Axes on one factor may be nested in any order that the restriction allows; each gives other blocks.
         in_mesh_order = factor_axes(rule, combination, sizes)
         for factors in product(*(restriction.orders(axes, sizes) for axes in in_mesh_order)):
             bare = OpPlacement(factors=factors, partial=partial)

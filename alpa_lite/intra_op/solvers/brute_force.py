@@ -21,6 +21,7 @@ from alpa_lite.intra_op.solvers.solver import Attempt, Control, Solver, no_solut
 def _all_choices(problem: Problem, count: int) -> list[IntArray]:
     index = np.arange(count, dtype=np.intp)
     columns: list[IntArray] = []
+    # The last node changes fastest, as the digits of a number do.
     for size in reversed(problem.num_strategies):
         index, column = np.divmod(index, size)
         columns.append(column)

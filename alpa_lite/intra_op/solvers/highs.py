@@ -267,6 +267,7 @@ class Highs(Solver):
         if problem.num_nodes == 0:
             return solution_of(problem, (), attempt, bound=0.0)
         program = _program(problem)
+        # A node or an edge without a finite entry needs no solver to be infeasible.
         if program is None:
             return no_solution(attempt, status=Status.INFEASIBLE)
         if attempt.seconds > time_limit_seconds or control.stop():

@@ -85,9 +85,11 @@ def run_attended(
     ``halt[0]`` becomes 1 once ``over`` returns True: compiled loops poll it, and end with what they have.
     """
     running = [pool.submit(job) for job in jobs]
+    # The main thread must wake up, since Python delivers signals (Ctrl-C) to it alone and between its own steps.
     while wait(running, timeout=_POLL_SECONDS).not_done:
         if over():
             halt[0] = 1
+    # Only now, so that all jobs have ended before an exception leaves: they write to shared arrays.
     for done in running:
         done.result()
 
