@@ -52,7 +52,7 @@ def _params(params: dict[str, Any]) -> dict[str, Any]:
 
 def _param(value: Any) -> Any:
     if isinstance(value, tuple):
-        return tuple(map(_param, value))
+        return _jax.tuple_like(value, map(_param, value))
     return _discharged(value) if hasattr(value, "consts") and hasattr(value, "jaxpr") else value
 
 

@@ -136,7 +136,7 @@ class _MeshRemover:
         if isinstance(value, NamedSharding):
             return None
         if isinstance(value, tuple):
-            found = tuple(self._param(each) for each in value)
+            found = _jax.tuple_like(value, (self._param(each) for each in value))
             return value if all(a is b for a, b in zip(found, value, strict=True)) else found
         return self.closed(value) if hasattr(value, "eqns") else value
 
