@@ -184,8 +184,8 @@ class LeadingOp:
     """An op that chooses its own placement; `takes_partial`: its operands may be partial sums if its rule is linear."""
 
     rule: Rule
-    operands: tuple[Value, ...]
-    results: tuple[Value, ...]
+    operands: Sequence[Value]
+    results: Sequence[Value]
     use: OpUse
     takes_partial: bool = False
 

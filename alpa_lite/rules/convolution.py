@@ -125,7 +125,7 @@ def _pooled(
         if needed is None:
             factors = (b.factor(n, FactorKind.PERMUTATION),), (b.factor(m, FactorKind.PERMUTATION),)
         else:
-            # Windows that tile the array, as in most pooling, read nothing of other blocks: such dims pass without halo.
+            # Windows that tile the array, as in most pooling, read nothing of other blocks: their dims pass.
             found = [(operand, *rows) for operand, *rows in needed if any(rows)]
             factors = shared_factor(b, n, m, FactorKind.PERMUTATION if found else FactorKind.PASS)
             halos += [Halo(operand, dim, factors[0][0], before, after) for operand, before, after in found]

@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -139,7 +139,9 @@ def _matrix(problem: Problem, edge: IntArray, entry: IntArray) -> _Columns:
         columns.append(starts[nodes][owner] + strategy)
         values.append(np.full(owner.size, -1.0))
     shape = (problem.num_nodes + int(ends.sum()), int(starts[-1]) + edge.size)
-    matrix = sparse.csc_matrix((np.concatenate(values), (np.concatenate(rows), np.concatenate(columns))), shape=shape)
+    matrix: Any = sparse.csc_matrix(
+        (np.concatenate(values), (np.concatenate(rows), np.concatenate(columns))), shape=shape
+    )
     return _Columns(*shape, starts=matrix.indptr, rows=matrix.indices, values=matrix.data)
 
 

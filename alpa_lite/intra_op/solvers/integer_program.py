@@ -29,7 +29,7 @@ import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -38,8 +38,6 @@ from alpa_lite.intra_op.reductions import MemoryRow, binding_times, maximal_rows
 from alpa_lite.intra_op.solvers.solver import Attempt, Control, ProgramTooLargeError, Solver, no_solution, solution_of
 
 if TYPE_CHECKING:
-    import highspy
-
     # PuLP and HiGHS take 0.1 s to import, and few runs need this solver: the functions below import them.
     import pulp
 
@@ -232,7 +230,7 @@ def _run(model: _Model, solver: pulp.HiGHS) -> _PulpRun:
     program.setObjective(pulp.LpAffineExpression(model.objective))
     solver.createAndConfigureSolver(program)
     solver.buildSolverModel(program)
-    highs: highspy.Highs = program.solverModel
+    highs: Any = program.solverModel
     solver.callSolver(program)
     status, info = highs.getModelStatus(), highs.getInfo()
     ended = highspy.HighsModelStatus
