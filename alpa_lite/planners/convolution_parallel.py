@@ -27,7 +27,7 @@ from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.intra_op.stage import GivenLayout, Wanted
 from alpa_lite.intra_op.strategies import AxisRole, Restriction
 from alpa_lite.plan.plan import Plan
-from alpa_lite.planners.on_mesh import plan_on_mesh
+from alpa_lite.planners.on_mesh import MeshConstraints, plan_on_mesh
 from alpa_lite.planners.planner import Planner
 from alpa_lite.planners.weights import WeightSplit, layout_of_kinds, named_kinds
 from alpa_lite.program.ir import Graph
@@ -87,7 +87,7 @@ class ConvolutionParallel(Planner):
             **dict.fromkeys(_KERNELS, AxisRole.MODEL),
         }
         restriction = Restriction(roles={axis: roles[axis] for axis in wide})
-        return plan_on_mesh(self.name, request, axes, restriction=restriction, layout=layout)
+        return plan_on_mesh(self.name, request, axes, MeshConstraints(restriction=restriction, layout=layout))
 
 
 def _layout(step: StepGraph, sizes: Mapping[str, int]) -> GivenLayout:

@@ -17,11 +17,12 @@ from alpa_lite.inter_op.assembly import StagedStep, assemble
 from alpa_lite.inter_op.joint.what_would_fit import show_bytes, show_shortage
 from alpa_lite.inter_op.pins import Pins, check_results, pins_on_mesh, with_results
 from alpa_lite.inter_op.plan_request import PlanRequest
-from alpa_lite.inter_op.stage_costs import PlacedStage, StageCosts, StagePlace
+from alpa_lite.inter_op.stage_costs import StageConstraints, StageCosts, StagePlace
 from alpa_lite.intra_op.stage import NO_LAYOUT, GivenLayout
 from alpa_lite.intra_op.strategies import AxisRole, BatchSplit, Restriction
 from alpa_lite.plan.plan import Plan
 from alpa_lite.planners.planner import Planner
+from alpa_lite.program.phases import StepGraph
 from alpa_lite.schedule import OneFOneB
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh
 from alpa_lite.step.clustering import make_layers
@@ -60,38 +61,46 @@ class OnMesh(Planner):
         check_results(self.outputs, request.results)
         roles = {axis: AxisRole.BATCH for axis in self.batch if self.axes[axis] > 1}
         restriction = Restriction(roles=roles, optimizer=BatchSplit.MAY, parameters=BatchSplit.MAY)
-        return plan_on_mesh(
-            self.name, request, self.axes, restriction=restriction, pins=self.pins, outputs=self.outputs
+        constraints = MeshConstraints(restriction=restriction, pins=self.pins, outputs=self.outputs)
+        return plan_on_mesh(self.name, request, self.axes, constraints)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshConstraints:
+    """The restrictions of a plan on a mesh of given axes.
+
+    Attributes:
+        restriction: the use of each axis.
+        pins, outputs: as in `OnMesh`.
+        layout: constraints on the values of `request.best_step((1,), loop_parts=0)` (`intra_op.stage`).
+    """
+
+    restriction: Restriction
+    pins: Pins = field(default_factory=dict[str, Sequence[Any]])
+    outputs: Pins = field(default_factory=dict[str, Sequence[Any]])
+    layout: GivenLayout = NO_LAYOUT
+
+    def on(self, request: PlanRequest, step: StepGraph, axes: Mapping[str, int]) -> StageConstraints:
+        """Return the constraints on the values of a step. Raises `PlanError` for pins that do not fit."""
+        inputs = pins_on_mesh(step, self.pins, axes)
+        pinned = with_results(step, request.results, inputs, self.outputs, axes)
+        return StageConstraints(
+            restriction=self.restriction, pins=pinned.inputs, outputs=pinned.outputs, layout=self.layout
         )
 
 
-def plan_on_mesh(
-    name: str,
-    request: PlanRequest,
-    axes: Mapping[str, int],
-    *,
-    restriction: Restriction,
-    pins: Pins | None = None,
-    outputs: Pins | None = None,
-    layout: GivenLayout = NO_LAYOUT,
-) -> Plan:
-    """Return a plan of one stage on all devices, which form a mesh of these axes; see `OnMesh.plan`.
-
-    `layout`: constraints on the values of `request.best_step((1,), loop_parts=0)` (`intra_op.stage`).
-    """
+def plan_on_mesh(name: str, request: PlanRequest, axes: Mapping[str, int], constraints: MeshConstraints) -> Plan:
+    """Return a plan of one stage on all devices, which form a mesh of these axes; see `OnMesh.plan`."""
     started = time.perf_counter()
     mesh, cluster = _mesh(name, request, axes), request.cluster
     step = request.best_step((1,), loop_parts=0)
     layers = make_layers(step, 1)
-    pinned = with_results(step, request.results, pins_on_mesh(step, pins or {}, axes), outputs or {}, axes)
+    given = constraints.on(request, step, axes)
     costs = StageCosts(
         step=step,
         layers=layers,
         cost_model=request.cost_model,
-        restriction=restriction,
-        pins=pinned.inputs,
-        outputs=pinned.outputs,
-        layout=layout,
+        constraints=given,
         progress=request.progress,
     )
     submesh = Submesh(first_device=0, num_hosts=cluster.num_hosts, devices_per_host=cluster.devices_per_host)
@@ -104,10 +113,9 @@ def plan_on_mesh(
             f"{cluster.device.name} has {show_bytes(cluster.device.memory_bytes)}. {show_shortage(why)}Use more "
             "micro-batches, more hosts, or al.planners.Auto, which also tries pipelines."
         )
-    stage = PlacedStage(first=0, last=0, submesh=submesh, mesh=mesh, solution=solution)
-    staged = StagedStep(step=step, layers=layers, stages=[stage], schedule=OneFOneB())
+    staged = StagedStep(step=step, layers=layers, stages=[place.with_solution(solution)], schedule=OneFOneB())
     plan = assemble(name, request, staged, started)
-    return replace(plan, stages=(replace(plan.stages[0], outputs=pinned.outputs),))
+    return replace(plan, stages=(replace(plan.stages[0], outputs=given.outputs),))
 
 
 def _mesh(name: str, request: PlanRequest, axes: Mapping[str, int]) -> LogicalMesh:

@@ -20,7 +20,7 @@ from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.intra_op.stage import GivenLayout, Wanted
 from alpa_lite.intra_op.strategies import AxisRole, Restriction
 from alpa_lite.plan.plan import Plan
-from alpa_lite.planners.on_mesh import plan_on_mesh
+from alpa_lite.planners.on_mesh import MeshConstraints, plan_on_mesh
 from alpa_lite.planners.planner import Planner
 from alpa_lite.program.ir import Graph
 from alpa_lite.program.phases import StepGraph
@@ -81,7 +81,7 @@ class OneWeirdTrick(Planner):
                 "al.planners.FSDP or al.planners.Auto."
             )
         axes, restriction = {AXIS: devices}, Restriction(roles={AXIS: AxisRole.DENSE})
-        return plan_on_mesh(self.name, request, axes, restriction=restriction, layout=layout)
+        return plan_on_mesh(self.name, request, axes, MeshConstraints(restriction=restriction, layout=layout))
 
 
 def _is_convolution(each: Contraction) -> bool:
