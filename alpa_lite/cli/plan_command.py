@@ -26,7 +26,7 @@ from alpa_lite.errors import AlpaLiteError, InfeasibleError, PlanError
 from alpa_lite.inspection.text.progress_bar import planning_progress
 from alpa_lite.inspection.text.tables import plan_summary
 from alpa_lite.inspection.why.what_if import Candidate, ClusterComparison, PinsCost, varied
-from alpa_lite.inter_op.pins import pinned_axes, pinned_specs
+from alpa_lite.inter_op.plan_request import pinned_axes, pinned_specs
 from alpa_lite.planners.by_name import PLANNERS, options_of, planner_by_name
 from alpa_lite.program.phases import StepGraph
 from alpa_lite.text import read_bytes

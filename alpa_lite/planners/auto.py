@@ -18,14 +18,13 @@ from typing import Any, Literal
 
 from alpa_lite.errors import AlpaLiteError, ExecutionError, InfeasibleError, PlanError
 from alpa_lite.inter_op.assembly import relative_gap, schedule_for, with_microbatches
-from alpa_lite.inter_op.joint.microbatch_counts import numbers_to_search
-from alpa_lite.inter_op.joint.search import SEARCH_GAP, SEARCH_SECONDS, JointSearch
-from alpa_lite.inter_op.joint.stage_cost_cache import Layering, StageCostCache
-from alpa_lite.inter_op.joint.what_would_fit import cheapest_fit, more_hosts, more_microbatches
-from alpa_lite.inter_op.pins import Pins, pinned_axes
-from alpa_lite.inter_op.plan_request import PlanRequest
+from alpa_lite.inter_op.joint_search import SEARCH_GAP, SEARCH_SECONDS, JointSearch
+from alpa_lite.inter_op.microbatch_counts import numbers_to_search
+from alpa_lite.inter_op.plan_request import Pins, PlanRequest, pinned_axes
 from alpa_lite.inter_op.space import Space
+from alpa_lite.inter_op.stage_cost_cache import Layering, StageCostCache
 from alpa_lite.inter_op.stage_costs import SolveEffort
+from alpa_lite.inter_op.what_would_fit import cheapest_fit, more_hosts, more_microbatches
 from alpa_lite.inter_op.work_floor import least_seconds
 from alpa_lite.inter_op.workers import Workers, num_workers
 from alpa_lite.intra_op.solvers.integer_program import IntegerProgram, available_backends

@@ -20,8 +20,12 @@ from typing import Literal
 
 from alpa_lite.errors import InfeasibleError, PlanError
 from alpa_lite.inter_op.assembly import StagedStep, assemble, schedule_for
-from alpa_lite.inter_op.joint.stage_cost_cache import policies_of
-from alpa_lite.inter_op.joint.what_would_fit import (
+from alpa_lite.inter_op.loop_cuts import PipelineCut, StageBalance, cut_into_blocks, cut_into_stages
+from alpa_lite.inter_op.plan_request import PlanRequest
+from alpa_lite.inter_op.shared_devices import Together, held_at_peak, solve_together
+from alpa_lite.inter_op.stage_cost_cache import policies_of
+from alpa_lite.inter_op.stage_costs import Recomputed, StageConstraints, StageCosts, StagePlace
+from alpa_lite.inter_op.what_would_fit import (
     Remedy,
     cheapest_fit,
     more_hosts,
@@ -29,10 +33,6 @@ from alpa_lite.inter_op.joint.what_would_fit import (
     show_bytes,
     show_shortage,
 )
-from alpa_lite.inter_op.loop_cuts import PipelineCut, StageBalance, cut_into_blocks, cut_into_stages
-from alpa_lite.inter_op.plan_request import PlanRequest
-from alpa_lite.inter_op.shared_devices import Together, held_at_peak, solve_together
-from alpa_lite.inter_op.stage_costs import Recomputed, StageConstraints, StageCosts, StagePlace
 from alpa_lite.intra_op.solve import StageSolution
 from alpa_lite.intra_op.strategies import AxisRole, BatchSplit, Restriction
 from alpa_lite.plan.plan import Plan

@@ -9,10 +9,10 @@ from typing import Protocol
 import numpy as np
 
 from alpa_lite.errors import AlpaLiteError
-from alpa_lite.inter_op.joint.stage_cost_cache import StageCostCache
 from alpa_lite.inter_op.loop_cuts import state_bytes
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.inter_op.space import Space
+from alpa_lite.inter_op.stage_cost_cache import StageCostCache
 from alpa_lite.inter_op.stage_costs import SolvedStage, StageCosts, StagePlace
 from alpa_lite.inter_op.survey import Profile
 from alpa_lite.intra_op.shortage import Shortage, show_seconds

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 import alpa_lite as al
-from alpa_lite.inter_op.joint.stage_cost_cache import Layering, StageCostCache
+from alpa_lite.inter_op.stage_cost_cache import Layering, StageCostCache
 from alpa_lite.inter_op.stage_costs import SolveEffort
 from alpa_lite.step.clustering import make_layers
 from tests.inter_op.test_stage_costs import chain_step

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from hypothesis import given
 from hypothesis import strategies as st
 
-from alpa_lite.inter_op.joint.microbatch_counts import Guess, Searched, next_numbers
+from alpa_lite.inter_op.microbatch_counts import Guess, Searched, next_numbers
 
 
 def _searched(true: Mapping[int, float], guesses: Mapping[int, Guess], solved_at: float) -> tuple[int | None, set[int]]:

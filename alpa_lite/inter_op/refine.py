@@ -21,9 +21,9 @@ from dataclasses import dataclass, replace
 from alpa_lite.errors import InfeasibleError, PlanError
 from alpa_lite.inter_op.assembly import StagedStep, predict
 from alpa_lite.inter_op.boundaries import stacks_at_rest
-from alpa_lite.inter_op.joint.stage_cost_cache import StageCostCache
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.inter_op.shared_devices import device_peak, solve_together
+from alpa_lite.inter_op.stage_cost_cache import StageCostCache
 from alpa_lite.inter_op.stage_costs import PlacedStage, StageCosts, StagePlace
 from alpa_lite.intra_op.solve import RELATIVE_GAP, StageSolution
 from alpa_lite.plan.plan import Prediction

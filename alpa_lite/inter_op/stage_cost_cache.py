@@ -14,8 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from alpa_lite.inter_op.loop_cuts import is_even, parts_that_may_do
-from alpa_lite.inter_op.pins import Pins, pinned_specs
-from alpa_lite.inter_op.plan_request import PlanRequest
+from alpa_lite.inter_op.plan_request import Pins, PlanRequest, pinned_specs
 from alpa_lite.inter_op.stage_costs import Recomputed, SharedTables, SolveEffort, StageConstraints, StageCosts
 from alpa_lite.program.ir import MAX_TRIPS
 from alpa_lite.program.phases import Phase, StepGraph

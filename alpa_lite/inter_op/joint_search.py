@@ -33,7 +33,7 @@ from alpa_lite.errors import (
 )
 from alpa_lite.inter_op.assembly import StagedStep, assemble
 from alpa_lite.inter_op.boundaries import inflows, slower_inflows
-from alpa_lite.inter_op.joint.microbatch_counts import (
+from alpa_lite.inter_op.microbatch_counts import (
     NEAR,
     Guess,
     Searched,
@@ -41,15 +41,15 @@ from alpa_lite.inter_op.joint.microbatch_counts import (
     numbers_to_search,
     surveyed_numbers,
 )
-from alpa_lite.inter_op.joint.refine import Found, agreeing, made_to_fit, refined, rescheduled
-from alpa_lite.inter_op.joint.stage_cost_cache import StageCostCache
-from alpa_lite.inter_op.joint.what_would_fit import tightest_stage
 from alpa_lite.inter_op.plan_request import PlanRequest
+from alpa_lite.inter_op.refine import Found, agreeing, made_to_fit, refined, rescheduled
 from alpa_lite.inter_op.space import Space, StageEquality, hosts_of_groups
+from alpa_lite.inter_op.stage_cost_cache import StageCostCache
 from alpa_lite.inter_op.stage_costs import PlacedStage, StageCosts, StagePlace
 from alpa_lite.inter_op.stage_dp import StageChoice
 from alpa_lite.inter_op.stage_search import PipelinedBatch, PolicyCosts, StageGuesses, StageLimits, StageSearch
 from alpa_lite.inter_op.survey import Beyond, Profile, Survey
+from alpa_lite.inter_op.what_would_fit import tightest_stage
 from alpa_lite.intra_op.solve import RELATIVE_GAP
 from alpa_lite.plan.plan import Plan
 from alpa_lite.schedule import Schedule
