@@ -25,9 +25,9 @@ from alpa_lite.plan.progress import Progress
 from alpa_lite.program.ir import Value
 from alpa_lite.program.phases import StepGraph
 from alpa_lite.sharding.specs import Spec, divides
+from cost_models.checks import printable
 from cost_models.cluster import Cluster
 from cost_models.composed import CostModel
-from cost_models.untrusted_text import printable
 
 OnInterrupt = Literal["raise", "best"]
 """The behaviour of a search when it is interrupted."""
