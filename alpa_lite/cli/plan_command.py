@@ -1,6 +1,6 @@
 """`alpa-lite plan`: plan a train step for a cluster, compare clusters, and show the cost of pins.
 
-Pins are read from a YAML file, which gives the sharding of some arguments in the form that `inter_op.plan_request` takes:
+Pins are read from a YAML file, which gives the sharding of some arguments in the form of `inter_op.plan_request`:
 
 # an axis, a list of axes, or null for each dim
 state/params/head: [null, model]

@@ -72,7 +72,7 @@ class BottleneckSums(NamedTuple):
     best: FloatArray
 
 
-class Row(NamedTuple):
+class SumsRow(NamedTuple):
     """The part f[level,i,:,x] of the table with x from `first` to `last`."""
 
     # Numbers alone: an array in a tuple that is made in a loop would have its references counted there.
@@ -123,7 +123,7 @@ def fill(arrays: StageArrays, tau: float, sums: BottleneckSums) -> FloatArray:
     for level in range(1, num_levels + 1):
         for i in range(num_layers - 1, -1, -1):
             if most[i] >= 0:
-                _fill_row(arrays, tau, sums, Row(level, i, last - most[i], last - least[i]))
+                _fill_row(arrays, tau, sums, SumsRow(level, i, last - most[i], last - least[i]))
     totals = np.full(num_levels + 1, np.inf)
     for level in range(1, num_levels + 1):
         if sums.low[level, 0, 0] <= sums.high[level, 0, 0]:
@@ -163,7 +163,7 @@ def _levels(arrays: StageArrays, level: int) -> tuple[int, int]:
 
 
 @kernel
-def _fill_row(arrays: StageArrays, tau: float, sums: BottleneckSums, row: Row) -> None:
+def _fill_row(arrays: StageArrays, tau: float, sums: BottleneckSums, row: SumsRow) -> None:
     """Compute a row of f for all sender classes that can feed it."""
     level, i, first, last = row
     arrives = sums.arrives[i]
@@ -186,7 +186,7 @@ def _fill_row(arrays: StageArrays, tau: float, sums: BottleneckSums, row: Row) -
 
 
 @kernel
-def _range_of(arrays: StageArrays, tau: float, sums: BottleneckSums, row: Row, b: int) -> tuple[int, int]:
+def _range_of(arrays: StageArrays, tau: float, sums: BottleneckSums, row: SumsRow, b: int) -> tuple[int, int]:
     """Return the range of x, within a row, with which its first stage can be on kind b."""
     level, i = row.level, row.i
     first, last = arrays.num_states, -1
@@ -201,7 +201,7 @@ def _range_of(arrays: StageArrays, tau: float, sums: BottleneckSums, row: Row, b
 
 
 @kernel
-def _through_kind(arrays: StageArrays, tau: float, sums: BottleneckSums, row: Row, b: int) -> None:
+def _through_kind(arrays: StageArrays, tau: float, sums: BottleneckSums, row: SumsRow, b: int) -> None:
     """Lower a row of f to the sums that are possible with a first stage on kind b."""
     level, i, best = row.level, row.i, sums.best
     first, last = _range_of(arrays, tau, sums, row, b)
@@ -220,7 +220,7 @@ def _through_kind(arrays: StageArrays, tau: float, sums: BottleneckSums, row: Ro
             if seconds + inflow <= tau < seconds + before:
                 used = True
                 for rest in range(lowest, highest + 1):
-                    _lower(arrays, sums, Row(rest, k + 1, first, last), b, seconds)
+                    _lower(arrays, sums, SumsRow(rest, k + 1, first, last), b, seconds)
         before = inflow
         if used:
             values = sums.values[level, i, a]
@@ -229,7 +229,7 @@ def _through_kind(arrays: StageArrays, tau: float, sums: BottleneckSums, row: Ro
 
 
 @kernel
-def _lower(arrays: StageArrays, sums: BottleneckSums, after: Row, b: int, seconds: float) -> None:
+def _lower(arrays: StageArrays, sums: BottleneckSums, after: SumsRow, b: int, seconds: float) -> None:
     """Lower best[x] to seconds + f[level,i,a(b),x-shift(b)]; level, i and the range of x are those of `after`."""
     level, i, best = after.level, after.i, sums.best
     a, shift, block = arrays.sender[b], arrays.shift[b], arrays.block[b]
