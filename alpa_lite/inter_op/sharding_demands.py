@@ -43,7 +43,7 @@ def user_mesh(step: StepGraph, given: UserShardings) -> dict[str, int] | None:
 
 
 def argument_pins(step: StepGraph, given: UserShardings, *, only: str = "") -> dict[str, Sequence[Any]]:
-    """Return the specs of arguments that the user has placed, by path, in the form of `inter_op.pins`.
+    """Return the specs of arguments that the user has placed, by path, in the form of `Pins`.
 
     only: a source, whose arguments alone count; "" for all.
     """

@@ -10,13 +10,12 @@ from itertools import islice
 
 from alpa_lite.errors import AlpaLiteError, PlanError
 from alpa_lite.inspection.text.tables import Table, render, short_source
-from alpa_lite.inter_op.pins import Pins
-from alpa_lite.inter_op.plan_request import PlanRequest
+from alpa_lite.inter_op.plan_request import Pins, PlanRequest
 from alpa_lite.inter_op.sharding_demands import argument_pins, user_layout, wanted_shardings
 from alpa_lite.intra_op.stage import NO_LAYOUT, GivenLayout
 from alpa_lite.intra_op.strategies import FREE_CHOICE
 from alpa_lite.plan.plan import Plan
-from alpa_lite.planners.on_mesh import plan_on_mesh
+from alpa_lite.planners.on_mesh import MeshConstraints, plan_on_mesh
 from alpa_lite.program.user_shardings import NO_USER_SHARDINGS, UserSharding
 from alpa_lite.text import show_milliseconds
 
@@ -124,6 +123,7 @@ def _planned(request: PlanRequest, mesh: Mesh, pins: Pins, layout: GivenLayout) 
     # The pins and the layout are all that the plan has to obey.
     request = replace(request, user_shardings=NO_USER_SHARDINGS)
     try:
-        return plan_on_mesh("mesh", request, dict(mesh), restriction=FREE_CHOICE, pins=pins, layout=layout)
+        constraints = MeshConstraints(restriction=FREE_CHOICE, pins=pins, layout=layout)
+        return plan_on_mesh("mesh", request, dict(mesh), constraints)
     except AlpaLiteError as error:
         return str(error)
