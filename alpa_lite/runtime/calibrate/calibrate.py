@@ -1,9 +1,9 @@
-"""Describe this process's devices as a `Cluster`: the programs of `probes`, timed by `timing`, explained by `fit`.
+"""Describe this process's devices as a `Cluster`: the programs of `probes`, timed and explained by `measurements`.
 
     dispatch_seconds = median time of a program that does next to nothing, awaited
     device_share     = seconds of a block divided over all devices / seconds of the whole block on one, on a shared
                        processor only
-    the rest         = the constants under which the cost model predicts the measurements          (fit.fit_cluster)
+    the rest         = the constants under which the cost model predicts the measurements          (fit_cluster)
 
 `local_cluster` reads or makes such a description:
 
@@ -39,7 +39,17 @@ import jax
 
 from alpa_lite import _jax
 from alpa_lite.errors import ExecutionError, UnusableFileWarning
-from alpa_lite.runtime.calibrate.fit import Measurement, fit_cluster, measured_constants, predicted_seconds
+from alpa_lite.runtime.calibrate.measurements import (
+    Measurement,
+    Stopwatch,
+    TimedProgram,
+    Timing,
+    fit_cluster,
+    measured_constants,
+    num_samples,
+    predicted_seconds,
+    time_programs,
+)
 from alpa_lite.runtime.calibrate.probes import (
     QUICK,
     Probe,
@@ -50,7 +60,6 @@ from alpa_lite.runtime.calibrate.probes import (
     share_programs,
     thorough_sizes,
 )
-from alpa_lite.runtime.calibrate.timing import Stopwatch, TimedProgram, Timing, num_samples, time_programs
 from alpa_lite.runtime.job.consensus import agreed_data, agreed_number
 from alpa_lite.runtime.job.processes import host_rows
 from cost_models.cluster import Cluster, cluster_sources, load_cluster

@@ -28,7 +28,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite._jax import Device
-from alpa_lite.runtime.calibrate.timing import TimedProgram
+from alpa_lite.runtime.calibrate.measurements import TimedProgram
 from alpa_lite.runtime.job.processes import host_rows
 from cost_models.work import Collective, Group, Product, Work
 
@@ -47,7 +47,7 @@ _Step = Callable[[jax.Array, jax.Array], jax.Array]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """A program, and the parts whose prices add up to one trip of it; see `fit.Measurement` for the other fields."""
+    """A program, and the parts whose prices add up to one trip of it; see `measurements.Measurement` for the other fields."""
 
     program: TimedProgram
     series: str

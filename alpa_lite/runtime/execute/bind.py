@@ -26,12 +26,10 @@ from jax.sharding import NamedSharding
 from alpa_lite.lower.emission import Executable
 from alpa_lite.lower.instructions import SUM, Buffer, Instruction, Program
 from alpa_lite.program.phases import StepGraph
-from alpa_lite.runtime.execute.crossing import Windows
-from alpa_lite.runtime.execute.placing import Placing
+from alpa_lite.runtime.execute.placing import Placing, Windows
 from alpa_lite.runtime.execute.run_transfers import Transfer
-from alpa_lite.runtime.job.in_flight import Flight, Token
-from alpa_lite.runtime.job.launch_order import in_turn
-from alpa_lite.runtime.job.processes import devices_of
+from alpa_lite.runtime.job.activity import Flight, Token
+from alpa_lite.runtime.job.processes import devices_of, in_turn
 from alpa_lite.sharding.specs import Spec
 
 Slots = list[Any]

@@ -2,44 +2,192 @@
 
     cut     on the source mesh: copies the pieces to send out of the blocks                       `_cut`
     copy    all pieces at once, each from its device to another of this process                   `Crossing.copy`
-            those that go to another process by one program over all devices that take part      `exchange`
+            those that go to another process by one program over all devices that take part      `Exchange`
     land    on the receiving mesh: assembles the pieces into one chunk per device                 `_land`
 
 A process without a device of a mesh launches nothing there. No data passes through the host. The programs are compiled
 ahead of time, one for all devices of a mesh: a slot is a shape of which every device has at most one piece, and tables
 hold the offsets (`_slots`). Blocks that are sent whole need no cut, and pieces that are the receivers' blocks no land.
 
-The pieces of a plan's transfers are planned and priced. Those of arrays that the caller has placed in other shardings
-than the plan's are computed here (`relocation`):
+Pieces between processes (`Exchange`):
 
-    boxes    the block of each device in the source and in the target sharding                 `_boxes`
-    pieces   their intersections; a piece comes from the nearest device that has it            `course_between`
-    windows  instead of all rows, several runs of equally many rows, one after the other: each device gets its share of
-             every run, so that a run can then be sliced without communication                 `Windows`
+    round     pieces of one shape, of which each device sends at most one and receives at most one  `_rounds`
+    program   one permute per round, on an array that has a piece of each device along its first dim
+
+A device that sends nothing in a round contributes a blank of that shape, and one that receives nothing gets zeros.
+Every process that has one of the devices launches the program, in the same order among all programs that span
+processes.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.typing import DTypeLike
 from numpy.typing import NDArray
 
 from alpa_lite import _jax
 from alpa_lite._jax import Device
-from alpa_lite.runtime.execute.exchange import Blanks, Exchange, Sent, joined, stacked, stacked_spec, token
-from alpa_lite.runtime.job.in_flight import Token
-from alpa_lite.runtime.job.launch_order import in_turn
-from alpa_lite.runtime.job.processes import devices_of, is_here
-from alpa_lite.sharding.transfer import Box
+from alpa_lite.runtime.job.activity import Token
+from alpa_lite.runtime.job.consensus import meet
+from alpa_lite.runtime.job.processes import any_here, devices_of, in_turn, is_here, processes_of
+
+AXIS = "device"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    """A piece that one device sends to another."""
+
+    number: int
+    shape: tuple[int, ...]
+    source: Device
+    target: Device
+
+
+class Blanks:
+    """A cache of arrays of zeros, one per shape, dtype and device."""
+
+    def __init__(self) -> None:
+        """Start with an empty cache."""
+        self._made: dict[tuple[tuple[int, ...], object, Device], jax.Array] = {}
+
+    def get(self, shape: tuple[int, ...], dtype: DTypeLike, device: Device) -> jax.Array:
+        """Return zeros of a shape on a device of this process."""
+        key = (shape, jnp.dtype(dtype), device)
+        if key not in self._made:
+            self._made[key] = jax.device_put(np.zeros(shape, dtype), device)
+        return self._made[key]
+
+
+def token() -> jax.Array:
+    """Return a scalar that is ready when its program is done."""
+    return jnp.zeros((), jnp.int8)
+
+
+def stacked_spec(mesh: Mesh | AbstractMesh, shape: Sequence[int]) -> PartitionSpec:
+    """Return the spec with one block per device along the first dim; scalars are declared replicated, though they may
+    differ.
+    """
+    return PartitionSpec(mesh.axis_names) if shape else PartitionSpec()
+
+
+def stacked(mesh: Mesh | AbstractMesh, shape: tuple[int, ...], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
+    """Return an abstract array of one block of a shape per device of a mesh."""
+    whole = (mesh.size * shape[0], *shape[1:]) if shape else ()
+    return jax.ShapeDtypeStruct(whole, dtype, sharding=NamedSharding(mesh, stacked_spec(mesh, shape)))
+
+
+def joined(like: jax.ShapeDtypeStruct, blocks: Sequence[jax.Array]) -> jax.Array:
+    """Return an array made of the blocks on devices of this process."""
+    return jax.make_array_from_single_device_arrays(like.shape, like.sharding, list(blocks), dtype=like.dtype)
+
+
+class Exchange:
+    """An exchange compiled on the processes that take part; call it with the pieces on devices of this process."""
+
+    def __init__(self, pieces: Sequence[Sent], dtype: DTypeLike, blanks: Blanks) -> None:
+        """Compile the exchange. Collective: all processes that take part must call this at about the same time."""
+        found = {device for piece in pieces for device in (piece.source, piece.target)}
+        # In an order that does not depend on the process, as all of them must build the same program.
+        devices = sorted(found, key=lambda device: (device.process_index, device.id))
+        self.is_here = any_here(devices)
+        if not self.is_here:
+            return
+        self.rounds = _rounds(pieces, devices)
+        mesh = Mesh(np.array(devices), (AXIS,))
+        self._avals = [stacked(mesh, each.shape, dtype) for each in self.rounds]
+        self._mine = [(at, device) for at, device in enumerate(devices) if is_here(device)]
+        self._blanks = [[self._blank(blanks, each, dtype, at, d) for at, d in self._mine] for each in self.rounds]
+        specs = tuple(stacked_spec(mesh, each.shape) for each in self.rounds)
+        pairs = [each.pairs for each in self.rounds]
+
+        def permute(*arrays: jax.Array) -> Any:
+            return (*(lax.ppermute(x, AXIS, p) for x, p in zip(arrays, pairs, strict=True)), token())
+
+        program = jax.shard_map(
+            permute, mesh=mesh, in_specs=specs, out_specs=(*specs, PartitionSpec()), check_vma=False
+        )
+        self._permute = in_turn(_jax.compiled(jax.jit(program).lower(*self._avals)), devices)
+        together(devices, lambda: self._permute(*map(_zeros, self._avals)))
+
+    def _blank(self, blanks: Blanks, each: _Round, dtype: DTypeLike, at: int, device: Device) -> jax.Array | None:
+        return None if at in each.sent else blanks.get(each.shape, dtype, device)
+
+    def __call__(self, pieces: Mapping[int, jax.Array]) -> tuple[dict[int, jax.Array], Token]:
+        """Send `pieces`; return the pieces that devices of this process receive, by number, and the token."""
+        arrays: list[jax.Array] = []
+        for each, aval, blanks in zip(self.rounds, self._avals, self._blanks, strict=True):
+            shown = [
+                pieces[each.sent[at]] if blank is None else blank
+                for (at, _), blank in zip(self._mine, blanks, strict=True)
+            ]
+            arrays.append(joined(aval, shown))
+        *results, done = self._permute(*arrays)
+        found: dict[int, jax.Array] = {}
+        for each, result in zip(self.rounds, results, strict=True):
+            for (at, _), block in zip(self._mine, _jax.blocks(result), strict=True):
+                if at in each.got:
+                    found[each.got[at]] = block
+        return found, done
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Round:
+    """Pieces of one shape: pairs of device positions, and the number of the piece that a position sends or receives."""
+
+    shape: tuple[int, ...]
+    pairs: tuple[tuple[int, int], ...]
+    sent: Mapping[int, int]
+    got: Mapping[int, int]
+
+
+def _rounds(pieces: Sequence[Sent], devices: Sequence[Device]) -> list[_Round]:
+    """Assign each piece to the first round of its shape in which its sender and its receiver are idle."""
+    place = {device: at for at, device in enumerate(devices)}
+    rounds: dict[tuple[int, ...], list[tuple[dict[int, int], dict[int, int], list[tuple[int, int]]]]] = {}
+    for piece in pieces:
+        source, target = place[piece.source], place[piece.target]
+        existing = rounds.setdefault(piece.shape, [])
+        # Fewer rounds are fewer collectives, though this greedy choice may need more than the least possible number.
+        free = next((r for r in existing if source not in r[0] and target not in r[1]), None)
+        if free is None:
+            free = {}, {}, []
+            existing.append(free)
+        sent, got, pairs = free
+        sent[source] = got[target] = piece.number
+        pairs.append((source, target))
+    return [
+        _Round(shape=shape, pairs=tuple(pairs), sent=sent, got=got)
+        for shape, existing in rounds.items()
+        for sent, got, pairs in existing
+    ]
+
+
+def together(devices: Sequence[Device], run: Callable[[], object]) -> None:
+    """Run a program on devices of several processes for the first time, after all of them are ready.
+
+    The CPU's collectives connect the devices of a group at its first use, and time out when one is half a minute late.
+    """
+    meet(processes_of(devices))
+    jax.block_until_ready(run())
+
+
+def _zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
+    def block(index: Any) -> Any:
+        shape = [len(range(*part.indices(n))) for part, n in zip(index, like.shape, strict=True)]
+        return np.zeros(shape, like.dtype)
+
+    return jax.make_array_from_callback(like.shape, like.sharding, block)
+
 
 Local = Callable[[jax.Array], jax.Array]
 """A function of a device's block, inside the program."""
@@ -307,116 +455,3 @@ def _land(course: Course, slots: Sequence[PieceSlot]) -> Callable[..., Any]:
     in_specs = tuple(stacked_spec(mesh, slot.shape) for slot in slots)
     out_specs = (course.wanted.spec, PartitionSpec())
     return jax.shard_map(land, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Windows:
-    """Runs of rows along a dim: `count` runs of `size` rows, the first from row `start`."""
-
-    dim: int
-    start: int
-    size: int
-    count: int
-
-
-def relocation(array: jax.ShapeDtypeStruct, wanted: NamedSharding, windows: Windows | None, blanks: Blanks) -> Crossing:
-    """Compile a relocation. Collective: all processes that take part must call this. `array` carries its sharding."""
-    return Crossing(course_between(array, wanted, windows), blanks)
-
-
-def course_between(array: jax.ShapeDtypeStruct, wanted: NamedSharding, windows: Windows | None = None) -> Course:
-    """Return the pieces between two shardings. With windows the result has `count * size` rows along their dim."""
-    source = array.sharding
-    assert isinstance(source, NamedSharding)
-    here, there = devices_of(source.mesh), devices_of(wanted.mesh)
-    held, shape = _boxes(source, array.shape), array.shape
-    runs = [0]
-    if windows is not None:
-        shape = _with_rows(shape, windows.dim, windows.size)
-        runs = [windows.start + i * windows.size for i in range(windows.count)]
-    landed = _boxes(wanted, shape)
-    senders = _PieceSenders(held, here)
-    hands: list[Hand] = []
-    for target, box in enumerate(landed):
-        for number, first in enumerate(runs):
-            moved = box if windows is None else _shifted(box, windows.dim, first)
-            # In the chunk of a device its shares of the runs lie one after the other.
-            shift = tuple(number * (b - a) if windows and d == windows.dim else 0 for d, (a, b) in enumerate(box))
-            for owned, part in senders.overlaps(moved):
-                landing = [a - first + by for (a, _), (first, _), by in zip(part, moved, shift, strict=True)]
-                hands.append(
-                    Hand(
-                        source=senders.choose(owned, part, there[target]),
-                        target=target,
-                        shape=_size(part),
-                        start=tuple(a - first for (a, _), (first, _) in zip(part, owned, strict=True)),
-                        landing=tuple(landing),
-                    )
-                )
-    count = 1 if windows is None else windows.count
-    rows = {} if windows is None else {windows.dim: count}
-    chunk = tuple(n * rows.get(d, 1) for d, n in enumerate(_size(landed[0])))
-    whole = tuple(n * rows.get(d, 1) for d, n in enumerate(shape))
-    return Course(array=array, hands=tuple(hands), held=_size(held[0]), chunk=chunk, shape=whole, wanted=wanted)
-
-
-def on_plain_mesh(sharding: NamedSharding) -> NamedSharding:
-    """Return the sharding on a mesh whose axes have no types, which programs on local blocks need."""
-    mesh = sharding.mesh
-    assert isinstance(mesh, Mesh)
-    return NamedSharding(Mesh(mesh.devices, mesh.axis_names), sharding.spec)
-
-
-class _PieceSenders:
-    """Which devices hold each box, and how many bytes each sends."""
-
-    def __init__(self, held: Sequence[Box], devices: Sequence[Device]) -> None:
-        self.devices, self.sent = devices, Counter[int]()
-        self.holders: dict[Box, list[int]] = {}
-        for place, box in enumerate(held):
-            self.holders.setdefault(box, []).append(place)
-
-    def overlaps(self, wanted: Box) -> list[tuple[Box, Box]]:
-        """Return the distinct boxes that overlap `wanted`, each with the intersection."""
-        found: list[tuple[Box, Box]] = []
-        for owned in self.holders:
-            part = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(wanted, owned, strict=True))
-            if all(a < b for a, b in part):
-                found.append((owned, part))
-        return found
-
-    def choose(self, owned: Box, part: Box, receiver: Device) -> int:
-        """Return the sender: the receiver itself, a device of its process, or the device that has sent the fewest
-        bytes.
-        """
-
-        def cost(place: int) -> tuple[bool, bool, int, int]:
-            device = self.devices[place]
-            # The place comes last, so that all processes choose the same among equals.
-            return device != receiver, device.process_index != receiver.process_index, self.sent[place], place
-
-        place = min(self.holders[owned], key=cost)
-        if self.devices[place] != receiver:
-            self.sent[place] += prod(_size(part))
-        return place
-
-
-def _boxes(sharding: NamedSharding, shape: tuple[int, ...]) -> list[Box]:
-    """Return the box of each device, in the order of the mesh."""
-    indices = sharding.devices_indices_map(shape)
-    return [
-        tuple((part.start or 0, n if part.stop is None else part.stop) for part, n in zip(index, shape, strict=True))
-        for index in (indices[device] for device in devices_of(sharding.mesh))
-    ]
-
-
-def _size(box: Box) -> tuple[int, ...]:
-    return tuple(b - a for a, b in box)
-
-
-def _shifted(box: Box, dim: int, by: int) -> Box:
-    return tuple((a + by, b + by) if d == dim else (a, b) for d, (a, b) in enumerate(box))
-
-
-def _with_rows(shape: tuple[int, ...], dim: int, rows: int) -> tuple[int, ...]:
-    return tuple(rows if d == dim else n for d, n in enumerate(shape))

@@ -1,9 +1,9 @@
 """Execute a program on the devices of this process: one thread launches everything, in the program's total order.
 
     before the first step   every executable is compiled (compile), every instruction is bound (bind)
-    in a step               launches only, with a bounded number in flight per group of devices (in_flight); nothing is
-                            fetched from devices
-    on a hang               an error names the instruction (in_flight within a step, watch after it)
+    in a step               launches only, with a bounded number in flight per group of devices (job.activity); nothing
+                            is fetched from devices
+    on a hang               an error names the instruction (job.activity within a step, watch after it)
 
 A step that is one task on one micro-batch needs no list of instructions: its arguments go directly to the executable
 (`Executor._as_one_task`).
@@ -31,14 +31,23 @@ from alpa_lite.program.phases import StepGraph
 from alpa_lite.runtime.execute.aliasing import copies, donations, shared_results, with_copies
 from alpa_lite.runtime.execute.bind import Binder
 from alpa_lite.runtime.execute.compile import Tell, concat_units, precompile, task_units, zeros_units
-from alpa_lite.runtime.execute.exchange import Blanks, Delivery, Result, wanted, warm
+from alpa_lite.runtime.execute.crossing import Blanks
 from alpa_lite.runtime.execute.placing import Alone, InJob
-from alpa_lite.runtime.execute.run_transfers import compile_transfers
+from alpa_lite.runtime.execute.run_transfers import Delivery, Result, compile_transfers, wanted, warm
 from alpa_lite.runtime.execute.stacked import Leaves
 from alpa_lite.runtime.execute.watch import Watch, Watchdog, explanation, short_name, spans
-from alpa_lite.runtime.job.in_flight import CPU_CREDITS, CREDITS, Flight
-from alpa_lite.runtime.job.launch_order import in_turn, participants, verify_order
-from alpa_lite.runtime.job.processes import all_here, any_here, devices_of, handle, host_by_host, processes_of
+from alpa_lite.runtime.job.activity import CPU_CREDITS, CREDITS, Flight
+from alpa_lite.runtime.job.processes import (
+    all_here,
+    any_here,
+    devices_of,
+    handle,
+    host_by_host,
+    in_turn,
+    participants,
+    processes_of,
+    verify_order,
+)
 from alpa_lite.runtime.job.shutdown import at_work, end_hung, is_watched
 from alpa_lite.sharding.specs import Spec
 

@@ -22,7 +22,7 @@ from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.progress import Progress
 from alpa_lite.runtime.execute.aliasing import Apart, copies
 from alpa_lite.runtime.execute.compile import joined_texts, summed_costs
-from alpa_lite.runtime.execute.exchange import Blanks
+from alpa_lite.runtime.execute.crossing import Blanks
 from alpa_lite.runtime.execute.execute import Executor
 from alpa_lite.runtime.execute.measure import Allocated, allocated, typical_times
 from alpa_lite.runtime.execute.placing import InJob

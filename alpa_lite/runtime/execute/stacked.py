@@ -22,8 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
 from alpa_lite.program.phases import LeafPart
-from alpa_lite.runtime.execute.crossing import Windows
-from alpa_lite.runtime.execute.placing import Placing
+from alpa_lite.runtime.execute.placing import Placing, Windows
 from alpa_lite.runtime.job.processes import any_here, devices_of, handle, is_here
 from alpa_lite.sharding.stacked_rest import resting
 

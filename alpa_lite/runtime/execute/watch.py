@@ -34,7 +34,7 @@ from jax.sharding import Mesh
 
 from alpa_lite.lower.instructions import SUM, Buffer, Instruction, Program, TaskTime
 from alpa_lite.program.phases import StepGraph
-from alpa_lite.runtime.job.in_flight import Clock, Flight, Patience, Token
+from alpa_lite.runtime.job.activity import Clock, Flight, Patience, Token
 
 
 class Watch:

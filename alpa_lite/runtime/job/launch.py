@@ -195,12 +195,6 @@ class LaunchResult:
         return 0 if self.failed is None else self.codes[self.failed]
 
 
-def free_port() -> int:
-    """Return a free port of the loopback interface."""
-    with reserved_port() as found:
-        return int(found.getsockname()[1])
-
-
 def reserved_port(port: int = 0) -> socket.socket:
     """Return a socket that reserves a port of the loopback interface until it is closed; 0: any free port.
 

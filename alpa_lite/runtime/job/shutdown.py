@@ -26,8 +26,7 @@ from typing import ClassVar, NoReturn
 import jax
 
 from alpa_lite import _jax
-from alpa_lite.runtime.job.activity import Neighbours, doing, dump_stacks, place, where
-from alpa_lite.runtime.job.in_flight import awaited, last_instructions
+from alpa_lite.runtime.job.activity import Neighbours, awaited, doing, dump_stacks, last_instructions, place, where
 from alpa_lite.runtime.job.launch import COORDINATOR, ENDED, HUNG
 
 LAST_WORDS_SECONDS, LAST_WORDS_SECONDS_EACH = 4.0, 0.02

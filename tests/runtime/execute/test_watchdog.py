@@ -17,7 +17,7 @@ import alpa_lite as al
 from alpa_lite.errors import HangError
 from alpa_lite.planners import Hybrid
 from alpa_lite.runtime.execute.watch import Watchdog
-from alpa_lite.runtime.job.in_flight import Flight
+from alpa_lite.runtime.job.activity import Flight
 from tests.end_to_end.cases import eager_cluster
 
 

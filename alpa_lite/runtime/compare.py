@@ -34,7 +34,7 @@ import numpy as np
 from alpa_lite import _jax
 from alpa_lite._jax import Device, Tree
 from alpa_lite.errors import CheckError, ExecutionError
-from alpa_lite.runtime.check.check_report import MAX_LOW_STEPS, MAX_STEPS, CheckedLeaf, CheckReport
+from alpa_lite.runtime.check_report import MAX_LOW_STEPS, MAX_STEPS, CheckedLeaf, CheckReport
 from alpa_lite.runtime.execute.function import CompiledFunction
 from alpa_lite.trace.batch import is_key
 from alpa_lite.trace.call import Call

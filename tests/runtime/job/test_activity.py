@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from alpa_lite.errors import ExecutionError, HangError
-from alpa_lite.runtime.job.in_flight import Flight, Patience
+from alpa_lite.runtime.job.activity import Flight, Patience
 
 
 @dataclass
