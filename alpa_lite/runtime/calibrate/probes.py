@@ -47,7 +47,7 @@ _Step = Callable[[jax.Array, jax.Array], jax.Array]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """A program, and the parts whose prices add up to one trip of it; see `measurements.Measurement` for the other fields."""
+    """A program, and the parts whose prices add up to one trip of it; the other fields are those of `Measurement`."""
 
     program: TimedProgram
     series: str

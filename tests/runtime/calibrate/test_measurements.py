@@ -1,4 +1,4 @@
-"""Timing programs on a simulated machine, whose clock advances by what the programs cost; and fitting a cluster to timings."""
+"""Timing programs on a simulated machine, whose clock advances by their costs; and fitting a cluster to timings."""
 
 from dataclasses import replace
 
