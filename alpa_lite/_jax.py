@@ -62,8 +62,12 @@ _COUNTS = ("num_consts", "num_carry")
 
 # --- types for annotations --------------------------------------------------------------------------------------------
 
-Var, Literal = jex_core.Var, jex_core.Literal
-Jaxpr, ClosedJaxpr, JaxprEqn = jex_core.Jaxpr, jex_core.ClosedJaxpr, jex_core.JaxprEqn
+# One assignment each: a type checker takes only such names as types.
+Var = jex_core.Var
+Literal = jex_core.Literal
+Jaxpr = jex_core.Jaxpr
+ClosedJaxpr = jex_core.ClosedJaxpr
+JaxprEqn = jex_core.JaxprEqn
 
 Array = jax.Array | np.ndarray[Any, Any]
 """An array on devices or on the host; code that reads `sharding` or `addressable_shards` takes a `jax.Array`."""
@@ -73,6 +77,9 @@ Device = Any
 
 Tree = Any
 """A pytree: nested containers whose leaves are mostly arrays."""
+
+TreeLeaf = Any
+"""A leaf of a pytree as a user passes it: an array of JAX or NumPy, a number, or the shape of an array."""
 
 TreeDef = Any
 """The structure of a pytree: `jax.tree_util.PyTreeDef`, which is compiled code without stubs like `jax.Device`."""

@@ -9,7 +9,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 MOST_MICROBATCHES = 2**15
 """The largest number of stages × micro-batches in a step: each task is listed, simulated, drawn and run individually,
@@ -25,7 +25,7 @@ class SpanLike(Protocol):
         ...
 
     @property
-    def kind(self) -> Any:
+    def kind(self) -> str | enum.Enum:
         """The kind of task or instruction: a string, or an enum whose value is a string."""
         ...
 

@@ -152,7 +152,7 @@ class Calibration:
         """The error of each prediction, as a factor of at least 1; sorted."""
         return tuple(sorted(max(r, 1 / r) for r in map(self.ratio, self.measurements)))
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the cluster as `Cluster.from_json` reads it, with the origin of each value and a fit summary."""
         kind, count = self.cluster.device.name, min(m.num_samples for m in self.measurements)
         origin = f"measured on {self.date}, {kind}, median of {count} or more"

@@ -30,7 +30,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from alpa_lite._jax import Device
 from alpa_lite.runtime.calibrate.measurements import TimedProgram
 from alpa_lite.runtime.job.processes import host_rows
-from cost_models.work import Collective, Group, Product, Work
+from cost_models.work import Collective, CollectiveKind, Group, Product, Work
 
 #: FLOPs per element of `_arithmetic` by the count of the rules, and of `_pass`.
 _ARITHMETIC_FLOPS, _PASS_FLOPS = 18.0, 3.0
@@ -201,7 +201,7 @@ class _Kind:
 
     name: str
     run: Callable[[jax.Array, int], jax.Array]
-    kinds: tuple[Any, ...]
+    kinds: tuple[CollectiveKind, ...]
 
 
 def _exchange(x: jax.Array, size: int) -> jax.Array:
@@ -316,11 +316,10 @@ def _on_mesh(name: str, function: _Step, mesh: Mesh, shape: tuple[int, ...], dty
     # Zeros stay finite (and never denormal) under repeated ops and sums; y @ w with all entries of w 1/n keeps ones.
     fill = 1.0 if len(shape) == 2 else 0.0
     rows, constants = _filled(full, dtype, sharding, fill), _filled(full, dtype, sharding, 1.0 / shape[-1])
-    return _looped(name, jax.jit(mapped), rows, constants)
+    return _looped(name, jax.jit(mapped), mesh, rows, constants)
 
 
-def _looped(name: str, program: Any, *arrays: jax.Array) -> TimedProgram:
-    mesh = arrays[0].sharding.mesh  # type: ignore[attr-defined]  # made with a NamedSharding
+def _looped(name: str, program: jax.stages.Wrapped, mesh: Mesh, *arrays: jax.Array) -> TimedProgram:
     everywhere = NamedSharding(mesh, PartitionSpec())
     compiled = program.lower(jax.ShapeDtypeStruct((), np.int32, sharding=everywhere), *arrays).compile()
 
@@ -331,7 +330,7 @@ def _looped(name: str, program: Any, *arrays: jax.Array) -> TimedProgram:
     return TimedProgram(name=name, run=run)
 
 
-def _called(name: str, compiled: Any, *arrays: jax.Array) -> TimedProgram:
+def _called(name: str, compiled: jax.stages.Compiled, *arrays: jax.Array) -> TimedProgram:
     """Return a program whose trip is one awaited call."""
 
     def run(trips: int) -> None:

@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, SupportsIndex
 
 import jax
 from jax.sharding import NamedSharding
 
-from alpa_lite._jax import Tree
+from alpa_lite._jax import Tree, TreeDef, TreeLeaf
 from alpa_lite.errors import AlpaLiteError, CheckpointError, UnusableFileWarning
 from alpa_lite.plan.codec import MAX_BYTES
 from alpa_lite.plan.plan import Plan
@@ -47,6 +47,9 @@ from alpa_lite.runtime.job.consensus import Stopping, agreed_data, everywhere, r
 from alpa_lite.runtime.job.launched import summary
 from alpa_lite.runtime.job.shutdown import leaving
 from cost_models.untrusted_text import excerpt
+
+if TYPE_CHECKING:  # it needs Orbax, which is imported only when a checkpoint is written or read
+    from alpa_lite.runtime.checkpoint.saved_arrays import Writer
 
 _SHOWN = 3
 _SHOWN_STEPS = 20
@@ -80,7 +83,7 @@ class Checkpoints:
         self.folder = Path(folder).absolute()
         self._files = Folder(self.folder)
         self._keep, self._asynchronous = keep, asynchronous
-        self._writer: Any = None
+        self._writer: Writer | None = None
         self._pending: int | None = None
         self._unfinished = Path()
         self._last: int | None = None
@@ -160,10 +163,10 @@ class Checkpoints:
         self._pending = number
         try:
             # Its threads are started once, by the first save; a program that only restores has none.
-            self._writer = self._writer or store.Writer()
+            writer = self._writer = self._writer or store.Writer()
             publish = partial(self._files.publish, unfinished, number)
             with busy("saving a checkpoint"):
-                self._writer.start(unfinished, store.Content(arrays=content.arrays, beside=beside, publish=publish))
+                writer.start(unfinished, store.Content(arrays=content.arrays, beside=beside, publish=publish))
         except Exception as error:
             problem = error
         # Not before all processes are here: one that raised alone would leave the others waiting.
@@ -251,6 +254,7 @@ class Checkpoints:
         step, problem = self._pending, None
         try:
             with busy("saving a checkpoint"):
+                assert self._writer is not None, "a save is pending"
                 self._writer.finish()
         except Exception as error:
             problem = error
@@ -284,8 +288,8 @@ class Checkpoints:
     def _is_asked(self, number: int, step: int | None) -> bool:
         return number == step if step is not None else number not in self._damaged
 
-    def _read(self, step: int, leaves: Sequence[Wanted], *, partial: bool) -> list[Any]:
-        problem, state = None, list[Any]()
+    def _read(self, step: int, leaves: Sequence[Wanted], *, partial: bool) -> list[TreeLeaf]:
+        problem, state = None, list[TreeLeaf]()
         try:
             folder = self._files.branch()[step].path
             saved = read_leaves(folder / "leaves.json")
@@ -366,9 +370,10 @@ class Checkpoints:
         self._raise_if_failed(step, made.problem)
         # `prepare` has renamed them, so that they are no steps of the folder any more.
         self._damaged.clear()
+        assert made.value is not None, "the first process returned the folder, or all of them raised"
         return Path(made.value)
 
-    def _on_first(self, action: Callable[[], Any]) -> _Done:
+    def _on_first(self, action: Callable[[], str | None]) -> _Done:
         """Run an action on the first process. Its refusal (`CheckpointError`) is raised on all of them."""
         value, refused, problem = None, None, None
         if jax.process_index() == 0:
@@ -393,7 +398,7 @@ class Checkpoints:
 class _Done:
     """The result of the first process, and the error of this one."""
 
-    value: Any
+    value: str | None
     problem: Exception | None
 
 
@@ -410,7 +415,7 @@ def _some(sentences: Sequence[str]) -> str:
     return " ".join(sentences[:_SHOWN]) + more
 
 
-def _whole(step: Any) -> int:
+def _whole(step: SupportsIndex) -> int:
     try:
         number = -1 if isinstance(step, bool) else operator.index(step)
     except TypeError:
@@ -420,7 +425,7 @@ def _whole(step: Any) -> int:
     return number
 
 
-def _wanted(like: CompiledFunction | Tree, argument: Argument | Sequence[Argument]) -> tuple[list[Wanted], Any]:
+def _wanted(like: CompiledFunction | Tree, argument: Argument | Sequence[Argument]) -> tuple[list[Wanted], TreeDef]:
     """Return the leaves to restore, and the structure of their pytree."""
     if not isinstance(like, CompiledFunction):
         return wanted(like), jax.tree.structure(like)

@@ -27,7 +27,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from alpa_lite import _jax
-from alpa_lite._jax import Tree
+from alpa_lite._jax import Array, DType, Tree, TreeLeaf
 from alpa_lite.errors import CheckpointError
 from alpa_lite.runtime.checkpoint.checkpoint_folder import files_of, is_own
 from alpa_lite.runtime.checkpoint.disk import read_bounded
@@ -127,13 +127,13 @@ class Stored:
     """
 
     leaves: Mapping[str, Leaf]
-    arrays: Mapping[str, Any]
+    arrays: Mapping[str, Array]
 
 
 def stored(state: Tree) -> Stored:
     """Return a state as it is written. Raises `CheckpointError` for a leaf that is no array and no number."""
     leaves: dict[str, Leaf] = {}
-    arrays: dict[str, Any] = {}
+    arrays: dict[str, Array] = {}
     for name, value in _named(state):
         if isinstance(value, jax.Array) and value.is_deleted():
             raise CheckpointError(
@@ -146,7 +146,7 @@ def stored(state: Tree) -> Stored:
     return Stored(leaves=leaves, arrays=arrays)
 
 
-def _storable(value: Any, leaf: Leaf) -> Any:
+def _storable(value: TreeLeaf, leaf: Leaf) -> Array:
     if leaf.is_key:
         return jax.random.key_data(value)
     array = value if isinstance(value, jax.Array) else np.asarray(value)
@@ -208,16 +208,17 @@ class Wanted:
         spec = PartitionSpec(*self.sharding.spec[: len(self.leaf.shape)])
         return NamedSharding(self.sharding.mesh, spec, memory_kind=self.sharding.memory_kind)
 
-    def restored(self, array: Any) -> Any:
+    def restored(self, array: Array | None) -> TreeLeaf:
         """Return the leaf, made of the array that was read (None for an array without elements)."""
         form = self.leaf.as_stored
         array = np.zeros(form.shape, form.dtype) if array is None else array
         if self.number is not None:
             return self.number(array[()])
-        if self.sharding is None:
+        sharding = self.stored_sharding
+        if sharding is None:
             return np.array(array, self.leaf.dtype)
         if not isinstance(array, jax.Array):
-            array = _placed(self.name, array, form, self.stored_sharding)
+            array = _placed(self.name, array, form, sharding)
         if self.leaf.is_key:
             return jax.jit(_keys, static_argnums=1, out_shardings=self.sharding)(
                 array, _jax.key_implementation(self.leaf.dtype)
@@ -231,7 +232,7 @@ def _keys(data: jax.Array, implementation: str) -> jax.Array:
     return jax.random.wrap_key_data(data, impl=implementation)
 
 
-def _placed(name: str, array: Any, form: jax.ShapeDtypeStruct, sharding: Any) -> jax.Array:
+def _placed(name: str, array: Array, form: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.Array:
     """Return an array in a sharding, made from one that every process has on its host; each puts its own blocks."""
     converted = np.asarray(array).astype(form.dtype)
     # A Python number of any size may have been saved where an array of narrow integers is wanted.
@@ -258,7 +259,7 @@ def wanted(like: Tree, shardings: Sequence[Sharding] | None = None) -> list[Want
     ]
 
 
-def _place(value: Any) -> Sharding | None:
+def _place(value: TreeLeaf) -> Sharding | None:
     if isinstance(value, (jax.Array, jax.ShapeDtypeStruct)):
         return value.sharding or SingleDeviceSharding(jax.local_devices()[0])
     return None
@@ -289,14 +290,14 @@ def _listed(what: str, names: Sequence[str]) -> list[str]:
     return [f"{what} {', '.join(map(excerpt, sorted(names)[:_SHOWN]))}{more}"] if names else []
 
 
-def _named(tree: Tree) -> list[tuple[str, Any]]:
+def _named(tree: Tree) -> list[tuple[str, TreeLeaf]]:
     """Return the leaves by their paths; of paths that read alike the later ones are numbered."""
     paths, _ = jax.tree_util.tree_flatten_with_path(tree)
     names = unique(jax.tree_util.keystr(path, simple=True, separator="/") or "state" for path, _ in paths)
     return [(name, value) for name, (_, value) in zip(names, paths, strict=True)]
 
 
-def _described(name: str, value: Any) -> Leaf:
+def _described(name: str, value: TreeLeaf) -> Leaf:
     is_number = type(value) in (bool, int, float, complex)
     dtype = np.asarray(value).dtype if is_number else getattr(value, "dtype", None)
     if _can_be_stored(dtype):
@@ -313,7 +314,7 @@ def _is_of_numbers(dtype: str) -> bool:
     return _can_be_stored(jnp.dtype(dtype))
 
 
-def _can_be_stored(dtype: Any) -> bool:
+def _can_be_stored(dtype: DType) -> bool:
     if dtype is None or jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return dtype is not None
     if not any(jnp.issubdtype(dtype, kind) for kind in _KINDS):

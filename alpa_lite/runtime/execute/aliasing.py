@@ -23,12 +23,12 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
-from typing import Any
 
 import jax
 from jax.sharding import Sharding
 
 from alpa_lite import _jax
+from alpa_lite._jax import TreeLeaf
 from alpa_lite.lower.instructions import Buffer, Instruction, Program
 from alpa_lite.lower.slices import Port, TaskSpec
 from alpa_lite.plan.plan import Plan
@@ -72,10 +72,10 @@ class Apart:
         self._watched = [*self._replaced, *self._kept, *(i for i in watched if donated[i] and i not in next_of)]
         self._results = [next_of[i] for i in self._replaced]
         self._more_results = [(i, next_of[i]) for i in self._kept if i in next_of]
-        self._expected: list[Callable[[], Any]] = [_nothing] * len(watched)
-        self._returned: list[tuple[int, Callable[[], Any]]] = []
+        self._expected: list[Callable[[], object]] = [_nothing] * len(watched)
+        self._returned: list[tuple[int, Callable[[], object]]] = []
 
-    def __call__(self, leaves: Sequence[Any]) -> Sequence[Any]:
+    def __call__(self, leaves: Sequence[TreeLeaf]) -> Sequence[TreeLeaf]:
         """Return the arguments, with copies where needed."""
         fresh = [i for i, expected in zip(self._watched, self._expected, strict=True) if expected() is not leaves[i]]
         if not fresh:
@@ -85,7 +85,7 @@ class Apart:
         arrays = {i for i in fresh if isinstance(leaves[i], jax.Array)}.difference(returned)
         return self._with_copies(leaves, arrays) if arrays else leaves
 
-    def note(self, leaves: Sequence[Any], outputs: Sequence[jax.Array]) -> None:
+    def note(self, leaves: Sequence[TreeLeaf], outputs: Sequence[jax.Array]) -> None:
         """Remember, after a step, arrays that share no buffers: its results, and arguments that were not donated."""
         if self._watched:
             # By weak references: watching an array must not keep it alive.
@@ -96,7 +96,7 @@ class Apart:
             ]
             self._returned = [(i, weakref.ref(outputs[number])) for i, number in self._more_results]
 
-    def _with_copies(self, leaves: Sequence[Any], fresh: Set[int]) -> Sequence[Any]:
+    def _with_copies(self, leaves: Sequence[TreeLeaf], fresh: Set[int]) -> Sequence[TreeLeaf]:
         repeated = [i for group in self._groups if not fresh.isdisjoint(group) for i in self._repeated(group, leaves)]
         if not repeated:
             return leaves
@@ -105,7 +105,7 @@ class Apart:
             found[i] = copy
         return found
 
-    def _repeated(self, group: Sequence[int], leaves: Sequence[Any]) -> list[int]:
+    def _repeated(self, group: Sequence[int], leaves: Sequence[TreeLeaf]) -> list[int]:
         """Return the members of a group to copy: never arguments that the caller keeps."""
         taken, found = set[Hashable](), list[int]()
         # Those that the caller keeps come first, so that of two arrays with one buffer the donated one is copied.
@@ -122,7 +122,7 @@ def _nothing() -> None:
     """Return None, in place of a weak reference to an array that no longer exists."""
 
 
-def _reference(value: Any) -> Callable[[], Any]:
+def _reference(value: TreeLeaf) -> Callable[[], object]:
     return weakref.ref(value) if isinstance(value, jax.Array) else _nothing
 
 
@@ -156,7 +156,7 @@ def shared_results(program: Program, plan: Plan, step: StepGraph, donated: Seque
     return tuple(found)
 
 
-def with_copies(results: list[Any], numbers: Sequence[int]) -> list[Any]:
+def with_copies(results: list[TreeLeaf], numbers: Sequence[int]) -> list[TreeLeaf]:
     """Return the outputs of a program with those at `numbers` copied; outputs on other processes are None."""
     here = [number for number in numbers if results[number] is not None]
     if not here:

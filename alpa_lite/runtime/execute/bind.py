@@ -23,6 +23,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
+from alpa_lite._jax import TreeLeaf
 from alpa_lite.lower.emission import Executable
 from alpa_lite.lower.instructions import SUM, Buffer, Instruction, Program
 from alpa_lite.program.phases import StepGraph
@@ -33,6 +34,8 @@ from alpa_lite.runtime.job.processes import devices_of, in_turn
 from alpa_lite.sharding.specs import Spec
 
 Slots = list[Any]
+"""The arguments of a step and what its instructions have made: a leaf of an argument, an array, or None while empty."""
+
 Action = Callable[[Slots], None]
 
 
@@ -52,7 +55,7 @@ class Bound:
     num_slots: int
     outputs: tuple[int, ...]
 
-    def slots(self, inputs: Sequence[Any]) -> Slots:
+    def slots(self, inputs: Sequence[TreeLeaf]) -> Slots:
         """Return the slots for one step on these inputs."""
         return [*inputs, *[None] * (self.num_slots - len(inputs))]
 
@@ -240,7 +243,7 @@ class Binder:
         return concat
 
 
-def _taker(slots: Sequence[int]) -> Callable[[Slots], Sequence[Any]]:
+def _taker(slots: Sequence[int]) -> Callable[[Slots], Sequence[jax.Array]]:
     """Return a function that reads these slots at once."""
     if len(slots) > 1:
         # With one index `itemgetter` returns the item itself, and without any it fails.

@@ -25,6 +25,7 @@ from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.stages import Compiled, Lowered
 
 from alpa_lite import _jax
 from alpa_lite._jax import Device
@@ -62,10 +63,10 @@ def task_units(
 
 def lowered_tasks(
     program: Program, plan: Plan, step: StepGraph, equations: Sequence[Equation], platform: str
-) -> list[tuple[TaskSpec, Any]]:
+) -> list[tuple[TaskSpec, Lowered]]:
     """Return each task with its lowered program (`jax.stages.Lowered`), without devices; equal tasks share one."""
-    lowered: dict[Hashable, Any] = {}
-    found: list[tuple[TaskSpec, Any]] = []
+    lowered: dict[Hashable, Lowered] = {}
+    found: list[tuple[TaskSpec, Lowered]] = []
     for task in program.tasks:
         stage = plan.stages[task.stage]
         mesh = AbstractMesh(stage.mesh_shape.shape, stage.mesh_shape.axis_names)
@@ -90,12 +91,12 @@ def summed_costs(costs: Iterable[tuple[Mapping[str, float] | None, int]]) -> dic
     return total
 
 
-def joined_texts(programs: Iterable[tuple[str, Any]]) -> str:
+def joined_texts(programs: Iterable[tuple[str, Lowered | Compiled | None]]) -> str:
     """Return the texts of programs, equal ones once, each after a line of comment with the names of its tasks.
 
     programs: pairs of the name of a task and its lowered or compiled program; None for one of another process.
     """
-    found: dict[int, tuple[list[str], Any]] = {}
+    found: dict[int, tuple[list[str], Lowered | Compiled]] = {}
     for name, program in programs:
         if program is not None:
             found.setdefault(id(program), ([], program))[0].append(name)
@@ -223,7 +224,7 @@ class Precompiled:
     """The program and the executable of each unit, in order; None for a unit without devices of this process."""
 
     emitted: tuple[Emitted, ...]
-    compiled: tuple[Any, ...]
+    compiled: tuple[Compiled | None, ...]
     counts: Counts
 
 
@@ -239,10 +240,10 @@ class _EqualUnits:
     emitted: Emitted
     meshes: dict[Devices, Mesh]
     uses: Counter[Devices]
-    lowered: Any = None
+    lowered: Lowered | None = None
     num_lowered: int = 1
     packed: _jax.Packed | None = None
-    on: dict[Devices, Any] = field(default_factory=dict[Devices, Any])
+    on: dict[Devices, Compiled] = field(default_factory=dict[Devices, Compiled])
     compiled: int = 0
 
 
@@ -292,7 +293,7 @@ class _Precompiler:
 
     def __init__(self, num_units: int, tell: Tell) -> None:
         self.num_units, self.tell, self.done = num_units, tell, 0
-        self.waiting: dict[Future[tuple[Any, int]], tuple[_EqualUnits, Devices]] = {}
+        self.waiting: dict[Future[tuple[Compiled, int]], tuple[_EqualUnits, Devices]] = {}
 
     def run(self, groups: Sequence[_EqualUnits], num_threads: int) -> None:
         """Compile all groups; only this thread calls the progress callback."""
@@ -345,11 +346,11 @@ class _Precompiler:
                 group.lowered = group.packed = None
 
 
-def _compile_alone(lowered: Any) -> tuple[Any, int]:
+def _compile_alone(lowered: Lowered) -> tuple[Compiled, int]:
     return _jax.compiled(lowered), 1
 
 
-def _compile_first(group: _EqualUnits, devices: Devices) -> tuple[Any, int]:
+def _compile_first(group: _EqualUnits, devices: Devices) -> tuple[Compiled, int]:
     # It was lowered without devices, so that one module serves all units of the group.
     compiled = _jax.compiled(group.lowered, device_assignment=devices)
     # Packing costs time, and serves only to load the executable on further devices of this process.
@@ -358,7 +359,7 @@ def _compile_first(group: _EqualUnits, devices: Devices) -> tuple[Any, int]:
     return compiled, 1
 
 
-def _load_or_compile(group: _EqualUnits, devices: Devices) -> tuple[Any, int]:
+def _load_or_compile(group: _EqualUnits, devices: Devices) -> tuple[Compiled, int]:
     loaded = _jax.unpacked(group.packed, devices) if group.packed is not None and all_here(devices) else None
     if loaded is not None:
         return loaded, 0

@@ -110,7 +110,7 @@ class Exchange:
         specs = tuple(stacked_spec(mesh, each.shape) for each in self.rounds)
         pairs = [each.pairs for each in self.rounds]
 
-        def permute(*arrays: jax.Array) -> Any:
+        def permute(*arrays: jax.Array) -> tuple[jax.Array, ...]:
             return (*(lax.ppermute(x, AXIS, p) for x, p in zip(arrays, pairs, strict=True)), token())
 
         program = jax.shard_map(
@@ -182,7 +182,7 @@ def together(devices: Sequence[Device], run: Callable[[], object]) -> None:
 
 
 def _zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
-    def block(index: Any) -> Any:
+    def block(index: Any) -> np.ndarray:
         shape = [len(range(*part.indices(n))) for part, n in zip(index, like.shape, strict=True)]
         return np.zeros(shape, like.dtype)
 
@@ -334,10 +334,12 @@ class Crossing:
         """The number of programs that a call launches from this process."""
         return (self.cut is not None) + (self.exchange is not None) + (self.land is not None)
 
-    def __call__(self, array: Any, sent: list[Message] | None = None, launched: LaunchObserver | None = None) -> Any:
+    def __call__(
+        self, array: jax.Array | None, sent: list[Message] | None = None, launched: LaunchObserver | None = None
+    ) -> jax.Array | None:
         """Return the array in its target sharding; None on processes without its devices, which may pass any value."""
         note = launched if launched is not None else _ignore
-        pieces = self._pieces(array, note) if self.here else {}
+        pieces = self._pieces(array, note) if self.here and array is not None else {}
         leaving = [pieces[n] for n in self.copied]
         exchanged: dict[int, jax.Array] = {}
         if self.exchange is not None:
@@ -389,7 +391,9 @@ def _ignore(token: Token, *, at_source: bool) -> None:
     del token, at_source
 
 
-def compiled(function: Callable[..., Any], avals: Sequence[Any], wanted: NamedSharding | None = None) -> Any:
+def compiled(
+    function: Callable[..., object], avals: Sequence[jax.ShapeDtypeStruct], wanted: NamedSharding | None = None
+) -> jax.stages.Compiled:
     """Compile a function that also returns a token; `wanted`: sharding of its result, which JAX may drop for empty
     arrays.
     """
@@ -420,13 +424,13 @@ def _slots(pieces: Sequence[tuple[int, int, tuple[int, ...]]], hands: Sequence[H
     return slots
 
 
-def _cut(course: Course, slots: Sequence[PieceSlot]) -> Callable[..., Any]:
+def _cut(course: Course, slots: Sequence[PieceSlot]) -> Callable[..., tuple[jax.Array, ...]]:
     """Return a function that gives one array per slot, with the piece of each device; a device without one gives any
     part.
     """
     mesh = course.source.mesh
 
-    def cut(x: jax.Array) -> Any:
+    def cut(x: jax.Array) -> tuple[jax.Array, ...]:
         at = lax.axis_index(mesh.axis_names)
         x = x if course.resolve is None else course.resolve(x)
         cuts = [lax.dynamic_slice(x, tuple(jnp.asarray(slot.offsets)[at]), slot.shape) for slot in slots]
@@ -437,12 +441,12 @@ def _cut(course: Course, slots: Sequence[PieceSlot]) -> Callable[..., Any]:
     return jax.shard_map(cut, mesh=mesh, in_specs=course.source.spec, out_specs=out_specs, check_vma=False)
 
 
-def _land(course: Course, slots: Sequence[PieceSlot]) -> Callable[..., Any]:
+def _land(course: Course, slots: Sequence[PieceSlot]) -> Callable[..., tuple[jax.Array, ...]]:
     """Return a function that assembles the pieces of each device and gathers them, dropping the gather's padding."""
     mesh, chunk, dtype = course.wanted.mesh, course.chunk, course.array.dtype
     whole = len(slots) == 1 and slots[0].is_full and slots[0].shape == chunk
 
-    def land(*parts: jax.Array) -> Any:
+    def land(*parts: jax.Array) -> tuple[jax.Array, ...]:
         at = lax.axis_index(mesh.axis_names)
         x = parts[0] if whole else jnp.zeros(chunk, dtype)
         for slot, part in zip(slots, () if whole else parts, strict=False):

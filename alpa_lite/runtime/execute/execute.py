@@ -14,14 +14,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
-from alpa_lite._jax import Device
+from alpa_lite._jax import Device, TreeLeaf
 from alpa_lite.errors import ExecutionError
 from alpa_lite.lower.emission import Executable, boundary_spec
 from alpa_lite.lower.instructions import Program, TaskTime
@@ -29,7 +29,7 @@ from alpa_lite.plan.plan import Plan
 from alpa_lite.program.equations import Equation
 from alpa_lite.program.phases import StepGraph
 from alpa_lite.runtime.execute.aliasing import copies, donations, shared_results, with_copies
-from alpa_lite.runtime.execute.bind import Binder
+from alpa_lite.runtime.execute.bind import Binder, Slots
 from alpa_lite.runtime.execute.compile import Tell, concat_units, precompile, task_units, zeros_units
 from alpa_lite.runtime.execute.crossing import Blanks
 from alpa_lite.runtime.execute.placing import Alone, InJob
@@ -137,7 +137,9 @@ class Executor:
         ]
         rest = iter(made.compiled[len(tasks) :])
         # `zip` asks `zeros` first, and at its end takes nothing more from `rest`, which goes on with the concats.
-        self._zeros, self._concats = dict(zip(zeros, rest, strict=False)), dict(zip(concats, rest, strict=True))
+        zeros_here, concats_here = list(zip(zeros, rest, strict=False)), list(zip(concats, rest, strict=True))
+        self._zeros = {task: compiled for task, compiled in zeros_here if compiled is not None}
+        self._concats = {buffer: compiled for buffer, compiled in concats_here if compiled is not None}
         # All processes meet here, with their tasks compiled: none is late for the first program that spans several.
         self._delivery = self._connected(blanks)
         self.transfers = compile_transfers(program, step, self.meshes, blanks)
@@ -207,11 +209,11 @@ class Executor:
         count = self.step.num_microbatches
         return tuple(n * count if d == dim else n for d, n in enumerate(shape))
 
-    def _complete(self, results: list[Any]) -> list[jax.Array]:
+    def _complete(self, results: Slots) -> list[jax.Array]:
         """Return the results of the step, with handles for those on other processes."""
         if all(self._is_here):
             return results
-        found: list[Any] = []
+        found: list[jax.Array] = []
         for value, array, sharding in zip(self.step.graph.outputs, results, self._returned, strict=True):
             if any_here(devices_of(sharding.mesh)):
                 found.append(array)
@@ -247,7 +249,7 @@ class Executor:
                 on_devices[mesh] = [self.placing.put(np.int32(i), whole) for i in range(count)]
         return [on_devices[mesh] for mesh in self.meshes]
 
-    def _as_one_task(self) -> Callable[[Sequence[Any]], list[jax.Array]] | None:
+    def _as_one_task(self) -> Callable[[Sequence[TreeLeaf]], list[jax.Array]] | None:
         """Return a function that runs a single-task program on arguments in place; None for other programs."""
         instructions = [i for i in self.program.instructions if i.kind != "FREE"]
         runs = [number for number, i in enumerate(self.program.instructions) if i.kind == "RUN"]
@@ -271,7 +273,7 @@ class Executor:
         compiled = in_turn(executable.compiled, devices_of(executable.mesh))
         launched, put_all = self.flight.launched, self.placing.put_all
 
-        def at_once(inputs: Sequence[Any]) -> list[jax.Array]:
+        def at_once(inputs: Sequence[TreeLeaf]) -> list[jax.Array]:
             arrays = inputs if all_in_order else [inputs[i] for i in places]
             *results, token = compiled(*put_all(arrays, shardings))
             launched(0, number, token)
@@ -284,7 +286,7 @@ class Executor:
         return self.inputs.sharding(leaf)
 
     def __call__(
-        self, inputs: Sequence[Any], record: list[TaskTime] | None = None, *, awaited: bool = True
+        self, inputs: Sequence[TreeLeaf], record: list[TaskTime] | None = None, *, awaited: bool = True
     ) -> list[jax.Array]:
         """Run one step. With `record`, append the measured span of every instruction but FREE.
 
@@ -317,7 +319,7 @@ class Executor:
         self.watchdog.watch()
         return leaves
 
-    def _run_awaited(self, slots: list[Any], record: list[TaskTime]) -> None:
+    def _run_awaited(self, slots: Slots, record: list[TaskTime]) -> None:
         began = time.perf_counter()
         for (action, free), number in zip(self.bound.actions, self.bound.instructions, strict=True):
             instruction = self.program.instructions[number]
@@ -328,7 +330,7 @@ class Executor:
             for i in free:
                 slots[i] = None
 
-    def _run_watched(self, slots: list[Any], record: list[TaskTime]) -> None:
+    def _run_watched(self, slots: Slots, record: list[TaskTime]) -> None:
         watch, launches = Watch(len(self.flight.queues)), dict[int, float]()
         self.flight.observer = watch.launched
         began = time.perf_counter()
@@ -355,12 +357,12 @@ class Executor:
             self._shardings[key] = NamedSharding(self.meshes[stage], partition)
         return self._shardings[key]
 
-    def own_constants(self, first: int, constants: Sequence[Any]) -> list[jax.Array]:
+    def own_constants(self, first: int, constants: Sequence[TreeLeaf]) -> list[jax.Array]:
         """Return copies, in their shardings, of captured arrays, which are inputs of the step from number `first` on.
 
         As with `jax.jit`, the caller may overwrite or donate the originals without changing the step.
         """
-        found: list[Any] = []
+        found: list[jax.Array] = []
         for leaf, constant in enumerate(constants, first):
             array = constant if isinstance(constant, jax.Array) else np.asarray(constant)
             placed = self.placing.put(array, self.input_sharding(leaf))
@@ -368,6 +370,6 @@ class Executor:
             found += copies([placed]) if array is constant else [placed]
         return found
 
-    def place_inputs(self, inputs: Sequence[Any]) -> list[jax.Array]:
+    def place_inputs(self, inputs: Sequence[TreeLeaf]) -> list[jax.Array]:
         """Return the inputs in their shardings, so that the next call moves nothing."""
         return [self.placing.put(x, self.input_sharding(leaf)) for leaf, x in enumerate(inputs)]

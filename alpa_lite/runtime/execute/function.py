@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from alpa_lite import _jax
-from alpa_lite._jax import Tree
+from alpa_lite._jax import Aval, DType, Tree, TreeLeaf
 from alpa_lite.errors import ExecutionError, PlanError, TraceError
 from alpa_lite.lower.instructions import TaskTime
 from alpa_lite.plan.plan import Plan
@@ -42,12 +42,12 @@ class CompiledFunction:
     step: TracedStep
     executor: Executor
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Tree:
+    def __call__(self, *args: Tree, **kwargs: Tree) -> Tree:
         """Run one step and return its outputs."""
         call = self._call(args, kwargs)
         return self.finish(self.run_flat(self._leaves(call), None), call)
 
-    def timed(self, *args: Any, **kwargs: Any) -> tuple[Tree, list[TaskTime]]:
+    def timed(self, *args: Tree, **kwargs: Tree) -> tuple[Tree, list[TaskTime]]:
         """Run one step with every instruction awaited; return the outputs and the measured spans."""
         record: list[TaskTime] = []
         call = self._call(args, kwargs)
@@ -86,7 +86,7 @@ class CompiledFunction:
         """Return the peak allocation on the device that needs most, as XLA reports it; see `allocated` for all."""
         return max(self.allocated(), key=lambda stage: stage.peak_bytes)
 
-    def run_flat(self, leaves: Sequence[Any], record: list[TaskTime] | None) -> Tree:
+    def run_flat(self, leaves: Sequence[TreeLeaf], record: list[TaskTime] | None) -> Tree:
         """Run one step on flattened traced arguments; return the pytree of all arrays that come out."""
         try:
             # Without a look at the types: mostly all leaves are JAX arrays, and this runs before every step.
@@ -116,7 +116,7 @@ class CompiledFunction:
         results = self.traced.results
         return arrays if results.is_plain else results.finish(arrays, call)
 
-    def place(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    def place(self, *args: Tree, **kwargs: Tree) -> tuple[Tree, ...]:
         """Return the positional arguments on their planned devices, where state stays from then on."""
         call = self._call(args, kwargs)
         with _jax.no_mesh():
@@ -138,16 +138,16 @@ class CompiledFunction:
         return Apart(traced.leaves, shardings, traced.donated, next_of)
 
     @functools.cached_property
-    def _finished(self) -> list[tuple[int, Callable[[Any], Any]]]:
+    def _finished(self) -> list[tuple[int, Callable[[jax.Array], Any]]]:
         """The results that `jax.jit` returns as another type of array than executables do, with their conversions."""
         leaves = enumerate(self.traced.out_leaves)
         return [(i, _finishing(leaf)) for i, leaf in leaves if leaf.weak_type or leaf.dtype == jax.dtypes.float0]
 
-    def _call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+    def _call(self, args: Sequence[Tree], kwargs: Mapping[str, Tree]) -> Call:
         refuse_tracing(self.traced.name)
         return Call.of(self.traced.fun, args, kwargs, self.traced.static)
 
-    def _leaves(self, call: Call) -> list[Any]:
+    def _leaves(self, call: Call) -> list[TreeLeaf]:
         """Return the traced arguments of a call, flattened. Raises `PlanError` for others than were compiled for."""
         leaves, structure = jax.tree.flatten(call.tree)
         if structure != self.traced.in_tree:
@@ -173,10 +173,10 @@ class CompiledFunction:
         return [leaf.shape for leaf in self.traced.leaves]
 
     @functools.cached_property
-    def _dtypes(self) -> list[Any]:
+    def _dtypes(self) -> list[DType]:
         return [leaf.dtype for leaf in self.traced.leaves]
 
-    def _check_dtypes(self, leaves: Sequence[Any]) -> None:
+    def _check_dtypes(self, leaves: Sequence[TreeLeaf]) -> None:
         """Raise `PlanError` for another dtype than was compiled for, after converting NumPy dtypes to JAX's."""
         for leaf, wanted, name in zip(leaves, self._dtypes, self.traced.names, strict=True):
             given = aval_of(leaf, name).dtype
@@ -186,7 +186,7 @@ class CompiledFunction:
                     "compile again."
                 )
 
-    def _misfit(self, leaves: Sequence[Any]) -> str:
+    def _misfit(self, leaves: Sequence[TreeLeaf]) -> str:
         given = zip(leaves, self._shapes, self.traced.names, strict=True)
         leaf, wanted, name = next(each for each in given if np.shape(each[0]) != each[1])
         return (
@@ -194,7 +194,7 @@ class CompiledFunction:
             "given. Trace and compile again."
         )
 
-    def _given_away(self, leaves: Sequence[Any]) -> str:
+    def _given_away(self, leaves: Sequence[TreeLeaf]) -> str:
         pairs = zip(leaves, self.traced.names, strict=True)
         name = next(name for leaf, name in pairs if isinstance(leaf, jax.Array) and leaf.is_deleted())
         return (
@@ -203,13 +203,13 @@ class CompiledFunction:
         )
 
 
-def _finishing(leaf: jax.ShapeDtypeStruct) -> Callable[[Any], Any]:
+def _finishing(leaf: jax.ShapeDtypeStruct) -> Callable[[jax.Array], Any]:
     """Return the conversion of an executable's result to the type of `jax.jit`'s: weakly typed, or without bytes
     (float0).
     """
     if leaf.dtype == jax.dtypes.float0:
         return lambda array: np.zeros(leaf.shape, leaf.dtype)
-    known: dict[Sharding, Any] = {}
+    known: dict[Sharding, Aval] = {}
 
     def finish(array: jax.Array) -> jax.Array:
         # The same object in all steps, since the next step recognises its arguments by identity.
@@ -231,7 +231,7 @@ def refuse_tracing(name: str) -> None:
         )
 
 
-def refuse_shapes(name: str, leaves: Sequence[Any]) -> None:
+def refuse_shapes(name: str, leaves: Sequence[TreeLeaf]) -> None:
     """Raise `TraceError` for a call with abstract arrays instead of arrays."""
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
         raise TraceError(
@@ -265,7 +265,7 @@ def compiling(progress: Progress) -> Callable[[str, int, int], None]:
     return tell
 
 
-def init_sharded(init_fn: Callable[..., Any], *args: Any, like: CompiledFunction, argument: int | str = 0) -> Tree:
+def init_sharded(init_fn: Callable[..., Tree], *args: Tree, like: CompiledFunction, argument: int | str = 0) -> Tree:
     """Initialise state directly in the shardings of a compiled step: no device ever holds more than its own blocks.
 
     Args:
@@ -293,7 +293,7 @@ def init_sharded(init_fn: Callable[..., Any], *args: Any, like: CompiledFunction
             f"init_fn returns {jax.tree.structure(shapes)}, but argument {argument!r} of the compiled step is "
             f"{structure}. Give an init_fn that returns that argument."
         )
-    result: list[Any] = [None] * len(flat)
+    result: list[jax.Array | None] = [None] * len(flat)
     leaves = jax.tree.leaves(shapes)
     # A jitted function runs on one set of devices, so each mesh has its own; XLA drops what its arrays do not need.
     for mesh in dict.fromkeys(s.mesh for s in flat):
@@ -303,7 +303,7 @@ def init_sharded(init_fn: Callable[..., Any], *args: Any, like: CompiledFunction
                 result[i] = handle(leaves[i].shape, leaves[i].dtype, flat[i])
             continue
 
-        def part(*inputs: Any, mine: Sequence[int] = tuple(mine)) -> list[Any]:
+        def part(*inputs: Tree, mine: Sequence[int] = tuple(mine)) -> list[TreeLeaf]:
             leaves = jax.tree.leaves(init_fn(*inputs))
             return [leaves[i] for i in mine]
 
@@ -314,7 +314,7 @@ def init_sharded(init_fn: Callable[..., Any], *args: Any, like: CompiledFunction
     return jax.tree.unflatten(structure, result)
 
 
-def _on(mesh: Mesh, args: Sequence[Any]) -> Sequence[Any]:
+def _on(mesh: Mesh, args: Sequence[Tree]) -> Sequence[Tree]:
     """Return the arguments with arrays replicated on all devices of a mesh, if it spans several processes."""
     if all_here(devices_of(mesh)):
         return args

@@ -13,19 +13,19 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import numpy as np
 
 from alpa_lite import _jax
+from alpa_lite._jax import TreeLeaf
 from alpa_lite.lower.instructions import Buffer, Instruction, TaskTime
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.pricing import local_bytes
 from alpa_lite.runtime.execute.execute import Executor
 from alpa_lite.sharding.specs import Spec, replicated
 
-Inputs = Callable[[Sequence[Any]], list[Any]]
+Inputs = Callable[[Sequence[TreeLeaf]], list[TreeLeaf]]
 
 NUM_STEPS = 3
 """Number of steps run to measure one."""

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -35,7 +35,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jax.typing import ArrayLike, DTypeLike
 
 from alpa_lite import _jax
-from alpa_lite._jax import Device
+from alpa_lite._jax import Array, Device, TreeLeaf
 from alpa_lite.errors import ExecutionError
 from alpa_lite.runtime.execute.crossing import Blanks, Course, Crossing, Hand
 from alpa_lite.runtime.job.processes import any_here, devices_of, handle, processes_of
@@ -171,14 +171,14 @@ class Placing(ABC):
         self._crossings: dict[object, Crossing] = {}
 
     @abstractmethod
-    def put(self, array: Any, sharding: NamedSharding) -> jax.Array:
+    def put(self, array: TreeLeaf, sharding: NamedSharding) -> jax.Array:
         """Return the array in a sharding; the array itself if it has this sharding."""
 
     @abstractmethod
-    def rows(self, array: Any, windows: Windows, number: int, sharding: NamedSharding) -> jax.Array:
+    def rows(self, array: TreeLeaf | _Staged, windows: Windows, number: int, sharding: NamedSharding) -> jax.Array:
         """Return one of several runs of rows in a sharding."""
 
-    def staged(self, array: Any, windows: Windows, sharding: NamedSharding) -> Any:
+    def staged(self, array: TreeLeaf, windows: Windows, sharding: NamedSharding) -> TreeLeaf | _Staged:
         """Return a form of an array from which `rows` takes every run."""
         del windows, sharding
         return array
@@ -192,7 +192,7 @@ class Placing(ABC):
             moved = handle((rows.size, *array.shape[1:]), array.dtype, sharding)
         return Carried(array=moved, is_copy=self._crossing(array, sharding, found).copies)
 
-    def put_all(self, arrays: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[jax.Array]:
+    def put_all(self, arrays: Sequence[TreeLeaf], shardings: Sequence[NamedSharding]) -> list[jax.Array]:
         """Return `put` of each array, at the cost of one comparison of shardings for each that is in place."""
         try:
             return [x if x.sharding == s else self.put(x, s) for x, s in zip(arrays, shardings, strict=True)]
@@ -211,7 +211,7 @@ class Placing(ABC):
         blocks = _of_blocks(array.shape, array.dtype, on_plain_mesh(array.sharding), _jax.blocks(array))
         return self._crossing(array, sharding, windows)(blocks)
 
-    def _crossing(self, array: Any, sharding: NamedSharding, windows: Windows | None) -> Crossing:
+    def _crossing(self, array: TreeLeaf, sharding: NamedSharding, windows: Windows | None) -> Crossing:
         source = on_plain_mesh(array.sharding)
         key = (array.shape, array.dtype, source, sharding, windows)
         if key not in self._crossings:
@@ -231,13 +231,13 @@ class Placing(ABC):
 class Alone(Placing):
     """Placement in a job of one process."""
 
-    def put(self, array: Any, sharding: NamedSharding) -> jax.Array:
+    def put(self, array: TreeLeaf, sharding: NamedSharding) -> jax.Array:
         """Call `jax.device_put`, except for an array that is already in place: a step has hundreds of those."""
         if getattr(array, "sharding", None) == sharding and getattr(array, "committed", False):
             return array
         return _jax.put_numpy(array, sharding) if type(array) is np.ndarray else jax.device_put(array, sharding)
 
-    def rows(self, array: Any, windows: Windows, number: int, sharding: NamedSharding) -> jax.Array:
+    def rows(self, array: TreeLeaf | _Staged, windows: Windows, number: int, sharding: NamedSharding) -> jax.Array:
         return self.put(rows_of(array, windows, number), sharding)
 
 
@@ -253,7 +253,7 @@ class InJob(Placing):
         """Register meshes; arrays on them are the job's."""
         _known.update(meshes)
 
-    def put(self, array: Any, sharding: NamedSharding) -> jax.Array:
+    def put(self, array: TreeLeaf, sharding: NamedSharding) -> jax.Array:
         if not _is_of_job(array):
             return _spread(array, sharding)
         if array.sharding == sharding:
@@ -269,13 +269,13 @@ class InJob(Placing):
             moved = _spread(array.addressable_data(0), sharding) if jax.process_index() in wanted_by else None
         return handle(array.shape, array.dtype, sharding) if moved is None else moved
 
-    def staged(self, array: Any, windows: Windows, sharding: NamedSharding) -> Any:
+    def staged(self, array: TreeLeaf, windows: Windows, sharding: NamedSharding) -> TreeLeaf | _Staged:
         """Move an array of the job once for all runs."""
         if not _is_of_job(array):
             return array if isinstance(array, jax.Array) else np.asarray(array)
         return _Staged(value=self._moved(array, sharding, windows), shape=array.shape, dtype=array.dtype)
 
-    def rows(self, array: Any, windows: Windows, number: int, sharding: NamedSharding) -> jax.Array:
+    def rows(self, array: TreeLeaf | _Staged, windows: Windows, number: int, sharding: NamedSharding) -> jax.Array:
         if not any_here(devices_of(sharding.mesh)):
             shape = (windows.size if d == windows.dim else n for d, n in enumerate(array.shape))
             return handle(tuple(shape), array.dtype, sharding)
@@ -293,7 +293,7 @@ class _Staged:
     dtype: DTypeLike
 
 
-def _is_of_job(array: Any) -> bool:
+def _is_of_job(array: TreeLeaf) -> bool:
     if not isinstance(array, jax.Array):
         return False
     return not array.is_fully_addressable or getattr(array.sharding, "mesh", None) in _known
@@ -305,7 +305,7 @@ def _of_blocks(
     return jax.make_array_from_single_device_arrays(shape, sharding, list(blocks), dtype=dtype)
 
 
-def _spread(array: Any, sharding: NamedSharding) -> jax.Array:
+def _spread(array: TreeLeaf, sharding: NamedSharding) -> jax.Array:
     """Return an array that each process holds whole, on its devices of a sharding.
 
     `jax.device_put` would first compare the arrays of all processes, in a collective.
@@ -315,7 +315,7 @@ def _spread(array: Any, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(found.shape, sharding, lambda index: found[index], dtype=dtype)
 
 
-def rows_of(array: Any, windows: Windows, number: int) -> Any:
+def rows_of(array: TreeLeaf, windows: Windows, number: int) -> Array:
     """Return a run of rows: a view of a NumPy array, else a copy by one program for all starts."""
     first, dim = windows.start + number * windows.size, windows.dim
     if isinstance(array, jax.Array):
@@ -323,7 +323,7 @@ def rows_of(array: Any, windows: Windows, number: int) -> Any:
     return np.asarray(array)[(*[slice(None)] * dim, slice(first, first + windows.size))]
 
 
-def _untyped(array: Any) -> jax.Array:
+def _untyped(array: TreeLeaf) -> jax.Array:
     """Return the array on a mesh without explicit axis types, under which slices that the axes do not divide fail."""
     mesh = getattr(array.sharding, "mesh", None)
     if mesh is None or AxisType.Explicit not in mesh.axis_types:

@@ -23,7 +23,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +49,7 @@ from alpa_lite.runtime.execute.crossing import (
     token,
 )
 from alpa_lite.runtime.job.activity import Token
-from alpa_lite.runtime.job.processes import all_here, any_here, devices_of, in_turn, is_here, processes_of
+from alpa_lite.runtime.job.processes import Launchable, all_here, any_here, devices_of, in_turn, is_here, processes_of
 from alpa_lite.sharding.specs import Spec, local_shape
 from alpa_lite.sharding.transfer import PlannedTransfer
 
@@ -64,7 +63,9 @@ class Transfer(ABC):
         """The number of programs that one call launches."""
 
     @abstractmethod
-    def __call__(self, array: Any, sent: list[Message] | None = None, launched: LaunchObserver | None = None) -> Any:
+    def __call__(
+        self, array: jax.Array | None, sent: list[Message] | None = None, launched: LaunchObserver | None = None
+    ) -> jax.Array | None:
         """Return the array in the target placement, asynchronously; bytes for other devices are appended to `sent`.
 
         `launched` observes each program that may have to wait for other devices. A process without devices of the
@@ -131,7 +132,10 @@ class _Whole(Transfer):
     def num_programs(self) -> int:
         return 0
 
-    def __call__(self, array: Any, sent: list[Message] | None = None, launched: LaunchObserver | None = None) -> Any:
+    def __call__(
+        self, array: jax.Array | None, sent: list[Message] | None = None, launched: LaunchObserver | None = None
+    ) -> jax.Array | None:
+        assert array is not None, "all devices of both meshes belong to this process"
         if sent is not None:
             for block, (source, target) in zip(_jax.blocks(array), self.pairs, strict=True):
                 _note(sent, block, source, target)
@@ -149,7 +153,10 @@ class _InPlace(Transfer):
     def num_programs(self) -> int:
         return 1
 
-    def __call__(self, array: Any, sent: list[Message] | None = None, launched: LaunchObserver | None = None) -> Any:
+    def __call__(
+        self, array: jax.Array | None, sent: list[Message] | None = None, launched: LaunchObserver | None = None
+    ) -> jax.Array | None:
+        assert array is not None, "this process has a device of the mesh"
         # Source and target are one mesh, so the program counts once.
         moved, done = self._launch(array)
         if launched is not None:
@@ -190,7 +197,9 @@ class _MeshCrossing(Transfer):
     def num_programs(self) -> int:
         return self.crossing.num_programs
 
-    def __call__(self, array: Any, sent: list[Message] | None = None, launched: LaunchObserver | None = None) -> Any:
+    def __call__(
+        self, array: jax.Array | None, sent: list[Message] | None = None, launched: LaunchObserver | None = None
+    ) -> jax.Array | None:
         return self.crossing(array, sent, launched)
 
 
@@ -217,7 +226,9 @@ class _OfKeys(Transfer):
     def num_programs(self) -> int:
         return (self.unwrap is not None) + self.words.num_programs + (self.wrap is not None)
 
-    def __call__(self, array: Any, sent: list[Message] | None = None, launched: LaunchObserver | None = None) -> Any:
+    def __call__(
+        self, array: jax.Array | None, sent: list[Message] | None = None, launched: LaunchObserver | None = None
+    ) -> jax.Array | None:
         words = self.words(None if self.unwrap is None else self.unwrap(array), sent, launched)
         return None if self.wrap is None else self.wrap(words)
 
@@ -257,7 +268,7 @@ def _gathered(planned: PlannedTransfer, x: jax.Array) -> jax.Array:
     return x
 
 
-def _walk(planned: PlannedTransfer, mesh: Mesh) -> Callable[..., Any]:
+def _walk(planned: PlannedTransfer, mesh: Mesh) -> Callable[..., tuple[jax.Array, jax.Array]]:
     wanted = planned.target.spec
 
     def walk(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -342,7 +353,7 @@ class Delivery:
         self._blanks = [blanks.get(aval.shape, aval.dtype, self.mine) for aval in self._avals]
         self._gather = [_gathering(result) for result in self.results]
 
-        def deliver(*blocks: jax.Array) -> Any:
+        def deliver(*blocks: jax.Array) -> tuple[jax.Array, ...]:
             return (*(lax.all_gather(x, AXIS)[at] for x, at in zip(blocks, places, strict=True)), token())
 
         # Each process contributes a different block of an array declared replicated; the program makes them equal.
@@ -378,7 +389,7 @@ class Delivery:
         return joined(aval, [block])
 
 
-def _gathering(result: Result) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]] | None:
+def _gathering(result: Result) -> Launchable | None:
     """Return a function that replicates a result on its stage; None if it is replicated or not on this process."""
     sharding = result.sharding
     if sharding.is_fully_replicated or not any_here(devices_of(sharding.mesh)):

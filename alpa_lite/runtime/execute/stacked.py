@@ -14,13 +14,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import groupby, islice
-from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
+from alpa_lite._jax import TreeLeaf
 from alpa_lite.program.phases import LeafPart
 from alpa_lite.runtime.execute.placing import Placing, Windows
 from alpa_lite.runtime.job.processes import any_here, devices_of, handle, is_here
@@ -79,11 +79,11 @@ class RowBlocks:
         return self._split(array)
 
     @cached_property
-    def _join(self) -> Any:
+    def _join(self) -> Callable[[list[jax.Array]], jax.Array]:
         return jax.jit(jax.numpy.concatenate, out_shardings=self.sharding)
 
     @cached_property
-    def _split(self) -> Any:
+    def _split(self) -> Callable[[jax.Array], list[jax.Array]]:
         first = self.rows[0][0]
         bounds = [(start - first, stop - first) for start, stop in self.rows]
         return jax.jit(lambda x: [x[start:stop] for start, stop in bounds], out_shardings=self.sharding)
@@ -202,7 +202,7 @@ class Stack:
         """The sharding of the whole array between steps."""
         return self.joint or self.rest.sharding
 
-    def split(self, array: Any, placing: Placing, *, donated: bool) -> list[jax.Array]:
+    def split(self, array: TreeLeaf, placing: Placing, *, donated: bool) -> list[jax.Array]:
         """Return the parts, each on its stage. `donated`: the array is not needed any more."""
         # The first step gets the array as the user made it; later ones get it as this class has returned it.
         if not isinstance(array, jax.Array) or array.sharding != self.sharding:
@@ -225,7 +225,7 @@ class Stack:
         return parts
 
     @staticmethod
-    def _part(array: Any, start: int, stop: int, run: RowBlocks, placing: Placing) -> jax.Array:
+    def _part(array: TreeLeaf, start: int, stop: int, run: RowBlocks, placing: Placing) -> jax.Array:
         rows = Windows(dim=0, start=start, size=stop - start, count=1)
         return placing.rows(placing.staged(array, rows, run.sharding), rows, 0, run.sharding)
 
@@ -268,11 +268,11 @@ class Leaves:
         found = self.whole[leaf]
         return found.sharding if isinstance(found, Stack) else found
 
-    def split(self, leaves: Sequence[Any]) -> list[Any]:
+    def split(self, leaves: Sequence[TreeLeaf]) -> list[TreeLeaf]:
         """Return the graph inputs, made of the arguments."""
         if not self.in_parts:
             return list(leaves)
-        parts: list[Any] = []
+        parts: list[TreeLeaf] = []
         for number, (array, whole) in enumerate(zip(leaves, self.whole, strict=True)):
             donated = number < len(self._donated) and self._donated[number]
             parts += whole.split(array, self._placing, donated=donated) if isinstance(whole, Stack) else [array]

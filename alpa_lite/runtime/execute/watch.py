@@ -27,7 +27,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -69,7 +68,7 @@ class Watch:
             thread.join()
         return self.ends
 
-    def _begin(self, wait: Callable[..., None], *what: Any) -> None:
+    def _begin(self, wait: Callable[..., None], *what: object) -> None:
         """Start a thread for one wait: with fewer threads, a copy's wait would begin only after another's end."""
         thread = threading.Thread(target=wait, args=what, name="alpa_lite watches a step", daemon=True)
         self._threads.append(thread)

@@ -61,6 +61,9 @@ PATIENCE_SECONDS = 6 * 3600.0
 """Seconds that another process may take, as it may have to plan or to compile in the meantime."""
 
 
+Json = Any
+"""A value that JSON can represent."""
+
 TURN = 16
 """The largest number of agreements by which the first process is ahead of the others."""
 
@@ -70,7 +73,7 @@ def agreed_number(value: float) -> float:
     return float(agreed_data(value))
 
 
-def agreed_data(value: Any) -> Any:
+def agreed_data(value: Json) -> Json:
     """Return the first process's JSON value; those of the others are ignored."""
     return value if jax.process_count() == 1 else _service().said_by_first(value)
 
@@ -112,7 +115,7 @@ def _processes(numbers: Sequence[int]) -> str:
     return f"processes {', '.join(map(str, numbers[:-1]))} and {numbers[-1]} have"
 
 
-def everywhere(value: Any) -> list[Any]:
+def everywhere(value: Json) -> list[Json]:
     """Return the JSON values of all processes, in their order; on all of them."""
     return [value] if jax.process_count() == 1 else _service().everywhere(value)
 
@@ -141,14 +144,14 @@ class _Service:
         self._words = KeyValues(job)
         self._groups: dict[tuple[int, ...], _GroupExchange] = {}
 
-    def said_by_first(self, value: Any) -> Any:
+    def said_by_first(self, value: Json) -> Json:
         return self._of(self._all).said_by_first(value)
 
     def compared(self, facts: Mapping[str, str]) -> str:
         """Return the `differences` of the facts of all processes, computed by the first one."""
         return self._of(self._all).gathered(dict(facts), differences)
 
-    def everywhere(self, value: Any) -> list[Any]:
+    def everywhere(self, value: Json) -> list[Json]:
         return self._of(self._all).gathered(value, list)
 
     def meet(self, processes: tuple[int, ...]) -> None:
@@ -173,7 +176,7 @@ class _GroupExchange:
         self._numbers = itertools.count()
         self._read_by_all_that_come: list[str] = []
 
-    def gathered(self, value: Any, combine: Callable[[list[Any]], Any]) -> Any:
+    def gathered(self, value: Json, combine: Callable[[list[Json]], Json]) -> Json:
         """Return the first process's combination of the values of all."""
         key = self._key()
         self._words.set(f"{key}/{self._words.me}", value)
@@ -187,7 +190,7 @@ class _GroupExchange:
         self._words.set(f"{key}/answer", answer)
         return answer
 
-    def said_by_first(self, value: Any) -> Any:
+    def said_by_first(self, value: Json) -> Json:
         """Return the first process's value."""
         number = next(self._numbers)
         # Now and then all of them answer: otherwise the first process would never learn that they have read its values,
@@ -212,7 +215,7 @@ class KeyValues:
         """Connect to the service, without writing."""
         self._client, self._roll_call, self.me = job.client, RollCall(job), job.process
 
-    def set(self, name: str, value: Any) -> None:
+    def set(self, name: str, value: Json) -> None:
         """Write a value under a name that was not used before."""
         # Compressed: whole plans are exchanged, whose JSON repeats itself.
         self._client.key_value_set_bytes(f"alpa_lite/{name}", zlib.compress(json.dumps(value).encode()))
@@ -223,7 +226,7 @@ class KeyValues:
             with suppress(jax.errors.JaxRuntimeError):  # if the service is gone, JAX ends this process
                 self._client.key_value_delete(f"alpa_lite/{name}")
 
-    def get(self, name: str, process: int) -> Any:
+    def get(self, name: str, process: int) -> Json:
         """Return the value of another process under a name, waiting until it is written."""
         key, read = f"alpa_lite/{name}", self._client.blocking_key_value_get_bytes
         began = at_work = time.monotonic()
@@ -342,7 +345,7 @@ class Stopping:
         """Start without listening."""
         self._told = threading.Event()
         self._over = threading.Event()
-        self._before: Any = None
+        self._before: Callable[[int, FrameType | None], object] | int | None = None
         self._listens = False
         self._answering = threading.Lock()
         self._asked = 0

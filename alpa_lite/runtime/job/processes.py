@@ -154,6 +154,9 @@ def _circle(program: Program, queues: Mapping[int, Sequence[int]], at: Mapping[i
     return f"The processes of this job would wait for each other for ever: {told}."
 
 
+Launchable = Callable[..., Sequence[Any]]
+"""A compiled program as a function of arrays. Its last result is its `Token`, whose methods JAX does not declare."""
+
 _MOST_PENDING = 64
 
 
@@ -184,7 +187,7 @@ _launches = Turns()
 """The launches of this process, shared by all its steps."""
 
 
-def in_turn(program: Callable[..., Any], devices: Sequence[Device]) -> Callable[..., Any]:
+def in_turn(program: Launchable, devices: Sequence[Device]) -> Launchable:
     """Return a compiled program that respects the order, unchanged where none is needed.
 
     The last result of the program must be its token.
@@ -193,7 +196,7 @@ def in_turn(program: Callable[..., Any], devices: Sequence[Device]) -> Callable[
         return program
     alone = sum(map(is_here, devices)) == 1
 
-    def run(*arrays: jax.Array) -> Any:
+    def run(*arrays: jax.Array) -> Sequence[Any]:
         _launches.take(alone=alone)
         results = program(*arrays)
         _launches.launched(results[-1])

@@ -12,7 +12,7 @@ from alpa_lite.runtime.calibrate.calibrate import Calibration, CalibrationProgra
 from alpa_lite.runtime.calibrate.measurements import Stopwatch, TimedProgram, predicted_seconds
 from alpa_lite.runtime.calibrate.probes import Probe
 from cost_models import Cluster, Link, cluster_sources, load_cluster
-from tests.runtime.calibrate.test_fit import GUESS, TRUTH, measurements
+from tests.runtime.calibrate.test_measurements import GUESS, TRUTH, measurements
 
 SHARED = replace(GUESS, num_hosts=1, devices_per_host=8, shared_processor=True)
 
