@@ -40,15 +40,19 @@ from alpa_lite.program.phases import StepGraph
 from alpa_lite.runtime.job.processes import all_here, any_here
 
 
-def task_units(
-    program: Program,
-    plan: Plan,
-    step: StepGraph,
-    equations: Sequence[Equation],
-    meshes: Sequence[Mesh],
-    donated: Mapping[int, Sequence[int]],
-) -> list[CompileUnit]:
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LoweredStep:
+    """A program of instructions, and what it was lowered from: a plan, the graph of a step, and JAX's equations."""
+
+    program: Program
+    plan: Plan
+    step: StepGraph
+    equations: Sequence[Equation]
+
+
+def task_units(lowered: LoweredStep, meshes: Sequence[Mesh], donated: Mapping[int, Sequence[int]]) -> list[CompileUnit]:
     """Return the tasks of a program, in order. `donated`: per task the inputs that are donated."""
+    program, plan, step, equations = lowered.program, lowered.plan, lowered.step, lowered.equations
     units: list[CompileUnit] = []
     for number, task in enumerate(program.tasks):
         mesh, placements, given = meshes[task.stage], plan.stages[task.stage].ops, donated.get(number, ())
@@ -61,14 +65,13 @@ def task_units(
     return units
 
 
-def lowered_tasks(
-    program: Program, plan: Plan, step: StepGraph, equations: Sequence[Equation], platform: str
-) -> list[tuple[TaskSpec, Lowered]]:
+def lowered_tasks(of: LoweredStep, platform: str) -> list[tuple[TaskSpec, Lowered]]:
     """Return each task with its lowered program (`jax.stages.Lowered`), without devices; equal tasks share one."""
+    step, equations = of.step, of.equations
     lowered: dict[Hashable, Lowered] = {}
     found: list[tuple[TaskSpec, Lowered]] = []
-    for task in program.tasks:
-        stage = plan.stages[task.stage]
+    for task in of.program.tasks:
+        stage = of.plan.stages[task.stage]
         mesh = AbstractMesh(stage.mesh_shape.shape, stage.mesh_shape.axis_names)
         form = mesh, task_form(task, step, equations, stage.ops, dict(mesh.shape), ())
         if form not in lowered:

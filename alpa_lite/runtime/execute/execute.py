@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
@@ -24,19 +25,17 @@ from alpa_lite import _jax
 from alpa_lite._jax import Device, TreeLeaf
 from alpa_lite.errors import ExecutionError
 from alpa_lite.lower.emission import Executable, boundary_spec
-from alpa_lite.lower.instructions import Program, TaskTime
+from alpa_lite.lower.instructions import TaskTime
 from alpa_lite.plan.plan import Plan
-from alpa_lite.program.equations import Equation
-from alpa_lite.program.phases import StepGraph
 from alpa_lite.runtime.execute.aliasing import copies, donations, shared_results, with_copies
 from alpa_lite.runtime.execute.bind import Binder, Slots
-from alpa_lite.runtime.execute.compile import Tell, concat_units, precompile, task_units, zeros_units
+from alpa_lite.runtime.execute.compile import LoweredStep, Tell, concat_units, precompile, task_units, zeros_units
 from alpa_lite.runtime.execute.crossing import Blanks
 from alpa_lite.runtime.execute.placing import Alone, InJob
 from alpa_lite.runtime.execute.run_transfers import Delivery, Result, compile_transfers, wanted, warm
 from alpa_lite.runtime.execute.stacked import Leaves
 from alpa_lite.runtime.execute.watch import Watch, Watchdog, explanation, short_name, spans
-from alpa_lite.runtime.job.activity import CPU_CREDITS, CREDITS, Flight
+from alpa_lite.runtime.job.activity import CPU_CREDITS, CREDITS, Flight, HangPolicy, InstructionInfo
 from alpa_lite.runtime.job.processes import (
     all_here,
     any_here,
@@ -56,6 +55,22 @@ OnHang = Literal["auto", "raise", "end"]
 
 WATCHDOG_SECONDS = 300.0
 """Seconds without any progress of a step before it counts as hung."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HangOptions:
+    """What counts as a hang of a step, and the reaction to it.
+
+    watchdog_seconds  seconds without progress of a step after which it counts as hung; None: for ever
+    on_hang           "end" the job then, "raise" `HangError`, or ("auto") end it if there are several processes
+    """
+
+    watchdog_seconds: float | None = WATCHDOG_SECONDS
+    on_hang: OnHang = "auto"
+
+    def ends_job(self) -> bool:
+        """Return True if a hang ends the job: an error in one process alone would leave the others waiting."""
+        return self.on_hang == "end" or (self.on_hang == "auto" and is_watched())
 
 
 def stage_meshes(plan: Plan, devices: Sequence[Device] | None = None) -> tuple[Mesh, ...]:
@@ -94,23 +109,18 @@ class Executor:
 
     def __init__(
         self,
-        program: Program,
-        plan: Plan,
-        step: StepGraph,
-        equations: Sequence[Equation],
+        lowered: LoweredStep,
         *,
         donated: Sequence[bool],
         devices: Sequence[Device] | None = None,
         progress: Tell | None = None,
-        watchdog_seconds: float | None = WATCHDOG_SECONDS,
-        on_hang: OnHang = "auto",
+        hangs: HangOptions,
     ) -> None:
         """Compile everything; `progress(name, done, total)` is called meanwhile.
 
-        donated           `donated[i]`: input i may be overwritten by the output that replaces it
-        watchdog_seconds  seconds without progress of a step after which it counts as hung; None: for ever
-        on_hang           "end" the job then, "raise" `HangError`, or ("auto") end it if there are several processes
+        `donated[i]`: input i may be overwritten by the output that replaces it.
         """
+        program, plan, step = lowered.program, lowered.plan, lowered.step
         self.program, self.plan, self.step = program, plan, step
         self.meshes = stage_meshes(plan, devices)
         self._shardings: dict[tuple[int, Spec | None], NamedSharding] = {}
@@ -127,7 +137,7 @@ class Executor:
         self.outputs = Leaves(step.output_parts, returned, self._returned, self.placing)
         self._shared = shared_results(program, plan, step, donated)
         given = donations(program, plan, step, donated)
-        tasks = task_units(program, plan, step, equations, self.meshes, given)
+        tasks = task_units(lowered, self.meshes, given)
         zeros, concats = zeros_units(program, step, self.meshes), concat_units(program, step, self.meshes)
         made = precompile([*tasks, *zeros.values(), *concats.values()], progress)
         self.counts = made.counts
@@ -149,12 +159,14 @@ class Executor:
         self.flight = Flight(
             1 + max(self._groups),
             limit=CPU_CREDITS if on_cpu else CREDITS,
-            patience=watchdog_seconds,
-            explain=partial(explanation, program, step, self.meshes),
-            name=partial(short_name, program),
-            processes=self._processes,
-            at_work=at_work,
-            end=end_hung if on_hang == "end" or (on_hang == "auto" and is_watched()) else None,
+            instructions=InstructionInfo(
+                explain=partial(explanation, program, step, self.meshes),
+                name=partial(short_name, program),
+                processes=self._processes,
+            ),
+            hang_policy=HangPolicy(
+                patience=hangs.watchdog_seconds, at_work=at_work, end=end_hung if hangs.ends_job() else None
+            ),
         )
         self.watchdog = Watchdog(self.flight)
         self._indices = self._microbatch_indices()

@@ -37,6 +37,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple, Protocol
@@ -213,6 +214,42 @@ class Patience:
         return self.limit is not None and bool(pending) and self._clock() - self._since >= self.limit
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstructionInfo:
+    """Describes the instructions of a program, each given by its number.
+
+    explain     returns sentences on a hang at an instruction
+    name        returns an instruction in a few words
+    processes   returns the processes that take part in an instruction
+    """
+
+    explain: Callable[[int], str]
+    name: Callable[[int], str] = str
+    processes: Callable[[int], frozenset[int]] = lambda instruction: frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HangPolicy:
+    """Defines when launches count as hung, and what happens then.
+
+    patience    seconds in which some launch must end; None waits for ever
+    at_work     returns whether one of some processes plans or compiles, which is no hang
+    end         ends the process with the sentence on a hang; None: `HangError` is raised
+    """
+
+    patience: float | None
+    at_work: Callable[[frozenset[int]], bool] = lambda processes: False
+    end: Callable[[str], object] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timer:
+    """A clock, in seconds, and a function that sleeps for some seconds of it; tests simulate both."""
+
+    clock: Clock = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+
+
 class Flight:
     """The launches of one executor; used from its thread, and read by the watchdog's."""
 
@@ -221,35 +258,26 @@ class Flight:
         num_groups: int,
         *,
         limit: int,
-        patience: float | None,
-        explain: Callable[[int], str],
-        name: Callable[[int], str] = str,
-        processes: Callable[[int], frozenset[int]] = lambda instruction: frozenset(),
-        at_work: Callable[[frozenset[int]], bool] = lambda processes: False,
-        end: Callable[[str], object] | None = None,
-        clock: Clock = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
+        instructions: InstructionInfo,
+        hang_policy: HangPolicy,
+        timer: Timer | None = None,
     ) -> None:
         """Start without launches.
 
         Args:
             num_groups: number of groups of devices whose launches run in order.
             limit: credits of a group of devices.
-            patience: seconds in which something must end; None waits for ever.
-            explain: returns sentences on what hangs at an instruction.
-            name: returns an instruction in a few words.
-            processes: returns the processes that take part in an instruction.
-            at_work: returns whether one of these processes plans or compiles.
-            end: ends the process with the sentence on a hang; None: `HangError` is raised.
-            clock: returns the current time in seconds.
-            sleep: sleeps for a number of seconds.
+            instructions: describes the instructions of the program.
+            hang_policy: when launches count as hung.
+            timer: measures and spends the time of waits.
 
         `waited_seconds` counts the waits for credits since the program was compiled.
         """
         self.queues: tuple[deque[Launch], ...] = tuple(deque() for _ in range(num_groups))
-        self.limit, self.patience, self.explain = limit, patience, explain
-        self._name, self._processes, self._at_work, self._end = name, processes, at_work, end
-        self._clock, self._sleep = clock, sleep
+        self.limit, self.patience = limit, hang_policy.patience
+        self._instructions, self._at_work, self._end = instructions, hang_policy.at_work, hang_policy.end
+        timer = timer or Timer()
+        self._clock, self._sleep = timer.clock, timer.sleep
         self._last: Launch | None = None
         self._order = itertools.count()
         self.hang = ""
@@ -283,7 +311,7 @@ class Flight:
 
     def awaited(self) -> dict[int, frozenset[int]]:
         """Return the processes that take part in the launches that are not done, by the order of the launches."""
-        return {launch.order: self._processes(launch.instruction) for launch in self.pending()}
+        return {launch.order: self._instructions.processes(launch.instruction) for launch in self.pending()}
 
     def is_hung(self, patience: Patience, pending: Sequence[Launch]) -> bool:
         """Return True if the pending launches have run out of patience, and no process that takes part is busy
@@ -291,7 +319,8 @@ class Flight:
         """
         if not patience.is_over(frozenset(launch.order for launch in pending)):
             return False
-        if self._at_work(frozenset[int]().union(*(self._processes(launch.instruction) for launch in pending))):
+        taking_part = (self._instructions.processes(launch.instruction) for launch in pending)
+        if self._at_work(frozenset[int]().union(*taking_part)):
             patience.restart()
             return False
         return True
@@ -308,8 +337,8 @@ class Flight:
         if self._last is None:
             return ""
         if pending := self.pending():
-            return f"waits for {self._name(pending[0].instruction)}"
-        return f"has done {self._name(self._last.instruction)}"
+            return f"waits for {self._instructions.name(pending[0].instruction)}"
+        return f"has done {self._instructions.name(self._last.instruction)}"
 
     @property
     def ends(self) -> bool:
@@ -326,7 +355,7 @@ class Flight:
         """Return the explanation of a hang: the first launch that is not done, as its inputs come from earlier ones."""
         return (
             f"No instruction has ended for {self.patience:g} s, and {len(pending)} are not done. The first of them: "
-            f"{self.explain(pending[0].instruction)}"
+            f"{self._instructions.explain(pending[0].instruction)}"
         )
 
     def _wait(self, token: Token) -> None:
