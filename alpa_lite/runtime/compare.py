@@ -166,6 +166,8 @@ class _StepComparison:
             # Another seed than the arguments', so that signs do not depend on the values that they change.
             rng, found = np.random.default_rng(self.seed + 1), list[_Perturbed]()
             for ulps in (*[1.0] * NUM_DRAWS, allowed_steps(unit)):
+                # Signs are drawn at random: errors of one sign in all inputs would cancel in differences, and add up in
+                # sums.
                 leaves = [perturbed(leaf, unit, ulps, rng) for leaf in self.leaves]
                 outputs = [*map(_on_host, jax.tree.leaves(self.reference(leaves)))]
                 found.append(_Perturbed(leaves=leaves, outputs=outputs))
@@ -207,6 +209,7 @@ class _StepComparison:
 
     def _step(self, number: int, want: np.ndarray, scale: float, unit: float) -> float:
         """Return one absolute rounding step of a leaf; for leaves without floats a share of elements."""
+        # Rounding the result alone may change it by one unit, even where the inputs change nothing.
         own = float(jnp.finfo(self.compiled.traced.out_leaves[number].dtype).eps) if is_inexact(want) else 0.0
         return max(own * scale, self._noise(number, want, unit))
 
@@ -221,6 +224,7 @@ class _StepComparison:
                 after = _on_host(jnp.asarray(run.leaves[follows]))
                 # A weight moves with its perturbed old value, which would hide an error in its update.
                 moved = min(moved, change(run.outputs[number] - after, want - before))
+            # The last draw has moved the inputs by as many units as are allowed: the change per unit counts.
             noise = max(noise, moved / (1.0 if draw < NUM_DRAWS else allowed_steps(unit)))
         return noise
 
@@ -311,6 +315,7 @@ def _note(got: jax.Array, want: jax.Array, host: np.ndarray, step: float, differ
         notes.append("jax.jit itself changes it when its inputs change in the last place")
     if difference and step == np.inf:
         notes.append("jax.jit itself is not always finite there")
+    # Reported, not refused: the numbers are the same, but later promotion of dtypes may differ.
     if getattr(want, "weak_type", False) != getattr(got, "weak_type", False):
         notes.append("weakly typed under jax.jit")
     return "; ".join(notes)
@@ -334,6 +339,7 @@ def draw(shape: jax.ShapeDtypeStruct, rng: np.random.Generator, *, positive: boo
     arguments.
     """
     if jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
+        # From the same generator as all other leaves, so that keys depend on the seed as well.
         key = jax.random.key(int(rng.integers(2**31)), impl=_jax.key_implementation(str(shape.dtype)))
         return jax.random.split(key, shape.shape)
     if is_key(shape):
@@ -342,6 +348,7 @@ def draw(shape: jax.ShapeDtypeStruct, rng: np.random.Generator, *, positive: boo
         return jnp.asarray(rng.integers(0, 2, shape.shape).astype(bool))
     if not jnp.issubdtype(shape.dtype, jnp.inexact):
         return jnp.asarray(rng.integers(0, 2, shape.shape), shape.dtype)
+    # Small enough that exponentials and powers in most steps stay finite.
     values = _WIDTH * rng.normal(size=shape.shape)
     if jnp.issubdtype(shape.dtype, jnp.complexfloating):
         values = values + 1j * _WIDTH * rng.normal(size=shape.shape)
@@ -402,6 +409,7 @@ def _moved(values: np.ndarray, relative: float, rng: np.random.Generator) -> np.
     """Return real numbers, each moved by a multiple of the last place: 2^exponent · relative precision."""
     values = np.asarray(values)
     with np.errstate(invalid="ignore"):
+        # `frexp` gives mantissas in [1/2, 1): the unit in the last place is relative to 2^(exponent - 1).
         exponents = np.frexp(values)[1]
     places = np.where(np.isfinite(values) & (values != 0), np.ldexp(relative, exponents - 1), 0.0)
     return values + places * rng.choice((-1.0, 1.0), values.shape)

@@ -125,6 +125,7 @@ def simulate_program(
     for instruction in program.instructions:
         clock.step(instruction)
     rows, end = plan.stages_together, max((time.end_seconds for time in clock.times), default=0.0)
+    # All hosts wait for the last one to start the step.
     available = end + plan.cluster.skew_seconds
     peaks = _peaks(program, plan, step, clock)
     uses = [
@@ -153,6 +154,7 @@ def price_task(task: TaskSpec, step: StepGraph, placements: Mapping[int, OpPlace
     parts = [estimator()]
     walk: Walk[int] = Walk(step.graph, placements, pricer.sizes, parts[0])
     for port in task.inputs:
+        # Inputs are in memory when a task starts: their work was priced where they were made.
         walk.put(port.value, port.spec, Estimator.NOTHING)
     for _ in run_parts(walk, task, step):
         # What an earlier phase made is an input here; its work is priced in that phase.
@@ -161,6 +163,7 @@ def price_task(task: TaskSpec, step: StepGraph, placements: Mapping[int, OpPlace
         walk.machine = estimator()
         parts.append(walk.machine)
     for port in (*task.outputs, *task.sums):
+        # Reading an output in its spec prices the collectives at the end of the task.
         walk.get(port.value, port.spec)
     return TaskPrice(
         seconds=sum(part.seconds for part in parts), compute_seconds=sum(part.compute_seconds for part in parts)
@@ -170,6 +173,7 @@ def price_task(task: TaskSpec, step: StepGraph, placements: Mapping[int, OpPlace
 def _pricer(plan: Plan, stage: int, cost_model_for: Callable[[Cluster], CostModel]) -> Pricer:
     """Return the pricer for the devices of a stage, which differ between stages in heterogeneous clusters."""
     cluster, submesh = plan.cluster, plan.stages[stage].submesh
+    # A stage of a heterogeneous cluster is priced on the devices that it runs on.
     here = cluster.at(submesh.first_device, submesh.num_devices) if cluster.groups else cluster
     return Pricer(cost_model=cost_model_for(here), submesh=submesh, mesh=plan.stages[stage].mesh_shape)
 
@@ -222,6 +226,7 @@ class _StepSimulation:
         self.free[row] = end = start + seconds
         self.busy[row] += seconds
         self.waited[row] += start - could
+        # Waiting for a transfer, and collectives beyond the time of the kernels.
         self.exposed[row] += start - could + max(0.0, price.seconds - price.compute_seconds)
         return start, end
 
@@ -245,6 +250,7 @@ class _StepSimulation:
             return self.ready[source], self.ready[source]
         ends = {"source": self.pricers[a], "target": self.pricers[b]}
         seconds = self.dispatch + transfer_seconds(transfer, self.model, **ends)
+        # The link between two submeshes carries one transfer at a time in each direction.
         start = max(self.ready[source], self.taken.get(way, 0.0))
         self.taken[way] = start + seconds
         self.received[way[1]] += instruction.bytes
@@ -255,6 +261,7 @@ def _peaks(program: Program, plan: Plan, step: StepGraph, clock: _StepSimulation
     """Return for each submesh the peak memory of a device, in bytes."""
     resident = _resident(program, plan, step)
     sizes = _sizes(program, plan, step, resident)
+    # Changes of the memory of a device of each submesh: (time, bytes); their largest partial sum is the peak.
     changes: list[list[tuple[float, float]]] = [[] for _ in plan.stages_together]
     last: dict[Buffer, float] = {}
     following = (*program.instructions[1:], None)  # one item too long for an empty program
@@ -332,6 +339,7 @@ def _sizes(program: Program, plan: Plan, step: StepGraph, resident: Iterable[Buf
         in_place = instruction.kind == "SEND" and _same_devices(plan, instruction)
         for buffer, spec in _written(program, instruction):
             if buffer not in nothing and not in_place:
+                # The first writer decides, as it does for the allocation in `_peaks`.
                 found.setdefault(buffer, local_bytes(step.graph.values[buffer.value], spec, sizes))
     return found
 

@@ -150,6 +150,7 @@ class Calibration:
     @property
     def errors(self) -> tuple[float, ...]:
         """The error of each prediction, as a factor of at least 1; sorted."""
+        # Too long and too short by the same factor are equally wrong.
         return tuple(sorted(max(r, 1 / r) for r in map(self.ratio, self.measurements)))
 
     def to_json(self) -> dict[str, object]:
@@ -162,6 +163,7 @@ class Calibration:
         measured |= {"device_share"} if self.alone is not None else set()
         sources = {key: origin if key in measured else "assumed, not measured" for key in [*keys, "device_share"]}
         sources |= {"device.memory_bytes": f"reported on {self.date}, {kind}", "fingerprint": self.fingerprint}
+        # Quantiles of the sorted errors.
         errors = self.errors
         half, most = errors[len(errors) // 2], errors[int(0.9 * (len(errors) - 1))]
         notes = (
@@ -257,6 +259,7 @@ def conclude(
     progress: Progress = lambda *_: None,
 ) -> Calibration:
     """Time the programs and return the cluster like `guess` that explains them."""
+    # In this order, in which the timings are taken apart below.
     timed = [programs.dispatch, *programs.blocks, *[probe.program for probe in programs.probes]]
     total, done = num_samples(len(timed), stopwatch), 0
 
@@ -312,12 +315,14 @@ def _guess(devices: tuple[_jax.Device, ...]) -> Cluster:
             "give as many devices of each host."
         )
     per_host = len(rows[0])
+    # Virtual devices of a CPU are threads on the same cores.
     shared = first.platform == "cpu" and per_host > 1
     return Cluster(
         name=f"local ({len(devices)} × {first.device_kind})",
         device=Device(
             name=first.device_kind,
             memory_bytes=_memory_bytes(first, per_host),
+            # Starting points within a few orders of magnitude: the fit tries several shifts of them.
             memory_bandwidth=1e11,
             peak_flops={"float32": _GUESSED_FLOPS, "tensorfloat32": _GUESSED_FLOPS},
             launch_seconds=1e-6,
@@ -442,4 +447,5 @@ def _checked(cluster: Cluster, path: str | Path, devices: tuple[_jax.Device, ...
 
 @functools.cache
 def _measured(devices: tuple[_jax.Device, ...]) -> Cluster:
+    # Cached, so that all plans of a process are made for the same cluster.
     return quick_cluster(devices)

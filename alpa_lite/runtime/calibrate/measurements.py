@@ -112,6 +112,7 @@ def typical_seconds(samples: Sequence[float]) -> Timing:
     """Return the median without outliers."""
     times = np.asarray(samples)
     middle = float(np.median(times))
+    # 1.4826 · MAD estimates the standard deviation of normally distributed samples.
     reach = _OUTLIER * float(np.median(np.abs(times - middle)))
     kept = times[np.abs(times - middle) <= reach]
     seconds = float(np.median(kept))
@@ -230,6 +231,7 @@ def _fit(guess: Cluster, names: Sequence[str], measurements: Sequence[Measuremen
 
     if not measurements:
         return guess
+    # In logarithms, so that relative errors count: programs take from microseconds to seconds.
     measured = np.log([m.seconds for m in measurements])
 
     def residuals(shifts: np.ndarray) -> np.ndarray:

@@ -190,6 +190,7 @@ def probe_groups(rows: list[list[Device]], *, every: bool) -> list[tuple[np.ndar
         (grid.reshape(-1, g), Group(num_devices=g, devices_per_host=g, num_concurrent=per_host // g)) for g in inside
     ]
     if hosts > 1:
+        # The columns of the grid: one device of each host.
         found.append((grid.T, Group(num_devices=hosts, devices_per_host=1, num_concurrent=per_host)))
         found.append((grid.reshape(1, -1), Group(num_devices=hosts * per_host, devices_per_host=per_host)))
     return found
@@ -235,6 +236,7 @@ def _collective_probe(kind: _Kind, grid: np.ndarray, group: Group, elements: int
         return kind.run(y, size)
 
     mesh = Mesh(grid, ("sibling", "member"))
+    # The kinds run one after the other, so that their prices add up.
     collectives = [Collective(kind=k, bytes=float(_ITEM_BYTES * width), group=group) for k in kind.kinds]
     return Probe(
         program=_on_mesh(f"{series}, {width}", collective, mesh, (width,), "float32"),

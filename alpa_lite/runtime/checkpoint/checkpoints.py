@@ -204,12 +204,14 @@ class Checkpoints:
         if not there:
             raise CheckpointError(self._none(step))
         refused: list[str] = []
+        # The newest first, until one is undamaged.
         for number in there:
             problem = self._problem(number, verify=verify)
             if not problem:
                 for sentence in refused[:_SHOWN]:
                     warnings.warn(f"{sentence} Step {number} is used.", UnusableFileWarning, stacklevel=2)
                 state = jax.tree.unflatten(structure, self._read(number, leaves, partial=partial))
+                # The next save names it as its parent, by which the branches of a folder are told apart.
                 self._last = number
                 return number, state
             refused.append(f"The checkpoint of step {number} in {self._where} is damaged: {problem}.")
@@ -299,6 +301,7 @@ class Checkpoints:
             state = [each.restored(read.get(each.name)) for each in leaves]
         except Exception as error:
             problem = error
+        # An error counts only here: a process that raised before would leave the others waiting for it.
         if failure := shared_error(problem):
             raise CheckpointError(
                 f"The checkpoint of step {step} in {self._where} cannot be restored: {failure.reason}."
@@ -383,6 +386,7 @@ class Checkpoints:
                 refused = str(error)
             except Exception as error:
                 problem = error
+        # As text: the other processes have not looked at the folder, and raise the same sentence.
         value, refused = agreed_data([value, refused])
         if refused:
             raise CheckpointError(refused)
@@ -417,6 +421,7 @@ def _some(sentences: Sequence[str]) -> str:
 
 def _whole(step: SupportsIndex) -> int:
     try:
+        # To Python a bool is an integer, but it is no step.
         number = -1 if isinstance(step, bool) else operator.index(step)
     except TypeError:
         number = -1
@@ -431,6 +436,7 @@ def _wanted(like: CompiledFunction | Tree, argument: Argument | Sequence[Argumen
         return wanted(like), jax.tree.structure(like)
     traced = like.traced
     several = not isinstance(argument, (int, str))
+    # Shapes and shardings in the structure of the arguments: one path selects from both.
     trees = [jax.tree.unflatten(traced.in_tree, values) for values in (traced.leaves, _shardings(like))]
     asked = [argument] if isinstance(argument, (int, str)) else list(argument)
     try:

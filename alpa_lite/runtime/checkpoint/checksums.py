@@ -15,6 +15,7 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from enum import StrEnum
 from pathlib import Path
 
 from alpa_lite.runtime.checkpoint import disk
@@ -23,12 +24,22 @@ from cost_models.untrusted_text import excerpt
 LIST = "SHA256SUMS"
 """The file with the digests; those of a subfolder are in `SHA256SUMS.<its name>` until the whole list is written."""
 
-OLD, NEW = "old", "new"
-"""Results of `list_kind` for lists without and with the record of a checkpoint (`checkpoint_folder.Record`)."""
 
-_FIRST_LINES = {NEW: "# alpa_lite checkpoint, sha256 of the lines below: ", OLD: "# sha256 of the lines below: "}
+class ListKind(StrEnum):
+    """The kind of a list of checksums: of a checkpoint with a record (`checkpoint_folder.Record`), or of an old one."""
+
+    NEW = "new"
+    OLD = "old"
+
+
+# What the first line of a list says before the digest of the others.
+_FIRST_LINES = {
+    ListKind.NEW: "# alpa_lite checkpoint, sha256 of the lines below: ",
+    ListKind.OLD: "# sha256 of the lines below: ",
+}
 _LINE = re.compile(r"([0-9a-f]{64})  (\S.*)")
 _MAX_THREADS = 8
+# Far more than any list of ours needs: a file that somebody else has made must not fill the memory.
 _MOST_BYTES = 64 * 2**20
 _MOST_LETTERS = 1024
 
@@ -59,16 +70,16 @@ def write_part(folder: Path, part: str) -> None:
     _write(folder / f"{LIST}.{part}", _digests(folder, names))
 
 
-def list_kind(folder: Path) -> str:
-    """Return the kind of a folder's list, if it is ours: `NEW`, `OLD` (without a record), or empty for none."""
+def list_kind(folder: Path) -> ListKind | None:
+    """Return the kind of a folder's list; None if the folder has no list of ours."""
     try:
         with disk.open_regular(folder / LIST) as file:
             # Bounded: a foreign file of this name may be large and have no line break.
             line = file.read(200).partition(b"\n")[0]
     except OSError:
-        return ""
+        return None
     return next(
-        (kind for kind, start in _FIRST_LINES.items() if re.fullmatch(f"{start}[0-9a-f]{{64}}".encode(), line)), ""
+        (kind for kind, start in _FIRST_LINES.items() if re.fullmatch(f"{start}[0-9a-f]{{64}}".encode(), line)), None
     )
 
 
@@ -93,6 +104,7 @@ def read_list(path: Path) -> dict[str, str]:
 
     Raises ValueError for a list that was truncated or changed, or names a file outside.
     """
+    # The first line has the digest of the others: a list that was cut off or changed does not match it.
     first, _, lines = disk.read_bounded(path, _MOST_BYTES).decode("utf-8").partition("\n")
     if first not in {start + _of_text(lines) for start in _FIRST_LINES.values()}:
         raise ValueError("it was cut off or changed")
@@ -149,7 +161,7 @@ def _is_list(name: str) -> bool:
 def _write(path: Path, digests: dict[str, str]) -> None:
     """Write and sync a list: an existing list vouches for the files, also after a loss of power."""
     lines = "".join(f"{digest}  {name}\n" for name, digest in sorted(digests.items()))
-    disk.write(path, f"{_FIRST_LINES[NEW]}{_of_text(lines)}\n{lines}".encode())
+    disk.write(path, f"{_FIRST_LINES[ListKind.NEW]}{_of_text(lines)}\n{lines}".encode())
     disk.sync(path)
     disk.sync(path.parent)
 

@@ -43,6 +43,7 @@ _NAME = re.compile(r"alpa_lite_writer\.([1-9][0-9]{0,17})\.json")
 
 _logger = logging.getLogger("alpa_lite")
 
+# Weak, so that a lease which is dropped without `give_back` does not look held for ever.
 _open_here: weakref.WeakValueDictionary[str, Lease] = weakref.WeakValueDictionary()
 """The leases of this process by their tokens. A lease of this process that is not listed may be taken over."""
 
@@ -288,6 +289,8 @@ def _began(process: int) -> str:
     """
     state, *rest = _text(f"/proc/{process}/stat").rpartition(") ")[2].split() or [""]
     if state:
+        # The state is field 3 of the file, and the start is field 22. A zombie has ended, but its exit code was not
+        # read.
         return "over" if state in "ZX" else rest[18]
     try:
         os.kill(process, 0)

@@ -76,6 +76,7 @@ class ShardHandler(ocp.type_handlers.ArrayHandler):
         self, values: Sequence[jax.Array], infos: Sequence[ParamInfo], args: Sequence[ocp.SaveArgs] | None = None
     ) -> Sequence[ocp.Future]:
         """Write the shards that this process has."""
+        # Stages of a pipeline lie on some processes only: others have no shard of their arrays.
         args = args or [ocp.SaveArgs()] * len(values)
         here = [i for i, value in enumerate(values) if value.sharding.addressable_devices]
         if not here:
@@ -126,6 +127,7 @@ class _Careful(ocp.AsyncCheckpointHandler):
         written: list[ocp.Future] = []
         try:
             if args.arrays:
+                # In small chunks: a process that needs a part of an array reads little more than that.
                 chunks = dict.fromkeys(args.arrays, ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES))
                 item = ocp.args.PyTreeSave(item=dict(args.arrays), save_args=chunks)
                 written = await self._arrays.async_save(directory, args=item) or []
@@ -133,6 +135,7 @@ class _Careful(ocp.AsyncCheckpointHandler):
             self.problem = error
         return [_PendingWrite(written, Path(directory), self)]
 
+    # Abstract in the base class, but never called: saves are asynchronous, and `read_arrays` restores.
     def save(self, directory: epath.Path, args: Content) -> None:
         raise NotImplementedError
 
@@ -287,6 +290,7 @@ def read_arrays(folder: Path, wanted: Sequence[Wanted], saved: Mapping[str, Leaf
         return {}
     _check_headers(folder, wanted, saved)
     with ocp.Checkpointer(_arrays_handler()) as reader:
+        # With `partial_restore` Orbax reads the names of the item alone; its values do not matter.
         args = ocp.args.PyTreeRestore(item=dict.fromkeys(how, 0), restore_args=how, partial_restore=True)
         return reader.restore(folder, args=args)
 

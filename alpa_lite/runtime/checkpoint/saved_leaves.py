@@ -40,7 +40,9 @@ FORMAT = 1
 _WIDER = {"int2": "int8", "int4": "int8", "uint2": "uint8", "uint4": "uint8"}
 """Dtypes that are stored as wider ones, which hold the same numbers."""
 
+# Compared with `jnp.issubdtype`, which also covers bfloat16 and the float8 dtypes.
 _KINDS = (np.bool_, np.integer, np.floating, np.complexfloating)
+# By NumPy's letter of a kind of dtypes; the others have at most 8 bytes.
 _LARGEST_BYTES = {"c": 16}
 _DTYPE = re.compile(r"[a-z][a-z0-9_]{2,24}|key<[a-zA-Z0-9_ .-]{1,40}>")
 _MOST_DIMS = 64
@@ -84,6 +86,7 @@ class Leaf:
     def as_stored(self) -> jax.ShapeDtypeStruct:
         """Shape and dtype in the file."""
         if self.is_key:
+            # The words of a key are one more dim, whose size depends on the generator.
             return jax.eval_shape(jax.random.key_data, _jax.struct(self.shape, self.dtype))
         return jax.ShapeDtypeStruct(self.shape, jnp.dtype(_WIDER.get(self.dtype, self.dtype)))
 
@@ -101,6 +104,7 @@ class Leaf:
     def to_json(self) -> dict[str, object]:
         """Return JSON-compatible data."""
         data: dict[str, object] = {"shape": list(self.shape), "dtype": self.dtype}
+        # Left out where it is false, as in most leaves: a state may have many thousands of them.
         return {**data, "is_number": True} if self.is_number else data
 
     @staticmethod
@@ -211,7 +215,9 @@ class Wanted:
     def restored(self, array: Array | None) -> TreeLeaf:
         """Return the leaf, made of the array that was read (None for an array without elements)."""
         form = self.leaf.as_stored
+        # Arrays without elements are not in the file.
         array = np.zeros(form.shape, form.dtype) if array is None else array
+        # A number is stored as an array without dims, whose element `[()]` takes out.
         if self.number is not None:
             return self.number(array[()])
         sharding = self.stored_sharding
@@ -224,6 +230,7 @@ class Wanted:
                 array, _jax.key_implementation(self.leaf.dtype)
             )
         if self.leaf.dtype in _WIDER:
+            # Converted on the devices, each its own block.
             return jax.jit(lambda x: x.astype(self.leaf.dtype), out_shardings=self.sharding)(array)
         return array
 
@@ -268,6 +275,7 @@ def _place(value: TreeLeaf) -> Sharding | None:
 def check_fit(wanted: Sequence[Wanted], saved: Mapping[str, Leaf], *, partial: bool) -> None:
     """Raise `CheckpointError` unless a checkpoint has the requested leaves, and (unless `partial`) no others."""
     names = {each.name for each in wanted}
+    # Names first, then forms: a message about a wrong state is shorter than one about each of its leaves.
     missing = [name for name in names if name not in saved]
     extra = [] if partial else [name for name in saved if name not in names]
     if missing or extra:
@@ -293,6 +301,7 @@ def _listed(what: str, names: Sequence[str]) -> list[str]:
 def _named(tree: Tree) -> list[tuple[str, TreeLeaf]]:
     """Return the leaves by their paths; of paths that read alike the later ones are numbered."""
     paths, _ = jax.tree_util.tree_flatten_with_path(tree)
+    # Two keys of a dictionary may read alike, as 1 and "1" do.
     names = unique(jax.tree_util.keystr(path, simple=True, separator="/") or "state" for path, _ in paths)
     return [(name, value) for name, (_, value) in zip(names, paths, strict=True)]
 
@@ -325,6 +334,7 @@ def _can_be_stored(dtype: DType) -> bool:
 
 def check_files(folder: Path, saved: Mapping[str, Leaf]) -> None:
     """Raise ValueError unless the files of a checkpoint are regular, and of plausible sizes for its arrays."""
+    # Generous: the bound has to catch files that would fill the memory, not files that are a little too large.
     room = 2 * sum(_bytes(leaf) for leaf in saved.values()) + _SPARE_BYTES + _SPARE_BYTES_PER_LEAF * len(saved)
     largest = room - _SPARE_BYTES_PER_LEAF * len(saved)
     root = folder.resolve()

@@ -61,8 +61,10 @@ class Bound:
 
     def run(self, slots: Slots) -> None:
         """Launch all instructions."""
+        # The loop of every step: everything that an instruction needs was looked up when it was bound.
         for action, free in self.actions:
             action(slots)
+            # The list is the only reference to what the step makes: clearing an element frees its memory.
             for i in free:
                 slots[i] = None
 

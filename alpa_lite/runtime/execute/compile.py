@@ -73,6 +73,7 @@ def lowered_tasks(of: LoweredStep, platform: str) -> list[tuple[TaskSpec, Lowere
     for task in of.program.tasks:
         stage = of.plan.stages[task.stage]
         mesh = AbstractMesh(stage.mesh_shape.shape, stage.mesh_shape.axis_names)
+        # Without donations: nothing is run, and donations do not change the computation.
         form = mesh, task_form(task, step, equations, stage.ops, dict(mesh.shape), ())
         if form not in lowered:
             emitted = emit_task(task, step, equations, stage.ops, mesh, name=task.name, platform=platform)
@@ -99,6 +100,7 @@ def joined_texts(programs: Iterable[tuple[str, Lowered | Compiled | None]]) -> s
 
     programs: pairs of the name of a task and its lowered or compiled program; None for one of another process.
     """
+    # By identity: units of one form share one program.
     found: dict[int, tuple[list[str], Lowered | Compiled]] = {}
     for name, program in programs:
         if program is not None:
@@ -264,6 +266,7 @@ def precompile(
     for key, unit in zip(keys, units, strict=True):
         members.setdefault(key, []).append(unit)
     groups = {key: _group(alike) for key, alike in members.items()}
+    # Units of other processes are not lowered or compiled here, and do not count for the progress.
     count = sum(sum(group.uses.values()) for group in groups.values())
     ours = [group for group in groups.values() if group.uses]
     _Precompiler(count, tell or (lambda *_: None)).run(ours, num_threads or _num_cores())
@@ -287,6 +290,7 @@ def _group(alike: Sequence[CompileUnit]) -> _EqualUnits:
         name=name,
         emitted=alike[0].emit(name=name),
         meshes={unit.devices: unit.mesh for unit in alike if any_here(unit.devices)},
+        # Several units on the same devices share one executable: chunks of an interleaved pipeline, for example.
         uses=Counter(unit.devices for unit in alike if any_here(unit.devices)),
     )
 

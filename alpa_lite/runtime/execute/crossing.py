@@ -62,6 +62,7 @@ class Blanks:
 
     def get(self, shape: tuple[int, ...], dtype: DTypeLike, device: Device) -> jax.Array:
         """Return zeros of a shape on a device of this process."""
+        # Shared by all transfers, since no program writes to its blanks.
         key = (shape, jnp.dtype(dtype), device)
         if key not in self._made:
             self._made[key] = jax.device_put(np.zeros(shape, dtype), device)
@@ -103,6 +104,7 @@ class Exchange:
         if not self.is_here:
             return
         self.rounds = _rounds(pieces, devices)
+        # A mesh of its own, of the devices of both ends: a permute runs over the devices of one mesh.
         mesh = Mesh(np.array(devices), (AXIS,))
         self._avals = [stacked(mesh, each.shape, dtype) for each in self.rounds]
         self._mine = [(at, device) for at, device in enumerate(devices) if is_here(device)]
@@ -157,7 +159,9 @@ def _rounds(pieces: Sequence[Sent], devices: Sequence[Device]) -> list[_Round]:
     for piece in pieces:
         source, target = place[piece.source], place[piece.target]
         existing = rounds.setdefault(piece.shape, [])
-        # Fewer rounds are fewer collectives, though this greedy choice may need more than the least possible number.
+        # First-fit colouring of the edges of a bipartite graph, of senders and receivers. As many rounds as the busiest
+        # device has pieces would be enough (König's theorem), and first fit takes less than twice as many. Fewer rounds
+        # are fewer collectives, but most transfers need only one or two.
         free = next((r for r in existing if source not in r[0] and target not in r[1]), None)
         if free is None:
             free = {}, {}, []
@@ -432,6 +436,7 @@ def _cut(course: Course, slots: Sequence[PieceSlot]) -> Callable[..., tuple[jax.
 
     def cut(x: jax.Array) -> tuple[jax.Array, ...]:
         at = lax.axis_index(mesh.axis_names)
+        # Pieces are cut out of the resolved block: a partial sum has no values to send yet.
         x = x if course.resolve is None else course.resolve(x)
         cuts = [lax.dynamic_slice(x, tuple(jnp.asarray(slot.offsets)[at]), slot.shape) for slot in slots]
         return (*cuts, token())
@@ -444,6 +449,7 @@ def _cut(course: Course, slots: Sequence[PieceSlot]) -> Callable[..., tuple[jax.
 def _land(course: Course, slots: Sequence[PieceSlot]) -> Callable[..., tuple[jax.Array, ...]]:
     """Return a function that assembles the pieces of each device and gathers them, dropping the gather's padding."""
     mesh, chunk, dtype = course.wanted.mesh, course.chunk, course.array.dtype
+    # One piece per device that is the whole chunk needs no array of zeros to be put into.
     whole = len(slots) == 1 and slots[0].is_full and slots[0].shape == chunk
 
     def land(*parts: jax.Array) -> tuple[jax.Array, ...]:

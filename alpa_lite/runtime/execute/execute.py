@@ -85,6 +85,7 @@ def stage_meshes(plan: Plan, devices: Sequence[Device] | None = None) -> tuple[M
         )
     meshes: list[Mesh] = []
     for stage in plan.stages:
+        # Row-major, as the plan numbers the devices of a submesh.
         chosen = np.array([available[d] for d in stage.submesh.devices]).reshape(stage.mesh_shape.shape)
         meshes.append(Mesh(chosen, stage.mesh_shape.axis_names))
     return tuple(meshes)
@@ -96,6 +97,7 @@ def device_groups(meshes: Sequence[Mesh]) -> tuple[int, ...]:
     """
     of_device: dict[Device, int] = {}
     for number, mesh in enumerate(meshes):
+        # A plan has few stages, so that relabelling all devices of merged groups is fast enough.
         met = {of_device[d] for d in mesh.devices.flat if d in of_device}
         # A stage may connect groups that were apart before: they become one.
         of_device.update({d: number for d, group in of_device.items() if group in met})
@@ -127,6 +129,7 @@ class Executor:
         self._is_here = [any_here(devices_of(mesh)) for mesh in self.meshes]
         blanks = Blanks()
         self.placing = (Alone if jax.process_count() == 1 else InJob)(blanks)
+        # Arguments lie on their home stages between steps, where the step reads or updates them.
         homes = [self._sharding(*program.homes[v]) for v in step.graph.inputs]
         shapes = [value.shape for value in step.graph.values]
         held = [shapes[v] for v in step.graph.inputs]
@@ -210,6 +213,7 @@ class Executor:
         values = [v for v, part in zip(graph.outputs, parts, strict=True) if part.leaf == leaf]
         shape = graph.values[values[0]].shape
         if parts[graph.outputs.index(values[0])].rows is not None:
+            # An array in parts: the parts are consecutive rows of it.
             shape = (sum(graph.values[v].shape[0] for v in values), *shape[1:])
         dtype = _jax.struct((), graph.values[values[0]].dtype).dtype
         array = jax.ShapeDtypeStruct(self._full(values[0], shape), dtype, sharding=self.outputs.sharding(leaf))
@@ -270,6 +274,7 @@ class Executor:
             return None
         if len(processes_of(devices_of(self.meshes[0]))) < jax.process_count():
             return None  # the other processes place arguments one by one, in instruction order
+        # From here on the program is one task that reads arguments and writes results.
         (number,) = runs
         run = self.program.instructions[number]
         executable = self.executables[run.task]
@@ -280,6 +285,7 @@ class Executor:
         places = [input_number[b.value] for b in run.reads]
         shardings = [aval.sharding for aval in executable.avals]
         order = [position[b] for b in self.program.outputs]
+        # Mostly both orders are the identity, and no list has to be made in a step.
         in_order = order == [*range(len(run.writes))]
         all_in_order = places == [*range(len(input_number))]
         compiled = in_turn(executable.compiled, devices_of(executable.mesh))

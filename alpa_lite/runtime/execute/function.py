@@ -78,6 +78,7 @@ class CompiledFunction:
         """Return XLA's estimates ("flops", "bytes accessed") for one device of each stage, summed over all stages and
         micro-batches of a step.
         """
+        # An executable runs once for each micro-batch.
         runs = Counter(i.task for i in self.executor.program.instructions if i.kind == "RUN")
         tasks = enumerate(self.executor.executables)
         return summed_costs((each.compiled.cost_analysis(), runs[i]) for i, each in tasks if each.compiled is not None)
@@ -258,6 +259,7 @@ def compiling(progress: Progress) -> Callable[[str, int, int], None]:
         nonlocal told
         progress(f"compiling {name} ({done}/{total})")
         progress.expect("compile", total - told)
+        # Several units may have ended since the last call.
         for _ in range(done - told):
             progress.did()
         told = done
@@ -279,6 +281,7 @@ def init_sharded(init_fn: Callable[..., Tree], *args: Tree, like: CompiledFuncti
         PlanError: the step has no such argument, or the result of `init_fn` has another structure.
     """
     positional, keywords = like.input_shardings()
+    # One name space, since positions are numbers and keywords are strings.
     known = {**positional, **keywords}
     if argument not in known:
         raise PlanError(
@@ -287,6 +290,7 @@ def init_sharded(init_fn: Callable[..., Tree], *args: Tree, like: CompiledFuncti
         )
     shardings = known[argument]
     flat, structure = jax.tree.flatten(shardings)
+    # Abstractly: the whole state may be larger than the memory of this process.
     shapes = jax.eval_shape(init_fn, *args)
     if jax.tree.structure(shapes) != structure:
         raise PlanError(
@@ -318,5 +322,6 @@ def _on(mesh: Mesh, args: Sequence[Tree]) -> Sequence[Tree]:
     """Return the arguments with arrays replicated on all devices of a mesh, if it spans several processes."""
     if all_here(devices_of(mesh)):
         return args
+    # A function on several processes takes only arrays that lie on the devices of all of them.
     placing, whole = InJob(Blanks()), NamedSharding(mesh, PartitionSpec())
     return jax.tree.map(lambda x: placing.put(x, whole) if isinstance(x, jax.Array) else x, args)

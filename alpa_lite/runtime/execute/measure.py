@@ -41,6 +41,7 @@ def step_seconds(executor: Executor, shapes: Sequence[jax.ShapeDtypeStruct], inp
 
 
 def _seconds_once(executor: Executor, shapes: Sequence[jax.ShapeDtypeStruct], inputs: Inputs) -> float:
+    # Outside of the measured time, and awaited: the step must not wait for its arguments.
     leaves = jax.block_until_ready(executor.place_inputs([*map(_zeros, shapes)]))
     # Placed anew for every step, as the step before may have taken over the memory of its arguments.
     started = time.perf_counter()
@@ -128,6 +129,7 @@ class _BufferWalk:
 
     def __init__(self, executor: Executor, plan: Plan) -> None:
         self.executor, self.program, self.plan = executor, executor.program, plan
+        # Stages on the same devices share one memory, so that their buffers add up.
         self.place = {i: min(stages) for stages in self.plan.stages_together for i in stages}
         self.live: dict[int, dict[Buffer, float]] = {place: {} for place in self.place.values()}
         self.most: dict[int, Allocated] = {}
@@ -148,6 +150,7 @@ class _BufferWalk:
             self._run(instruction)
         else:
             live = self.live[self.place[instruction.stage]]
+            # What arrives is in memory from now on, and lives until its FREE.
             live.update({buffer: self.size(buffer, instruction.spec) for buffer in instruction.writes})
 
     def _run(self, instruction: Instruction) -> None:
@@ -160,6 +163,7 @@ class _BufferWalk:
             memory = executable.compiled.memory_analysis()
             now = Allocated(
                 resident_bytes=sum(live.values()),
+                # XLA counts an output that overwrites an argument twice: among the outputs, and as an alias.
                 output_bytes=float(memory.output_size_in_bytes - memory.alias_size_in_bytes),
                 temporary_bytes=float(memory.temp_size_in_bytes),
             )

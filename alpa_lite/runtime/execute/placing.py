@@ -71,7 +71,9 @@ def course_between(array: jax.ShapeDtypeStruct, wanted: NamedSharding, windows: 
     senders = _PieceSenders(held, here)
     hands: list[Hand] = []
     for target, box in enumerate(landed):
+        # Every device receives its share of every run, so that a run can be taken without communication.
         for number, first in enumerate(runs):
+            # The rows of the whole array that this run of the device consists of.
             moved = box if windows is None else _shifted(box, windows.dim, first)
             # In the chunk of a device its shares of the runs lie one after the other.
             shift = tuple(number * (b - a) if windows and d == windows.dim else 0 for d, (a, b) in enumerate(box))
@@ -87,6 +89,7 @@ def course_between(array: jax.ShapeDtypeStruct, wanted: NamedSharding, windows: 
                     )
                 )
     count = 1 if windows is None else windows.count
+    # A chunk and the result have the rows of all runs along the dim of the windows.
     rows = {} if windows is None else {windows.dim: count}
     chunk = tuple(n * rows.get(d, 1) for d, n in enumerate(_size(landed[0])))
     whole = tuple(n * rows.get(d, 1) for d, n in enumerate(shape))
@@ -112,6 +115,7 @@ class _PieceSenders:
     def overlaps(self, wanted: Box) -> list[tuple[Box, Box]]:
         """Return the distinct boxes that overlap `wanted`, each with the intersection."""
         found: list[tuple[Box, Box]] = []
+        # Over distinct boxes, not devices: replicas of a block are one box.
         for owned in self.holders:
             part = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(wanted, owned, strict=True))
             if all(a < b for a, b in part):
@@ -213,6 +217,7 @@ class Placing(ABC):
 
     def _crossing(self, array: TreeLeaf, sharding: NamedSharding, windows: Windows | None) -> Crossing:
         source = on_plain_mesh(array.sharding)
+        # Compiling takes far longer than moving, and steps move arrays of the same forms again and again.
         key = (array.shape, array.dtype, source, sharding, windows)
         if key not in self._crossings:
             like = jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=source)
@@ -233,6 +238,7 @@ class Alone(Placing):
 
     def put(self, array: TreeLeaf, sharding: NamedSharding) -> jax.Array:
         """Call `jax.device_put`, except for an array that is already in place: a step has hundreds of those."""
+        # An uncommitted array is put again: the step must not depend on where JAX would move it.
         if getattr(array, "sharding", None) == sharding and getattr(array, "committed", False):
             return array
         return _jax.put_numpy(array, sharding) if type(array) is np.ndarray else jax.device_put(array, sharding)
@@ -310,6 +316,7 @@ def _spread(array: TreeLeaf, sharding: NamedSharding) -> jax.Array:
 
     `jax.device_put` would first compare the arrays of all processes, in a collective.
     """
+    # A step may run after the caller has overwritten its NumPy array, which JAX on CPU would share.
     found = array if isinstance(array, jax.Array) else _jax.own_memory(np.asarray(array), sharding)
     dtype = found.dtype if isinstance(found, jax.Array) else jax.dtypes.canonicalize_dtype(found.dtype)
     return jax.make_array_from_callback(found.shape, sharding, lambda index: found[index], dtype=dtype)
@@ -344,5 +351,6 @@ def _run_of(sharding: NamedSharding, dim: int, count: int) -> Callable[..., jax.
         size = x.shape[dim] // count
         return lax.dynamic_slice_in_dim(x, number * size, size, dim)
 
+    # The number of the run is an argument, so that one program serves all runs.
     specs = (sharding.spec, PartitionSpec())
     return jax.jit(jax.shard_map(cut, mesh=sharding.mesh, in_specs=specs, out_specs=sharding.spec, check_vma=False))

@@ -105,6 +105,7 @@ def compile_transfer(
 
     A transfer of typed PRNG keys is planned for the words that store them (`lower.instructions.planned_transfer`).
     """
+    # The cheapest form that fits: copies by JAX, the collectives of one mesh, or pieces between two meshes.
     is_key = dtype.startswith("key<")
     outside, inside = planned.source.spec, planned.target.spec
     shared = Blanks() if blanks is None else blanks
@@ -264,6 +265,7 @@ def _gathered(planned: PlannedTransfer, x: jax.Array) -> jax.Array:
     block = local_shape(planned.target.spec, planned.shape, planned.target.mesh.axis_sizes)
     for step in planned.gathers:
         x = lax.all_gather(x, step.axes, axis=step.dim, tiled=True)
+        # The last chunk was padded to the size of the others.
         x = lax.slice_in_dim(x, 0, block[step.dim], axis=step.dim)
     return x
 
@@ -273,6 +275,7 @@ def _walk(planned: PlannedTransfer, mesh: Mesh) -> Callable[..., tuple[jax.Array
 
     def walk(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         x = _local(planned, x)
+        # Outside of programs a partial sum has its terms along a leading dim.
         return x[None] if wanted.partial else x, token()
 
     return jax.shard_map(
@@ -290,6 +293,7 @@ def warm(mesh: Mesh) -> None:
     # Every set of axes is a group of its own to the collectives, with connections of its own.
     groups = [tuple(a for i, a in enumerate(axes) if chosen >> i & 1) for chosen in range(1, 1 << len(axes))]
 
+    # Scalars suffice, as only the connections are wanted.
     def reduce() -> tuple[jax.Array]:
         return (jax.numpy.stack([lax.psum(jnp.ones(()), group) for group in groups]),)
 
@@ -321,6 +325,7 @@ class Result:
 def wanted(result: Result) -> bool:
     """Return True if the result is to be delivered."""
     shape, dtype = result.array.shape, result.array.dtype
+    # Typed keys would have to be unwrapped for the program, and are rarely read on the host.
     if jax.numpy.issubdtype(dtype, jax.dtypes.extended):
         return False
     small = prod(shape) * dtype.itemsize <= MAX_BYTES
@@ -354,6 +359,8 @@ class Delivery:
         self._gather = [_gathering(result) for result in self.results]
 
         def deliver(*blocks: jax.Array) -> tuple[jax.Array, ...]:
+            # Of the blocks of all processes the owner's is taken; they are small, so that gathering all costs little
+            # more.
             return (*(lax.all_gather(x, AXIS)[at] for x, at in zip(blocks, places, strict=True)), token())
 
         # Each process contributes a different block of an array declared replicated; the program makes them equal.

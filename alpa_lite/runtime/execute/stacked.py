@@ -104,6 +104,7 @@ def joint_sharding(runs: Sequence[RowBlocks]) -> NamedSharding | None:
         return first
     mesh = Mesh(np.stack([run.devices for run in runs]), (STAGE_AXIS, *first.mesh.axis_names))
     leading, *rest = first.spec or (None,)
+    # The rows of a stage may be split over axes of its own mesh too.
     inner = () if leading is None else leading if isinstance(leading, tuple) else (leading,)
     return NamedSharding(mesh, PartitionSpec((STAGE_AXIS, *inner), *rest))
 
@@ -136,8 +137,10 @@ class StackedRest:
     @staticmethod
     def of(runs: Sequence[RowBlocks], shape: Sequence[int]) -> StackedRest:
         """Return the placement of an array of this shape."""
+        # Several runs may lie on one mesh, whose devices count once.
         meshes = list(dict.fromkeys(run.sharding.mesh for run in runs))
         devices = [devices_of(mesh) for mesh in meshes]
+        # Of each row the number of its run, and then of the mesh of that run.
         owners = [number for number, run in enumerate(runs) for _ in range(run.num_rows)]
         places = [meshes.index(runs[number].sharding.mesh) for number in owners]
         at = resting(tuple(shape), tuple(places), tuple(map(len, devices)))
@@ -235,6 +238,7 @@ class Stack:
         joined = [run.join([next(rest) for _ in run.rows]) for run in self.runs]
         if self.joint is None:
             return self.rest.put(joined, placing)
+        # The shards of the joint array are the blocks of the parts: nothing is copied.
         shards = [block for x in joined for block in _jax.blocks(x)]
         shape = (sum(x.shape[0] for x in joined), *joined[0].shape[1:])
         return jax.make_array_from_single_device_arrays(shape, self.joint, shards, dtype=joined[0].dtype)
@@ -299,6 +303,7 @@ def _leaf(members: Sequence[tuple[LeafPart, tuple[int, ...], NamedSharding]]) ->
     first, shape, sharding = members[0]
     if first.rows is None:
         return sharding
+    # Parts of one array that lie next to each other in one sharding form a run.
     runs = groupby(members, key=lambda member: member[2])
     return Stack(
         runs=tuple(

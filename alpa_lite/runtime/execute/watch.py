@@ -43,6 +43,7 @@ class Watch:
         """Start the measurement. `num_groups`: number of groups of devices whose launches run in order."""
         self.ends: dict[int, float] = {}
         self._clock = clock
+        # Tokens of one group are ready in order, so that one thread can wait for all of them.
         self._tokens: tuple[queue.SimpleQueue[tuple[int, Token] | None], ...] = tuple(
             queue.SimpleQueue() for _ in range(num_groups)
         )
@@ -89,6 +90,7 @@ class Watch:
         except RuntimeError:
             # Donated before the wait began, or the launch failed, which the step reports. The end is unknown.
             return
+        # An instruction may have launched several programs: the last one counts.
         self.ends[instruction] = max(self._clock(), self.ends.get(instruction, 0.0))
 
 
@@ -111,6 +113,7 @@ def spans(
     ended: dict[int, float] = {}
     found: list[TaskTime] = []
     for number, launched in launches.items():
+        # The earliest possible start: devices are not asked when they really began.
         start = max([launched, *(ended[before] for before in waits_for[number])])
         ended[number] = max(start, latest[number]) if number in ends else start
         found.append(TaskTime.of(program, program.instructions[number], start, ended[number]))

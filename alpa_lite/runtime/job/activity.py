@@ -70,6 +70,7 @@ def doing() -> str:
     """Return this process's activity, empty while it has none. JAX may be compiling a function of the user's own."""
     if _doing and _doing[-1]:
         return _doing[-1]
+    # A function that the user compiles with JAX is not announced by `busy`, but is on the stack of some thread.
     return "compiling" if any(map(_jax.is_compiling, sys._current_frames().values())) else ""
 
 
@@ -78,6 +79,7 @@ def where() -> str:
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if frame is None:
         return "the end of the program"
+    # Outwards, from the innermost frame to the first one that is in no library.
     found: FrameType = frame
     while _jax.is_in_a_library(found.f_code.co_filename) and found.f_back is not None:
         found = found.f_back
@@ -209,8 +211,10 @@ class Patience:
 
     def is_over(self, pending: frozenset[int]) -> bool:
         """Return True if the same launches, by their order, have been pending for too long."""
+        # A launch that has ended, or a new one, is progress: the time starts again.
         if pending != self._pending:
             self._pending, self._since = pending, self._clock()
+        # Without launches there is nothing to wait for, however long that lasts.
         return self.limit is not None and bool(pending) and self._clock() - self._since >= self.limit
 
 
@@ -273,6 +277,7 @@ class Flight:
 
         `waited_seconds` counts the waits for credits since the program was compiled.
         """
+        # Deques, as one thread appends and takes from the other end while another reads.
         self.queues: tuple[deque[Launch], ...] = tuple(deque() for _ in range(num_groups))
         self.limit, self.patience = limit, hang_policy.patience
         self._instructions, self._at_work, self._end = instructions, hang_policy.at_work, hang_policy.end
@@ -293,6 +298,7 @@ class Flight:
         """
         if self.observer is not None:
             self.observer(group, instruction, token)
+        # One queue for each group: launches on different devices do not wait for each other.
         queue = self.queues[group]
         self._last = Launch(next(self._order), instruction, token)
         queue.append(self._last)
@@ -366,6 +372,7 @@ class Flight:
             self.waited_seconds += self._clock() - began
 
     def _until_ready(self, token: Token) -> None:
+        # Short pauses first, as most waits are short; then longer ones, which leave the core to others.
         patience, pause = Patience(self.patience, self._clock), FIRST_PAUSE
         look_at = self._clock() + LONGEST_PAUSE
         while not token.is_ready():

@@ -178,6 +178,7 @@ class _GroupExchange:
 
     def gathered(self, value: Json, combine: Callable[[list[Json]], Json]) -> Json:
         """Return the first process's combination of the values of all."""
+        # All processes take part in the same agreements in the same order, so that they count to the same number.
         key = self._key()
         self._words.set(f"{key}/{self._words.me}", value)
         if self._words.me != self._first:

@@ -93,6 +93,7 @@ class Listeners:
 
     def __init__(self, targets: Sequence[Target]) -> None:
         """Start without threads. Targets that are one file share a lock."""
+        # With separate locks, lines of the two streams could mix where `2>&1` makes them one file.
         for number, target in enumerate(targets):
             for earlier in targets[:number]:
                 if target.same_as(earlier):
@@ -114,6 +115,7 @@ class Listeners:
                 thread.join(_POLL_SECONDS)  # with a timeout, so that a signal can interrupt the wait
 
     def _run(self, source: BinaryIO, target: Target, name: str) -> None:
+        # Bytes, not text: the output of a program may be in any encoding, or in none.
         first, next_one = f"[{name}] ".encode(), f"[{name}+] ".encode()
         held, begun = b"", False
         while part := self._read(source.fileno()):
@@ -324,6 +326,7 @@ class _Job:
 
     def end(self) -> None:
         """End the processes that still run, and forward their last output; a second signal cuts that short."""
+        # A process may save its state on SIGTERM; SIGKILL ends those that take too long.
         for how, seconds in ((signal.SIGTERM, self.grace_seconds), (signal.SIGKILL, None)):
             for process in self.processes:
                 # Child processes may outlive a process, whose id remains the id of its group.

@@ -97,6 +97,7 @@ def participants(instruction: Instruction, processes: Sequence[Sequence[int]]) -
     """Return the processes that take part. `processes`: of each stage. Any process may hold a part of an argument."""
     if instruction.kind == "PLACE":
         return frozenset(process for stage in processes for process in stage)
+    # A transfer is launched by the processes at both of its ends.
     stages = {instruction.stage} | ({instruction.source_stage} if instruction.kind == "SEND" else set())
     return frozenset(process for stage in stages for process in processes[stage])
 
@@ -105,6 +106,7 @@ def orders(program: Program, processes: Sequence[Sequence[int]]) -> dict[int, li
     """Return for each process the numbers of the instructions that it launches."""
     found: dict[int, list[int]] = {process: [] for stage in processes for process in stage}
     for number, instruction in enumerate(program.instructions):
+        # A FREE launches nothing, so that it has no place in the order.
         if instruction.kind != "FREE":
             for process in participants(instruction, processes):
                 found[process].append(number)
@@ -115,6 +117,7 @@ def verify_order(
     program: Program, processes: Sequence[Sequence[int]], launched: Mapping[int, Sequence[int]] | None = None
 ) -> None:
     """Raise `VerificationError` unless all instructions get done. `launched`: default `orders`."""
+    # Simulate all processes: repeatedly finish the instructions that all their participants have reached.
     queues = {process: list(order) for process, order in (launched or orders(program, processes)).items()}
     at, written = dict.fromkeys(queues, 0), set[Buffer]()
     waiting = {process for process, queue in queues.items() if queue}
@@ -194,6 +197,7 @@ def in_turn(program: Launchable, devices: Sequence[Device]) -> Launchable:
     """
     if all_here(devices) or not any_here(devices) or devices[0].platform != "cpu":
         return program
+    # The two kinds of launches that XLA's CPU client keeps in order only among themselves.
     alone = sum(map(is_here, devices)) == 1
 
     def run(*arrays: jax.Array) -> Sequence[Any]:

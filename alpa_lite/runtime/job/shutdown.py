@@ -95,6 +95,7 @@ class RollCall:
         if not self.listening():
             return []
         seconds = self.last_words_seconds() if seconds is None else seconds
+        # Numbered, so that answers to an earlier call are not taken for answers to this one.
         call = "last" if last else f"{1 + max(_calls(self.said(), _SILENT).values(), default=-1)}"
         self.say(f"{_CALL}{call}", "")
         self._answer(call, seconds)
@@ -180,6 +181,7 @@ class RollCall:
 
     def ended(self, said: Mapping[str, str], *, or_leaving: bool = False) -> dict[int, str]:
         """Return the other processes that have ended, and the reason of each; empty for none."""
+        # A process that leaves launches nothing more: for those that wait for its launches, it has ended.
         names = {(name.removeprefix(_LEAVING) if or_leaving else name): text for name, text in said.items()}
         return {int(name): text for name, text in names.items() if name.isdecimal() and int(name) != self.me}
 
@@ -282,6 +284,7 @@ def _end_hung(here: RollCall | None, reason: str = "") -> NoReturn:
         _watched.neighbours.wake()
     if here is not None and reason:
         here.say(_HANG, json.dumps([here.me, reason]), once=True)
+    # The first report counts, which may be that of another process.
     found = json.loads(here.said().get(_HANG, "[-1, null]")) if here is not None else [-1, None]
     say(f"process {found[0]} found a hang: {found[1]} The job ends." if found[1] else "The program hangs: it ends.")
     mine = f"at {where()}; {last_instructions() or 'has launched no step'}{doing() and f'; {doing()}'}"
@@ -298,6 +301,7 @@ def _end_hung(here: RollCall | None, reason: str = "") -> NoReturn:
 def _tell_hang(here: RollCall) -> None:
     """Report on the first process where all are, once the others had time to end."""
     if here.me:
+        # The first process waits as long for all others, and may begin later than this one.
         until = time.monotonic() + 2 * here.last_words_seconds()
         while _OVER not in here.said() and time.monotonic() < until:
             time.sleep(0.1)
@@ -366,7 +370,9 @@ class Heartbeat:
         self._here, self._awaited, self._seconds = here, awaited, seconds
         self._over = threading.Event()
         self._was_busy, self._looks = False, 0
+        # The launches that wait for processes that have ended, and the time since which these are the same.
         self._stuck, self._since = frozenset[object](), time.monotonic()
+        # A daemon, which does not keep Python running after the main thread has ended.
         self._thread = threading.Thread(target=self._run, daemon=True, name="alpa_lite heartbeat")
 
     def begin(self, hang_timeout_seconds: float | None = None, stopped_seconds: float = float("inf")) -> None:
