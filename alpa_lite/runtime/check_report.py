@@ -41,7 +41,7 @@ class CheckedLeaf:
         allowed_steps: rounding steps that are fine: 32; 8 where the leaf is computed in float16, bfloat16 or below.
         limit: the largest `error` with which the leaf is fine, that many rounding steps; 0 where it must be equal.
         ok: whether it is.
-        note: what else a reader should know; for instance that `jax.jit` itself changes an integer.
+        note: further information, for instance that `jax.jit` itself changes an integer.
     """
 
     name: str
@@ -56,12 +56,12 @@ class CheckedLeaf:
 
     def to_dict(self) -> dict[str, object]:
         """Return JSON-compatible data; numbers that are not finite are null."""
-        found = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {name: _plain(value) for name, value in found.items()}
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: _plain(value) for name, value in values.items()}
 
     @property
     def share(self) -> float:
-        """The difference as a fraction of what is allowed."""
+        """The difference as a fraction of the allowed difference."""
         return self.rounding_steps / self.allowed_steps
 
     @property

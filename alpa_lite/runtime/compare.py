@@ -94,7 +94,7 @@ class _Perturbed:
 
 @dataclass(kw_only=True)
 class _StepComparison:
-    """One comparison; `seed` is that of random arguments and of the signs of perturbations."""
+    """One comparison; `seed` determines random arguments and the signs of perturbations."""
 
     compiled: CompiledFunction
     args: tuple[Tree, ...]
@@ -135,12 +135,12 @@ class _StepComparison:
                 f"{jax.tree.structure(want_tree)} under jax.jit: it does not return the same each time it is traced."
             )
         units = coarsest_units(_jax.open_jaxpr(traced.jaxpr))
-        found = [
+        compared = [
             self._compared(number, got, wanted, units[number])
             for number, (got, wanted) in enumerate(zip(jax.tree.leaves(got_tree), want, strict=True))
         ]
         drawn = any(map(is_drawn, given))
-        return CheckReport(function=traced.name, plan=self.compiled.plan, leaves=tuple(found), drawn=drawn)
+        return CheckReport(function=traced.name, plan=self.compiled.plan, leaves=tuple(compared), drawn=drawn)
 
     def _held(self, given: Sequence[TreeLeaf]) -> Tree:
         """Fill `leaves`; return the results of `jax.jit` for them.
@@ -164,14 +164,14 @@ class _StepComparison:
         """
         if unit not in self._noisy:
             # Another seed than the arguments', so that signs do not depend on the values that they change.
-            rng, found = np.random.default_rng(self.seed + 1), list[_Perturbed]()
+            rng, runs = np.random.default_rng(self.seed + 1), list[_Perturbed]()
             for ulps in (*[1.0] * NUM_DRAWS, allowed_steps(unit)):
                 # Signs are drawn at random: errors of one sign in all inputs would cancel in differences, and add up in
                 # sums.
                 leaves = [perturbed(leaf, unit, ulps, rng) for leaf in self.leaves]
                 outputs = [*map(_on_host, jax.tree.leaves(self.reference(leaves)))]
-                found.append(_Perturbed(leaves=leaves, outputs=outputs))
-            self._noisy[unit] = found
+                runs.append(_Perturbed(leaves=leaves, outputs=outputs))
+            self._noisy[unit] = runs
         return self._noisy[unit]
 
     def _compared(self, number: int, got: jax.Array, want: jax.Array, unit: float) -> CheckedLeaf:

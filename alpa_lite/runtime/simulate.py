@@ -158,8 +158,8 @@ def price_task(task: TaskSpec, step: StepGraph, placements: Mapping[int, OpPlace
         walk.put(port.value, port.spec, Estimator.NOTHING)
     for _ in run_parts(walk, task, step):
         # What an earlier phase made is an input here; its work is priced in that phase.
-        for known in walk.arrays.values():
-            known.update(dict.fromkeys(known, Estimator.NOTHING))
+        for by_spec in walk.arrays.values():
+            by_spec.update(dict.fromkeys(by_spec, Estimator.NOTHING))
         walk.machine = estimator()
         parts.append(walk.machine)
     for port in (*task.outputs, *task.sums):
@@ -243,7 +243,7 @@ class _StepSimulation:
         no time.
         """
         a, b = instruction.source_stage, instruction.stage
-        way, transfer, source = (self.row_of[a], self.row_of[b]), instruction.transfer, instruction.reads[0]
+        link, transfer, source = (self.row_of[a], self.row_of[b]), instruction.transfer, instruction.reads[0]
         # As if the transfer took no time; `run` compares with this.
         self.made[instruction.writes[0]] = self.made[source]
         if transfer is None or transfer.is_trivial:
@@ -251,9 +251,9 @@ class _StepSimulation:
         ends = {"source": self.pricers[a], "target": self.pricers[b]}
         seconds = self.dispatch + transfer_seconds(transfer, self.model, **ends)
         # The link between two submeshes carries one transfer at a time in each direction.
-        start = max(self.ready[source], self.taken.get(way, 0.0))
-        self.taken[way] = start + seconds
-        self.received[way[1]] += instruction.bytes
+        start = max(self.ready[source], self.taken.get(link, 0.0))
+        self.taken[link] = start + seconds
+        self.received[link[1]] += instruction.bytes
         return start, start + seconds
 
 
@@ -285,8 +285,8 @@ def _peaks(program: Program, plan: Plan, step: StepGraph, clock: _StepSimulation
     for buffer, size in resident.items():
         state[clock.row_of[buffer.stage]] += size
     # Ends sort before starts at the same time: memory that is freed is available to what begins then.
-    held = (max(accumulate(change for _, change in sorted(found)), default=0.0) for found in changes)
-    return [kept + most for kept, most in zip(state, held, strict=True)]
+    held = (max(accumulate(change for _, change in sorted(each)), default=0.0) for each in changes)
+    return [at_rest + most for at_rest, most in zip(state, held, strict=True)]
 
 
 def _taken_over(
@@ -299,17 +299,17 @@ def _taken_over(
     read = zip(instruction.reads, task.inputs, strict=False)
     # The FREE after a task lists what the task was the last to read.
     dying = Counter((values[p.value].shape, values[p.value].dtype, p.spec) for b, p in read if b in freed)
-    found = set[Buffer]()
+    reused = set[Buffer]()
     for buffer, port in zip(instruction.writes, task.outputs, strict=False):
         form = (values[port.value].shape, values[port.value].dtype, port.spec)
         if dying[form]:
             dying[form] -= 1
-            found.add(buffer)
-    return frozenset(found)
+            reused.add(buffer)
+    return frozenset(reused)
 
 
 def _work(plan: Plan, instruction: Instruction, task: TaskSpec, sizes: Mapping[Buffer, float]) -> float:
-    """Return the bytes that a task needs besides inputs and outputs; a task of both passes also holds residuals."""
+    """Return the bytes that a task needs in addition to its arrays; a task of both passes also holds residuals."""
     stage, saved = plan.stages[task.stage], 0.0
     if task.kind in ("forward+backward", "step"):
         handed_on = sum(sizes.get(buffer, 0.0) for buffer in instruction.writes[: len(task.outputs)])
@@ -333,15 +333,15 @@ def _sizes(program: Program, plan: Plan, step: StepGraph, resident: Iterable[Buf
         target = step.aliases.get(buffer.value)
         if target is not None and program.homes[target] == (buffer.stage, spec):
             nothing.add(buffer)
-    found: dict[Buffer, float] = {}
+    bytes_of: dict[Buffer, float] = {}
     for instruction in program.instructions:
         sizes = plan.stages[instruction.stage].mesh_shape.axis_sizes
         in_place = instruction.kind == "SEND" and _same_devices(plan, instruction)
         for buffer, spec in _written(program, instruction):
             if buffer not in nothing and not in_place:
                 # The first writer decides, as it does for the allocation in `_peaks`.
-                found.setdefault(buffer, local_bytes(step.graph.values[buffer.value], spec, sizes))
-    return found
+                bytes_of.setdefault(buffer, local_bytes(step.graph.values[buffer.value], spec, sizes))
+    return bytes_of
 
 
 def _same_devices(plan: Plan, instruction: Instruction) -> bool:

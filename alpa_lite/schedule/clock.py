@@ -74,7 +74,7 @@ def validate(
         )
     for number, tasks in enumerate(schedule_tasks):
         mine = range(number, num_stages, len(schedule_tasks))
-        kinds = {stage: _pass_of(found) for stage, found in kinds_of(tasks).items()}
+        kinds = {stage: _pass_of(in_list) for stage, in_list in kinds_of(tasks).items()}
         # Counts of both, so that one comparison finds tasks that are missing, repeated, or of another list.
         expected = {
             Task(stage=stage, microbatch=b, kind=kind): 1
@@ -112,9 +112,9 @@ def _pass_of(kinds: frozenset[TaskKind]) -> frozenset[TaskKind]:
 
 def _check_passes(schedule_tasks: Sequence[Sequence[Task]]) -> None:
     """Raise PlanError if some stages have a backward pass and others have none."""
-    found = {stage: kinds for tasks in schedule_tasks for stage, kinds in kinds_of(tasks).items()}
-    without = [stage for stage, kinds in sorted(found.items()) if kinds == _PASSES[2]]
-    if 0 < len(without) < len(found):
+    kinds_by_stage = {stage: kinds for tasks in schedule_tasks for stage, kinds in kinds_of(tasks).items()}
+    without = [stage for stage, kinds in sorted(kinds_by_stage.items()) if kinds == _PASSES[2]]
+    if 0 < len(without) < len(kinds_by_stage):
         raise PlanError(
             f"The schedule has no backward tasks of stage {', '.join(map(str, without))}, but of others. Give all of"
             " them, or none for inference."
@@ -215,7 +215,7 @@ def _done(task: Task) -> Task:
 
 
 def _dependencies(task: Task, num_stages: int) -> tuple[Task, ...]:
-    """Return the tasks on which `task` depends: that of the neighbouring stage, and for a backward its own forward."""
+    """Return the tasks on which `task` depends: of the neighbouring stage, and for a backward its own forward."""
     if task.kind is TaskKind.FORWARD:
         return (Task(stage=task.stage - 1, microbatch=task.microbatch, kind=task.kind),) if task.stage > 0 else ()
     if task.kind is TaskKind.WEIGHT_GRADIENT:
@@ -254,10 +254,10 @@ class _TaskTimes:
         # Activations go to the next stage, gradients to the previous one.
         reader = task.stage + (1 if task.kind is TaskKind.FORWARD else -1)
         if task.kind is not TaskKind.WEIGHT_GRADIENT and 0 <= reader <= len(self.transfer):
-            way = (task.stage % self.num_processors, reader % self.num_processors)
+            link = (task.stage % self.num_processors, reader % self.num_processors)
             # The link carries one micro-batch at a time: the transfer begins when the one before has ended.
-            started = max(end, self.taken.get(way, 0.0))
-            self.taken[way] = self.arrivals[task] = started + self.transfer[min(task.stage, reader)]
+            started = max(end, self.taken.get(link, 0.0))
+            self.taken[link] = self.arrivals[task] = started + self.transfer[min(task.stage, reader)]
 
 
 def _run(

@@ -342,14 +342,14 @@ def schedule_named(name: str) -> Schedule:
 
     Raises PlanError if there is no schedule of this name.
     """
-    known = {schedule.name: schedule for schedule in SCHEDULES}
-    if name in known:
-        return known[name]
+    by_name = {schedule.name: schedule for schedule in SCHEDULES}
+    if name in by_name:
+        return by_name[name]
     # Found by its class, so that a schedule of the user needs no registration.
     own = next((schedule for schedule in (of() for of in _subclasses(Schedule)) if schedule.name == name), None)
     if own is None:
         raise PlanError(
-            f"There is no schedule named {name!r}. Choose one of: {', '.join(known)}; or import the module that"
+            f"There is no schedule named {name!r}. Choose one of: {', '.join(by_name)}; or import the module that"
             " defines it first, in a class whose options have defaults."
         )
     return own
@@ -360,8 +360,8 @@ def _subclasses(of: type[Schedule]) -> Iterator[type[Schedule]]:
 
     Running a notebook cell again defines the same class again, and the latest definition must take precedence.
     """
-    for found in reversed(of.__subclasses__()):
-        yield from _subclasses(found)
-        needed = [f for f in fields(found) if f.default is MISSING and f.default_factory is MISSING]
-        if not isabstract(found) and not needed:
-            yield found
+    for subclass in reversed(of.__subclasses__()):
+        yield from _subclasses(subclass)
+        needed = [f for f in fields(subclass) if f.default is MISSING and f.default_factory is MISSING]
+        if not isabstract(subclass) and not needed:
+            yield subclass

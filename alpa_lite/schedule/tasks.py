@@ -78,10 +78,10 @@ TaskLists = tuple[tuple[Task, ...], ...]
 
 def kinds_of(tasks: Sequence[Task]) -> dict[int, frozenset[TaskKind]]:
     """Return the kinds of task that a list contains for each stage, by stage number."""
-    found: dict[int, set[TaskKind]] = {}
+    by_stage: dict[int, set[TaskKind]] = {}
     for task in tasks:
-        found.setdefault(task.stage, set()).add(task.kind)
-    return {stage: frozenset(kinds) for stage, kinds in found.items()}
+        by_stage.setdefault(task.stage, set()).add(task.kind)
+    return {stage: frozenset(kinds) for stage, kinds in by_stage.items()}
 
 
 def peak_in_flight(tasks: Sequence[Task]) -> int:

@@ -207,25 +207,25 @@ def calibrate(
     Raises:
         ExecutionError: the hosts have different numbers of devices.
     """
-    found = tuple(jax.devices() if devices is None else devices)
+    chosen = tuple(jax.devices() if devices is None else devices)
     progress("a first look", 0, 1)
-    first = quick_cluster(found)
+    first = quick_cluster(chosen)
     # All devices compute at the same time, and then each gets its share of a shared processor.
-    rate = first.device.peak("float32") / (len(found) if first.shared_processor else 1)
+    rate = first.device.peak("float32") / (len(chosen) if first.shared_processor else 1)
     sizes = thorough_sizes(first.device.memory_bytes, rate)
     guess = replace(first.device, peak_flops={**first.device.peaks, **_peaks(sizes.sides, first.device)})
     progress("compiling", 0, 1)
-    programs = _programs(found, sizes, shared_processor=first.shared_processor)
+    programs = _programs(chosen, sizes, shared_processor=first.shared_processor)
     stopwatch = Stopwatch(limit_seconds=limit_seconds, agree=agreed_number)
-    return conclude(replace(first, device=guess), programs, stopwatch, fingerprint(found), progress)
+    return conclude(replace(first, device=guess), programs, stopwatch, fingerprint(chosen), progress)
 
 
 def quick_cluster(devices: Sequence[_jax.Device]) -> Cluster:
     """Return a cluster for these devices, measured in about three seconds."""
-    found = tuple(devices)
-    guess = _guess(found)
-    programs = _programs(found, QUICK, shared_processor=guess.shared_processor)
-    return conclude(guess, programs, replace(_QUICK_STOPWATCH, agree=agreed_number), fingerprint(found)).cluster
+    chosen = tuple(devices)
+    guess = _guess(chosen)
+    programs = _programs(chosen, QUICK, shared_processor=guess.shared_processor)
+    return conclude(guess, programs, replace(_QUICK_STOPWATCH, agree=agreed_number), fingerprint(chosen)).cluster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -301,7 +301,7 @@ def _measurement(probe: Probe, timing: Timing) -> Measurement:
 
 
 def _device_share(alone_seconds: float, together_seconds: float, num_devices: int) -> float:
-    """Return the throughput of one device on its own, as a fraction of that of all devices together."""
+    """Return the throughput of one device alone as a fraction of the throughput of all devices together."""
     # Noise may put the ratio outside of what is possible: between an equal share and the whole processor.
     return min(1.0, max(1.0 / num_devices, together_seconds / alone_seconds))
 
@@ -378,13 +378,13 @@ def local_cluster(path: str | Path | None = None, *, devices: Sequence[_jax.Devi
         return _local_cluster(path, tuple(jax.devices() if devices is None else devices))
 
 
-def _local_cluster(path: str | Path | None, found: tuple[_jax.Device, ...]) -> Cluster:
+def _local_cluster(path: str | Path | None, devices: tuple[_jax.Device, ...]) -> Cluster:
     several = jax.process_count() > 1
     # The first process alone decides: others may have another file, or none.
-    cluster = _of_first_process(path, found) if several else _described(path, found)
+    cluster = _of_first_process(path, devices) if several else _described(path, devices)
     if cluster is not None:
         return cluster
-    return Cluster.from_json(agreed_data(_measured(found).to_json())) if several else _measured(found)
+    return Cluster.from_json(agreed_data(_measured(devices).to_json())) if several else _measured(devices)
 
 
 def _of_first_process(path: str | Path | None, devices: tuple[_jax.Device, ...]) -> Cluster | None:
@@ -402,7 +402,7 @@ def _of_first_process(path: str | Path | None, devices: tuple[_jax.Device, ...])
     return None if answer["cluster"] is None else Cluster.from_json(answer["cluster"])
 
 
-def _described(path: str | Path | None, found: tuple[_jax.Device, ...]) -> Cluster | None:
+def _described(path: str | Path | None, devices: tuple[_jax.Device, ...]) -> Cluster | None:
     """Return the cluster of the given file, or of the stored one if it is usable; else None.
 
     Raises:
@@ -410,14 +410,14 @@ def _described(path: str | Path | None, found: tuple[_jax.Device, ...]) -> Clust
         ClusterError: the given file cannot be read.
     """
     if path is not None:
-        return _checked(load_cluster(str(path)), path, found)
-    kept = path_for(fingerprint(found))
+        return _checked(load_cluster(str(path)), path, devices)
+    stored = path_for(fingerprint(devices))
     # Without a warning: mostly nobody has calibrated.
-    if not kept.exists():
+    if not stored.exists():
         return None
     try:
         # The name of the file is a hash of the fingerprint, but a file may have been copied or edited.
-        return _checked(load_cluster(str(kept)), kept, found)
+        return _checked(load_cluster(str(stored)), stored, devices)
     except (ClusterError, ExecutionError) as error:
         sentence = (
             f"What was measured on these devices cannot be used, and they are measured quickly: {error} Run "

@@ -114,13 +114,13 @@ def typical_seconds(samples: Sequence[float]) -> Timing:
     middle = float(np.median(times))
     # 1.4826 · MAD estimates the standard deviation of normally distributed samples.
     reach = _OUTLIER * float(np.median(np.abs(times - middle)))
-    kept = times[np.abs(times - middle) <= reach]
-    seconds = float(np.median(kept))
+    accepted = times[np.abs(times - middle) <= reach]
+    seconds = float(np.median(accepted))
     return Timing(
         seconds=seconds,
-        num_samples=kept.size,
-        num_rejected=times.size - kept.size,
-        spread=float(np.max(np.abs(kept - seconds))) / seconds if seconds > 0 else 0.0,
+        num_samples=accepted.size,
+        num_rejected=times.size - accepted.size,
+        spread=float(np.max(np.abs(accepted - seconds))) / seconds if seconds > 0 else 0.0,
     )
 
 
@@ -241,11 +241,11 @@ def _fit(guess: Cluster, names: Sequence[str], measurements: Sequence[Measuremen
         # The last terms pull very weakly towards the guess: they determine constants that no measurement depends on.
         return np.concatenate([predicted - measured, 1e-2 * shifts])
 
-    found = min(
+    best = min(
         (least_squares(residuals, start, loss="soft_l1", diff_step=1e-3) for start in _starts(len(names))),
         key=lambda result: result.cost,
     )
-    return _shifted(guess, dict(zip(names, np.exp(found.x), strict=True)))
+    return _shifted(guess, dict(zip(names, np.exp(best.x), strict=True)))
 
 
 def _starts(num_constants: int) -> list[np.ndarray]:

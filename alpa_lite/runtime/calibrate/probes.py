@@ -98,10 +98,10 @@ def thorough_sizes(memory_bytes: float, matrix_flops: float) -> ProbeSizes:
 
 def device_probes(devices: Sequence[Device], sizes: ProbeSizes) -> list[Probe]:
     """Return products and passes, on all devices at the same time."""
-    found: list[Probe] = []
+    probes: list[Probe] = []
 
     def add(series: str, function: _Step, shape: tuple[int, ...], work: Work) -> None:
-        found.append(
+        probes.append(
             Probe(
                 program=_everywhere(f"{series}, {shape[-1]}", function, devices, shape, work.dtype),
                 series=series,
@@ -117,11 +117,11 @@ def device_probes(devices: Sequence[Device], sizes: ProbeSizes) -> list[Probe]:
     add("tiny product", _product, (8, 8), _product_work(8, "float32"))
     for n in sizes.elements:
         add("pass", _pass, (n,), _pass_work(n))
-    found += [_convolution_probe(devices, stride, n) for stride in (1, 2) for n in sizes.channels]
+    probes += [_convolution_probe(devices, stride, n) for stride in (1, 2) for n in sizes.channels]
     middle = sizes.elements[len(sizes.elements) // 2]
     flops = _ARITHMETIC_FLOPS * middle
     add("arithmetic", _arithmetic, (middle,), Work(flops=flops, bytes=2.0 * _ITEM_BYTES * middle))
-    return found
+    return probes
 
 
 def _convolution_probe(devices: Sequence[Device], stride: int, channels: int) -> Probe:
@@ -186,14 +186,14 @@ def probe_groups(rows: list[list[Device]], *, every: bool) -> list[tuple[np.ndar
     inside = [g for g in range(2, per_host + 1) if per_host % g == 0 and g & (g - 1) == 0]
     inside = sorted({*inside, per_host} - {1}) if every else [per_host][: per_host > 1]
     grid = np.array(rows)
-    found = [
+    groups = [
         (grid.reshape(-1, g), Group(num_devices=g, devices_per_host=g, num_concurrent=per_host // g)) for g in inside
     ]
     if hosts > 1:
         # The columns of the grid: one device of each host.
-        found.append((grid.T, Group(num_devices=hosts, devices_per_host=1, num_concurrent=per_host)))
-        found.append((grid.reshape(1, -1), Group(num_devices=hosts * per_host, devices_per_host=per_host)))
-    return found
+        groups.append((grid.T, Group(num_devices=hosts, devices_per_host=1, num_concurrent=per_host)))
+        groups.append((grid.reshape(1, -1), Group(num_devices=hosts * per_host, devices_per_host=per_host)))
+    return groups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -87,12 +87,12 @@ def is_own(name: str) -> bool:
 
 def files_of(folder: Path) -> list[str]:
     """Return the paths of all files in a folder and its subfolders; links are not followed."""
-    found = list[str]()
+    paths = list[str]()
     for place, folders, names in os.walk(folder):
         # `os.walk` lists a link to a folder among the folders; it counts as a file here.
         links = [name for name in folders if Path(place, name).is_symlink()]
-        found += [Path(place, name).relative_to(folder).as_posix() for name in (*names, *links)]
-    return found
+        paths += [Path(place, name).relative_to(folder).as_posix() for name in (*names, *links)]
+    return paths
 
 
 def _digest(data: dict[str, object]) -> str:
@@ -153,12 +153,12 @@ class Folder:
 
     def set_aside(self) -> tuple[Path, ...]:
         """Return the folders that no longer count: of abandoned branches, or damaged."""
-        found = [
+        renamed = [
             path
             for path, state in self._named()
             if state in (_FolderState.ASIDE, _FolderState.DAMAGED) and _is_marked(path)
         ]
-        return tuple(sorted([*found, *(step.path for step in _abandoned(self._there()).values())]))
+        return tuple(sorted([*renamed, *(step.path for step in _abandoned(self._there()).values())]))
 
     def prepare(self, number: int, parent: int | None, damaged: Iterable[int]) -> Path:
         """Clean up after an earlier run, and make the folder to write a step into.
@@ -230,12 +230,12 @@ class Folder:
         self._bring_back()
 
     def _there(self) -> dict[int, SavedStep]:
-        found = {number: path for path, number in self._numbered() if _is_complete(path)}
+        paths = {number: path for path, number in self._numbered() if _is_complete(path)}
         for path, state in self._named():
             if state is _FolderState.REPLACED and _is_complete(path):
                 # A crash between the two renames of `publish` leaves only this name: the step has not been lost.
-                found.setdefault(_number(path), path)
-        return {number: _step(number, found[number]) for number in sorted(found)}
+                paths.setdefault(_number(path), path)
+        return {number: _step(number, paths[number]) for number in sorted(paths)}
 
     def _put_right(self) -> None:
         self._bring_back()
@@ -314,7 +314,7 @@ class Folder:
                 yield self.path / name, int(name)
 
     def _named(self) -> list[tuple[Path, _FolderState]]:
-        """Return the folders whose names state what became of a step, with that state."""
+        """Return the folders whose names contain the state of a step, with that state."""
         matches = ((name, _NAMED.fullmatch(name)) for name in self._names())
         return [(self.path / name, _FolderState(match[2])) for name, match in matches if match is not None]
 
@@ -326,7 +326,7 @@ class Folder:
 
 
 def _abandoned(there: Mapping[int, SavedStep]) -> dict[int, SavedStep]:
-    """Return those of the steps, in rising order, after which a lower one was saved."""
+    """Return the steps, in rising order, after which a lower one was saved."""
     # In rising order, so that the saves of all lower steps are counted when a step is compared with them.
     abandoned, newest = dict[int, SavedStep](), -1
     for number, step in there.items():

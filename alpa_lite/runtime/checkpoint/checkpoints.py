@@ -136,10 +136,10 @@ class Checkpoints:
         Raises:
             CheckpointError: there is no such step.
         """
-        found = self._files.branch().get(step)
-        if found is None:
+        saved = self._files.branch().get(step)
+        if saved is None:
             raise CheckpointError(self._none(step))
-        return None if found.record is None else found.record.parent
+        return None if saved.record is None else saved.record.parent
 
     def save(self, step: int, state: Tree, *, plan: Plan | None = None) -> None:
         """Save a state, a pytree of arrays and numbers, together with its `plan`.
@@ -154,9 +154,9 @@ class Checkpoints:
         number = _whole(step)
         # Before anything else, so that a state that cannot be saved disturbs no running save.
         content = stored(state)
-        beside = {"leaves.json": write_leaves(content.leaves)}
+        files = {"leaves.json": write_leaves(content.leaves)}
         if plan is not None:
-            beside["plan.json"] = json.dumps(plan.to_json(), allow_nan=False).encode()
+            files["plan.json"] = json.dumps(plan.to_json(), allow_nan=False).encode()
         self.wait()
         store, problem = _store(), None
         unfinished = self._unfinished = self._make_way(number)
@@ -166,7 +166,7 @@ class Checkpoints:
             writer = self._writer = self._writer or store.Writer()
             publish = partial(self._files.publish, unfinished, number)
             with busy("saving a checkpoint"):
-                writer.start(unfinished, store.Content(arrays=content.arrays, beside=beside, publish=publish))
+                writer.start(unfinished, store.Content(arrays=content.arrays, files=files, publish=publish))
         except Exception as error:
             problem = error
         # Not before all processes are here: one that raised alone would leave the others waiting.
@@ -198,9 +198,9 @@ class Checkpoints:
         """
         self.wait()
         leaves, structure = _wanted(like, argument)
-        asked = [step] if step in self._files.branch() else []
+        requested = [step] if step in self._files.branch() else []
         # The first process's view counts: on a network file system others may see a folder late.
-        there = agreed_data(self.steps[::-1] if step is None else asked)
+        there = agreed_data(self.steps[::-1] if step is None else requested)
         if not there:
             raise CheckpointError(self._none(step))
         refused: list[str] = []
@@ -312,9 +312,9 @@ class Checkpoints:
         """Return the damage of a checkpoint in words; the same on all processes, each of which checks a part."""
         with busy("checking a checkpoint"):
             mine = self._damage(step, verify)
-        found = [*dict.fromkeys(problem for part in everywhere(mine) for problem in part)]
-        more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-        return ", ".join(found[:_SHOWN]) + more
+        problems = [*dict.fromkeys(problem for part in everywhere(mine) for problem in part)]
+        more = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        return ", ".join(problems[:_SHOWN]) + more
 
     def _damage(self, step: int, verify: bool) -> list[str]:
         """Return the damage in this process's part. Sizes are checked before contents, which it might take days to
@@ -361,8 +361,8 @@ class Checkpoints:
             if jax.process_index() == 0:
                 # Also what other processes have written: they have all come to the end of the save.
                 self._files.give_up(self._unfinished)
-        kept = f"The newest one is of step {self.latest}" if self.latest is not None else "There is no earlier one"
-        return f"The checkpoint of step {step} in {self._where} could not be written: {reason}. {kept}."
+        newest = f"The newest one is of step {self.latest}" if self.latest is not None else "There is no earlier one"
+        return f"The checkpoint of step {step} in {self._where} could not be written: {reason}. {newest}."
 
     def _make_way(self, step: int) -> Path:
         """Clean up after an earlier run, and make the folder to write a step into."""
@@ -438,9 +438,9 @@ def _wanted(like: CompiledFunction | Tree, argument: Argument | Sequence[Argumen
     several = not isinstance(argument, (int, str))
     # Shapes and shardings in the structure of the arguments: one path selects from both.
     trees = [jax.tree.unflatten(traced.in_tree, values) for values in (traced.leaves, _shardings(like))]
-    asked = [argument] if isinstance(argument, (int, str)) else list(argument)
+    arguments = [argument] if isinstance(argument, (int, str)) else list(argument)
     try:
-        structs, shardings = (tuple(_argument(tree, each) for each in asked) for tree in trees)
+        structs, shardings = (tuple(_argument(tree, each) for each in arguments) for tree in trees)
     except KeyError as error:
         raise CheckpointError(
             f"argument={argument!r} was given, but {traced.name} has no argument {error}. Give the position or the "

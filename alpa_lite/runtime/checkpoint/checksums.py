@@ -50,16 +50,16 @@ def write_checksums(folder: Path) -> None:
     Digests of subfolders that were written before (`write_part`) are merged into the list, and their own lists removed.
     """
     parts = sorted(folder.rglob(f"{LIST}.*"))
-    known = {
+    listed = {
         (path.parent / name).relative_to(folder).as_posix(): digest
         for path in parts
         for name, digest in read_list(path).items()
     }
-    rest = [name for name in _files(folder) if name not in known and not _is_list(name)]
+    rest = [name for name in _files(folder) if name not in listed and not _is_list(name)]
     # Before the whole list is written, after which nothing in the folder changes any more.
     for path in parts:
         disk.unlink(path)
-    _write(folder / LIST, known | _digests(folder, rest))
+    _write(folder / LIST, listed | _digests(folder, rest))
 
 
 def write_part(folder: Path, part: str) -> None:
@@ -89,14 +89,14 @@ def damage(folder: Path, *, share: int = 0, num_shares: int = 1, names: Sequence
     names: of these files only.
     """
     try:
-        known = read_list(folder / LIST)
+        digests = read_list(folder / LIST)
     except (OSError, ValueError) as error:
         return [f"its list of checksums, {LIST}, cannot be read ({excerpt(_reason(error))})"]
-    names = [name for name in sorted(known)[share::num_shares] if names is None or name in names]
+    names = [name for name in sorted(digests)[share::num_shares] if names is None or name in names]
     with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
         # Reading and hashing release Python's lock, so threads use several cores.
-        found = pool.map(lambda name: _problem(folder, name, known[name]), names)
-        return [problem for problem in found if problem]
+        problems = pool.map(lambda name: _problem(folder, name, digests[name]), names)
+        return [problem for problem in problems if problem]
 
 
 def read_list(path: Path) -> dict[str, str]:
@@ -108,13 +108,13 @@ def read_list(path: Path) -> dict[str, str]:
     first, _, lines = disk.read_bounded(path, _MOST_BYTES).decode("utf-8").partition("\n")
     if first not in {start + _of_text(lines) for start in _FIRST_LINES.values()}:
         raise ValueError("it was cut off or changed")
-    found: dict[str, str] = {}
+    digests: dict[str, str] = {}
     for line in lines.split("\n")[:-1]:
         match = _LINE.fullmatch(line)
-        if match is None or not _is_inside(match[2]) or match[2] in found:
+        if match is None or not _is_inside(match[2]) or match[2] in digests:
             raise ValueError(f"{excerpt(line[66:] or line)} is no name of a file in the folder, or is there twice")
-        found[match[2]] = match[1]
-    return found
+        digests[match[2]] = match[1]
+    return digests
 
 
 def _is_inside(name: str) -> bool:
@@ -140,9 +140,9 @@ def _reason(error: Exception) -> str:
 
 
 def _digests(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    found = list(names)
+    listed = list(names)
     with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
-        return dict(zip(found, pool.map(lambda name: _digest(folder / name), found), strict=True))
+        return dict(zip(listed, pool.map(lambda name: _digest(folder / name), listed), strict=True))
 
 
 def _digest(path: Path) -> str:

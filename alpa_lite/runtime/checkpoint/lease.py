@@ -109,7 +109,7 @@ class Lease:
         return newest
 
     def _alive(self, number: int) -> Mapping[str, object] | None:
-        """Return the owner of a lease, once it is known to be alive; None once it is known to be dead."""
+        """Return the owner of a lease once it has shown that it is alive; None once it counts as dead."""
         first, told = self._seen, False
         while (seen := self._seen) is not None and first is not None and seen[0] == number:
             owner, silent = _owner(seen[1]), time.monotonic() - seen[2]
@@ -170,7 +170,7 @@ class _Held:
     over: threading.Event = field(default_factory=threading.Event)
 
     def is_mine(self) -> bool:
-        """Return True if it is the newest lease of the folder, and still that of this process."""
+        """Return True if it is the newest lease of the folder, and still belongs to this process."""
         if _newest(self.path.parent) != self.number:
             return False
         return _owner(_content(self.path.parent, self.number)).get("token") == self.me["token"]

@@ -115,14 +115,14 @@ class _Careful(ocp.AsyncCheckpointHandler):
 
     def __init__(self) -> None:
         self._arrays = _arrays_handler()
-        self._beside: Mapping[str, bytes] = {}
+        self._files: Mapping[str, bytes] = {}
         self._publish: Callable[[], None] = _nothing
         self._has_arrays = False
         self.problem: Exception | None = None
 
     async def async_save(self, directory: epath.Path, args: Content) -> list[Any]:
         # Do not store the arrays themselves: their device memory would stay in use.
-        self._beside, self._has_arrays, self.problem = args.beside, bool(args.arrays), None
+        self._files, self._has_arrays, self.problem = args.files, bool(args.arrays), None
         self._publish = args.publish
         written: list[ocp.Future] = []
         try:
@@ -154,7 +154,7 @@ class _Careful(ocp.AsyncCheckpointHandler):
                         )
                 if self._has_arrays:
                     self._arrays.finalize(directory)
-                for name, data in self._beside.items():
+                for name, data in self._files.items():
                     disk.create(folder / name, data)
                 disk.sync_tree(folder)
                 write_checksums(folder)
@@ -175,7 +175,7 @@ class Content(ocp.args.CheckpointArgs):
     """
 
     arrays: Mapping[str, Array]
-    beside: Mapping[str, bytes]
+    files: Mapping[str, bytes]
     publish: Callable[[], None]
 
 

@@ -360,15 +360,15 @@ def _bytes(leaf: Leaf) -> int:
 def _size(path: Path, root: Path, own: bool) -> int:
     """Return the size in bytes of a file of ours; 0 for others, whose links must still not lead out of the folder."""
     try:
-        found = path.lstat()
-        if stat.S_ISLNK(found.st_mode):
+        status = path.lstat()
+        if stat.S_ISLNK(status.st_mode):
             if not path.resolve(strict=True).is_relative_to(root):
                 raise ValueError(f"{excerpt(path.name)} leads out of the folder")
-            found = path.stat()
+            status = path.stat()
     except RuntimeError as error:
         raise ValueError(f"{excerpt(path.name)} is a link to itself") from error
     if not own:
         return 0
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise ValueError(f"{excerpt(path.name)} is no regular file")
-    return found.st_size
+    return status.st_size

@@ -100,22 +100,22 @@ class Apart:
         repeated = [i for group in self._groups if not fresh.isdisjoint(group) for i in self._repeated(group, leaves)]
         if not repeated:
             return leaves
-        found = list(leaves)
+        arguments = list(leaves)
         for i, copy in zip(repeated, copies([leaves[i] for i in repeated]), strict=True):
-            found[i] = copy
-        return found
+            arguments[i] = copy
+        return arguments
 
     def _repeated(self, group: Sequence[int], leaves: Sequence[TreeLeaf]) -> list[int]:
         """Return the members of a group to copy: never arguments that the caller keeps."""
-        taken, found = set[Hashable](), list[int]()
+        taken, repeated = set[Hashable](), list[int]()
         # Those that the caller keeps come first, so that of two arrays with one buffer the donated one is copied.
         for i in sorted(group, key=lambda i: self._donated[i]):
             if isinstance(leaves[i], jax.Array):
                 own = {id(leaves[i]), *_jax.addresses(leaves[i])}
                 if self._donated[i] and not taken.isdisjoint(own):
-                    found.append(i)
+                    repeated.append(i)
                 taken |= own
-        return found
+        return repeated
 
 
 def _nothing() -> None:
@@ -141,19 +141,19 @@ def _alike(leaves: Sequence[jax.ShapeDtypeStruct], shardings: Sequence[Sharding]
 
 
 def shared_results(program: Program, plan: Plan, step: StepGraph, donated: Sequence[bool]) -> tuple[int, ...]:
-    """Return the numbers of outputs that are the same array as another output, or as a kept argument."""
+    """Return the numbers of outputs that are the same array as another output, or as an argument that is not donated."""
     same = sent_in_place(program, plan)
     placed = {b: b.value for i in program.instructions if i.kind == "PLACE" for b in i.writes}
     leaf = {v: part.leaf for v, part in zip(step.graph.inputs, step.input_parts, strict=True)}
-    taken, found = set[Buffer | int](), list[int]()
+    taken, shared = set[Buffer | int](), list[int]()
     for number, buffer in enumerate(program.outputs):
         made = same.get(buffer, buffer)
         origin = placed.get(made, made)
-        kept = made in placed and not (leaf[made.value] < len(donated) and donated[leaf[made.value]])
-        if kept or origin in taken:
-            found.append(number)
+        is_retained = made in placed and not (leaf[made.value] < len(donated) and donated[leaf[made.value]])
+        if is_retained or origin in taken:
+            shared.append(number)
         taken.add(origin)
-    return tuple(found)
+    return tuple(shared)
 
 
 def with_copies(results: list[TreeLeaf], numbers: Sequence[int]) -> list[TreeLeaf]:
@@ -161,10 +161,10 @@ def with_copies(results: list[TreeLeaf], numbers: Sequence[int]) -> list[TreeLea
     here = [number for number in numbers if results[number] is not None]
     if not here:
         return results
-    found = list(results)
+    copied = list(results)
     for number, copy in zip(here, copies([results[number] for number in here]), strict=True):
-        found[number] = copy
-    return found
+        copied[number] = copy
+    return copied
 
 
 def donations(program: Program, plan: Plan, step: StepGraph, donated: Sequence[bool]) -> dict[int, tuple[int, ...]]:
@@ -172,15 +172,15 @@ def donations(program: Program, plan: Plan, step: StepGraph, donated: Sequence[b
     i.
     """
     facts = _Facts(program, plan, step, donated)
-    kept: dict[int, set[int]] = {}
+    free_in: dict[int, set[int]] = {}
     for number, instruction in enumerate(program.instructions):
         if instruction.kind == "RUN":
             inputs = range(len(program.tasks[instruction.task].inputs))
             free = {i for i in inputs if facts.is_free(number, instruction, i)}
             # One executable runs all micro-batches: it may overwrite only what is free in each of them.
-            kept[instruction.task] = kept.get(instruction.task, free) & free
+            free_in[instruction.task] = free_in.get(instruction.task, free) & free
     # JAX warns about a donated buffer that no output can reuse.
-    return {task: _reusable(program.tasks[task], sorted(free), step) for task, free in kept.items() if free}
+    return {task: _reusable(program.tasks[task], sorted(free), step) for task, free in free_in.items() if free}
 
 
 class _Facts:
@@ -215,18 +215,18 @@ class _Facts:
 
     def _made(self) -> set[Buffer]:
         """Return the buffers that the program made itself, or copied to devices on which the source has no block."""
-        found: set[Buffer] = set()
+        made: set[Buffer] = set()
         for instruction in self.program.instructions:
             if instruction.kind == "RUN":
-                found.update(instruction.writes)
+                made.update(instruction.writes)
             elif instruction.kind == "SEND":
                 source, target = (
                     set(self.plan.stages[s].submesh.devices) for s in (instruction.source_stage, instruction.stage)
                 )
                 # On a device that both stages share, the transfer may return the very block that the source holds.
                 if source.isdisjoint(target):
-                    found.update(instruction.writes)
-        return found
+                    made.update(instruction.writes)
+        return made
 
 
 def sent_in_place(program: Program, plan: Plan) -> dict[Buffer, Buffer]:

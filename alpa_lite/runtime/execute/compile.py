@@ -69,7 +69,7 @@ def lowered_tasks(of: LoweredStep, platform: str) -> list[tuple[TaskSpec, Lowere
     """Return each task with its lowered program (`jax.stages.Lowered`), without devices; equal tasks share one."""
     step, equations = of.step, of.equations
     lowered: dict[Hashable, Lowered] = {}
-    found: list[tuple[TaskSpec, Lowered]] = []
+    pairs: list[tuple[TaskSpec, Lowered]] = []
     for task in of.program.tasks:
         stage = of.plan.stages[task.stage]
         mesh = AbstractMesh(stage.mesh_shape.shape, stage.mesh_shape.axis_names)
@@ -78,8 +78,8 @@ def lowered_tasks(of: LoweredStep, platform: str) -> list[tuple[TaskSpec, Lowere
         if form not in lowered:
             emitted = emit_task(task, step, equations, stage.ops, mesh, name=task.name, platform=platform)
             lowered[form] = emitted.lower()
-        found.append((task, lowered[form]))
-    return found
+        pairs.append((task, lowered[form]))
+    return pairs
 
 
 def summed_costs(costs: Iterable[tuple[Mapping[str, float] | None, int]]) -> dict[str, float]:
@@ -101,11 +101,11 @@ def joined_texts(programs: Iterable[tuple[str, Lowered | Compiled | None]]) -> s
     programs: pairs of the name of a task and its lowered or compiled program; None for one of another process.
     """
     # By identity: units of one form share one program.
-    found: dict[int, tuple[list[str], Lowered | Compiled]] = {}
+    by_identity: dict[int, tuple[list[str], Lowered | Compiled]] = {}
     for name, program in programs:
         if program is not None:
-            found.setdefault(id(program), ([], program))[0].append(name)
-    return "\n".join(f"// {', '.join(names)}\n{program.as_text()}" for names, program in found.values())
+            by_identity.setdefault(id(program), ([], program))[0].append(name)
+    return "\n".join(f"// {', '.join(names)}\n{program.as_text()}" for names, program in by_identity.values())
 
 
 def zeros_units(program: Program, step: StepGraph, meshes: Sequence[Mesh]) -> dict[int, CompileUnit]:

@@ -97,9 +97,9 @@ class Exchange:
 
     def __init__(self, pieces: Sequence[Sent], dtype: DTypeLike, blanks: Blanks) -> None:
         """Compile the exchange. Collective: all processes that take part must call this at about the same time."""
-        found = {device for piece in pieces for device in (piece.source, piece.target)}
+        ends = {device for piece in pieces for device in (piece.source, piece.target)}
         # In an order that does not depend on the process, as all of them must build the same program.
-        devices = sorted(found, key=lambda device: (device.process_index, device.id))
+        devices = sorted(ends, key=lambda device: (device.process_index, device.id))
         self.is_here = any_here(devices)
         if not self.is_here:
             return
@@ -134,12 +134,12 @@ class Exchange:
             ]
             arrays.append(joined(aval, shown))
         *results, done = self._permute(*arrays)
-        found: dict[int, jax.Array] = {}
+        received: dict[int, jax.Array] = {}
         for each, result in zip(self.rounds, results, strict=True):
             for (at, _), block in zip(self._mine, _jax.blocks(result), strict=True):
                 if at in each.got:
-                    found[each.got[at]] = block
-        return found, done
+                    received[each.got[at]] = block
+        return received, done
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -299,8 +299,8 @@ class Crossing:
         ]
         self._launch_cut = None if self.cut is None else in_turn(self.cut, self.source)
         self._launch_land = None if self.land is None else in_turn(self.land, self.target)
-        found = Exchange(sent, dtype, blanks) if sent else None
-        self.exchange = found if found is not None and found.is_here else None
+        exchange = Exchange(sent, dtype, blanks) if sent else None
+        self.exchange = exchange if exchange is not None and exchange.is_here else None
 
     def _compile_landing(self, blanks: Blanks) -> None:
         course, mesh = self.course, self.course.wanted.mesh
@@ -372,17 +372,17 @@ class Crossing:
 
     def _pieces(self, array: jax.Array, note: LaunchObserver) -> dict[int, jax.Array]:
         """Return each piece of this process on its source device."""
-        found = dict[int, jax.Array]()
+        cut_out = dict[int, jax.Array]()
         if self.whole:
             blocks = dict(zip(self.here, _jax.blocks(array), strict=True))
-            found = {n: blocks[at] for n in self.whole if (at := self.course.hands[n].source) in blocks}
+            cut_out = {n: blocks[at] for n in self.whole if (at := self.course.hands[n].source) in blocks}
         if self._launch_cut is not None:
             *cut, done = self._launch_cut(array)
             note(done, at_source=True)
             for slot, made in zip(self.cut_slots, cut, strict=True):
                 blocks = zip(self.here, _jax.blocks(made), strict=True)
-                found.update({slot.numbers[at]: block for at, block in blocks if slot.numbers[at] >= 0})
-        return found
+                cut_out.update({slot.numbers[at]: block for at, block in blocks if slot.numbers[at] >= 0})
+        return cut_out
 
     def _tell(self, sent: list[Message], leaving: Sequence[jax.Array]) -> None:
         for n, piece in zip(self.copied, leaving, strict=True):
@@ -419,11 +419,11 @@ def _slots(pieces: Sequence[tuple[int, int, tuple[int, ...]]], hands: Sequence[H
         # A device with several pieces of one shape has the next one in the next slot.
         seen[at, shape] += 1
     slots: list[PieceSlot] = []
-    for (shape, _), found in places.items():
+    for (shape, _), at_device in places.items():
         offsets = np.zeros((count, len(shape)), np.int32)
-        for at, (_, offset) in found.items():
+        for at, (_, offset) in at_device.items():
             offsets[at] = offset
-        numbers = tuple(found[at][0] if at in found else -1 for at in range(count))
+        numbers = tuple(at_device[at][0] if at in at_device else -1 for at in range(count))
         slots.append(PieceSlot(shape=shape, numbers=numbers, offsets=offsets))
     return slots
 

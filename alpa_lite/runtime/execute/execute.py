@@ -220,7 +220,7 @@ class Executor:
         return Result(number=leaf, array=array, is_state=values[0] in self.step.aliases)
 
     def _full(self, value: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of a result of the whole step; the graph holds that of a micro-batch."""
+        """Return the shape of a result of the whole step; the graph has the shape for a micro-batch."""
         dim = self.step.batch_dims[value]
         count = self.step.num_microbatches
         return tuple(n * count if d == dim else n for d, n in enumerate(shape))
@@ -229,22 +229,22 @@ class Executor:
         """Return the results of the step, with handles for those on other processes."""
         if all(self._is_here):
             return results
-        found: list[jax.Array] = []
+        complete: list[jax.Array] = []
         for value, array, sharding in zip(self.step.graph.outputs, results, self._returned, strict=True):
             if any_here(devices_of(sharding.mesh)):
-                found.append(array)
+                complete.append(array)
             else:
                 about = self.step.graph.values[value]
-                found.append(handle(self._full(value, about.shape), _jax.struct((), about.dtype).dtype, sharding))
-        return found
+                complete.append(handle(self._full(value, about.shape), _jax.struct((), about.dtype).dtype, sharding))
+        return complete
 
     def _delivered(self, leaves: list[jax.Array]) -> list[jax.Array]:
         if self._delivery is None or not self._delivery.results:
             return leaves
-        found, token = self._delivery(leaves)
+        delivered, token = self._delivery(leaves)
         # The number after that of the last instruction stands for the delivery, as in the message on a hang.
         self.flight.launched(0, len(self.program.instructions), token)
-        return found
+        return delivered
 
     def _processes(self, instruction: int) -> frozenset[int]:
         """Return the processes that take part in an instruction; the delivery, one past the last instruction, involves
@@ -380,13 +380,13 @@ class Executor:
 
         As with `jax.jit`, the caller may overwrite or donate the originals without changing the step.
         """
-        found: list[jax.Array] = []
+        copied: list[jax.Array] = []
         for leaf, constant in enumerate(constants, first):
             array = constant if isinstance(constant, jax.Array) else np.asarray(constant)
             placed = self.placing.put(array, self.input_sharding(leaf))
             # `put` returns an array that is in place as it is, still shared with the caller.
-            found += copies([placed]) if array is constant else [placed]
-        return found
+            copied += copies([placed]) if array is constant else [placed]
+        return copied
 
     def place_inputs(self, inputs: Sequence[TreeLeaf]) -> list[jax.Array]:
         """Return the inputs in their shardings, so that the next call moves nothing."""

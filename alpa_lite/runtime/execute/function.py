@@ -210,13 +210,13 @@ def _finishing(leaf: jax.ShapeDtypeStruct) -> Callable[[jax.Array], Any]:
     """
     if leaf.dtype == jax.dtypes.float0:
         return lambda array: np.zeros(leaf.shape, leaf.dtype)
-    known: dict[Sharding, Aval] = {}
+    avals: dict[Sharding, Aval] = {}
 
     def finish(array: jax.Array) -> jax.Array:
         # The same object in all steps, since the next step recognises its arguments by identity.
-        if array.sharding not in known:
-            known[array.sharding] = array.aval.update(weak_type=True)
-        return _jax.weak(array, known[array.sharding])
+        if array.sharding not in avals:
+            avals[array.sharding] = array.aval.update(weak_type=True)
+        return _jax.weak(array, avals[array.sharding])
 
     return finish
 
@@ -282,13 +282,13 @@ def init_sharded(init_fn: Callable[..., Tree], *args: Tree, like: CompiledFuncti
     """
     positional, keywords = like.input_shardings()
     # One name space, since positions are numbers and keywords are strings.
-    known = {**positional, **keywords}
-    if argument not in known:
+    by_name = {**positional, **keywords}
+    if argument not in by_name:
         raise PlanError(
-            f"argument={argument!r} was given, but the compiled step takes arrays in {', '.join(map(repr, known))}. "
+            f"argument={argument!r} was given, but the compiled step takes arrays in {', '.join(map(repr, by_name))}. "
             "Name one of these."
         )
-    shardings = known[argument]
+    shardings = by_name[argument]
     flat, structure = jax.tree.flatten(shardings)
     # Abstractly: the whole state may be larger than the memory of this process.
     shapes = jax.eval_shape(init_fn, *args)

@@ -114,13 +114,13 @@ class _PieceSenders:
 
     def overlaps(self, wanted: Box) -> list[tuple[Box, Box]]:
         """Return the distinct boxes that overlap `wanted`, each with the intersection."""
-        found: list[tuple[Box, Box]] = []
+        overlaps: list[tuple[Box, Box]] = []
         # Over distinct boxes, not devices: replicas of a block are one box.
         for owned in self.holders:
             part = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(wanted, owned, strict=True))
             if all(a < b for a, b in part):
-                found.append((owned, part))
-        return found
+                overlaps.append((owned, part))
+        return overlaps
 
     def choose(self, owned: Box, part: Box, receiver: Device) -> int:
         """Return the sender: the receiver itself, a device of its process, or the device that has sent the fewest
@@ -190,11 +190,11 @@ class Placing(ABC):
     def carried(self, array: jax.Array, start: int, stop: int, sharding: NamedSharding) -> Carried:
         """Return some rows of an array that a step left on devices of this job, sent directly from these."""
         rows = Windows(dim=0, start=start, size=stop - start, count=1)
-        found = None if rows.size == array.shape[0] else rows
-        moved = self._moved(array, sharding, found)
+        windows = None if rows.size == array.shape[0] else rows
+        moved = self._moved(array, sharding, windows)
         if moved is None:
             moved = handle((rows.size, *array.shape[1:]), array.dtype, sharding)
-        return Carried(array=moved, is_copy=self._crossing(array, sharding, found).copies)
+        return Carried(array=moved, is_copy=self._crossing(array, sharding, windows).copies)
 
     def put_all(self, arrays: Sequence[TreeLeaf], shardings: Sequence[NamedSharding]) -> list[jax.Array]:
         """Return `put` of each array, at the cost of one comparison of shardings for each that is in place."""
@@ -317,9 +317,9 @@ def _spread(array: TreeLeaf, sharding: NamedSharding) -> jax.Array:
     `jax.device_put` would first compare the arrays of all processes, in a collective.
     """
     # A step may run after the caller has overwritten its NumPy array, which JAX on CPU would share.
-    found = array if isinstance(array, jax.Array) else _jax.own_memory(np.asarray(array), sharding)
-    dtype = found.dtype if isinstance(found, jax.Array) else jax.dtypes.canonicalize_dtype(found.dtype)
-    return jax.make_array_from_callback(found.shape, sharding, lambda index: found[index], dtype=dtype)
+    whole = array if isinstance(array, jax.Array) else _jax.own_memory(np.asarray(array), sharding)
+    dtype = whole.dtype if isinstance(whole, jax.Array) else jax.dtypes.canonicalize_dtype(whole.dtype)
+    return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index], dtype=dtype)
 
 
 def rows_of(array: TreeLeaf, windows: Windows, number: int) -> Array:

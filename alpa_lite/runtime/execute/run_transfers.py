@@ -80,7 +80,7 @@ def compile_transfers(
 
     Equal transfers are compiled once. All processes of a job compile in the order of the program.
     """
-    made, found = dict[object, Transfer](), dict[Buffer, Transfer]()
+    made, by_buffer = dict[object, Transfer](), dict[Buffer, Transfer]()
     shared = Blanks() if blanks is None else blanks
     for instruction in program.instructions:
         planned = instruction.transfer
@@ -94,8 +94,8 @@ def compile_transfers(
         key = (planned, dtype, source, target)
         if key not in made:
             made[key] = compile_transfer(planned, dtype, source, target, shared)
-        found[instruction.writes[0]] = made[key]
-    return found
+        by_buffer[instruction.writes[0]] = made[key]
+    return by_buffer
 
 
 def compile_transfer(
@@ -373,7 +373,7 @@ class Delivery:
 
     def __call__(self, leaves: Sequence[jax.Array]) -> tuple[list[jax.Array], Token]:
         """Return all results of a step, the small ones delivered, and the program's token."""
-        found, shown = list(leaves), list[jax.Array]()
+        results, shown = list(leaves), list[jax.Array]()
         for result, gather, owner, aval, blank in zip(
             self.results, self._gather, self.owners, self._avals, self._blanks, strict=True
         ):
@@ -383,8 +383,8 @@ class Delivery:
             shown.append(self._shown(aval, self._block(array, owner) if is_here(owner) else blank))
         *delivered, done = self._deliver(*shown)
         for result, array in zip(self.results, delivered, strict=True):
-            found[result.number] = array
-        return found, done
+            results[result.number] = array
+        return results, done
 
     def _block(self, array: jax.Array, owner: Device) -> jax.Array:
         """Return the block of one device of this process, on the device that it is delivered from."""

@@ -111,13 +111,13 @@ def spans(
         for before in waits_for[number] if number in latest else ():
             latest[before] = min(latest.get(before, latest[number]), latest[number])
     ended: dict[int, float] = {}
-    found: list[TaskTime] = []
+    times: list[TaskTime] = []
     for number, launched in launches.items():
         # The earliest possible start: devices are not asked when they really began.
         start = max([launched, *(ended[before] for before in waits_for[number])])
         ended[number] = max(start, latest[number]) if number in ends else start
-        found.append(TaskTime.of(program, program.instructions[number], start, ended[number]))
-    return found
+        times.append(TaskTime.of(program, program.instructions[number], start, ended[number]))
+    return times
 
 
 def _waits_for(program: Program, groups: Sequence[int], numbers: Iterable[int]) -> dict[int, list[int]]:
@@ -127,18 +127,18 @@ def _waits_for(program: Program, groups: Sequence[int], numbers: Iterable[int]) 
     """
     writer: dict[Buffer, int] = {}
     last: dict[object, int] = {}
-    found: dict[int, list[int]] = {}
+    needed: dict[int, list[int]] = {}
     for number in numbers:
         instruction = program.instructions[number]
         here = groups[instruction.stage]
         # Transfers between the same two groups share a link; they overlap with the tasks of both.
         where = {"RUN": here, "SEND": (groups[instruction.source_stage], here)}.get(instruction.kind)
-        found[number] = [writer[b] for b in instruction.reads if b in writer]
+        needed[number] = [writer[b] for b in instruction.reads if b in writer]
         if where is not None:
-            found[number] += [last[where]] if where in last else []
+            needed[number] += [last[where]] if where in last else []
             last[where] = number
         writer.update(dict.fromkeys(instruction.writes, number))
-    return found
+    return needed
 
 
 MOST_INPUTS = 8

@@ -3,7 +3,7 @@
 busy         context in which the process plans or compiles: the others wait for it longer  `busy`, `doing`
 idle         context in which it waits for others                                           `idle`
 where        the line of the user's program that the main thread is at                      `where`
-stacks       those of all Python threads, on the error stream                               `dump_stacks`
+stacks       of all Python threads, written to the error stream                             `dump_stacks`
 neighbours   other processes of this machine: a stopped one cannot report, but can be seen  `Neighbours`
 launches     bounded in number, and watched for progress                                    `Flight`
 
@@ -80,12 +80,14 @@ def where() -> str:
     if frame is None:
         return "the end of the program"
     # Outwards, from the innermost frame to the first one that is in no library.
-    found: FrameType = frame
-    while _jax.is_in_a_library(found.f_code.co_filename) and found.f_back is not None:
-        found = found.f_back
+    user_frame: FrameType = frame
+    while _jax.is_in_a_library(user_frame.f_code.co_filename) and user_frame.f_back is not None:
+        user_frame = user_frame.f_back
     # If no frame is of the user's own, the innermost one says most.
-    found = frame if found.f_back is None and _jax.is_in_a_library(found.f_code.co_filename) else found
-    return f"{found.f_code.co_filename}:{found.f_lineno} ({found.f_code.co_name})"
+    user_frame = (
+        frame if user_frame.f_back is None and _jax.is_in_a_library(user_frame.f_code.co_filename) else user_frame
+    )
+    return f"{user_frame.f_code.co_filename}:{user_frame.f_lineno} ({user_frame.f_code.co_name})"
 
 
 def dump_stacks() -> None:
@@ -234,7 +236,7 @@ class InstructionInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HangPolicy:
-    """Defines when launches count as hung, and what happens then.
+    """The definition of a hang, and the reaction to one.
 
     patience    seconds in which some launch must end; None waits for ever
     at_work     returns whether one of some processes plans or compiles, which is no hang
@@ -395,13 +397,13 @@ def awaited() -> dict[object, frozenset[int]]:
     """Return the processes that take part in unfinished launches of this process, of all its steps."""
     return {
         (id(flight), order): processes
-        for found in tuple(_all_flights)
-        if (flight := found()) is not None
+        for reference in tuple(_all_flights)
+        if (flight := reference()) is not None
         for order, processes in flight.awaited().items()
     }
 
 
 def last_instructions() -> str:
     """Return the last launch of each step of this process, in words; empty if there is none."""
-    flights = (flight for found in tuple(_all_flights) if (flight := found()) is not None)
+    flights = (flight for reference in tuple(_all_flights) if (flight := reference()) is not None)
     return "; ".join(filter(None, (flight.last_instruction() for flight in flights)))

@@ -81,8 +81,8 @@ def agreed_data(value: Json) -> Json:
 def same_everywhere(facts: Mapping[str, str]) -> None:
     """Raise `MismatchError` on all processes, with one sentence, if facts of one differ from those of the first."""
     # All processes get the same answer, so that all of them raise.
-    if jax.process_count() > 1 and (found := _service().compared(facts)):
-        raise MismatchError(found)
+    if jax.process_count() > 1 and (sentence := _service().compared(facts)):
+        raise MismatchError(sentence)
 
 
 def meet(processes: Sequence[int]) -> None:
@@ -93,16 +93,16 @@ def meet(processes: Sequence[int]) -> None:
 
 def differences(facts: Sequence[Mapping[str, str]]) -> str:
     """Return a sentence on the facts that differ from the first process's; empty if there are none."""
-    first, found = facts[0], defaultdict[str, list[int]](list)
+    first, numbers_of = facts[0], defaultdict[str, list[int]](list)
     for number, stated in enumerate(facts):
         for name in dict.fromkeys((*first, *stated)):
             mine, other = stated.get(name, "none"), first.get(name, "none")
             if mine != other:
-                found[f"{name} {mine}, where process 0 has {other}"].append(number)
-    if not found:
+                numbers_of[f"{name} {mine}, where process 0 has {other}"].append(number)
+    if not numbers_of:
         return ""
     # Processes with the same difference share a part of the sentence, of which a large job would have hundreds.
-    told = "; ".join(f"{_processes(numbers)} {what}" for what, numbers in found.items())
+    told = "; ".join(f"{_processes(numbers)} {what}" for what, numbers in numbers_of.items())
     return (
         f"The processes of this job do not do the same, and nothing was run: {told}. Start all processes with the same "
         "program, the same arguments, and the same versions of all packages."
@@ -309,13 +309,13 @@ def reason_of(error: BaseException) -> str:
 
 
 def reasons_in_words(reasons: Sequence[str | None]) -> str:
-    """Return what each process reports, with their numbers unless all report the same."""
+    """Return the reasons that processes report, with process numbers unless all report the same."""
     if len({*reasons}) == 1:
         return reasons[0] or ""
-    found: dict[str, list[int]] = {}
+    by_reason: dict[str, list[int]] = {}
     for process, reason in enumerate(reasons):
-        found.setdefault(reason or "", []).append(process)
-    return "; ".join(f"{reason} ({name_processes(which)})" for reason, which in found.items() if reason)
+        by_reason.setdefault(reason or "", []).append(process)
+    return "; ".join(f"{reason} ({name_processes(which)})" for reason, which in by_reason.items() if reason)
 
 
 SIGNAL_LOOK_SECONDS = 0.5

@@ -206,21 +206,21 @@ def reserved_port(port: int = 0) -> socket.socket:
     Raises:
         ExecutionError: the port is in use.
     """
-    found = socket.socket()
+    reserved = socket.socket()
     try:
         try:
-            found.bind(("127.0.0.1", port))
+            reserved.bind(("127.0.0.1", port))
         except OSError:
             # Connections of an earlier job in TIME_WAIT do not matter; a socket that listens does.
-            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            found.bind(("127.0.0.1", port))
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # only after the bind has shown it to be free
+            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            reserved.bind(("127.0.0.1", port))
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # only after the bind has shown it to be free
     except (OSError, OverflowError) as error:
-        found.close()
+        reserved.close()
         raise ExecutionError(
             f"The coordinator cannot listen at 127.0.0.1:{port}: {error}. Give a port that is free, or none."
         ) from error
-    return found
+    return reserved
 
 
 def launch(
@@ -237,12 +237,12 @@ def launch(
 
     Args:
         program: a file and its arguments, or "-m", a module and its arguments.
-        num_processes: how many.
-        environment: of the processes; default this one's.
-        port: of the coordinator; default one that is free.
-        grace_seconds: between SIGTERM and SIGKILL.
-        out: gets what they write to standard output; default this process's.
-        err: gets what they write to the error stream; default this process's.
+        num_processes: number of processes.
+        environment: environment variables of the processes; default: those of this process.
+        port: port of the coordinator; default: a free one.
+        grace_seconds: seconds between SIGTERM and SIGKILL.
+        out: receives the standard output of the processes; default: standard output of this process.
+        err: receives the error streams of the processes; default: error stream of this process.
 
     Raises:
         ExecutionError: there are no processes to start, or the program cannot be started.
@@ -369,10 +369,10 @@ def ended_with(process: subprocess.Popen[bytes]) -> int | None:
 
     The process stays waitable, so that its id is not reused.
     """
-    found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    if found is None:
+    status = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if status is None:
         return None
-    return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+    return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
 
 
 def _as_shells_tell(code: int) -> int:

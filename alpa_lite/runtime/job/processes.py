@@ -1,6 +1,6 @@
 """The processes of a job: which devices belong to each, and in which order they launch programs.
 
-Each process knows all devices and describes every array, but holds only the blocks on its own devices. An array without
+Each process can describe all devices and arrays, but holds only the blocks on its own devices. An array without
 a block on this process is a handle: shape, dtype and sharding (`handle`).
 
 No order of launches may deadlock (`verify_order`), and the order must survive on the CPU client (`in_turn`):
@@ -104,13 +104,13 @@ def participants(instruction: Instruction, processes: Sequence[Sequence[int]]) -
 
 def orders(program: Program, processes: Sequence[Sequence[int]]) -> dict[int, list[int]]:
     """Return for each process the numbers of the instructions that it launches."""
-    found: dict[int, list[int]] = {process: [] for stage in processes for process in stage}
+    launched: dict[int, list[int]] = {process: [] for stage in processes for process in stage}
     for number, instruction in enumerate(program.instructions):
         # A FREE launches nothing, so that it has no place in the order.
         if instruction.kind != "FREE":
             for process in participants(instruction, processes):
-                found[process].append(number)
-    return found
+                launched[process].append(number)
+    return launched
 
 
 def verify_order(

@@ -146,16 +146,16 @@ class RollCall:
 
     def doing(self, process: int) -> str:
         """Return the activity of a process; empty if it has published none, or not again for `STALE_SECONDS`."""
-        found = ""
+        published = ""
         with suppress(jax.errors.JaxRuntimeError):
-            found = str(self._client.key_value_try_get(f"{_DOING}{process}"))
+            published = str(self._client.key_value_try_get(f"{_DOING}{process}"))
         now = time.monotonic()
         # The age is that of the last change seen here: the clocks of several machines are not compared.
         before, since = _watched.heard.get(process, ("", now))
-        if found != before:
+        if published != before:
             since = now
-        _watched.heard[process] = found, since
-        return found.partition(" ")[2] if now - since < STALE_SECONDS else ""
+        _watched.heard[process] = published, since
+        return published.partition(" ")[2] if now - since < STALE_SECONDS else ""
 
     def say_place(self) -> None:
         """Publish where this process runs, for `Neighbours`."""
@@ -165,12 +165,12 @@ class RollCall:
     def places(self) -> dict[int, str]:
         """Return the places published so far."""
         with suppress(jax.errors.JaxRuntimeError):
-            found = self._client.key_value_dir_get(_PLACES)
-            return {int(key.rpartition("/")[2]): text for key, text in found}
+            published = self._client.key_value_dir_get(_PLACES)
+            return {int(key.rpartition("/")[2]): text for key, text in published}
         return {}
 
     def unheard(self, what: str, processes: set[int], seconds: float) -> set[int]:
-        """Return those of these processes that do not write some message within `seconds`."""
+        """Return the processes, of the given ones, that do not write a message within `seconds`."""
         until = time.monotonic() + seconds
         while True:
             said = self.said()
@@ -188,8 +188,8 @@ class RollCall:
 
 def _calls(said: Iterable[str], kind: str) -> dict[str, int]:
     """Return the numbers of roll calls, by the names of their messages."""
-    found = {name: name.removeprefix(kind).partition(" ")[0] for name in said if name.startswith(kind)}
-    return {name: int(number) for name, number in found.items() if number.isdecimal()}
+    numbers = {name: name.removeprefix(kind).partition(" ")[0] for name in said if name.startswith(kind)}
+    return {name: int(number) for name, number in numbers.items() if number.isdecimal()}
 
 
 def roll_call() -> RollCall | None:
@@ -285,8 +285,8 @@ def _end_hung(here: RollCall | None, reason: str = "") -> NoReturn:
     if here is not None and reason:
         here.say(_HANG, json.dumps([here.me, reason]), once=True)
     # The first report counts, which may be that of another process.
-    found = json.loads(here.said().get(_HANG, "[-1, null]")) if here is not None else [-1, None]
-    say(f"process {found[0]} found a hang: {found[1]} The job ends." if found[1] else "The program hangs: it ends.")
+    first = json.loads(here.said().get(_HANG, "[-1, null]")) if here is not None else [-1, None]
+    say(f"process {first[0]} found a hang: {first[1]} The job ends." if first[1] else "The program hangs: it ends.")
     mine = f"at {where()}; {last_instructions() or 'has launched no step'}{doing() and f'; {doing()}'}"
     say(f"process {0 if here is None else here.me} is {mine}. Its stacks:")
     dump_stacks()
@@ -414,7 +414,7 @@ class Heartbeat:
         return self._in_vain(ended, now) if ended else ""
 
     def _in_vain(self, ended: Mapping[int, str], now: float) -> str:
-        """Return what waits for processes that have ended, if it has done so for long."""
+        """Return a sentence on launches that have long waited for processes that have ended; empty for none."""
         stuck = {launch: needed & ended.keys() for launch, needed in self._awaited().items() if needed & ended.keys()}
         # Whenever the launches that wait change, there was progress, and the time starts again.
         if frozenset(stuck) != self._stuck:
@@ -446,8 +446,8 @@ class Heartbeat:
 
     def _run(self) -> None:
         while not self._over.wait(LOOK_SECONDS) and not _left.is_set():
-            if found := self.look(time.monotonic()):
-                _end(found, GRACE_SECONDS)
+            if problem := self.look(time.monotonic()):
+                _end(problem, GRACE_SECONDS)
 
     def _see(self, neighbours: Neighbours) -> None:
         """Look for stopped processes, in a separate thread: where the first process is stopped, reading messages blocks
@@ -467,8 +467,8 @@ class Heartbeat:
         _finish(self._here, self._awaited, time.monotonic() + self._seconds)
         self._over.set()
         self._thread.join(2 * LOOK_SECONDS)
-        if found := self.wait_for_all():
-            _end(found, 0.0)
+        if problem := self.wait_for_all():
+            _end(problem, 0.0)
 
 
 def _end(reason: str, grace: float) -> None:
