@@ -141,7 +141,7 @@ def _alike(leaves: Sequence[jax.ShapeDtypeStruct], shardings: Sequence[Sharding]
 
 
 def shared_results(program: Program, plan: Plan, step: StepGraph, donated: Sequence[bool]) -> tuple[int, ...]:
-    """Return the numbers of outputs that are the same array as another output, or as an argument that is not donated."""
+    """Return the numbers of outputs that are the same array as another output or as an argument that is not donated."""
     same = sent_in_place(program, plan)
     placed = {b: b.value for i in program.instructions if i.kind == "PLACE" for b in i.writes}
     leaf = {v: part.leaf for v, part in zip(step.graph.inputs, step.input_parts, strict=True)}

@@ -2,7 +2,7 @@
 
 A stacked array [layers, ...] consists of row blocks: consecutive parts on one stage (`RowBlocks`). If all stages have
 equal meshes, specs and numbers of layers, it is a single joint `jax.Array` over their devices, split over a mesh axis
-"stage": its shards are the shards of the parts, and nothing moves between steps (`joint_sharding`). Otherwise it lies in
+"stage": its shards are those of the parts, and nothing moves between steps (`joint_sharding`). Otherwise it lies in
 equal blocks between steps, on devices of its own stages as far as possible (`StackedRest`):
 `alpa_lite.sharding.stacked_rest` computes the placement, and this module moves the rows there and back, from device to
 device.

@@ -84,9 +84,8 @@ def where() -> str:
     while _jax.is_in_a_library(user_frame.f_code.co_filename) and user_frame.f_back is not None:
         user_frame = user_frame.f_back
     # If no frame is of the user's own, the innermost one says most.
-    user_frame = (
-        frame if user_frame.f_back is None and _jax.is_in_a_library(user_frame.f_code.co_filename) else user_frame
-    )
+    if user_frame.f_back is None and _jax.is_in_a_library(user_frame.f_code.co_filename):
+        user_frame = frame
     return f"{user_frame.f_code.co_filename}:{user_frame.f_lineno} ({user_frame.f_code.co_name})"
 
 
