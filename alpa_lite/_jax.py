@@ -29,7 +29,7 @@ from jax.extend import core as jex_core
 from jax.interpreters import partial_eval
 from jax.sharding import Sharding
 
-from cost_models.untrusted_text import printable
+from cost_models.checks import printable
 
 try:
     from jax._src.lax.parallel import psum_p

@@ -27,7 +27,7 @@ from rich.console import Console
 from alpa_lite.cli.exit_codes import Exit, reader_left
 from alpa_lite.errors import AlpaLiteError, InfeasibleError
 from cost_models import CostModelError
-from cost_models.untrusted_text import message
+from cost_models.checks import message
 
 VERSION = 1
 """The version of the `--json` schemas; it grows when an entry is removed or changes its meaning."""

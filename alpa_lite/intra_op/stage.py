@@ -2,7 +2,7 @@
 
 `StageView` has the ops of a stage in execution order, its inputs and outputs, and the runs of each op. The user may
 constrain the layout of its values: which tensor dim a mesh axis must split, for some or all values of the step
-(`GivenLayout`). `layout_constraints` restricts the strategies of a stage to them.
+(`GivenLayout`). `op_choices` restricts the strategies of a stage to them.
 
 The builder of the intra-op problem records a node and specs for each value (`Offer`) and placements for each op
 (`Placed`, …), from which a solution is decoded (`placements_of`). `Choice` is the decoded solution: specs, placements,

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from alpa_lite.errors import PlanError
-from cost_models.untrusted_text import parse_json
+from cost_models.checks import parse_json
 
 CHECKSUM = "checksum"
 """The key of the file entry that holds the digest of all other entries."""

@@ -37,7 +37,7 @@ from alpa_lite.program.phases import (
     with_own_bodies,
     without_gaps,
 )
-from alpa_lite.rules.batch_flow import follow_batch
+from alpa_lite.rules.dims import follow_batch
 from alpa_lite.step.additivity import Proof, prove
 from alpa_lite.step.interpreter import BodyMarks, Marks
 from alpa_lite.step.relations import Refusal, Relation, RelationKind

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from alpa_lite.errors import PlanError
 from alpa_lite.plan import codec
 from alpa_lite.plan.codec import CHECKSUM, INLINE, decode, encode, read_file, to_text
-from cost_models.untrusted_text import printable
+from cost_models.checks import printable
 
 
 class Colour(StrEnum):

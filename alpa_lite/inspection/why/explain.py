@@ -45,7 +45,7 @@ from alpa_lite.text import (
     show_percent,
     show_seconds,
 )
-from cost_models.untrusted_text import printable
+from cost_models.checks import printable
 
 
 def deciding_ops(repricing: Repricing, wanted: str) -> dict[int, Key]:

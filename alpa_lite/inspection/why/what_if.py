@@ -9,8 +9,7 @@ from alpa_lite.inspection.text.tables import Table, plan_summary, render
 from alpa_lite.inter_op.assembly import with_microbatches
 from alpa_lite.plan.plan import Plan
 from alpa_lite.text import show_bytes, show_milliseconds, show_percent, show_ratio, show_seconds
-from cost_models.cluster import Cluster
-from cost_models.varied import with_bandwidth, with_memory
+from cost_models.cluster import Cluster, with_bandwidth, with_memory
 
 
 def varied(cluster: Cluster, *, memory_bytes: float | None = None, bandwidth_scale: float | None = None) -> Cluster:

@@ -17,8 +17,8 @@ from alpa_lite.inter_op.stage_costs import SolvedStage, StageCosts, StagePlace
 from alpa_lite.inter_op.survey import Profile
 from alpa_lite.intra_op.shortage import Shortage, show_seconds
 from alpa_lite.plan.plan import Plan
+from cost_models.cluster import with_times_the_hosts
 from cost_models.hardware import Device
-from cost_models.varied import with_times_the_hosts
 
 #: Number of larger numbers of micro-batches, and of doublings of the cluster, that are tried.
 MAX_TRIES = 4

@@ -19,7 +19,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from alpa_lite.runtime.checkpoint import disk
-from cost_models.untrusted_text import excerpt
+from cost_models.checks import excerpt
 
 LIST = "SHA256SUMS"
 """The file with the digests; those of a subfolder are in `SHA256SUMS.<its name>` until the whole list is written."""

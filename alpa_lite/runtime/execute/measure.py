@@ -161,6 +161,8 @@ class _BufferWalk:
         if instruction.kind == "RUN":
             executable = self.executor.executables[instruction.task]
             memory = executable.compiled.memory_analysis()
+            # JAX returns None for platforms whose compilers give no analysis, and alpa_lite runs on none of these.
+            assert memory is not None
             now = Allocated(
                 resident_bytes=sum(live.values()),
                 # XLA counts an output that overwrites an argument twice: among the outputs, and as an alias.
