@@ -23,7 +23,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 
-from alpa_lite.lower.instructions import Buffer, Instruction, Program, TaskTime
+from alpa_lite.lower.instructions import Buffer, Instruction, InstructionKind, Program, TaskTime
+from alpa_lite.lower.op_places import TaskRole
 from alpa_lite.lower.slices import TaskSpec, run_parts
 from alpa_lite.plan.plan import OpPlacement, Plan
 from alpa_lite.plan.pricing import Estimator, Pricer, dispatch_seconds, local_bytes, transfer_seconds
@@ -139,7 +140,7 @@ def simulate_program(
         )
         for row, stages in enumerate(rows)
     ]
-    listed = tuple(time for time in clock.times if time.kind != "FREE")
+    listed = tuple(time for time in clock.times if time.kind != InstructionKind.FREE)
     return SimulatedStep(times=listed, step_seconds=available, submeshes=tuple(uses))
 
 
@@ -201,15 +202,15 @@ class _StepSimulation:
 
     def step(self, instruction: Instruction) -> None:
         """Compute and record the time span of an instruction."""
-        if instruction.kind == "RUN":
+        if instruction.kind == InstructionKind.RUN:
             start, end = self.run(instruction)
-        elif instruction.kind == "SEND":
+        elif instruction.kind == InstructionKind.SEND:
             start, end = self.send(instruction)
-        elif instruction.kind == "PLACE":  # overlaps with the task before the one that reads it
+        elif instruction.kind == InstructionKind.PLACE:  # overlaps with the task before the one that reads it
             start = end = self.free[self.row_of[instruction.stage]]
         else:
             start = end = max((self.ready[b] for b in instruction.reads), default=0.0)
-        if instruction.kind != "SEND":
+        if instruction.kind != InstructionKind.SEND:
             self.made.update(dict.fromkeys(instruction.writes, end))
         self.ready.update(dict.fromkeys(instruction.writes, end))
         self.times.append(TaskTime.of(self.program, instruction, start, end))
@@ -275,10 +276,10 @@ def _peaks(program: Program, plan: Plan, step: StepGraph, clock: _StepSimulation
                 changes[clock.row_of[buffer.stage]].append((start, sizes.get(buffer, 0.0)))
         for buffer in (*instruction.reads, *instruction.writes):
             last[buffer] = max(last.get(buffer, 0.0), time.end_seconds)
-        if instruction.kind == "FREE":
+        if instruction.kind == InstructionKind.FREE:
             for buffer in instruction.reads:
                 changes[clock.row_of[buffer.stage]].append((last[buffer], -sizes.get(buffer, 0.0)))
-        if instruction.kind == "RUN":
+        if instruction.kind == InstructionKind.RUN:
             work = _work(plan, instruction, program.tasks[instruction.task], sizes)
             changes[row] += [(time.start_seconds, work), (time.end_seconds, -work)]
     state = [0.0] * len(changes)
@@ -293,7 +294,7 @@ def _taken_over(
     program: Program, step: StepGraph, instruction: Instruction, after: Instruction | None
 ) -> frozenset[Buffer]:
     """Return the buffers that a task writes into the memory of inputs of the same form that it is the last to read."""
-    if instruction.kind != "RUN" or after is None or after.kind != "FREE":
+    if instruction.kind != InstructionKind.RUN or after is None or after.kind != InstructionKind.FREE:
         return frozenset()
     task, values, freed = program.tasks[instruction.task], step.graph.values, frozenset(after.reads)
     read = zip(instruction.reads, task.inputs, strict=False)
@@ -311,7 +312,7 @@ def _taken_over(
 def _work(plan: Plan, instruction: Instruction, task: TaskSpec, sizes: Mapping[Buffer, float]) -> float:
     """Return the bytes that a task needs in addition to its arrays; a task of both passes also holds residuals."""
     stage, saved = plan.stages[task.stage], 0.0
-    if task.kind in ("forward+backward", "step"):
+    if task.kind in (TaskRole.FORWARD_BACKWARD, TaskRole.STEP):
         handed_on = sum(sizes.get(buffer, 0.0) for buffer in instruction.writes[: len(task.outputs)])
         saved = max(0.0, stage.cost.activation_bytes - handed_on)
     return stage.cost.temporary_bytes + saved
@@ -336,7 +337,7 @@ def _sizes(program: Program, plan: Plan, step: StepGraph, resident: Iterable[Buf
     bytes_of: dict[Buffer, float] = {}
     for instruction in program.instructions:
         sizes = plan.stages[instruction.stage].mesh_shape.axis_sizes
-        in_place = instruction.kind == "SEND" and _same_devices(plan, instruction)
+        in_place = instruction.kind == InstructionKind.SEND and _same_devices(plan, instruction)
         for buffer, spec in _written(program, instruction):
             if buffer not in nothing and not in_place:
                 # The first writer decides, as it does for the allocation in `_peaks`.
@@ -351,8 +352,8 @@ def _same_devices(plan: Plan, instruction: Instruction) -> bool:
 
 def _written(program: Program, instruction: Instruction) -> Iterable[tuple[Buffer, Spec]]:
     """Yield the buffers that an instruction writes, each with its spec."""
-    if instruction.kind in ("RUN", "ZEROS"):
+    if instruction.kind in (InstructionKind.RUN, InstructionKind.ZEROS):
         task = program.tasks[instruction.task]
-        ports = task.sums if instruction.kind == "ZEROS" else (*task.outputs, *task.sums)
+        ports = task.sums if instruction.kind == InstructionKind.ZEROS else (*task.outputs, *task.sums)
         return [(b, p.spec) for b, p in zip(instruction.writes, ports, strict=True)]
     return [(b, instruction.spec) for b in instruction.writes if instruction.spec is not None]

@@ -29,7 +29,8 @@ from jax.sharding import Sharding
 
 from alpa_lite import _jax
 from alpa_lite._jax import TreeLeaf
-from alpa_lite.lower.instructions import Buffer, Instruction, Program
+from alpa_lite.lower.instructions import Buffer, Instruction, InstructionKind, Program
+from alpa_lite.lower.op_places import TaskRole
 from alpa_lite.lower.slices import Port, TaskSpec
 from alpa_lite.plan.plan import Plan
 from alpa_lite.program.phases import StepGraph
@@ -143,7 +144,7 @@ def _alike(leaves: Sequence[jax.ShapeDtypeStruct], shardings: Sequence[Sharding]
 def shared_results(program: Program, plan: Plan, step: StepGraph, donated: Sequence[bool]) -> tuple[int, ...]:
     """Return the numbers of outputs that are the same array as another output or as an argument that is not donated."""
     same = sent_in_place(program, plan)
-    placed = {b: b.value for i in program.instructions if i.kind == "PLACE" for b in i.writes}
+    placed = {b: b.value for i in program.instructions if i.kind == InstructionKind.PLACE for b in i.writes}
     leaf = {v: part.leaf for v, part in zip(step.graph.inputs, step.input_parts, strict=True)}
     taken, shared = set[Buffer | int](), list[int]()
     for number, buffer in enumerate(program.outputs):
@@ -174,7 +175,7 @@ def donations(program: Program, plan: Plan, step: StepGraph, donated: Sequence[b
     facts = _Facts(program, plan, step, donated)
     free_in: dict[int, set[int]] = {}
     for number, instruction in enumerate(program.instructions):
-        if instruction.kind == "RUN":
+        if instruction.kind == InstructionKind.RUN:
             inputs = range(len(program.tasks[instruction.task].inputs))
             free = {i for i in inputs if facts.is_free(number, instruction, i)}
             # One executable runs all micro-batches: it may overwrite only what is free in each of them.
@@ -194,7 +195,7 @@ class _Facts:
         self.last: dict[Buffer, tuple[int, int]] = {}
         self.times: Counter[tuple[int, Buffer]] = Counter()
         for number, instruction in enumerate(program.instructions):
-            if instruction.kind != "FREE":
+            if instruction.kind != InstructionKind.FREE:
                 for position, buffer in enumerate(instruction.reads):
                     self.last[self.same.get(buffer, buffer)] = number, position
                     self.times[number, self.same.get(buffer, buffer)] += 1
@@ -211,15 +212,15 @@ class _Facts:
         given = leaf < len(self.donated) and self.donated[leaf]
         at_home = self.program.homes[buffer.value][0] == buffer.stage
         # Without a task that returns the argument's next value, no result would reuse its buffer.
-        return given and at_home and self.program.tasks[instruction.task].kind in ("update", "step")
+        return given and at_home and self.program.tasks[instruction.task].kind in (TaskRole.UPDATE, TaskRole.STEP)
 
     def _made(self) -> set[Buffer]:
         """Return the buffers that the program made itself, or copied to devices on which the source has no block."""
         made: set[Buffer] = set()
         for instruction in self.program.instructions:
-            if instruction.kind == "RUN":
+            if instruction.kind == InstructionKind.RUN:
                 made.update(instruction.writes)
-            elif instruction.kind == "SEND":
+            elif instruction.kind == InstructionKind.SEND:
                 source, target = (
                     set(self.plan.stages[s].submesh.devices) for s in (instruction.source_stage, instruction.stage)
                 )
@@ -237,7 +238,7 @@ def sent_in_place(program: Program, plan: Plan) -> dict[Buffer, Buffer]:
     # A copy of a copy is traced back to the first original.
     same: dict[Buffer, Buffer] = {}
     for instruction in program.instructions:
-        if instruction.kind == "SEND":
+        if instruction.kind == InstructionKind.SEND:
             stages = (plan.stages[s] for s in (instruction.source_stage, instruction.stage))
             if set.intersection(*(set(stage.submesh.devices) for stage in stages)):
                 source = instruction.reads[0]

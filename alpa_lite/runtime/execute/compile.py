@@ -31,7 +31,7 @@ from alpa_lite import _jax
 from alpa_lite._jax import Device
 from alpa_lite.errors import ExecutionError
 from alpa_lite.lower.emission import BoundaryArray, Emitted, boundary_layout, boundary_spec, emit_task, task_form
-from alpa_lite.lower.instructions import Buffer, Program
+from alpa_lite.lower.instructions import Buffer, InstructionKind, Program
 from alpa_lite.lower.local_machine import PlacedTask
 from alpa_lite.lower.slices import TaskSpec
 from alpa_lite.plan.plan import Plan
@@ -112,7 +112,7 @@ def joined_texts(programs: Iterable[tuple[str, Lowered | Compiled | None]]) -> s
 def zeros_units(program: Program, step: StepGraph, meshes: Sequence[Mesh]) -> dict[int, CompileUnit]:
     """Return the units that make the accumulators of tasks, by task number."""
     units: dict[int, CompileUnit] = {}
-    for number in dict.fromkeys(i.task for i in program.instructions if i.kind == "ZEROS"):
+    for number in dict.fromkeys(i.task for i in program.instructions if i.kind == InstructionKind.ZEROS):
         task = program.tasks[number]
         mesh = meshes[task.stage]
         layouts = tuple(boundary_layout(step.graph.values[p.value], p, dict(mesh.shape)) for p in task.sums)
@@ -137,7 +137,7 @@ def concat_units(program: Program, step: StepGraph, meshes: Sequence[Mesh]) -> d
     """Return the units that concatenate the micro-batches of each output with a batch dim, by its buffer."""
     specs: dict[Buffer, PartitionSpec] = {}
     for instruction in program.instructions:
-        if instruction.kind == "RUN":
+        if instruction.kind == InstructionKind.RUN:
             task = program.tasks[instruction.task]
             ports = zip(instruction.writes, (*task.outputs, *task.sums), strict=True)
             specs.update({buffer: boundary_spec(port.spec) for buffer, port in ports})
@@ -145,7 +145,7 @@ def concat_units(program: Program, step: StepGraph, meshes: Sequence[Mesh]) -> d
             specs.update(dict.fromkeys(instruction.writes, boundary_spec(instruction.spec)))
     units: dict[Buffer, CompileUnit] = {}
     for instruction in program.instructions:
-        if instruction.kind == "CONCAT":
+        if instruction.kind == InstructionKind.CONCAT:
             (buffer,) = instruction.writes
             value, mesh = step.graph.values[buffer.value], meshes[buffer.stage]
             ins = tuple(BoundaryArray(shape=value.shape, dtype=value.dtype, spec=specs[b]) for b in instruction.reads)

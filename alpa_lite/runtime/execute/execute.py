@@ -25,7 +25,7 @@ from alpa_lite import _jax
 from alpa_lite._jax import Device, TreeLeaf
 from alpa_lite.errors import ExecutionError
 from alpa_lite.lower.emission import Executable, boundary_spec
-from alpa_lite.lower.instructions import TaskTime
+from alpa_lite.lower.instructions import InstructionKind, TaskTime
 from alpa_lite.plan.plan import Plan
 from alpa_lite.runtime.execute.aliasing import copies, donations, shared_results, with_copies
 from alpa_lite.runtime.execute.bind import Binder, Slots
@@ -267,10 +267,10 @@ class Executor:
 
     def _as_one_task(self) -> Callable[[Sequence[TreeLeaf]], list[jax.Array]] | None:
         """Return a function that runs a single-task program on arguments in place; None for other programs."""
-        instructions = [i for i in self.program.instructions if i.kind != "FREE"]
-        runs = [number for number, i in enumerate(self.program.instructions) if i.kind == "RUN"]
+        instructions = [i for i in self.program.instructions if i.kind != InstructionKind.FREE]
+        runs = [number for number, i in enumerate(self.program.instructions) if i.kind == InstructionKind.RUN]
         # An accumulator, a transfer or a concatenation needs slots for what passes between instructions.
-        if len(runs) != 1 or any(i.kind not in ("PLACE", "RUN") for i in instructions):
+        if len(runs) != 1 or any(i.kind not in (InstructionKind.PLACE, InstructionKind.RUN) for i in instructions):
             return None
         if len(processes_of(devices_of(self.meshes[0]))) < jax.process_count():
             return None  # the other processes place arguments one by one, in instruction order
@@ -288,6 +288,7 @@ class Executor:
         # Mostly both orders are the identity, and no list has to be made in a step.
         in_order = order == [*range(len(run.writes))]
         all_in_order = places == [*range(len(input_number))]
+        assert executable.compiled is not None, "all processes have a device of the mesh"
         compiled = in_turn(executable.compiled, devices_of(executable.mesh))
         launched, put_all = self.flight.launched, self.placing.put_all
 
@@ -358,7 +359,7 @@ class Executor:
                 launches[number] = time.perf_counter() - began
                 action(slots)
                 # A copy that launches no program leaves no token by which its end could be seen.
-                if instruction.kind == "SEND" and not self.transfers[instruction.writes[0]].num_programs:
+                if instruction.kind == InstructionKind.SEND and not self.transfers[instruction.writes[0]].num_programs:
                     watch.copied(number, slots[self.bound.slot[instruction.writes[0]]])
                 for i in free:
                     slots[i] = None

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from alpa_lite import _jax
 from alpa_lite._jax import Aval, DType, Tree, TreeLeaf
 from alpa_lite.errors import ExecutionError, PlanError, TraceError
-from alpa_lite.lower.instructions import TaskTime
+from alpa_lite.lower.instructions import InstructionKind, TaskTime
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.progress import Progress
 from alpa_lite.runtime.execute.aliasing import Apart, copies
@@ -79,7 +79,7 @@ class CompiledFunction:
         micro-batches of a step.
         """
         # An executable runs once for each micro-batch.
-        runs = Counter(i.task for i in self.executor.program.instructions if i.kind == "RUN")
+        runs = Counter(i.task for i in self.executor.program.instructions if i.kind == InstructionKind.RUN)
         tasks = enumerate(self.executor.executables)
         return summed_costs((each.compiled.cost_analysis(), runs[i]) for i, each in tasks if each.compiled is not None)
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from alpa_lite import _jax
 from alpa_lite._jax import TreeLeaf
-from alpa_lite.lower.instructions import Buffer, Instruction, TaskTime
+from alpa_lite.lower.instructions import Buffer, Instruction, InstructionKind, TaskTime
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.pricing import local_bytes
 from alpa_lite.runtime.execute.execute import Executor
@@ -142,11 +142,11 @@ class _BufferWalk:
 
     def take(self, instruction: Instruction) -> None:
         """Apply the effect of one instruction."""
-        if instruction.kind == "FREE":
+        if instruction.kind == InstructionKind.FREE:
             for live in self.live.values():
                 for buffer in instruction.reads:
                     live.pop(buffer, None)
-        elif instruction.kind in ("RUN", "ZEROS"):
+        elif instruction.kind in (InstructionKind.RUN, InstructionKind.ZEROS):
             self._run(instruction)
         else:
             live = self.live[self.place[instruction.stage]]
@@ -156,10 +156,11 @@ class _BufferWalk:
     def _run(self, instruction: Instruction) -> None:
         place = self.place[instruction.stage]
         live, task = self.live[place], self.program.tasks[instruction.task]
-        ports = (*task.outputs, *task.sums) if instruction.kind == "RUN" else task.sums
+        ports = (*task.outputs, *task.sums) if instruction.kind == InstructionKind.RUN else task.sums
         written = {b: self.size(b, port.spec) for b, port in zip(instruction.writes, ports, strict=True)}
-        if instruction.kind == "RUN":
+        if instruction.kind == InstructionKind.RUN:
             executable = self.executor.executables[instruction.task]
+            assert executable.compiled is not None, "this process has a device of the mesh"
             memory = executable.compiled.memory_analysis()
             # JAX returns None for platforms whose compilers give no analysis, and alpa_lite runs on none of these.
             assert memory is not None

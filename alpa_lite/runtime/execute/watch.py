@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import jax
 from jax.sharding import Mesh
 
-from alpa_lite.lower.instructions import SUM, Buffer, Instruction, Program, TaskTime
+from alpa_lite.lower.instructions import SUM, Buffer, Instruction, InstructionKind, Program, TaskTime
 from alpa_lite.program.phases import StepGraph
 from alpa_lite.runtime.job.activity import Clock, Flight, Patience, Token
 
@@ -132,7 +132,8 @@ def _waits_for(program: Program, groups: Sequence[int], numbers: Iterable[int]) 
         instruction = program.instructions[number]
         here = groups[instruction.stage]
         # Transfers between the same two groups share a link; they overlap with the tasks of both.
-        where = {"RUN": here, "SEND": (groups[instruction.source_stage], here)}.get(instruction.kind)
+        link = (groups[instruction.source_stage], here)
+        where = {InstructionKind.RUN: here, InstructionKind.SEND: link}.get(instruction.kind)
         needed[number] = [writer[b] for b in instruction.reads if b in writer]
         if where is not None:
             needed[number] += [last[where]] if where in last else []
@@ -156,14 +157,14 @@ def explanation(program: Program, step: StepGraph, meshes: Sequence[Mesh], numbe
             "not call the step, or takes longer than that; in the second case give a higher watchdog_seconds."
         )
     instruction = program.instructions[number]
-    if instruction.kind == "SEND":
+    if instruction.kind == InstructionKind.SEND:
         return _of_transfer(program, step, meshes, number)
     task = program.tasks[instruction.task]
     devices = ", ".join(map(str, meshes[instruction.stage].devices.flat))
     inputs = list(zip(instruction.reads, (*task.inputs, *task.sums), strict=False))
     named = [f"{_name(step, b)} {_facts(step, b, str(p.spec))}{_origin(program, number, b)}" for b, p in inputs]
     more = f"; and {len(named) - MOST_INPUTS} more" if len(named) > MOST_INPUTS else ""
-    sent = any(_writer(program, number, b).kind == "SEND" for b, _ in inputs)
+    sent = any(_writer(program, number, b).kind == InstructionKind.SEND for b, _ in inputs)
     suspect = "it, or a transfer that brings its inputs," if sent else "it"
     return (
         f"{short_name(program, number)}, on stage {instruction.stage} ({devices}). "
@@ -180,7 +181,7 @@ def short_name(program: Program, number: int) -> str:
     instruction = program.instructions[number]
     batch = "" if instruction.microbatch is None else f" of micro-batch {instruction.microbatch}"
     place = f"instruction {number} of {len(program.instructions)}"
-    if instruction.kind != "RUN":
+    if instruction.kind != InstructionKind.RUN:
         return f"{instruction.kind} to stage {instruction.stage}{batch}, {place}"
     return f"{program.tasks[instruction.task].name!r}{batch}, {place}"
 
@@ -214,7 +215,7 @@ def _facts(step: StepGraph, buffer: Buffer, spec: str) -> str:
 
 def _origin(program: Program, number: int, buffer: Buffer) -> str:
     writer = _writer(program, number, buffer)
-    return f", sent by stage {writer.source_stage}" if writer.kind == "SEND" else ""
+    return f", sent by stage {writer.source_stage}" if writer.kind == InstructionKind.SEND else ""
 
 
 def _writer(program: Program, number: int, buffer: Buffer) -> Instruction:

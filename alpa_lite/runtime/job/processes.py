@@ -32,7 +32,7 @@ from jax.typing import DTypeLike
 
 from alpa_lite._jax import Device
 from alpa_lite.errors import VerificationError
-from alpa_lite.lower.instructions import Buffer, Instruction, Program
+from alpa_lite.lower.instructions import Buffer, Instruction, InstructionKind, Program
 from alpa_lite.runtime.job.activity import Token
 
 
@@ -95,10 +95,10 @@ def batch_sharding() -> NamedSharding:
 
 def participants(instruction: Instruction, processes: Sequence[Sequence[int]]) -> frozenset[int]:
     """Return the processes that take part. `processes`: of each stage. Any process may hold a part of an argument."""
-    if instruction.kind == "PLACE":
+    if instruction.kind == InstructionKind.PLACE:
         return frozenset(process for stage in processes for process in stage)
     # A transfer is launched by the processes at both of its ends.
-    stages = {instruction.stage} | ({instruction.source_stage} if instruction.kind == "SEND" else set())
+    stages = {instruction.stage} | ({instruction.source_stage} if instruction.kind == InstructionKind.SEND else set())
     return frozenset(process for stage in stages for process in processes[stage])
 
 
@@ -107,7 +107,7 @@ def orders(program: Program, processes: Sequence[Sequence[int]]) -> dict[int, li
     launched: dict[int, list[int]] = {process: [] for stage in processes for process in stage}
     for number, instruction in enumerate(program.instructions):
         # A FREE launches nothing, so that it has no place in the order.
-        if instruction.kind != "FREE":
+        if instruction.kind != InstructionKind.FREE:
             for process in participants(instruction, processes):
                 launched[process].append(number)
     return launched
