@@ -17,8 +17,7 @@ from functools import cached_property
 from itertools import chain
 
 from alpa_lite.plan.plan import Accumulator, OpPlacement
-from alpa_lite.program.ir import Graph, Op
-from alpa_lite.program.memo import memoized
+from alpa_lite.program.ir import Graph, Op, memoized
 from alpa_lite.program.phases import Phase, StepGraph
 from alpa_lite.rules.op_info import free_ops, free_values, op_class
 from alpa_lite.sharding.specs import Spec

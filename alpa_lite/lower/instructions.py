@@ -20,10 +20,10 @@ from alpa_lite.lower.slices import Slicer, TaskSpec
 from alpa_lite.plan.plan import Plan
 from alpa_lite.program.ir import Value, item_bytes
 from alpa_lite.program.phases import StepGraph
-from alpa_lite.program.view_registry import View, view
 from alpa_lite.schedule import linearize, validate
 from alpa_lite.sharding.specs import Spec
 from alpa_lite.sharding.transfer import Placement, PlannedTransfer, plan_transfer
+from alpa_lite.text import View, view
 
 SUM = -1
 """The "micro-batch" in the name of an accumulator's buffer."""

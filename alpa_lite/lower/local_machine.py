@@ -51,7 +51,7 @@ from alpa_lite.program.equations import Equation
 from alpa_lite.program.ir import Graph, Op, Value, Wiring
 from alpa_lite.program.phases import Phase, StepGraph, parameters
 from alpa_lite.sharding.specs import Move, MoveKind, num_shards
-from alpa_lite.trace.local_control_flow import run_control_flow
+from alpa_lite.trace.evaluate import run_control_flow
 
 POSITIONAL = frozenset(("iota", "random_bits", "random_split"))
 """Primitives whose results depend on the position of a micro-batch in the full batch."""

@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from alpa_lite import _jax
-from alpa_lite._jax import Device, Jaxpr, Literal, Tree, TreeLeaf, Var
+from alpa_lite._jax import AnyJaxpr, Device, Jaxpr, Literal, Tree, TreeLeaf, Var
 from alpa_lite.errors import CheckError, ExecutionError
 from alpa_lite.runtime.check_report import MAX_LOW_STEPS, MAX_STEPS, CheckedLeaf, CheckReport
 from alpa_lite.runtime.execute.function import CompiledFunction
@@ -259,7 +259,7 @@ def coarsest_units(jaxpr: Jaxpr) -> list[float]:
     return [of(atom) for atom in jaxpr.outvars]
 
 
-def _coarsest_inside(jaxpr: object) -> float:
+def _coarsest_inside(jaxpr: AnyJaxpr) -> float:
     inner = _jax.open_jaxpr(jaxpr)
     own = max((_unit(var) for eqn in inner.eqns for var in eqn.outvars), default=0.0)
     return max([own, *[_coarsest_inside(each) for eqn in inner.eqns for each in _jax.inner_jaxprs(eqn)]])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -104,7 +104,7 @@ def test_a_slow_step_that_moves_is_no_hang() -> None:
 def test_other_work_of_those_that_take_part_is_no_hang() -> None:
     time, token = Time(), Token()
     found, busy = flight(time, limit=1), {3: 25.0}
-    found._processes = lambda instruction: frozenset({0, 3})
+    found._instructions = replace(found._instructions, processes=lambda instruction: frozenset({0, 3}))
     found._at_work = lambda processes: any(time.now < busy.get(process, 0.0) for process in processes)
     found.launched(0, 0, token)
     with pytest.raises(HangError):
