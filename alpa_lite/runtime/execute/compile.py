@@ -360,6 +360,7 @@ def _compile_alone(lowered: Lowered) -> tuple[Compiled, int]:
 
 def _compile_first(group: _EqualUnits, devices: Devices) -> tuple[Compiled, int]:
     # It was lowered without devices, so that one module serves all units of the group.
+    assert group.lowered is not None, "only groups that were lowered without devices come here"
     compiled = _jax.compiled(group.lowered, device_assignment=devices)
     # Packing costs time, and serves only to load the executable on further devices of this process.
     if len(group.uses) > 1 and all_here(devices):
@@ -371,6 +372,7 @@ def _load_or_compile(group: _EqualUnits, devices: Devices) -> tuple[Compiled, in
     loaded = _jax.unpacked(group.packed, devices) if group.packed is not None and all_here(devices) else None
     if loaded is not None:
         return loaded, 0
+    assert group.lowered is not None, "it is dropped only when all units of the group are compiled"
     return _jax.compiled(group.lowered, device_assignment=devices), 1
 
 
