@@ -1,6 +1,6 @@
 """`alpa-lite plan`: plan a train step for a cluster, compare clusters, and show the cost of pins.
 
-Pins are read from a YAML file, which gives the sharding of some arguments in the form that `inter_op.pins` takes:
+Pins are read from a YAML file, which gives the sharding of some arguments in the form of `inter_op.plan_request`:
 
 # an axis, a list of axes, or null for each dim
 state/params/head: [null, model]
@@ -26,7 +26,7 @@ from alpa_lite.errors import AlpaLiteError, InfeasibleError, PlanError
 from alpa_lite.inspection.text.progress_bar import planning_progress
 from alpa_lite.inspection.text.tables import plan_summary
 from alpa_lite.inspection.why.what_if import Candidate, ClusterComparison, PinsCost, varied
-from alpa_lite.inter_op.pins import pinned_axes, pinned_specs
+from alpa_lite.inter_op.plan_request import pinned_axes, pinned_specs
 from alpa_lite.planners.by_name import PLANNERS, options_of, planner_by_name
 from alpa_lite.program.phases import StepGraph
 from alpa_lite.text import read_bytes

@@ -15,7 +15,7 @@ from alpa_lite.cli.plan_command import make_planner
 from alpa_lite.errors import AlpaLiteError
 from alpa_lite.planners import Auto, Planner
 from alpa_lite.planners.by_name import PLANNERS
-from alpa_lite.planners.replay import Replay
+from alpa_lite.planners.planner import Replay
 from cost_models.cluster import Cluster
 
 SEARCHES = (Auto(), Auto(intra_op_only=True), Auto(inter_op_only=True))

@@ -13,7 +13,7 @@ from alpa_lite.cli.bench.contenders import Contender
 from alpa_lite.cli.bench.row import Row
 from alpa_lite.cli.bench.targets import BenchTarget
 from alpa_lite.errors import AlpaLiteError, InfeasibleError
-from alpa_lite.inter_op.joint.microbatch_counts import microbatch_numbers
+from alpa_lite.inter_op.microbatch_counts import microbatch_numbers
 from alpa_lite.planners.planner import Planner
 from alpa_lite.runtime.simulate import SimulatedStep
 from cost_models.cluster import Cluster
