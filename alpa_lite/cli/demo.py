@@ -29,8 +29,8 @@ from rich.table import Table
 import alpa_lite as al
 from alpa_lite.api.doctor import virtual_environment
 from alpa_lite.cli.command import Screen, count, ended, positive, run_module
-from alpa_lite.cli.models import source_text as text
-from alpa_lite.cli.models.gpt import GPT
+from alpa_lite.cli.models.batches import load_text, text_batches
+from alpa_lite.cli.models.decoders import GPT
 from alpa_lite.cli.models.train import TrainState, init_state, make_optimizer, make_train_step
 from alpa_lite.errors import PlanError
 from alpa_lite.planners import DataParallel, Megatron, Pipeline, Planner
@@ -104,11 +104,11 @@ class DemoResult:
 def run(config: DemoConfig, console: Console) -> DemoResult:
     """Run all three parts and print them."""
     began = time.perf_counter()
-    model, data = config.model, text.load()
+    model, data = config.model, load_text()
     optimizer = make_optimizer(config.learning_rate)
     train_step = make_train_step(model.loss_fn, optimizer)
     state = init_state(jax.jit(model.init)(jax.random.key(config.seed)), optimizer)
-    batches = list(text.batches(config.num_steps, config.batch_size, model.seq_len, config.seed, text=data))
+    batches = list(text_batches(config.num_steps, config.batch_size, model.seq_len, config.seed, text=data))
     _introduce(config, state, len(data), console)
 
     console.rule("1. Planning", align="left")
@@ -130,7 +130,7 @@ def run(config: DemoConfig, console: Console) -> DemoResult:
     _print_training(training, config, console)
 
     console.rule("3. The same steps under other plans", align="left")
-    rounds = list(text.batches(config.num_rounds, config.batch_size, model.seq_len, config.seed + 1, text=data))
+    rounds = list(text_batches(config.num_rounds, config.batch_size, model.seq_len, config.seed + 1, text=data))
     rows = compare(config, train_step, compiled, jax.device_get(state), rounds, console)
     difference = max_loss_difference(rows)
     result = DemoResult(

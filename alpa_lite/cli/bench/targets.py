@@ -12,27 +12,31 @@ import numpy as np
 
 from alpa_lite.cli.models.alpa_cases import CASES, PUBLISHED, Case
 from alpa_lite.cli.models.batches import Model, draw_batch
-from alpa_lite.cli.models.bert import BERT
-from alpa_lite.cli.models.cnn import CNN
-from alpa_lite.cli.models.convnet import alexnet, vgg16
-from alpa_lite.cli.models.feed_forward import Experts
-from alpa_lite.cli.models.llama import Llama
-from alpa_lite.cli.models.mlp import MLP
-from alpa_lite.cli.models.optimizers import adam
-from alpa_lite.cli.models.resnet import ResNet
-from alpa_lite.cli.models.seq2seq import Translator
-from alpa_lite.cli.models.train import init_state, make_train_step
-from alpa_lite.cli.models.transformer import Transformer
-from alpa_lite.cli.models.unet import UNet
+from alpa_lite.cli.models.decoders import Llama
+from alpa_lite.cli.models.encoders import BERT, Translator
+from alpa_lite.cli.models.sequential_networks import CNN, MLP, alexnet, vgg16
+from alpa_lite.cli.models.skip_networks import ResNet, UNet
+from alpa_lite.cli.models.train import Adam, init_state, make_train_step
+from alpa_lite.cli.models.transformer import Computation, Transformer
+from alpa_lite.cli.models.transformer_layers import Experts
 from alpa_lite.cli.user_step import load_example
 from alpa_lite.errors import PlanError
 from cost_models.cluster import Cluster
 
 SMALL = Transformer(
-    vocab_size=64, num_layers=4, hidden=32, num_heads=4, inner=128, seq_len=16, num_segments=4, dtype=jnp.float32
+    vocab_size=64,
+    num_layers=4,
+    hidden=32,
+    num_heads=4,
+    inner=128,
+    seq_len=16,
+    computation=Computation(num_segments=4, dtype=jnp.float32),
 )
 STEADY = replace(SMALL, vocab_size=256, hidden=128, num_heads=8, inner=512, seq_len=128)
 """A model with a step of some tenths of a second on the virtual devices of two cores."""
+
+IN_TWO = replace(SMALL.computation, num_segments=2)
+"""Only every second layer has experts, so that there are half as many repetitions to cut between."""
 
 ROUTED = Experts(num_experts=8, top_k=2, group_size=16, every=2)
 
@@ -41,8 +45,8 @@ ZOO: Mapping[str, tuple[Model, int]] = {
     "cnn-tiny": (CNN(image_size=16, channels=8), 32),
     "gpt-tiny": (SMALL, 32),
     "gpt-steady": (STEADY, 32),
-    "moe-tiny": (replace(SMALL, num_segments=2, experts=ROUTED), 32),
-    "moe-steady": (replace(STEADY, num_segments=2, experts=replace(ROUTED, group_size=128)), 32),
+    "moe-tiny": (replace(SMALL, experts=ROUTED, computation=IN_TWO), 32),
+    "moe-steady": (replace(STEADY, experts=replace(ROUTED, group_size=128), computation=IN_TWO), 32),
     "llama-tiny": (
         Llama(
             vocab_size=64,
@@ -126,7 +130,7 @@ def named_models(names: list[str] | None) -> tuple[str, ...]:
 
 
 def _of_model(name: str, model: Model, batch_size: int) -> BenchTarget:
-    optimizer = adam()
+    optimizer = Adam()
 
     def values() -> tuple[Any, ...]:
         state = jax.jit(lambda key: init_state(model.init(key), optimizer))(jax.random.key(0))
