@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, cast
 
 from rich.console import Console
 
@@ -28,6 +28,9 @@ from alpa_lite.cli.exit_codes import Exit, reader_left
 from alpa_lite.errors import AlpaLiteError, InfeasibleError
 from cost_models import CostModelError
 from cost_models.untrusted_text import message
+
+if TYPE_CHECKING:
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 VERSION = 1
 """The version of the `--json` schemas; it grows when an entry is removed or changes its meaning."""
@@ -50,7 +53,7 @@ class Command:
     run: Callable[[argparse.Namespace], int]
     add_arguments: Callable[[argparse.ArgumentParser], None] = lambda parser: None
 
-    def add_to(self, commands: Any) -> None:
+    def add_to(self, commands: Subparsers) -> None:
         """Add the parser of this command to the subparsers of argparse; every command has `--json`."""
         parser = commands.add_parser(
             self.name,

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 import jax
 import numpy as np
@@ -31,13 +30,14 @@ from alpa_lite.api.doctor import virtual_environment
 from alpa_lite.cli.command import Screen, count, ended, positive, run_module
 from alpa_lite.cli.models.batches import load_text, text_batches
 from alpa_lite.cli.models.decoders import GPT
+from alpa_lite.cli.models.model_parts import Tree
 from alpa_lite.cli.models.train import TrainState, init_state, make_optimizer, make_train_step
 from alpa_lite.errors import PlanError
 from alpa_lite.planners import DataParallel, Megatron, Pipeline, Planner
 from alpa_lite.text import show_seconds
 
 Batch = Mapping[str, np.ndarray]
-Step = Callable[[Any, Any], Any]
+Step = Callable[[Tree, Tree], Tree]
 
 #: Seconds between two lines of progress where there is no terminal to redraw a line on.
 _QUIET_SECONDS = 10.0
@@ -90,7 +90,7 @@ class DemoResult:
     max_loss_difference: float
     seconds: float
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return plain data for JSON."""
         return {
             "plan": {"name": self.plan.name, "step_seconds": self.plan.prediction.step_seconds},
@@ -131,7 +131,9 @@ def run(config: DemoConfig, console: Console) -> DemoResult:
 
     console.rule("3. The same steps under other plans", align="left")
     rounds = list(text_batches(config.num_rounds, config.batch_size, model.seq_len, config.seed + 1, text=data))
-    rows = compare(config, train_step, compiled, jax.device_get(state), rounds, console)
+    # On the host, as every plan places its own copy, which its first step then gives away.
+    same = Training(step=train_step, state=jax.device_get(state), batches=rounds)
+    rows = compare(config, same, compiled, console)
     difference = max_loss_difference(rows)
     result = DemoResult(
         plan=compiled.plan,
@@ -144,7 +146,7 @@ def run(config: DemoConfig, console: Console) -> DemoResult:
     return result
 
 
-def train(step: Step, state: Any, batches: Sequence[Batch], console: Console) -> tuple[Any, TrainingResult]:
+def train(step: Step, state: Tree, batches: Sequence[Batch], console: Console) -> tuple[Tree, TrainingResult]:
     """Train with a progress bar that shows the loss and the time per step."""
     losses: list[float] = []
     times: list[float] = []
@@ -171,24 +173,29 @@ def train(step: Step, state: Any, batches: Sequence[Batch], console: Console) ->
     return state, result
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Training:
+    """A training run: its step, the state before the first batch, and the batches."""
+
+    step: Step
+    state: TrainState
+    batches: Sequence[Batch]
+
+
 def compare(
-    config: DemoConfig,
-    train_step: Step,
-    chosen: al.CompiledFunction,
-    state: TrainState,
-    batches: Sequence[Batch],
-    console: Console,
+    config: DemoConfig, training: Training, chosen: al.CompiledFunction, console: Console
 ) -> tuple[Comparison, ...]:
     """Run the same steps from the same state by every plan, one step of each in turn, and time them."""
+    state, batches = training.state, training.batches
     steps: dict[str, Step] = {chosen.plan.name: chosen}
     predicted: dict[str, float | None] = {chosen.plan.name: chosen.plan.prediction.step_seconds}
-    states: dict[str, Any] = {chosen.plan.name: chosen.place(state, batches[0])[0]}
+    states: dict[str, Tree] = {chosen.plan.name: chosen.place(state, batches[0])[0]}
     compiling: dict[str, float] = {chosen.plan.name: 0.0}
     with progress_line(console) as progress:
         for planner in config.manual:
             start = time.perf_counter()
             function = al.parallelize(
-                train_step,
+                training.step,
                 donate_argnums=0,
                 cluster=chosen.plan.cluster,
                 planner=planner,
@@ -206,7 +213,7 @@ def compare(
         progress("plain jax.jit")
         start = time.perf_counter()
         name = "jax.jit on one device"
-        reference = jax.jit(train_step, donate_argnums=0)
+        reference = jax.jit(training.step, donate_argnums=0)
         on_one = jax.device_put(state, jax.devices()[0])
         steps[name], predicted[name], states[name] = reference.lower(on_one, batches[0]).compile(), None, on_one
         compiling[name] = time.perf_counter() - start
@@ -224,7 +231,7 @@ def compare(
 
 
 def _round_robin(
-    steps: Mapping[str, Step], states: dict[str, Any], batches: Sequence[Batch], progress: Callable[[str], None]
+    steps: Mapping[str, Step], states: dict[str, Tree], batches: Sequence[Batch], progress: Callable[[str], None]
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Return seconds and losses of every plan in every round; the first round is a warm-up."""
     measured: dict[str, list[float]] = {name: [] for name in steps}

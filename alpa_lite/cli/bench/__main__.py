@@ -13,16 +13,10 @@ from rich.console import Console
 
 import alpa_lite as al
 from alpa_lite.api.doctor import virtual_environment
-from alpa_lite.cli.bench.bench_options import add_options
-from alpa_lite.cli.bench.chart import ChartError, check_matplotlib, draw
-from alpa_lite.cli.bench.contenders import named_contenders
-from alpa_lite.cli.bench.measured import measured_rows
-from alpa_lite.cli.bench.page import page
-from alpa_lite.cli.bench.planned import Say, planned_entries, traced_target
-from alpa_lite.cli.bench.report import environment_lines, groups, tables
-from alpa_lite.cli.bench.row import Environment, Row, here, json_line
-from alpa_lite.cli.bench.targets import BenchTarget, find_target, named_models
-from alpa_lite.cli.bench.verdict import verdict
+from alpa_lite.cli.bench.entries import Say, contest_of, measured_rows, planned_entries
+from alpa_lite.cli.bench.report import ChartError, check_matplotlib, draw, environment_lines, groups, page, tables
+from alpa_lite.cli.bench.request import BenchTarget, add_options, find_target, named_contenders, named_models
+from alpa_lite.cli.bench.row import Environment, Row, here, json_line, verdict
 from alpa_lite.cli.command import Screen, ended, run_module, writing
 from alpa_lite.cli.demo import progress_line
 from alpa_lite.errors import PlanError
@@ -47,9 +41,8 @@ class Request:
 
 def compare(target: BenchTarget, cluster: Cluster, request: Request, say: Say) -> list[Row]:
     """Return the rows of one model on one cluster."""
-    traced = traced_target(target)
-    contenders = named_contenders(request.planners, cluster)
-    entries = list(planned_entries(target, traced, cluster, contenders, request.counts, say))
+    contest, contenders = contest_of(target, cluster), named_contenders(request.planners, cluster)
+    entries = list(planned_entries(contest, contenders, request.counts, say))
     return measured_rows(target, entries, request.rounds, say) if request.rounds else [entry.row for entry in entries]
 
 

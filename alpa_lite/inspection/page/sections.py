@@ -20,11 +20,12 @@ from alpa_lite.inspection.page.drawings import (
     stage_names,
 )
 from alpa_lite.inspection.page.elements import KINDS, table_html
-from alpa_lite.inspection.text.collective_groups import AxisUse, axis_uses
-from alpa_lite.inspection.text.parameter_groups import (
+from alpa_lite.inspection.text.groups import (
     Argument,
     ArgumentGroup,
+    AxisUse,
     arguments_of,
+    axis_uses,
     group_arguments,
     is_optimizer_state,
 )

@@ -14,8 +14,14 @@ from rich import box
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from alpa_lite.inspection.text.collective_groups import CollectiveGroup, group_collectives
-from alpa_lite.inspection.text.parameter_groups import ArgumentGroup, Arguments, arguments_of, group_arguments
+from alpa_lite.inspection.text.groups import (
+    ArgumentGroup,
+    Arguments,
+    CollectiveGroup,
+    arguments_of,
+    group_arguments,
+    group_collectives,
+)
 from alpa_lite.plan.codec import encode
 from alpa_lite.plan.plan import Plan, StagePlan
 from alpa_lite.text import (

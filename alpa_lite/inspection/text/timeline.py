@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate, pairwise
 from statistics import median
-from typing import Any
+from typing import TypedDict
 
 from alpa_lite.inspection.text.tables import Table, render
 from alpa_lite.plan.plan import Plan, StagePlan
@@ -133,9 +133,16 @@ def row_name(stages: Sequence[int]) -> str:
     return ", ".join(map(str, stages))
 
 
+class ChromeTrace(TypedDict):
+    """A trace in the JSON format of chrome://tracing."""
+
+    traceEvents: list[dict[str, object]]
+    displayTimeUnit: str
+
+
 def chrome_trace(
     spans: Iterable[SpanLike] | Timeline | PredictedTimeline, process: str = "step", *, number: int = 1
-) -> dict[str, Any]:
+) -> ChromeTrace:
     """Return spans in the JSON format of chrome://tracing and https://ui.perfetto.dev: a row per stage, microseconds.
 
     A predicted step has a row per submesh. Spans that overlap, as transfers may, are put on further rows of the same
@@ -150,7 +157,7 @@ def chrome_trace(
     rows: dict[int, list[SpanLike]] = {}
     for span in listed:
         rows.setdefault(_row(span), []).append(span)
-    events: list[dict[str, Any]] = [_meta(number, "process_name", process)]
+    events: list[dict[str, object]] = [_meta(number, "process_name", process)]
     for row, members in sorted(rows.items()):
         # Viewers sort rows by number, so transfers come below all tasks.
         does = " receives" if row >= _RECEIVING else ""
@@ -161,7 +168,7 @@ def chrome_trace(
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def overlaid(predicted: Iterable[SpanLike], measured: Iterable[SpanLike]) -> dict[str, Any]:
+def overlaid(predicted: Iterable[SpanLike], measured: Iterable[SpanLike]) -> ChromeTrace:
     """Return one trace with both timelines, one group of rows above the other."""
     traces = (chrome_trace(predicted, "predicted"), chrome_trace(measured, "measured", number=2))
     return {"traceEvents": [event for trace in traces for event in trace["traceEvents"]], "displayTimeUnit": "ms"}

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from alpa_lite.inspection.text.collective_groups import group_collectives
+from alpa_lite.inspection.text.groups import group_collectives
 from alpa_lite.inspection.text.tables import Table
 from alpa_lite.inspection.why.repricing import Repricing, placed_stage
 from alpa_lite.inspection.why.stage_problem import Given, StageProblem

@@ -19,8 +19,15 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from alpa_lite.errors import PlanError
-from alpa_lite.inspection.text.collective_groups import CollectiveGroup, group_collectives
-from alpa_lite.inspection.text.parameter_groups import Argument, ArgumentGroup, Arguments, arguments_of, group_arguments
+from alpa_lite.inspection.text.groups import (
+    Argument,
+    ArgumentGroup,
+    Arguments,
+    CollectiveGroup,
+    arguments_of,
+    group_arguments,
+    group_collectives,
+)
 from alpa_lite.inspection.text.tables import groups_table, render
 from alpa_lite.inspection.why.alternatives import (
     Alternatives,

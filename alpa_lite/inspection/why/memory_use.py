@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from alpa_lite.inspection.text.parameter_groups import is_optimizer_state
+from alpa_lite.inspection.text.groups import is_optimizer_state
 from alpa_lite.inspection.text.tables import Table, render
 from alpa_lite.inspection.why.repricing import Repricing
 from alpa_lite.inspection.why.stage_problem import StageProblem

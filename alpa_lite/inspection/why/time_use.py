@@ -16,8 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from alpa_lite.inspection.text.collective_groups import CollectiveGroup, crosses_hosts, group_collectives
-from alpa_lite.inspection.text.parameter_groups import arguments_of
+from alpa_lite.inspection.text.groups import CollectiveGroup, arguments_of, crosses_hosts, group_collectives
 from alpa_lite.inspection.text.tables import Table, render
 from alpa_lite.inspection.why.repricing import Repricing
 from alpa_lite.inspection.why.stage_problem import OPAQUE, PASSES, Entry, entries_of

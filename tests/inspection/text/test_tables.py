@@ -3,7 +3,7 @@
 import json
 from dataclasses import replace
 
-from alpa_lite.inspection.text.collective_groups import group_collectives
+from alpa_lite.inspection.text.groups import group_collectives
 from alpa_lite.inspection.text.tables import (
     MAX_COLLECTIVE_ROWS,
     WIDTH,

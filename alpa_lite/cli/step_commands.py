@@ -1,150 +1,41 @@
-"""`alpa-lite plan`: plan a train step for a cluster, compare clusters, and show the cost of pins.
+"""Commands on a user's train step: `plan` plans it for a cluster, `check` compares it with `jax.jit` on this machine.
 
-Pins are read from a YAML file, which gives the sharding of some arguments in the form that `inter_op.pins` takes:
-
-# an axis, a list of axes, or null for each dim
-state/params/head: [null, model]
-layers/0/w: [[replica, data], null]
+`plan` also compares several clusters, and shows the cost of pins.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 import alpa_lite as al
+from alpa_lite._jax import Tree
+from alpa_lite.api.check import check_step
+from alpa_lite.api.doctor import virtual_environment
 from alpa_lite.api.stages import PlannedFunction
-from alpa_lite.cli.command import Command, answer, check_writable, suggests, writing
+from alpa_lite.cli.command import Command, answer, check_writable, complain, positive, run_module, suggests, writing
 from alpa_lite.cli.exit_codes import Exit
-from alpa_lite.cli.user_step import load_example
-from alpa_lite.errors import AlpaLiteError, InfeasibleError, PlanError
+from alpa_lite.cli.user_files import PinFile, load_example, read_pins
+from alpa_lite.errors import AlpaLiteError, CheckError, InfeasibleError, PlanError
+from alpa_lite.inspection.text.diff import Candidate, ClusterComparison, PinsCost, varied
 from alpa_lite.inspection.text.progress_bar import planning_progress
 from alpa_lite.inspection.text.tables import plan_summary
-from alpa_lite.inspection.why.what_if import Candidate, ClusterComparison, PinsCost, varied
-from alpa_lite.inter_op.pins import pinned_axes, pinned_specs
 from alpa_lite.planners.by_name import PLANNERS, options_of, planner_by_name
-from alpa_lite.program.phases import StepGraph
 from alpa_lite.text import read_bytes
 from cost_models.cluster import Cluster, known_clusters
-
-if TYPE_CHECKING:
-    import yaml
-
-_MAX_BYTES = 256 * 2**10  # thousands of pins, which take a second to read
-_TAG = "tag:yaml.org,2002:"
-
-_FORM = "write PATH: [AXIS, ...], with an axis, a list of axes or null for each dim, as `params/w: [null, model]`"
-
-
-@dataclass(frozen=True, kw_only=True)
-class PinFile:
-    """The pins of a file.
-
-    path     the file
-    pins     for each argument's path, one entry per dim: an axis, a tuple of axes, or None
-    lines    the line of the file on which each pin stands, from 1
-    """
-
-    path: Path
-    pins: Mapping[str, tuple[Any, ...]]
-    lines: Mapping[str, int]
-
-    def check(self, step: StepGraph, *, axes_of_search: bool) -> None:
-        """Raise `PlanError`, with the line, for a pin that fits no argument of a step or has an unknown axis.
-
-        axes_of_search: whether the axes are those of the search, not of a mesh that the user gave.
-        """
-        for name, dims in self.pins.items():
-            try:
-                pinned_specs(step, {name: dims})
-                if axes_of_search:
-                    pinned_axes({name: dims})
-            except PlanError as error:
-                raise PlanError(f"{self.path}, line {self.lines[name]}: {error}") from error
-
-
-def read_pins(path: str | Path) -> PinFile:
-    """Read the pins of a file. Raises `PlanError`, with the line, if it is not YAML or holds no pins."""
-    import yaml
-
-    path = Path(path)
-    try:
-        with path.open("rb") as file:
-            # One byte more than allowed shows that there is more, without reading all of it.
-            text = file.read(_MAX_BYTES + 1)
-        if len(text) > _MAX_BYTES:
-            raise ValueError(f"it has more than {_MAX_BYTES >> 10} KiB")
-        # Nodes instead of values: they know their lines, and a repeated key is seen.
-        root = yaml.compose(text.decode("utf-8"), Loader=yaml.SafeLoader)
-    except RecursionError as error:
-        raise PlanError(f"{path}: this nests too deeply. For each pin {_FORM}.") from error
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f", line {mark.line + 1}" if mark is not None else ""
-        problem = getattr(error, "problem", None) or error
-        raise PlanError(f"{path}{where}: this is not YAML ({problem}). For each pin {_FORM}.") from error
-    except (OSError, ValueError) as error:
-        raise PlanError(f"{path} cannot be read: {error}. Give a YAML file with pins: {_FORM}.") from error
-    if not isinstance(root, yaml.MappingNode) or not root.value:
-        raise PlanError(f"{path}, line 1: a file of pins holds a mapping, but this is {_kind(root)}. {_FORM}.")
-    pins: dict[str, tuple[Any, ...]] = {}
-    lines: dict[str, int] = {}
-    for key, value in root.value:
-        line = key.start_mark.line + 1
-        if not isinstance(key, yaml.ScalarNode):
-            raise PlanError(f"{path}, line {line}: this is {_kind(key)} where a path is needed; {_FORM}.")
-        name = str(key.value)
-        if name in pins:
-            raise PlanError(f"{path}, line {line}: {name!r} is pinned on line {lines[name]} already. Keep one of them.")
-        if not _is_list(value):
-            raise PlanError(f"{path}, line {line}: the pin of {name!r} is not a list; {_FORM}.")
-        pins[name], lines[name] = tuple(_entry(each, f"{path}, line {line}", name) for each in value.value), line
-    return PinFile(path=path, pins=pins, lines=lines)
-
-
-def _entry(node: yaml.Node, where: str, name: str) -> str | tuple[str, ...] | None:
-    """Return the axes that split one dim: None, an axis or several."""
-
-    if node.tag == _TAG + "null":
-        return None
-    nodes: Sequence[yaml.Node] = node.value if _is_list(node) else [node]
-    # Unquoted, a number, a date or "yes" is no string in YAML, and so no name of an axis.
-    odd = [each for each in nodes if each.tag != _TAG + "str"]
-    if odd:
-        raise PlanError(f"{where}: the pin of {name!r} has the entry {_kind(odd[0])}; {_FORM}.")
-    axes = tuple(str(each.value) for each in nodes)
-    return axes if _is_list(node) else axes[0]
-
-
-def _is_list(node: yaml.Node) -> bool:
-    import yaml
-
-    return isinstance(node, yaml.SequenceNode) and node.tag == _TAG + "seq"
-
-
-def _kind(node: yaml.Node | None) -> str:
-    """Describe a node in words; a scalar is quoted as written."""
-    import yaml
-
-    if node is None or not node.value:
-        return "empty"
-    if isinstance(node, yaml.ScalarNode):
-        return str(node.value)[:40]
-    return "a mapping" if isinstance(node, yaml.MappingNode) else "a list"
 
 
 @dataclass(frozen=True, kw_only=True)
 class _PlanArguments:
     """The planning that a command line asks for: the step with its arguments, the options, and the progress console."""
 
-    step: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    step: Callable[..., Tree]
+    args: tuple[Tree, ...]
+    kwargs: dict[str, Tree]
     planner: al.planners.Planner | al.Plan
     num_microbatches: int | str
     cache: bool
@@ -186,12 +77,12 @@ def run_plan(given: argparse.Namespace) -> int:
             f"Name one of {', '.join(PLANNERS)} as --planner."
         )
     if len(clusters) > 1:
-        return _compare(given, asked, clusters)
+        return _plan_for_each(given, asked, clusters)
     cluster = clusters[0] if clusters else None
-    return _plan(given, asked, cluster) if given.pins is None else _plan_with_pins(given, asked, cluster)
+    return _plan_one(given, asked, cluster) if given.pins is None else _plan_with_pins(given, asked, cluster)
 
 
-def _plan(given: argparse.Namespace, asked: _PlanArguments, cluster: Cluster | None) -> int:
+def _plan_one(given: argparse.Namespace, asked: _PlanArguments, cluster: Cluster | None) -> int:
     found = asked.planned(cluster)
     plan = found.last_plan
     _save(given, plan)
@@ -223,7 +114,7 @@ def _with_pins(planner: al.planners.Planner | al.Plan, file: PinFile, name: str)
     raise PlanError(f"--pins was given, but the planner {name!r} takes none: use {' or '.join(taking)}.")
 
 
-def _compare(given: argparse.Namespace, asked: _PlanArguments, clusters: Sequence[Cluster]) -> int:
+def _plan_for_each(given: argparse.Namespace, asked: _PlanArguments, clusters: Sequence[Cluster]) -> int:
     for option in ("output", "pins"):
         if getattr(given, option) is not None:
             raise PlanError(
@@ -307,7 +198,7 @@ def add_microbatches(parser: argparse.ArgumentParser, default: str | None) -> No
 STEP_HELP = "or FILE.py:FUNCTION: returns (train_step, args) or (train_step, args, kwargs)"
 
 
-def _arguments(parser: argparse.ArgumentParser) -> None:
+def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "step",
         metavar="MODULE:FUNCTION",
@@ -343,5 +234,69 @@ PLAN = Command(
     about="plan a train step for a cluster, or compare clusters",
     example="train.py:example --cluster p3.16xlarge --output plan.json",
     run=run_plan,
-    add_arguments=_arguments,
+    add_arguments=_plan_arguments,
+)
+
+
+def run_check(given: argparse.Namespace) -> int:
+    """Run `alpa_lite.check` and return its exit code, which is 0 only if all outputs agree.
+
+    `--devices` runs the command again in a new process, since JAX reads the number of virtual devices when it starts.
+    """
+    if given.devices is not None:
+        return run_module("alpa_lite.cli", _words_without_devices(given), virtual_environment(given.devices))
+    step, args, kwargs = load_example(given.step, decorated=True)
+    # Without either option the planner counts that the step was decorated with.
+    named = given.planner is not None or given.option
+    with planning_progress(Console(stderr=True, quiet=given.json)) as progress:
+        options = {
+            "planner": make_planner(given.planner or "auto", given.option) if named else None,
+            "num_microbatches": given.num_microbatches,
+            "cluster": given.cluster,
+            "progress": progress,
+            "cache": False if given.no_cache else None,
+        }
+        try:
+            report, problem = check_step(step, args, kwargs, options), None
+        except CheckError as error:
+            # Without a report there was nothing to compare: an error as any other.
+            if error.report is None:
+                raise
+            report, problem = error.report, error
+    answer(given, report, report.to_dict)
+    if problem is not None:
+        complain(problem)
+        return Exit.ERROR
+    return Exit.DONE
+
+
+def _words_without_devices(given: argparse.Namespace) -> list[str]:
+    """Return the words of this command line without `--devices`, for the process with virtual devices."""
+    words = ["check", given.step, *(word for option in given.option for word in ("--option", option))]
+    for name in ("planner", "cluster", "num_microbatches"):
+        value = getattr(given, name)
+        words += [] if value is None else [f"--{name.replace('_', '-')}", str(value)]
+    return [*words, *(["--no-cache"] if given.no_cache else []), *(["--json"] if given.json else [])]
+
+
+def _check_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("step", metavar="MODULE:FUNCTION", help=STEP_HELP)
+    cluster = parser.add_argument(
+        "--cluster",
+        metavar="NAME[:HOSTS]",
+        help="a known cluster or a .json file with as many devices as there are here (default: this machine's devices)",
+    )
+    suggests(cluster, known_clusters())
+    add_planner(parser, None)
+    add_microbatches(parser, None)
+    parser.add_argument("--devices", type=positive, metavar="N", help="run on N virtual CPU devices instead")
+    parser.add_argument("--no-cache", action="store_true", help="plan anew even if this plan was made before")
+
+
+CHECK = Command(
+    name="check",
+    about="does a step by its plan give what jax.jit gives",
+    example="train.py:example --devices 8 --cluster p3.16xlarge --num-microbatches 4",
+    run=run_check,
+    add_arguments=_check_arguments,
 )

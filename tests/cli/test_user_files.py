@@ -1,11 +1,19 @@
-"""The step of a user by the name of a function: in a module, or in a file."""
+"""What users name: functions that return steps, and files of pins; the reasons why they cannot be read."""
 
+from __future__ import annotations
+
+import random
 import sys
+from pathlib import Path
 
 import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from alpa_lite.cli.user_step import load_example
+from alpa_lite.cli.user_files import load_example, read_pins
 from alpa_lite.errors import PlanError
+from tests.mutations import damaged, mutated
 
 FILE = """
 import alpa_lite as al
@@ -87,3 +95,40 @@ def test_a_file_does_not_stand_in_for_a_module_of_its_name(tmp_path):
     path.write_text("from dataclasses import dataclass\n@dataclass\nclass A:\n  a: int\ndef f():\n  return A, (1,)")
     assert load_example(f"{path}:f")[1] == (1,)
     assert sys.modules["json"] is json
+
+
+PINS = "state/params/head: [null, model]\nlayers/0/w: [[replica, data], null]\nboth: &x [null]\nthere: *x\n"
+
+
+@pytest.mark.parametrize("count", [100, pytest.param(5000, marks=pytest.mark.long)])
+def test_any_change_is_a_sentence_or_pins(count: int, tmp_path: Path) -> None:
+    path = tmp_path / "pins.yaml"
+
+    @settings(max_examples=count)
+    @given(seed=st.integers(0, 2**32), changes=st.integers(0, 3))
+    def run(seed: int, changes: int) -> None:
+        chance = random.Random(seed)
+        changed = yaml.safe_dump(mutated(yaml.safe_load(PINS), chance, changes=changes)).encode()
+        path.write_bytes(changed if changes else damaged(PINS.encode(), chance))
+        try:
+            read_pins(path)
+        except PlanError as error:
+            assert str(path) in str(error)
+
+    run()
+
+
+HOSTILE = {
+    "python": "a: !!python/object/apply:os.system ['exit 1']\n",
+    "deep": "[" * 10**5,
+    "cycle": "a: &a [*a]\n",
+    "laughs": "a: &a [x,x,x,x,x,x,x,x,x]\n"
+    + "".join(f"{chr(98 + i)}: &{chr(98 + i)} [{','.join([f'*{chr(97 + i)}'] * 9)}]\n" for i in range(9)),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_files_are_sentences(name: str, tmp_path: Path) -> None:
+    (tmp_path / "pins.yaml").write_text(HOSTILE[name])
+    with pytest.raises(PlanError, match=r"pins\.yaml"):
+        read_pins(tmp_path / "pins.yaml")

@@ -1,27 +1,41 @@
-"""Steps to plan, by name: the models of this repository, those of Alpa's evaluation, or a function of the user."""
+"""The request of a comparison: models and planners by name, and the options of `alpa-lite bench` that name them.
+
+- Models are those of this repository (`ZOO`), those of Alpa's evaluation (`ALPA`), or a function of the user.
+- Planners are named with options: `auto,pipeline:pipeline=4,hybrid:pipeline=2:tensor=2`, or `all`. `all` is the search,
+  the search with one level only, and every other planner of the command line: with its default options or, where its
+  degrees are options, with each that the cluster has room for.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import argparse
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+import alpa_lite as al
+from alpa_lite.cli.command import count, positive, suggests
 from alpa_lite.cli.models.alpa_cases import CASES, PUBLISHED, Case
 from alpa_lite.cli.models.batches import Model, draw_batch
 from alpa_lite.cli.models.decoders import Llama
 from alpa_lite.cli.models.encoders import BERT, Translator
+from alpa_lite.cli.models.model_parts import Tree
 from alpa_lite.cli.models.sequential_networks import CNN, MLP, alexnet, vgg16
 from alpa_lite.cli.models.skip_networks import ResNet, UNet
 from alpa_lite.cli.models.train import Adam, init_state, make_train_step
 from alpa_lite.cli.models.transformer import Computation, Transformer
 from alpa_lite.cli.models.transformer_layers import Experts
-from alpa_lite.cli.user_step import load_example
-from alpa_lite.errors import PlanError
-from cost_models.cluster import Cluster
+from alpa_lite.cli.step_commands import make_planner
+from alpa_lite.cli.user_files import load_example
+from alpa_lite.errors import AlpaLiteError, PlanError
+from alpa_lite.planners import Auto, Planner
+from alpa_lite.planners.by_name import PLANNERS
+from alpa_lite.planners.replay import Replay
+from cost_models.cluster import Cluster, known_clusters
 
 SMALL = Transformer(
     vocab_size=64,
@@ -98,10 +112,10 @@ class BenchTarget:
     """
 
     name: str
-    step: Callable[..., Any]
-    arguments: tuple[Any, ...]
-    values: Callable[[], tuple[Any, ...]]
-    keywords: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    step: Callable[..., Tree]
+    arguments: tuple[Tree, ...]
+    values: Callable[[], tuple[Tree, ...]]
+    keywords: Mapping[str, Tree] = field(default_factory=dict[str, Tree])
     cluster: Cluster | None = None
     tflops_per_device: Callable[[float], float] | None = None
 
@@ -132,7 +146,7 @@ def named_models(names: list[str] | None) -> tuple[str, ...]:
 def _of_model(name: str, model: Model, batch_size: int) -> BenchTarget:
     optimizer = Adam()
 
-    def values() -> tuple[Any, ...]:
+    def values() -> tuple[Tree, ...]:
         state = jax.jit(lambda key: init_state(model.init(key), optimizer))(jax.random.key(0))
         return jax.device_get(state), draw_batch(model, batch_size)
 
@@ -169,11 +183,11 @@ def _of_user(name: str, batch_size: int | None) -> BenchTarget:
     return BenchTarget(name=name, step=step, arguments=arguments, keywords=keywords, values=lambda: filled(arguments))
 
 
-def filled(tree: Any) -> Any:
+def filled(tree: Tree) -> Tree:
     """Replace shapes by arrays: small random floats, integers and keys of zero; keep arrays."""
     rng = np.random.default_rng(0)
 
-    def fill(leaf: Any) -> Any:
+    def fill(leaf: Tree) -> Tree:
         if not isinstance(leaf, jax.ShapeDtypeStruct):
             return leaf
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -183,3 +197,123 @@ def filled(tree: Any) -> Any:
         return np.zeros(leaf.shape, leaf.dtype)
 
     return jax.tree.map(fill, tree)
+
+
+SEARCHES = (Auto(), Auto(intra_op_only=True), Auto(inter_op_only=True))
+"""The search with both levels, and with each alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contender:
+    """A planner with its displayed name; without a planner, `problem` is the reason."""
+
+    name: str
+    planner: Planner | None = None
+    problem: str = ""
+
+    @property
+    def searches(self) -> bool:
+        """Whether it searches, as opposed to a manual plan."""
+        return isinstance(self.planner, Auto)
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether it is the full search."""
+        return isinstance(self.planner, Auto) and not (self.planner.intra_op_only or self.planner.inter_op_only)
+
+
+def named_contenders(text: str, cluster: Cluster) -> tuple[Contender, ...]:
+    """Return the planners of a list, or all, without duplicates. Raises `PlanError` for unknown names."""
+    found = list(_all(cluster)) if text == "all" else [_named(part) for part in text.split(",")]
+    planners = [each.planner for each in found]
+    return tuple(each for i, each in enumerate(found) if each.planner is None or each.planner not in planners[:i])
+
+
+def _named(text: str) -> Contender:
+    name, *options = text.split(":")
+    return _contender(make_planner(name, options))
+
+
+def _all(cluster: Cluster) -> Iterator[Contender]:
+    yield from map(_contender, SEARCHES)
+    for name, kind in PLANNERS.items():
+        if kind is Auto:
+            continue
+        for options in _degrees(name, cluster):
+            shown = name + "".join(f":{key}={value}" for key, value in options.items())
+            try:
+                yield _contender(kind(**options))
+            except (TypeError, AlpaLiteError) as error:  # an option without a default, or one that it refuses
+                yield Contender(name=shown, problem=f"It cannot be made without options: {error}")
+
+
+def _degrees(name: str, cluster: Cluster) -> Sequence[Mapping[str, int | float]]:
+    """Return the sets of options of a planner, each of which is one contender."""
+    total = cluster.num_devices
+    ways = [n for n in range(2, total + 1) if total % n == 0]
+    if name in ("pipeline", "torchgpipe"):
+        return [{"pipeline": n} for n in ways] or [{}]
+    if name == "convolution_parallel":
+        return [{}, *({dim: ways[0]} for dim in ("height", "width", "channel", "filter") if ways)]
+    if name == "megatron":
+        return [{"tensor": n} for n in ways if n <= cluster.devices_per_host] or [{}]
+    if name == "zero":
+        return [{"stage": 1}, {"stage": 2}]
+    if name == "hybrid":
+        both = [(p, t) for p in ways for t in ways if total % (p * t) == 0 and t <= cluster.devices_per_host]
+        return [{"pipeline": p, "tensor": t, "data": total // (p * t)} for p, t in both]
+    return [{}]
+
+
+def _contender(planner: Planner | al.Plan) -> Contender:
+    found = Replay(saved=planner) if isinstance(planner, al.Plan) else planner
+    top = found.measure_top if isinstance(found, Auto) else 0
+    return Contender(name=f"{found.name}, best of {top} measured" if top else found.name, planner=found)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add all options except `--json`, which every command has."""
+    model = parser.add_argument(
+        "--model",
+        action="append",
+        metavar="NAME",
+        help=f"{', '.join(ZOO)}; a model of Alpa's evaluation such as gpt-2.6B, or alpa for all; or MODULE:FUNCTION or "
+        "FILE.py:FUNCTION. Several are allowed (default: GPT, mixture of experts and Wide-ResNet of laptop size)",
+    )
+    suggests(model, (*ZOO, *ALPA, "alpa"))
+    cluster = parser.add_argument(
+        "--cluster", metavar="NAME[:HOSTS]", help="local (default), a known cluster, or a .json file"
+    )
+    suggests(cluster, ("local", *known_clusters()))
+    planners = parser.add_argument(
+        "--planners",
+        default="all",
+        metavar="LIST",
+        help=f"all (default), or some of {', '.join(PLANNERS)} with options, as auto,pipeline:pipeline=4",
+    )
+    suggests(planners, ("all", *PLANNERS))
+    parser.add_argument("--batch", type=positive, metavar="N", help="samples per step (default: as the model says)")
+    counts = parser.add_argument(
+        "--num-microbatches", default="auto", metavar="LIST", help='numbers, or "auto" (default: auto)'
+    )
+    suggests(counts, ("auto",))
+    parser.add_argument(
+        "--steps", type=count, default=9, metavar="N", help="steps of each plan to measure (default: 9)"
+    )
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--measure", action="store_true", help="run the plans in turn (default on this machine)")
+    how.add_argument("--simulate", action="store_true", help="price the plans only")
+    parser.add_argument(
+        "--devices", type=count, default=8, metavar="N", help="virtual CPU devices; 0: those at hand (default: 8)"
+    )
+    parser.add_argument(
+        "--calibrate",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="seconds to measure the devices; 0: as known (default: 30)",
+    )
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="keep rows.jsonl, report.html and a chart per model")
+    parser.add_argument(
+        "--fail-above", type=float, metavar="R", help="exit with 1 where auto / best manual plan is above this"
+    )
