@@ -43,6 +43,7 @@ Step = Callable[[Tree, Tree], Tree]
 _QUIET_SECONDS = 10.0
 
 
+# Small enough to plan, compile and train in two minutes on two cores, large enough for its loss to fall visibly.
 GPT_SMALL = GPT(num_layers=4, hidden=128, num_heads=4, seq_len=64)
 
 
@@ -105,6 +106,7 @@ def run(config: DemoConfig, console: Console) -> DemoResult:
     """Run all three parts and print them."""
     began = time.perf_counter()
     model, data = config.model, load_text()
+    # From here to the train step everything is what a user without this package would write.
     optimizer = make_optimizer(config.learning_rate)
     train_step = make_train_step(model.loss_fn, optimizer)
     state = init_state(jax.jit(model.init)(jax.random.key(config.seed)), optimizer)
@@ -123,6 +125,7 @@ def run(config: DemoConfig, console: Console) -> DemoResult:
     console.print()
 
     console.rule("2. Training", align="left")
+    # Copied to the host before training: the step donates the state that it is given.
     start_state = jax.device_get(state)
     state, training = train(parallel_step, compiled.place(start_state, batches[0])[0], batches, console)
     planning = compiled.plan.solver.seconds
@@ -162,12 +165,15 @@ def train(step: Step, state: Tree, batches: Sequence[Batch], console: Console) -
         for number, batch in enumerate(batches):
             start = time.perf_counter()
             state, metrics = step(state, batch)
+            # Reading the loss waits for the step, so that the time that follows is that of the whole step.
             losses.append(float(metrics["loss"]))
             times.append(time.perf_counter() - start)
             bar.update(task, advance=1, loss=losses[-1], milliseconds=1e3 * statistics.median(times))
+            # A bar cannot be redrawn in a log file, where some lines are enough.
             if not console.is_terminal and (number % 10 == 0 or number + 1 == len(batches)):
                 console.print(f"  step {number + 1:3}  loss {losses[-1]:.3f}  {1e3 * times[-1]:.0f} ms")
     jax.block_until_ready(state)
+    # The median: the first step may compile, and other programs disturb some.
     seconds = statistics.median(times)
     result = TrainingResult(losses=tuple(losses), step_seconds=seconds, planning_seconds=0.0, preparing_seconds=0.0)
     return state, result
@@ -187,6 +193,7 @@ def compare(
 ) -> tuple[Comparison, ...]:
     """Run the same steps from the same state by every plan, one step of each in turn, and time them."""
     state, batches = training.state, training.batches
+    # The chosen plan comes first and plain jax.jit last: rows are compared with one or the other.
     steps: dict[str, Step] = {chosen.plan.name: chosen}
     predicted: dict[str, float | None] = {chosen.plan.name: chosen.plan.prediction.step_seconds}
     states: dict[str, Tree] = {chosen.plan.name: chosen.place(state, batches[0])[0]}
@@ -214,6 +221,7 @@ def compare(
         start = time.perf_counter()
         name = "jax.jit on one device"
         reference = jax.jit(training.step, donate_argnums=0)
+        # Compiled ahead of the rounds, as the plans are, so that no round includes compilation.
         on_one = jax.device_put(state, jax.devices()[0])
         steps[name], predicted[name], states[name] = reference.lower(on_one, batches[0]).compile(), None, on_one
         compiling[name] = time.perf_counter() - start
@@ -222,6 +230,7 @@ def compare(
         Comparison(
             name=name,
             predicted_seconds=predicted[name],
+            # The first round is a warm-up; of a single round it is all there is.
             measured_seconds=statistics.median(measured[name][1:] or measured[name]),
             compile_seconds=compiling[name],
             losses=tuple(losses[name]),
@@ -241,6 +250,7 @@ def _round_robin(
         for name, step in steps.items():
             start = time.perf_counter()
             states[name], metrics = step(states[name], batch)
+            # JAX dispatches asynchronously: without waiting, only the time of dispatch would be measured.
             jax.block_until_ready((states[name], metrics))
             measured[name].append(time.perf_counter() - start)
             losses[name].append(float(metrics["loss"]))
@@ -249,6 +259,7 @@ def _round_robin(
 
 def max_loss_difference(rows: Sequence[Comparison]) -> float:
     """Return the largest relative difference of any loss from plain `jax.jit` (the last row) in the same round."""
+    # Relative, since losses fall by an order of magnitude during training.
     reference = np.array(rows[-1].losses)
     return max(float(np.max(np.abs(np.array(row.losses) - reference) / np.abs(reference))) for row in rows)
 
@@ -353,12 +364,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_options(parser)
     parser.add_argument("--json", action="store_true", help="print the result as JSON, and everything else to stderr")
     given = parser.parse_args(words)
+    # The number of devices is fixed when JAX starts, which it has in this process; `--devices 0` ends the recursion.
     if given.devices:
         return run_module("alpa_lite.cli.demo", [*words, "--devices", "0"], virtual_environment(given.devices))
     return ended("demo", lambda: _run(given))
 
 
 def _run(given: argparse.Namespace) -> int:
+    # Output that is not a terminal gets a fixed width, so that tables in files do not depend on the caller.
     console = Screen(stderr=given.json, width=None if sys.stdout.isatty() else 120)
     result = run(_config(given), console)
     if given.json:

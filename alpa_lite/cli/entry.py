@@ -82,10 +82,11 @@ def _one_line(text: str) -> str:
 
 
 def _bash(words: Mapping[str, CommandWords]) -> str:
-    """Return a completion script for _bash."""
+    """Return a completion script for bash."""
     cases: list[str] = []
     for name, command in words.items():
         flags = " ".join(flag for option in command.options for flag in option.flags)
+        # One arm per option with a value: what follows the option is proposed from its own values.
         arms = [
             f"        {'|'.join(option.flags)}) {_bash_reply(option.values)} ;;"
             for option in command.options
@@ -101,10 +102,11 @@ def _bash(words: Mapping[str, CommandWords]) -> str:
         cases.append("\n".join([f"    {name})", *inner]))
     return "\n".join(
         [
-            "# Completion of alpa-lite for _bash: source <(alpa-lite completion _bash)",
+            "# Completion of alpa-lite for bash: source <(alpa-lite completion bash)",
             "_alpa_lite() {",
             "  local word=${COMP_WORDS[COMP_CWORD]} previous=${COMP_WORDS[COMP_CWORD-1]}",
             "  COMPREPLY=()",
+            # The first word is a command; all others depend on it.
             f"  if ((COMP_CWORD == 1)); then {_bash_reply([*words, '--help', '--version'])}; return; fi",
             "  case ${COMP_WORDS[1]} in",
             *cases,
@@ -122,10 +124,10 @@ def _bash_reply(values: Sequence[str]) -> str:
 
 
 def _zsh(words: Mapping[str, CommandWords]) -> str:
-    """Return a completion script for _zsh."""
+    """Return a completion script for zsh."""
     lines = [
         "#compdef alpa-lite",
-        "# Completion of alpa-lite for _zsh: source <(alpa-lite completion _zsh), after compinit",
+        "# Completion of alpa-lite for zsh: source <(alpa-lite completion zsh), after compinit",
         "_alpa_lite() {",
         "  if ((CURRENT == 2)); then",
         f"    local -a commands=({' '.join(shlex.quote(f'{name}:{_one_line(c.about)}') for name, c in words.items())})",
@@ -133,10 +135,12 @@ def _zsh(words: Mapping[str, CommandWords]) -> str:
         "    return",
         "  fi",
         "  local command=$words[2]",
+        # `_arguments` numbers words from the command on, so that the name of the program must go.
         "  shift words; ((CURRENT--))",
         "  case $command in",
     ]
     for name, command in words.items():
+        # The star allows an option to be given more than once, as `--cluster` may be.
         specs = [_zsh_option(flag, option) for option in command.options for flag in option.flags]
         rest = f"*:value:({' '.join(command.values)})" if command.values else "*:file:_files"
         lines.append(f"    {name}) _arguments {' '.join(map(shlex.quote, [*specs, rest]))} ;;")
@@ -151,20 +155,22 @@ def _zsh_option(flag: str, option: Option) -> str:
 
 
 def _fish(words: Mapping[str, CommandWords]) -> str:
-    """Return a completion script for _fish."""
+    """Return a completion script for fish."""
     lines = [
-        "# Completion of alpa-lite for _fish: alpa-lite completion _fish | source",
+        "# Completion of alpa-lite for fish: alpa-lite completion fish | source",
         "complete -c alpa-lite -n __fish_use_subcommand -f",
     ]
     for name, command in words.items():
         lines.append(
             f"complete -c alpa-lite -n __fish_use_subcommand -a {name} -d {shlex.quote(_one_line(command.about))}"
         )
+        # fish has one flat list of rules, each with the condition under which it holds.
         here = f"complete -c alpa-lite -n {shlex.quote(f'__fish_seen_subcommand_from {name}')}"
         if command.values:
             lines.append(f"{here} -f -a {shlex.quote(' '.join(command.values))}")
         for option in command.options:
             flags = " ".join(f"-l {flag[2:]}" if flag.startswith("--") else f"-s {flag[1:]}" for flag in option.flags)
+            # -x: the value comes from the list and is no file; -r: a value is required, of any kind.
             value = f" -x -a {shlex.quote(' '.join(option.values))}" if option.values else " -r"
             lines.append(f"{here} {flags}{value if option.takes_value else ''} -d {shlex.quote(option.about)}")
     return "\n".join(lines)
@@ -172,7 +178,7 @@ def _fish(words: Mapping[str, CommandWords]) -> str:
 
 _FOLDER = Path(__file__).parent / "completions"
 
-SHELLS: Mapping[str, Callable[[Mapping[str, CommandWords]], str]] = {"_bash": _bash, "_zsh": _zsh, "_fish": _fish}
+SHELLS: Mapping[str, Callable[[Mapping[str, CommandWords]], str]] = {"bash": _bash, "zsh": _zsh, "fish": _fish}
 
 
 def run_completion(given: argparse.Namespace) -> int:
@@ -189,12 +195,13 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 COMPLETION = Command(
     name="completion",
     about="print a script that completes these commands in a shell",
-    example="_bash >> ~/.bashrc",
+    example="bash >> ~/.bashrc",
     run=run_completion,
     add_arguments=_arguments,
 )
 
 
+# In the order of use, which is that of `--help` and of the proposals of shells.
 COMMANDS: tuple[Command, ...] = (
     PLAN, CHECK, EXPLAIN, DIFF, SIMULATE, SOLVE, CALIBRATE, DOCTOR, LAUNCH, BENCH, DEMO, COMPLETION,
 )  # fmt: skip
@@ -218,6 +225,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code; expected errors are printed as their message."""
+    # Counted from the start of the process, since `solve --timeout` promises the time that a user sees.
     begun = time.perf_counter() - (seconds_since_start() if argv is None else 0.0)  # imports take time too
     words, parser = sys.argv[1:] if argv is None else argv, build_parser()
     given = parser.parse_args(words)

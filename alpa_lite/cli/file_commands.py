@@ -135,7 +135,9 @@ def run_simulate(given: argparse.Namespace) -> int:
         _write_page(given.html, plan, simulated=simulated.times)
         answer(given, simulated, simulated.to_json)
         return Exit.DONE
+    # The bytes of compiled programs are known without running them, and are compared with the prediction too.
     allocated = [each.peak_bytes for each in compiled.allocated()]
+    # Simulated and measured spans come from the same list of instructions, so that tasks match one to one.
     rows = compared(simulated.times, measured)
     _write_trace(given.trace, overlaid(simulated.times, measured))
     _write_page(given.html, plan, simulated=simulated.times, measured=measured, allocated_bytes=allocated)
@@ -243,6 +245,7 @@ def run_solve(given: argparse.Namespace) -> int:
 @contextmanager
 def _until_interrupted(report: Callable[[SolveProgress], None]) -> Iterator[Control]:
     """Yield a control that Ctrl-C stops; a second Ctrl-C ends the program, as the first one does outside this block."""
+    # Set by the signal handler and read by solvers in other threads.
     stopped = threading.Event()
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -251,6 +254,7 @@ def _until_interrupted(report: Callable[[SolveProgress], None]) -> Iterator[Cont
             raise KeyboardInterrupt
         stopped.set()
 
+    # The handler of Python would raise KeyboardInterrupt in the middle of the solver, and lose its choices.
     before = signal.signal(signal.SIGINT, stop)
     try:
         yield Control(stop=stopped.is_set, report=report)
@@ -260,6 +264,7 @@ def _until_interrupted(report: Callable[[SolveProgress], None]) -> Iterator[Cont
 
 def _seconds_left(given: argparse.Namespace) -> float:
     """Return the seconds left for solving; negative if they are used up."""
+    # Counted from the start of the process: reading a large file takes part of the limit.
     return _SOLVE_SHARE * given.timeout - (time.perf_counter() - given.begun)
 
 

@@ -36,6 +36,7 @@ def run_calibrate(given: argparse.Namespace) -> int:
     with CalibrationProgress(Console(stderr=True)) as progress:
         found = al.calibrate(limit_seconds=given.seconds, progress=progress)
     path = found.save(given.out)
+    # Rendering the table takes a moment, which JSON does not need.
     text = "" if given.json else f"{calibration_text(found)}\nWritten to {path}."
     answer(given, text, lambda: {**calibration_data(found), "path": str(path)})
     return Exit.DONE
@@ -108,6 +109,7 @@ DOCTOR = Command(
 
 def run_launch(given: argparse.Namespace) -> int:
     """Run `runtime.job.launch.launch`; with `--json` the output of the processes goes to the error stream."""
+    # As for `python`: a file, or -m and a module, and then the arguments of the program.
     program = ["-m", *given.module] if given.module else given.program
     if not program or program == ["-m"]:
         raise ExecutionError("There is nothing to launch: give a Python file, or -m and a module.")
@@ -176,9 +178,11 @@ def run_benchmark(given: argparse.Namespace) -> int:
     With `--json`, each line of JSON that the program prints is put into the envelope of the command.
     """
 
+    # Lines that are no JSON are messages of libraries, and pass unchanged.
     def wrap(line: str) -> None:
         print(json.dumps(enveloped(given.command, json.loads(line))) if line.startswith("{") else line, flush=True)
 
+    # A process of its own: this one has loaded JAX, and with it the number of devices is fixed.
     return run_module(f"alpa_lite.cli.{given.command}", given.words, os.environ, read=wrap if given.json else None)
 
 

@@ -19,12 +19,12 @@ from alpa_lite.api.doctor import virtual_environment
 from alpa_lite.api.stages import PlannedFunction
 from alpa_lite.cli.command import Command, answer, check_writable, complain, positive, run_module, suggests, writing
 from alpa_lite.cli.exit_codes import Exit
-from alpa_lite.cli.user_files import PinFile, load_example, read_pins
+from alpa_lite.cli.user_files import PinFile, load_example, make_planner, read_pins
 from alpa_lite.errors import AlpaLiteError, CheckError, InfeasibleError, PlanError
 from alpa_lite.inspection.text.diff import Candidate, ClusterComparison, PinsCost, varied
 from alpa_lite.inspection.text.progress_bar import planning_progress
 from alpa_lite.inspection.text.tables import plan_summary
-from alpa_lite.planners.by_name import PLANNERS, options_of, planner_by_name
+from alpa_lite.planners.by_name import PLANNERS, options_of
 from alpa_lite.text import read_bytes
 from cost_models.cluster import Cluster, known_clusters
 
@@ -43,6 +43,7 @@ class _PlanArguments:
 
     def planned(self, cluster: Cluster | None, planner: al.planners.Planner | al.Plan | None = None) -> PlannedFunction:
         """Plan for a cluster (None: this machine's devices), by the named planner unless another one is given."""
+        # Progress goes to the error stream, so that the output can be piped.
         with planning_progress(self.console) as progress:
             function = al.parallelize(
                 self.step,
@@ -50,6 +51,7 @@ class _PlanArguments:
                 planner=planner or self.planner,
                 num_microbatches=self.num_microbatches,
                 progress=progress,
+                # Ctrl-C stops the search, and the best plan so far is printed and saved as any other.
                 on_interrupt="best",
                 cache=self.cache,
             )
@@ -83,6 +85,7 @@ def run_plan(given: argparse.Namespace) -> int:
 
 
 def _plan_one(given: argparse.Namespace, asked: _PlanArguments, cluster: Cluster | None) -> int:
+    # The plan may come from the cache on disk; what follows is the same.
     found = asked.planned(cluster)
     plan = found.last_plan
     _save(given, plan)
@@ -108,6 +111,7 @@ def _plan_with_pins(given: argparse.Namespace, asked: _PlanArguments, cluster: C
 
 def _with_pins(planner: al.planners.Planner | al.Plan, file: PinFile, name: str) -> al.planners.Planner:
     """Return the planner with the pins of a file. Raises `PlanError` for a planner that takes no pins."""
+    # Checked by class, so that pins are never passed to a planner that would ignore them.
     if isinstance(planner, (al.planners.Auto, al.planners.OnMesh)):
         return replace(planner, pins=file.pins)
     taking = [known for known, kind in PLANNERS.items() if "pins" in options_of(kind)]
@@ -147,16 +151,6 @@ def _save(given: argparse.Namespace, plan: al.Plan) -> None:
     if given.output is not None:
         with writing(given.output):
             plan.save(given.output)
-
-
-def make_planner(name: str, options: Sequence[str]) -> al.planners.Planner | al.Plan:
-    """Return the planner of that name with `name=value` options, or the plan of a `.json` file, which is replayed.
-
-    Raises `PlanError` for an unknown name or option.
-    """
-    if name.endswith(".json"):
-        return al.Plan.load(name)
-    return planner_by_name(name, options)
 
 
 def _count_or_auto(text: str) -> int | str:
@@ -244,6 +238,8 @@ def run_check(given: argparse.Namespace) -> int:
     `--devices` runs the command again in a new process, since JAX reads the number of virtual devices when it starts.
     """
     if given.devices is not None:
+        # The options are written anew, as a process with other devices must not be started again by its own
+        # `--devices`.
         return run_module("alpa_lite.cli", _words_without_devices(given), virtual_environment(given.devices))
     step, args, kwargs = load_example(given.step, decorated=True)
     # Without either option the planner counts that the step was decorated with.

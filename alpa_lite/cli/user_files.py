@@ -22,9 +22,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
+import alpa_lite as al
 from alpa_lite._jax import Tree
 from alpa_lite.errors import PlanError
 from alpa_lite.inter_op.pins import pinned_axes, pinned_specs
+from alpa_lite.planners.by_name import planner_by_name
 from alpa_lite.program.phases import StepGraph
 
 if TYPE_CHECKING:
@@ -47,6 +49,7 @@ def load_example(name: str, *, decorated: bool = False) -> UserStep:
     Raises:
         PlanError: there is no such function, or it returns something else.
     """
+    # From the right: paths of Windows have a colon as well.
     place, colon, function_name = name.rpartition(":")
     if not colon or not place or not function_name:
         raise PlanError(f"{name!r} does not name a function: write MODULE:FUNCTION, for example my_model:example.")
@@ -72,6 +75,7 @@ def load_example(name: str, *, decorated: bool = False) -> UserStep:
             f"Beside the step {name} returned {kinds}; what is needed is a tuple of its arguments, of a single one "
             "(state,), and if there are keyword arguments a dict of them."
         )
+    # `parallelize` gives an object whose `fun` is the plain function.
     step = found[0] if decorated else getattr(found[0], "fun", found[0])
     return UserStep(step=step, args=tuple(found[1]), kwargs=dict(kwargs))
 
@@ -86,6 +90,7 @@ def _needed(function: Callable[..., object]) -> list[str]:
 
 
 def _imported(name: str) -> ModuleType:
+    # As `python -m` does; the installed script does not have the current folder on its path.
     with _in_front(os.getcwd()):
         try:
             return importlib.import_module(name)
@@ -222,3 +227,13 @@ def _kind(node: yaml.Node | None) -> str:
     if isinstance(node, yaml.ScalarNode):
         return str(node.value)[:40]
     return "a mapping" if isinstance(node, yaml.MappingNode) else "a list"
+
+
+def make_planner(name: str, options: Sequence[str]) -> al.planners.Planner | al.Plan:
+    """Return the planner of that name with `name=value` options, or the plan of a `.json` file, which is replayed.
+
+    Raises `PlanError` for an unknown name or option.
+    """
+    if name.endswith(".json"):
+        return al.Plan.load(name)
+    return planner_by_name(name, options)

@@ -31,6 +31,7 @@ _PLANS_NOTE = (
 
 def groups(rows: Sequence[Row]) -> list[list[Row]]:
     """Return the rows of each model and cluster, in the order of first appearance."""
+    # Rows of a model and cluster follow one another, as they were made in that order.
     return [list(some) for _, some in groupby(rows, key=lambda row: (row.model, row.cluster))]
 
 
@@ -47,6 +48,7 @@ def plans_table(rows: Sequence[Row]) -> Table:
     found = by_time(rows)
     measured = any(row.run is not None for row in found)
     columns = ("planner", "stages", "batches", "predicted ms")
+    # A column of blanks would only take room where nothing was measured.
     columns += ("measured", "quartiles", "peak", "allocated") if measured else ("peak",)
     columns += ("gap", "planned", "slower")
     first = found[0].step_seconds if found else None
@@ -176,6 +178,7 @@ def check_matplotlib() -> None:
 def bars(rows: Sequence[Row]) -> list[Row]:
     """Return the rows to draw: the fastest plans, every search, then those without a plan, while there is room."""
     found = by_time(rows)
+    # Searches are always drawn, since they are what manual plans are compared with; the rest is room for reasons.
     kept = [row for number, row in enumerate(found) if row.searched or number < MAX_BARS - 4]
     return [*kept, *[row for row in rows if row.reason]][:MAX_BARS]
 
@@ -193,6 +196,7 @@ def kind(row: Row) -> str:
 def draw(rows: Sequence[Row], path: Path) -> None:
     """Write the chart of the rows of one model as PNG. Raises `ChartError` without matplotlib."""
     check_matplotlib()
+    # A figure without pyplot: no backend is chosen, and nothing stays alive.
     from matplotlib.figure import Figure  # an optional extra
 
     shown = bars(rows)
@@ -203,6 +207,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         if row.reason:
             axes.text(number, 0.0, "×", ha="center", va="bottom", fontsize=16, color="#c0392b")
             continue
+        # Throughput, not time, as in the figures of papers: higher is better.
         height = rate(row, row.step_seconds)
         spread = None
         if row.run is not None:
@@ -263,6 +268,7 @@ def bars_svg(rows: Sequence[Row]) -> str:
     """
     shown = bars(rows)
     rates = [rate(row, seconds) for row in shown for seconds in (row.step_seconds, row.predicted_seconds)]
+    # All bars have one scale, and never divide by zero where no planner has a plan.
     scale = _WIDTH / max([*rates, 1e-30])
     unit = "samples per second" if rows[0].batch_size else "steps per second"
     bodies = [_bar(row, number, scale) for number, row in enumerate(shown)]
@@ -287,6 +293,7 @@ def _bar(row: Row, number: int, scale: float) -> str:
         marks += f'<line class="predicted" x1="{predicted:.1f}" x2="{predicted:.1f}" y1="{top:.1f}" y2="{bottom:.1f}"/>'
     tflops = None if row.price is None else row.price.tflops_per_device
     extra = "" if tflops is None else f", {tflops:.1f} TFLOPS per device"
+    # The number stands behind the longer of bar and prediction, so that it covers neither.
     value = f"{height:.4g}  ({show_milliseconds(seconds)} ms{extra})"
     end = _LEFT + max(height, rate(row, row.predicted_seconds)) * scale
     return f'{label}{marks}<text x="{end + 6:.1f}" y="{y + 15:.1f}">{escape(value)}</text>'

@@ -29,8 +29,7 @@ from alpa_lite.cli.models.skip_networks import ResNet, UNet
 from alpa_lite.cli.models.train import Adam, init_state, make_train_step
 from alpa_lite.cli.models.transformer import Computation, Transformer
 from alpa_lite.cli.models.transformer_layers import Experts
-from alpa_lite.cli.step_commands import make_planner
-from alpa_lite.cli.user_files import load_example
+from alpa_lite.cli.user_files import load_example, make_planner
 from alpa_lite.errors import AlpaLiteError, PlanError
 from alpa_lite.planners import Auto, Planner
 from alpa_lite.planners.by_name import PLANNERS
@@ -139,6 +138,7 @@ def find_target(name: str, batch_size: int | None = None) -> BenchTarget:
 def named_models(names: list[str] | None) -> tuple[str, ...]:
     """Expand names of models: "alpa" to all models of its evaluation, none to the presets."""
     given = [part for name in names or () for part in name.split(",")]
+    # A name may be given twice, by itself and as part of "alpa".
     found = [each for name in given for each in (ALPA if name == "alpa" else (name,))]
     return tuple(dict.fromkeys(found)) or PRESETS
 
@@ -148,8 +148,10 @@ def _of_model(name: str, model: Model, batch_size: int) -> BenchTarget:
 
     def values() -> tuple[Tree, ...]:
         state = jax.jit(lambda key: init_state(model.init(key), optimizer))(jax.random.key(0))
+        # On the host: a plan places its own copy, and may donate it.
         return jax.device_get(state), draw_batch(model, batch_size)
 
+    # Shapes alone: models of hundreds of billions of weights are planned on a laptop.
     state = jax.eval_shape(lambda: init_state(model.init(jax.random.key(0)), optimizer))
     return BenchTarget(
         name=name,
@@ -185,6 +187,7 @@ def _of_user(name: str, batch_size: int | None) -> BenchTarget:
 
 def filled(tree: Tree) -> Tree:
     """Replace shapes by arrays: small random floats, integers and keys of zero; keep arrays."""
+    # Small values, so that losses stay finite whatever the step does with them.
     rng = np.random.default_rng(0)
 
     def fill(leaf: Tree) -> Tree:
@@ -225,6 +228,7 @@ class Contender:
 def named_contenders(text: str, cluster: Cluster) -> tuple[Contender, ...]:
     """Return the planners of a list, or all, without duplicates. Raises `PlanError` for unknown names."""
     found = list(_all(cluster)) if text == "all" else [_named(part) for part in text.split(",")]
+    # Planners are frozen values: equal options make equal planners, whatever the order in which they were given.
     planners = [each.planner for each in found]
     return tuple(each for i, each in enumerate(found) if each.planner is None or each.planner not in planners[:i])
 
@@ -249,12 +253,14 @@ def _all(cluster: Cluster) -> Iterator[Contender]:
 
 def _degrees(name: str, cluster: Cluster) -> Sequence[Mapping[str, int | float]]:
     """Return the sets of options of a planner, each of which is one contender."""
+    # Degrees that divide the devices: others leave devices idle or are refused.
     total = cluster.num_devices
     ways = [n for n in range(2, total + 1) if total % n == 0]
     if name in ("pipeline", "torchgpipe"):
         return [{"pipeline": n} for n in ways] or [{}]
     if name == "convolution_parallel":
         return [{}, *({dim: ways[0]} for dim in ("height", "width", "channel", "filter") if ways)]
+    # Tensor parallelism sends at every layer, which seldom pays between hosts.
     if name == "megatron":
         return [{"tensor": n} for n in ways if n <= cluster.devices_per_host] or [{}]
     if name == "zero":

@@ -206,6 +206,7 @@ def row_of_data(data: Mapping[str, Tree]) -> Row:
 def here(device: str = "") -> Environment:
     """Return this process's environment: versions, machine and, if it runs from a checkout, the commit."""
     versions = {"python": platform.python_version()}
+    # Prices depend on solvers and on what JAX traces, measurements also on the machine.
     for package in PACKAGES:
         try:
             versions[package] = metadata.version(package)
@@ -279,6 +280,7 @@ class Verdict:
 def verdict(rows: Sequence[Row]) -> Verdict:
     """Return the verdict on the rows of one model and cluster, of which there is at least one."""
     auto, manual = best([row for row in rows if row.auto]), best([row for row in rows if not row.searched])
+    # Of all numbers of micro-batches, as the best plan by measurement may not be the best as predicted.
     least = [
         min((r.predicted_seconds for r in some if r.predicted_seconds is not None), default=None)
         for some in ([row for row in rows if row.auto], [row for row in rows if not row.searched])
@@ -295,6 +297,7 @@ def verdict(rows: Sequence[Row]) -> Verdict:
 
 def best(rows: Sequence[Row]) -> Row | None:
     """Return the fastest row with a plan; measured seconds decide if there are any."""
+    # Measured rows are never compared with predicted ones: which is faster would be decided by the model's error.
     with_plan = [row for row in rows if not row.reason and row.step_seconds is not None]
     measured = [row for row in with_plan if row.run is not None]
     return min(measured or with_plan, key=lambda row: row.step_seconds or 0.0, default=None)

@@ -80,6 +80,7 @@ class Case:
     @property
     def cluster(self) -> Cluster:
         """The cluster: whole hosts, or a part of one."""
+        # Cases of fewer devices than a host has use a part of one host, with its links.
         host = al.cluster(self.host, num_hosts=1)
         per_host = min(self.num_devices, host.devices_per_host)
         return replace(host, devices_per_host=per_host, num_hosts=self.num_devices // per_host)
@@ -110,6 +111,7 @@ class Case:
         """Return a plain train step."""
         if self._sequences_per_group == 1:
             return make_train_step(self.model.loss_fn, self._optimizer())
+        # Groups are independent of one another, so that the loss is their mean and the step additive over them.
         loss_of_groups = jax.vmap(self.model.loss_fn, in_axes=(None, 0, None))
         return make_train_step(lambda *arguments: jnp.mean(loss_of_groups(*arguments)), self._optimizer())
 
@@ -119,6 +121,7 @@ class Case:
         Tokens of several sequences that are routed together are one sample: [groups, sequences, ...].
         """
         state = jax.eval_shape(lambda: init_state(self.model.init(jax.random.key(0)), self._optimizer()))
+        # A group of tokens that is routed together cannot be split over micro-batches: it is one sample.
         together = self._sequences_per_group
         batch = self.model.batch_shapes(together)
         if together == 1:
@@ -203,6 +206,7 @@ def _published() -> Iterator[Case]:
     tables = {"gpt": _GPT, "moe": _MOE, "wrn": _WRN}
     for family, sizes in tables.items():
         for size, (billions, devices, microbatches, model) in sizes.items():
+            # 1520 is a multiple of the 38 micro-batches of 13B, 1536 is not.
             batch = 1024 if family != "wrn" else 1520 if size == "13B" else 1536
             yield Case(
                 id=f"{family}-{size}",
@@ -258,6 +262,7 @@ def moe_flops(model: Transformer, tokens: int) -> float:
     routed = tokens * hidden**2 * (8 + 8 * inner) + attention
     routed += 2.0 * tokens * hidden * experts.num_experts + 4.0 * tokens * experts.group_size
     routed += 8.0 * tokens * hidden * experts.group_size
+    # Four passes: one forward, two backward, one again; every second layer has experts.
     return 4 * model.num_layers / 2 * (plain + routed)
 
 
@@ -282,6 +287,7 @@ class CountedConvolution:
     def flops(self) -> float:
         """FLOPs per image: a multiplication and an addition for each pair of a weight and a pixel."""
         half = self.kernel // 2
+        # Per row or column of pixels: the taps of a square kernel are the square of their sum.
         met = (range(max(0, at - half), min(self.side, at + half + 1)) for at in range(0, self.side, self.stride))
         return 2.0 * self.inputs * self.outputs * sum(map(len, met)) ** 2
 
@@ -290,6 +296,7 @@ def convolutions(model: ResNet) -> Iterator[CountedConvolution]:
     """Yield all convolutions for one image, in order."""
     side, width, number = model.image_size, model.channels, 0
     yield CountedConvolution(kernel=7, inputs=3, outputs=width, side=side, stride=2)
+    # The stem halves the image, and the pooling behind it once more.
     side //= 4
     for stage, size in enumerate(model.stage_sizes):
         inside, outside = model.channels * 2**stage, 4 * model.channels * 2**stage

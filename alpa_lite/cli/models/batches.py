@@ -86,6 +86,7 @@ def load_text(max_bytes: int = DEFAULT_MAX_BYTES, root: Path | None = None) -> n
         if missing <= 0:
             break
         try:
+            # Cut as it is read, so that the text has exactly the length that was asked for.
             chunks.append(path.read_bytes()[:missing])
         except OSError:
             continue
@@ -116,6 +117,7 @@ def text_batches(
         raise ValueError(f"The text has {len(data)} bytes; windows of seq_len={seq_len} need {seq_len + 1} or more.")
     rng = np.random.default_rng(seed)
     for _ in range(num_steps):
+        # One byte more than a window, whose last target it is.
         starts = rng.integers(0, len(data) - seq_len, size=batch_size)
         windows = data[starts[:, None] + np.arange(seq_len + 1)].astype(np.int32)
         yield {"tokens": windows[:, :-1], "targets": windows[:, 1:]}

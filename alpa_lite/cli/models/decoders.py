@@ -150,6 +150,7 @@ class GPT:
 
     def _block(self, x: jax.Array, layer: GPTParams, key: jax.Array | None) -> jax.Array:
         """One transformer block, ``[batch, seq, hidden] -> [batch, seq, hidden]``."""
+        # One key for the weights of attention and one for each of the two branches.
         keys = (None, None, None) if key is None else jax.random.split(key, 3)
         x = x + self._dropout(self._attention(_layer_norm(x, layer["norm1"]), layer["attention"], keys[0]), keys[1])
         return x + self._dropout(_mlp(_layer_norm(x, layer["norm2"]), layer["mlp"]), keys[2])
@@ -172,6 +173,7 @@ class GPT:
         """Zero entries of `x` at the dropout rate and scale up the rest; the identity without a key."""
         if key is None or self.dropout == 0.0:
             return x
+        # Scaled up by the rate, so that the expected activation is that without dropout.
         keep = jax.random.bernoulli(key, 1.0 - self.dropout, x.shape)
         return jnp.where(keep, x / (1.0 - self.dropout), jnp.zeros((), x.dtype))
 
@@ -184,6 +186,7 @@ class GPT:
 
     def _init_layer(self, key: jax.Array) -> GPTParams:
         qkv_key, out_key, up_key, down_key = jax.random.split(key, 4)
+        # Every layer adds two branches to the residual stream: scaled so, their sum has the same variance at any depth.
         hidden, residual_scale = self.hidden, (2 * self.num_layers) ** -0.5
         return {
             "norm1": self._init_norm(),
@@ -216,6 +219,7 @@ def stack_layers(params: GPTParams) -> GPTParams:
 
 def unstack_layers(params: GPTParams) -> GPTParams:
     """The inverse of `stack_layers`."""
+    # The leading dim of any leaf is the number of layers.
     num_layers = jax.tree.leaves(params["layers"])[0].shape[0]
     return {**params, "layers": [jax.tree.map(lambda leaf, i=i: leaf[i], params["layers"]) for i in range(num_layers)]}
 
@@ -229,6 +233,7 @@ def _layer_norm(x: jax.Array, params: GPTParams) -> jax.Array:
     """Normalise the last dim, in float32: ``[..., hidden] -> [..., hidden]``."""
     x32 = x.astype(jnp.float32)
     mean = jnp.mean(x32, axis=-1, keepdims=True)
+    # In two passes: the difference of mean square and squared mean cancels in low precision.
     variance = jnp.mean(jnp.square(x32 - mean), axis=-1, keepdims=True)
     normed = (x32 - mean) * jax.lax.rsqrt(variance + 1e-5)
     return normed.astype(x.dtype) * params["scale"] + params["bias"]
@@ -356,12 +361,15 @@ class Llama:
         grouped = queries.reshape(batch, seq, self.num_kv_heads, -1, self.head_dim)
         scores = jnp.einsum("bqgrd,bkgd->bgrqk", grouped, keys).astype(jnp.float32) * self.head_dim**-0.5
         causal = jnp.tril(jnp.ones((seq, seq), dtype=bool))
+        # The lowest finite number and not -inf, as everywhere here: its softmax and gradient are zero, never NaN.
         attended = jax.nn.softmax(jnp.where(causal, scores, jnp.finfo(jnp.float32).min), axis=-1).astype(x.dtype)
         mixed = jnp.einsum("bgrqk,bkgd->bqgrd", attended, values)
         return mixed.reshape(batch, seq, self.hidden) @ weights["w_o"]
 
     def _rotate(self, x: jax.Array) -> jax.Array:
         """Rotary positions in halves, ``[batch, seq, heads, head_dim] -> same``."""
+        # Pairs are the two halves of a head; Su et al. 2021 pair neighbours, which is the same but for the order of
+        # columns.
         half = self.head_dim // 2
         frequencies = self.rope_base ** (-jnp.arange(half, dtype=jnp.float32) / half)
         angles = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None, None] * frequencies

@@ -171,14 +171,17 @@ class BERT:
         attended = drop(jax.nn.softmax(scores, axis=-1).astype(x.dtype), drops[0], self.dropout)
         mixed = jnp.einsum("bhqk,bkhd->bqhd", attended, qkv[:, :, 2]).reshape(batch, seq, self.hidden)
         x = self._norm(x + drop(mixed @ w["w_out"] + w["b_out"], drops[1], self.dropout), layer["norm_attention"])
+        # The exact gelu (by erf); JAX's default is the approximation by tanh.
         up = jax.nn.gelu(x @ w["w_up"] + w["b_up"], approximate=False)
         return self._norm(x + drop(up @ w["w_down"] + w["b_down"], drops[2], self.dropout), layer["norm_mlp"])
 
     def _word_losses(self, params: BERTParams, x: jax.Array, batch: Mapping[str, jax.Array]) -> jax.Array:
         """``[batch, num_masked]``, without the weights of the predictions."""
         head = params["words"]
+        # Only masked positions, a seventh of all, are projected to the vocabulary.
         masked = jnp.take_along_axis(x, batch["positions"][..., None], axis=1)
         masked = jax.nn.gelu(masked @ head["w"].astype(self.dtype) + head["b"].astype(self.dtype), approximate=False)
+        # The output projection is the token embedding, transposed; only its bias is a weight of its own.
         embedding = params["token_embedding"].astype(self.dtype)
         logits = jnp.einsum("bph,vh->bpv", self._norm(masked, head["norm"]), embedding) + head["vocab_bias"]
         return cross_entropy(logits, batch["targets"])
@@ -186,6 +189,7 @@ class BERT:
     def _follows_losses(self, params: BERTParams, x: jax.Array, batch: Mapping[str, jax.Array]) -> jax.Array:
         """``[batch]``."""
         pool, head = params["pool"], params["follows"]
+        # The first token, [CLS], stands for the pair of sentences.
         pooled = jnp.tanh(x[:, 0].astype(jnp.float32) @ pool["w"] + pool["b"])
         return cross_entropy(pooled @ head["w"] + head["b"], batch["follows"])
 
@@ -297,6 +301,7 @@ class Translator:
 
     def logits(self, params: TranslatorParams, batch: Mapping[str, jax.Array]) -> jax.Array:
         """Return the logits of every word of the translation: ``[batch, target_len, target_vocab]``."""
+        # Time first, the dim that `lax.scan` runs over.
         x = params["source_embedding"].astype(self.dtype)[batch["source"]].swapaxes(0, 1)
         zeros = jnp.zeros(x.shape[1:], self.dtype)
         memory, states = self._run(params["encoder"], x, [(zeros, zeros)] * self.num_layers)
@@ -339,6 +344,7 @@ class Translator:
     def _attend(self, weights: TranslatorParams, x: jax.Array, memory: jax.Array, present: jax.Array) -> jax.Array:
         """Attend: ``x [batch, hidden], memory [batch, source_len, hidden] -> [batch, hidden]``."""
         scores = jnp.einsum("bh,bsh->bs", x @ weights["w_score"], memory).astype(jnp.float32)
+        # Padding of the source gets no attention.
         scores = jnp.where(present > 0.0, scores, jnp.finfo(jnp.float32).min)
         seen = jnp.einsum("bs,bsh->bh", jax.nn.softmax(scores, axis=-1).astype(x.dtype), memory)
         return jnp.tanh(jnp.concatenate([seen, x], axis=-1) @ weights["w_combine"])
@@ -373,6 +379,7 @@ def lstm_cell(weights: TranslatorParams, state: State, given: jax.Array) -> tupl
     Returns:
         The new state, and its output.
     """
+    # Gates are columns of one product, so that a step is one contraction instead of four.
     output, cell = state
     take, forget, new, show = jnp.split(given + output @ weights["w_h"], 4, axis=-1)
     cell = jax.nn.sigmoid(forget) * cell + jax.nn.sigmoid(take) * jnp.tanh(new)

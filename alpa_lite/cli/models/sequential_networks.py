@@ -55,6 +55,7 @@ class MLP:
     def init(self, key: jax.Array) -> MLPParams:
         """Draw the weights (He initialisation, zero biases)."""
         params: MLPParams = []
+        # He initialisation (He et al. 2015): a variance of 2 / inputs keeps that of activations through relu.
         for layer_key, fan_in, fan_out in zip(
             jax.random.split(key, self.num_layers), self.features[:-1], self.features[1:], strict=True
         ):
@@ -162,6 +163,7 @@ class CNN:
         x = lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
         for block in params["blocks"]:
             x = _conv(x, block, stride=2)
+        # Pooled over all pixels, the classifier is independent of the size of images.
         x = jnp.mean(x, axis=(1, 2))
         return x @ params["dense"]["w"] + params["dense"]["b"]
 
@@ -315,12 +317,14 @@ class ConvNet:
         keys = None if key is None else jax.random.split(key, len(self.dense))
         for number, weights in enumerate(params["dense"]):
             x = x @ weights["w"].astype(self.dtype) + weights["b"].astype(self.dtype)
+            # Logits pass neither relu nor dropout.
             if number < len(self.dense):
                 x = drop(jax.nn.relu(x), None if keys is None else keys[number], self.dropout)
         return x
 
     def _shapes(self) -> dict[str, list[tuple[int, ...]]]:
         """Return the shapes of the weights; biases are as long as the last dim."""
+        # Sizes are followed through the convolutions, since the first dense layer has a row per pixel and channel left.
         width, size, convolutions = 3, self.image_size, list[tuple[int, ...]]()
         for layer in self.convolutions:
             convolutions.append((layer.size, layer.size, width, layer.channels))
@@ -350,6 +354,7 @@ def alexnet(*, image_size: int = 224, width: int = 64, dense: int = 4096, num_cl
 
 def vgg16(*, image_size: int = 224, width: int = 64, dense: int = 4096, num_classes: int = 1000) -> ConvNet:
     """Return VGG-16; the other widths are in proportion to `width`, the first two convolutions'."""
+    # Width, in units of the first one, and number of convolutions of each block (configuration D).
     blocks = ((1, 2), (2, 2), (4, 3), (8, 3), (8, 3))
     return ConvNet(
         convolutions=tuple(

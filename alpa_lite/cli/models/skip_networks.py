@@ -60,6 +60,7 @@ class UNet:
     dtype: DTypeLike = jnp.float32
 
     def __post_init__(self) -> None:
+        # Raises for images that cannot be halved often enough, at construction rather than while tracing.
         self._sizes()
 
     def init(self, key: jax.Array) -> UNetParams:
@@ -145,6 +146,7 @@ class UNet:
 
     def _sizes(self) -> list[int]:
         """Return pixels per side before each pooling, at the bottom, and after each level on the way up."""
+        # Two unpadded convolutions of 3x3 take two pixels each off height and width.
         lost, sizes = 4 if self.padding == "VALID" else 0, [self.image_size]
         for level in range(self.depth + 1):
             size = sizes[-1] - lost if not level else sizes[-1] // 2 - lost
@@ -219,6 +221,7 @@ class ResNet:
 
     def init(self, key: jax.Array) -> ResNetParams:
         """Draw the weights (He initialisation); norms start at one and zero, those that end a branch at zero."""
+        # At most four convolutions per block, the stem and the dense layer; keys that are left over do no harm.
         keys = iter(jax.random.split(key, 2 + 4 * sum(self.stage_sizes)))
 
         def conv(shape: Sequence[int], scale: float = 1.0) -> ResNetParams:
@@ -244,6 +247,7 @@ class ResNet:
                     block["project"] = conv((1, 1, width, outside))
                 blocks.append(block)
                 width = outside
+        # No relu follows the last layer, so that its variance is 1 / inputs.
         dense = jax.random.normal(next(keys), (width, self.num_classes), self.param_dtype) * width**-0.5
         bias = jnp.zeros((self.num_classes,), self.param_dtype)
         return {"stem": stem, "blocks": blocks, "dense": {"w": dense, "b": bias}}
@@ -288,6 +292,7 @@ class ResNet:
 
     def logits(self, params: ResNetParams, images: jax.Array) -> jax.Array:
         """``[batch, image_size, image_size, 3] -> [batch, num_classes]``."""
+        # Before the stem, so that every use of a weight reads the same narrow copy.
         weights = jax.tree.map(lambda w: w.astype(self.dtype), params)
         # Traced once per shape: the network has many convolutions of few shapes.
         unit = jax.jit(self._convolve, static_argnames=("stride", "active"))
@@ -326,6 +331,7 @@ class ResNet:
         """Normalise each channel over `norm_batch` images, to mean 0 and variance 1 in float32."""
         shape = x.shape
         x32 = x.astype(jnp.float32)
+        # The whole batch unless `norm_batch` says otherwise; a group of one image needs no dim of its own.
         axes = (0, 1, 2)
         if self.norm_batch == 1:
             axes = (1, 2)

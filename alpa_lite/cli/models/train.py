@@ -51,6 +51,7 @@ class Optimizer(NamedTuple):
 
 def apply_changes(params: Tree, changes: Tree) -> Tree:
     """Return the weights with the changes added, in the dtype of the weights."""
+    # The sum is computed in the wider of both dtypes and then rounded once.
     return jax.tree.map(lambda w, change: (w + change).astype(w.dtype), params, changes)
 
 
@@ -58,6 +59,7 @@ def clipped(optimizer: Transformation, max_norm: float) -> Optimizer:
     """Return an optimizer that scales all gradients down together to a norm of at most `max_norm` first."""
 
     def update(grads: Tree, state: Tree, params: Tree = None) -> Tree:
+        # One norm over all arrays, as of the gradient as a vector: its direction does not change.
         norm = jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads)))
         scale = jnp.where(norm < max_norm, 1.0, max_norm / norm)
         return optimizer.update(jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads), state, params)
@@ -117,6 +119,7 @@ class Adam:
         count = state.count + 1
         # Both moments start at zero and are biased towards it; these factors undo that.
         fixes = 1.0 / (1.0 - self.b1**count), 1.0 / (1.0 - self.b2**count)
+        # By columns of leaves: `tree.map` over five trees would need one that returns several trees.
         weights, structure = jax.tree.flatten(params)
         columns = [structure.flatten_up_to(tree) for tree in (grads, state.first, state.second)]
         copies = structure.flatten_up_to(state.master) if self.master_weights else [None] * len(weights)
@@ -172,6 +175,7 @@ def with_master_weights(optimizer: Transformation) -> Optimizer:
         inner, copies = state
         changes, inner = optimizer.update(wide(grads), inner, copies)
         copies = apply_changes(copies, changes)
+        # The train step adds the changes to the narrow weights: what is returned makes them the rounded copies.
         return jax.tree.map(lambda c, p: c - p.astype(jnp.float32), copies, params), (inner, copies)
 
     return Optimizer(init, update)

@@ -242,6 +242,7 @@ class Transformer:
         head = _cast(params["masked_head"], self.computation.dtype)
         masked = jnp.take_along_axis(x, batch["positions"][..., None], axis=1)
         masked = self._norm(jax.nn.gelu(masked @ head["w"] + head["b"]), head["norm"])
+        # Only the masked positions are projected to the vocabulary.
         predicted = cross_entropy(self._logits(params, masked) + head["vocab_bias"], batch["targets"])
         pooled = jnp.tanh(x[:, 0] @ head["w_pool"] + head["b_pool"])
         follows = cross_entropy(pooled @ head["w_follows"] + head["b_follows"], batch["follows"])
@@ -249,6 +250,7 @@ class Transformer:
 
     def hidden_states(self, params: Params, batch: Mapping[str, jax.Array], key: jax.Array | None = None) -> jax.Array:
         """Return the output of the last layer, normed: ``[batch, seq_len, hidden]``."""
+        # Without dropout no key is split: a step that draws nothing has no random ops, whatever its caller passes.
         keys = None if key is None or self.dropout == 0.0 else jax.random.split(key)
         memory = None
         if self.encoder is not None:
@@ -281,12 +283,14 @@ class Transformer:
         bias = None
         if self.architecture.positions == "relative":
             buckets = distance_buckets(x.shape[1], x.shape[1], causal=causal)
+            # Shared by all layers of a stack, as in T5.
             bias = params["relative_bias"][buckets].transpose(2, 0, 3, 1)
         sizes = [jax.tree.leaves(segment)[0].shape[0] for segment in params["layers"]]
         layer_keys = None
         if key is not None:
             embedding_key, layers_key = jax.random.split(key)
             x = drop(x, embedding_key, self.dropout)
+            # For all layers at once, so that the masks do not depend on the number of segments.
             layer_keys = jax.random.split(layers_key, (sum(sizes), self.period, 5))
         context = _Context(causal=causal, bias=bias, memory=memory)
         layer = self._recomputed(lambda x, weights, keys: self._layer(x, weights, keys, context))
@@ -307,6 +311,7 @@ class Transformer:
 
     def _recomputed(self, layer: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         """Apply the policy of `recompute` to a layer."""
+        # Selective recomputation is inside of attention (`Attention.recompute_core`).
         if self.computation.recompute in ("none", "selective"):
             return layer
         policies = jax.checkpoint_policies
@@ -322,6 +327,7 @@ class Transformer:
         # Inside the recomputed function: the backward pass converts again instead of keeping the narrow weights.
         weights = _cast(layer, self.computation.dtype)
         attend = self._attention(causal=context.causal)
+        # In order: attention's branch, cross attention's branch, feed-forward's, and the weights of either attention.
         drops = (None,) * 5 if keys is None else tuple(keys)
         attended = attend.apply(self._norm(x, weights["norm1"]), weights["attention"], bias=context.bias, key=drops[3])
         x = x + drop(attended, drops[0], self.dropout)
@@ -379,6 +385,7 @@ class Transformer:
         if self.encoder is not None:
             shapes["encoder"] = self._stack_shapes(decoder=False)
         if self.architecture.positions == "learned":
+            # Encoder and decoder share the embedding of positions, as they share that of tokens.
             longest = self.seq_len if self.encoder is None else max(self.seq_len, self.encoder.seq_len)
             shapes["position_embedding"] = (longest, hidden)
         if not self.architecture.tied:

@@ -59,6 +59,7 @@ def _narrow_forward(equation: str, x: jax.Array, weight: jax.Array) -> tuple[jax
 
 def _narrow_backward(equation: str, saved: _Saved, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
     x8, w8, like = saved
+    # The equations of both derivatives: each swaps the result with one operand.
     operands, result = equation.split("->")
     first, second = operands.split(",")
     dy8 = dy.astype(jnp.float8_e5m2)
@@ -138,6 +139,7 @@ class Attention:
         if self.rotary_base is not None:
             query, keys = rotate(projected.query, self.rotary_base), rotate(projected.keys, self.rotary_base)
             projected = projected._replace(query=query, keys=keys)
+        # `causal` and the rate are Python values that decide what is traced.
         core = jax.checkpoint(attention_core, static_argnums=(2, 4)) if self.recompute_core else attention_core
         mixed = checkpoint_name(core(projected, bias, self.causal, key, self.dropout), "core")
         out = self.einsum("bgqrd,grdh->bqh", mixed, weights["w_out"])
@@ -148,6 +150,7 @@ class Attention:
         if self.fused:
             qkv = self.einsum("bsh,hgrd->bsgrd", x, weights["w_qkv"])
             qkv = qkv + weights["b_qkv"] if self.bias else qkv
+            # Keys and values stand behind the queries of their group: splitting heads then splits all three alike.
             query, key, value = qkv[:, :, :, :-2], qkv[:, :, :, -2], qkv[:, :, :, -1]
         else:
             query = self.einsum("bsh,hgrd->bsgrd", x, weights["w_q"])
@@ -209,6 +212,7 @@ def attention_core(
 def rotate(x: jax.Array, base: float) -> jax.Array:
     """Rotate feature pairs by ``position base^(-i / half)``, in float32: ``[batch, seq, ..., head_dim] -> same``."""
     half = x.shape[-1] // 2
+    # In float32: positions times frequencies lose whole turns in half precision.
     frequencies = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angles = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None] * frequencies
     angles = jnp.expand_dims(angles, tuple(range(1, x.ndim - 2)))
@@ -328,6 +332,7 @@ class Experts:
         tokens = self._groups(x)
         logits = jnp.einsum("bgsh,he->bgse", tokens, weights["w_router"])
         combine = route(jax.nn.softmax(logits.astype(jnp.float32), axis=-1), self.top_k, self.capacity)
+        # A token is sent where it has a weight; rounding that weight later must not send it elsewhere.
         dispatch, combine = (combine > 0.0).astype(x.dtype), combine.astype(x.dtype)
         act = activation_function(mlp.activation)
         inputs = jnp.einsum("bgsec,bgsh->ebgch", dispatch, tokens)
@@ -367,6 +372,7 @@ def route(gates: jax.Array, top_k: int, capacity: int) -> jax.Array:
     total, combine = jnp.zeros(gates.shape[:-1], gates.dtype), jnp.zeros((*gates.shape, capacity), gates.dtype)
     # All first choices take their slots before any second choice (GShard): `taken` counts those of earlier rounds.
     for _ in range(top_k):
+        # Dense one-hot products instead of gathers: they are contractions, which are split and differentiated as such.
         chosen = jax.nn.one_hot(jnp.argmax(remaining, axis=-1), num_experts, dtype=gates.dtype)
         # The number of tokens in front of each one that chose the same expert is its slot.
         before = jnp.cumsum(chosen, axis=-2) - chosen + taken
@@ -375,7 +381,9 @@ def route(gates: jax.Array, top_k: int, capacity: int) -> jax.Array:
         combine = combine + jnp.einsum("...se,...sc->...sec", gates * chosen, slots)
         total = total + jnp.sum(gates * chosen, axis=-1)
         taken = taken + jnp.sum(chosen, axis=-2, keepdims=True)
+        # Below any probability, so that no expert is chosen twice.
         remaining = jnp.where(chosen > 0.0, -1.0, remaining)
+    # By the gates of all choices, those that were dropped too, as in GShard.
     return combine / total[..., None, None]
 
 

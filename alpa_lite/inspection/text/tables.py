@@ -106,6 +106,7 @@ def headline(plan: Plan) -> tuple[str, ...]:
         + (f", rematerialised: {plan.recomputed}" if plan.recomputed else "")
         + (f", gradients in {len(plan.buckets)} buckets" if plan.buckets else "")
     )
+    # The stage with the largest share of its memory: it is the one that would overflow.
     fullest = plan.fullest_stage
     second = (
         f"predicted step {show_seconds(prediction.step_seconds)} · bubble {show_percent(prediction.bubble_fraction)} · "
@@ -151,6 +152,7 @@ def shared_note(plan: Plan) -> str:
 
 
 def _stage_row(plan: Plan, number: int, stage: StagePlan) -> tuple[str, ...]:
+    # Collectives are per step, forward and backward per micro-batch: the note of the table says so.
     uses = [use for use in plan.prediction.collectives if use.stage == number]
     peak = plan.prediction.peak_bytes[number]
     devices = stage.submesh.devices
@@ -171,6 +173,7 @@ def _stage_row(plan: Plan, number: int, stage: StagePlan) -> tuple[str, ...]:
 def parameters_table(plan: Plan, max_rows: int = MAX_PARAMETER_ROWS) -> Table:
     """Return a row per group of parameters (and inputs) with one spec; optimizer state only where its spec differs."""
     arguments = arguments_of(plan)
+    # Optimizer state lies like its parameter in most plans, and would triple the rows.
     groups = (*group_arguments(arguments.plain), *group_arguments(arguments.unlike_parameter))
     rows = [_parameter_row(group) for group in groups[:max_rows]]
     if len(groups) > max_rows:
@@ -313,6 +316,7 @@ def plan_summary(plan: Plan) -> dict[str, object]:
                 "state_bytes": stage.state_bytes,
                 "peak_bytes": peak,
                 "capacity_bytes": plan.capacity_bytes(number),
+                # Specs in their written form: readers of JSON should not need the classes of this package.
                 "specs": {name: str(spec) for name, spec in stage.specs.items()},
                 "shapes": {name: str(shape) for name, shape in stage.shapes.items()},
             }
@@ -353,6 +357,7 @@ def render(lines: Iterable[str], tables: Iterable[Table] = ()) -> str:
 
 def rich_table(table: Table) -> RichTable:
     """Return the table for rich, without its note."""
+    # `fold`: long paths and sources are wrapped and never cut, as users copy them.
     rich = RichTable(title=table.title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for column in table.columns:
         rich.add_column(column, justify="right" if column in table.numeric else "left", overflow="fold")

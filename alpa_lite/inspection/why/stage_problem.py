@@ -86,6 +86,7 @@ class StageProblem:
 
     def problem(self, given: Given | None = None, *, limited: bool = True) -> Problem:
         """Return the problem with the restrictions; `limited` keeps the memory limit."""
+        # None drops the rows of memory from the integer program altogether.
         limit = self.limit_bytes if limited else None
         problem = self.builder.problem(limit_bytes=limit, in_flight=self.in_flight)
         if not given:
@@ -99,6 +100,7 @@ class StageProblem:
 
     def solve(self, given: Given | None = None, *, limited: bool = True) -> StageSolution:
         """Return the best choices under the restrictions, priced as they run."""
+        # No search for the smallest peak where nothing fits: `shortage_of` explains what is missing.
         solver = Portfolio(relative_gap=REPRICING_GAP, peak_seconds=0.0)
         found = solver.solve(self.problem(given, limited=limited), time_limit_seconds=SOLVE_SECONDS)
         if found.choices is None:
@@ -118,6 +120,7 @@ class StageProblem:
         assert stage is not None
         choice = Choice(inputs=stage.inputs, ops=stage.ops, accumulators=stage.accumulators)
         held = stage.state_bytes + stage.accumulator_bytes + stage.temporary_bytes
+        # As the plan predicts it, so that a row of the chosen value has the plan's own memory.
         peak = held + self.in_flight * stage.activation_bytes
         return self._priced(
             choice,
