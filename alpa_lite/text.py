@@ -1,12 +1,17 @@
 """Text for people: bytes in KiB, MiB, GiB; seconds in s, ms, µs; shares, counts, and shortened source locations.
 
 Errors, tables and pages all use these functions, so that one quantity has one form everywhere.
+
+Whole programs, plans and instruction lists are rendered by `alpa_lite.inspection`, which their packages must not
+import. It registers its functions here as views (`register_views`) when `alpa_lite` is imported, and values look up
+their view by name (`view`).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from enum import Enum, auto
 
 _BYTES = re.compile(r"^(?P<number>\d+(?:\.\d*)?|\.\d+)\s*(?P<prefix>[kMGT]?)(?P<binary>i?)B?$", re.IGNORECASE)
 _PLACE = re.compile(r"(?:[^\s()]*/)?([^\s/():]+/[^\s/():\[\]]+\.\w+:\d+)(?::\d+)?(?: \([^)]*\))?")
@@ -120,3 +125,35 @@ def short_sources(text: str) -> str:
 def _decimals(size: float) -> int:
     # Three significant digits, so that columns of one unit have about one width; a plain zero needs none.
     return 2 if 0 < abs(size) < 10 else 1 if abs(size) < 100 else 0
+
+
+class View(Enum):
+    """The names of the views that a value can be rendered as."""
+
+    GRAPH_HTML = auto()
+    GRAPH_TEXT = auto()
+    GRAPH_SUMMARY = auto()
+    INSTRUCTIONS_HTML = auto()
+    INSTRUCTIONS_TEXT = auto()
+    INSTRUCTIONS_SUMMARY = auto()
+    PLAN_TEXT = auto()
+    PLAN_PAGE = auto()
+    PLAN_FRAGMENT = auto()
+    PLAN_EXPLANATION = auto()
+    PLAN_TIME = auto()
+    PLAN_MEMORY = auto()
+    PLAN_DIFF = auto()
+
+
+# Filled by `alpa_lite.inspection`; a plain dict suffices, because registering happens once, during the import.
+_views: dict[View, Callable[..., str]] = {}
+
+
+def register_views(views: Mapping[View, Callable[..., str]]) -> None:
+    """Register the functions that render values; each takes the value as its first argument and returns text."""
+    _views.update(views)
+
+
+def view(kind: View, *arguments: object, **options: object) -> str:
+    """Return the value ``arguments[0]`` rendered as this kind of view."""
+    return _views[kind](*arguments, **options)

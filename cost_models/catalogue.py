@@ -17,10 +17,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, cast
 
-from cost_models.errors import ClusterError
-from cost_models.hardware import Device
-from cost_models.link import Link
-from cost_models.untrusted_text import parse_json
+from cost_models.checks import ClusterError, parse_json
+from cost_models.hardware import Device, Link
 
 _MAX_BYTES, _MAX_VALUES = 2**20, 100_000
 

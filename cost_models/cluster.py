@@ -7,13 +7,14 @@ slice). Hosts may differ: `groups` then describes them, the fields of the cluste
 and `Cluster.at` returns the cluster that a range of its devices sees.
 
 `load_cluster` reads the descriptions that ship in `clusters/*.json` (each value with its source) or a file of the same
-form.
+form. `with_memory`, `with_bandwidth` and `with_times_the_hosts` derive hypothetical clusters from one; where hosts
+differ, the change applies to all host groups.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, cast
@@ -30,9 +31,8 @@ from cost_models.catalogue import (
     without_comments,
 )
 from cost_models.catalogue import known_clusters as known_clusters
-from cost_models.errors import ClusterError, require_count
-from cost_models.hardware import Device
-from cost_models.link import Link
+from cost_models.checks import ClusterError, require_count
+from cost_models.hardware import Device, Link
 
 #: Algorithms that a collective library may implement (see `schemes`).
 ALGORITHMS = ("ring", "tree", "double_tree", "halving_doubling", "hierarchical")
@@ -372,3 +372,64 @@ def _mixed(values: Mapping[str, Any]) -> dict[str, Any]:
         "device": slowest_device([group.device for group in groups]),
         "intra_host": slowest_link([group.intra_host for group in groups]),
     }
+
+
+def with_memory(cluster: Cluster, memory_bytes: float) -> Cluster:
+    """Return the cluster with `memory_bytes` of usable memory on each device.
+
+    Raises:
+        ClusterError: a number that is not above 0.
+    """
+
+    return _with_devices(cluster, lambda device: replace(device, memory_bytes=float(memory_bytes)))
+
+
+def with_memory_limit(cluster: Cluster, memory_bytes: float) -> Cluster:
+    """Return the cluster with the usable memory of each device limited to `memory_bytes`.
+
+    Raises:
+        ClusterError: a number that is not above 0.
+    """
+    limit = float(memory_bytes)
+    return _with_devices(cluster, lambda device: replace(device, memory_bytes=min(limit, device.memory_bytes)))
+
+
+def with_times_the_hosts(cluster: Cluster, times: int) -> Cluster:
+    """Return the cluster with `times` as many hosts, in each host group."""
+    groups = tuple(replace(group, num_hosts=times * group.num_hosts) for group in cluster.groups)
+    return replace(cluster, num_hosts=times * cluster.num_hosts, groups=groups)
+
+
+def with_bandwidth(cluster: Cluster, scale: float) -> Cluster:
+    """Return the cluster with the bandwidth of all links multiplied by `scale`; latencies are unchanged.
+
+    Raises:
+        ClusterError: a scale that is not above 0.
+    """
+    if not scale > 0:
+        raise ClusterError(f"A bandwidth scale of {scale!r} was given; it must be above 0: 0.5 for half as fast links.")
+
+    def changed(link: Link) -> Link:
+        return replace(link, bandwidth_bytes_per_second=scale * link.bandwidth_bytes_per_second)
+
+    groups = tuple(
+        replace(
+            group,
+            intra_host=changed(group.intra_host),
+            inter_host=None if group.inter_host is None else changed(group.inter_host),
+        )
+        for group in cluster.groups
+    )
+    return replace(
+        cluster,
+        intra_host=changed(cluster.intra_host),
+        inter_host=changed(cluster.inter_host),
+        intra_domain=None if cluster.intra_domain is None else changed(cluster.intra_domain),
+        groups=groups,
+    )
+
+
+def _with_devices(cluster: Cluster, changed: Callable[[Device], Device]) -> Cluster:
+    # The device of the cluster stands for the slowest of its groups, so it changes with them.
+    groups = tuple(replace(group, device=changed(group.device)) for group in cluster.groups)
+    return replace(cluster, device=changed(cluster.device), groups=groups)

@@ -7,9 +7,9 @@
                                   min(num_links * rate inside, hosts * rate that leaves a host)
 
 `schemes` derives the levels with their rates and the schemes, `traffic` the bytes and messages of one algorithm,
-and `link` the time move(b) of b bytes. On a shared processor all members exchange data through shared memory, at one
-barrier, and the processor serves them one after another. Each term is increasing and continuous in bytes, and so are
-sums, minima and maxima of them.
+and `hardware` the time move(b) of b bytes. On a shared processor all members exchange data through shared memory, at
+one barrier, and the processor serves them one after another. Each term is increasing and continuous in bytes, and so
+are sums, minima and maxima of them.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from cost_models.checks import require_amount, require_choice, require_count
 from cost_models.cluster import Cluster
-from cost_models.errors import require_amount, require_choice, require_count
-from cost_models.link import Link, moving_seconds
+from cost_models.hardware import Link, moving_seconds
 from cost_models.schemes import Scheme, levels_of, rate_of_host, schemes
 from cost_models.traffic import (
     Algorithm,

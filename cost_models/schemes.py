@@ -46,9 +46,9 @@ from itertools import product
 from math import log2
 
 from cost_models import traffic
+from cost_models.checks import CostModelError
 from cost_models.cluster import Cluster
-from cost_models.errors import CostModelError
-from cost_models.link import Link, moving_seconds
+from cost_models.hardware import Link, moving_seconds
 from cost_models.traffic import Algorithm, Traffic
 from cost_models.work import CollectiveKind, Group
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from cost_models.errors import CostModelError, require_amount, require_choice, require_count
+from cost_models.checks import CostModelError, require_amount, require_choice, require_count
 
 WorkKind = Literal["matmul", "convolution", "attention", "elementwise"]
 # From the type, so that the type checker and the check at run time agree.

@@ -20,8 +20,8 @@ from alpa_lite.runtime.execute.execute import WATCHDOG_SECONDS, OnHang
 from alpa_lite.schedule.tasks import MOST_MICROBATCHES
 from alpa_lite.step.split import OnNonAdditive
 from alpa_lite.trace.batch import BatchArgnums
+from cost_models.checks import printable
 from cost_models.cluster import Cluster, load_cluster
-from cost_models.untrusted_text import printable
 
 Chosen = TypeVar("Chosen", bound=str)
 

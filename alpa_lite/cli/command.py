@@ -27,7 +27,7 @@ from rich.console import Console
 from alpa_lite.cli.exit_codes import Exit, reader_left
 from alpa_lite.errors import AlpaLiteError, InfeasibleError
 from cost_models import CostModelError
-from cost_models.untrusted_text import message
+from cost_models.checks import message
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]

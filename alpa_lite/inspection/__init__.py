@@ -5,7 +5,7 @@ decision (`why/`), and pages and figures (`page/`).
 Read `text/tables` first.
 
 Programs, plans and instruction lists show themselves by the functions that `register` enters into
-`alpa_lite.program.view_registry`. Each function is imported when it is first called: drawing pages and repricing plans
+`alpa_lite.text`. Each function is imported when it is first called: drawing pages and repricing plans
 need modules that planning and running do without.
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib import import_module
 
-from alpa_lite.program.view_registry import View, register_views
+from alpa_lite.text import View, register_views
 
 _FUNCTIONS = {
     View.GRAPH_HTML: ("page.notebook", "graph_html"),

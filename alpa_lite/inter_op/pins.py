@@ -18,7 +18,7 @@ from alpa_lite.errors import PlanError
 from alpa_lite.program.ir import Value
 from alpa_lite.program.phases import StepGraph
 from alpa_lite.sharding.specs import Spec, divides
-from cost_models.untrusted_text import printable
+from cost_models.checks import printable
 
 AXES = ("x", "replica", "data", "model")
 

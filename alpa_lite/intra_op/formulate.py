@@ -10,7 +10,7 @@ Every node chooses one strategy:
              update reads it; if the update only adds it to other sums of this kind, it may remain
              a partial sum until that addition                                                     (_add_crossing)
 
-All other ops (`leaders`) follow their main operand: their strategies are those of its node (_add_follower). Scalars
+All other ops (`op_choices`) follow their main operand: their strategies are those of its node (_add_follower). Scalars
 that are only added up (a gradient norm) remain partial sums until the last addition, which is never worse (_add_sum).
 An edge prices the resharding from the spec that a node offers to the spec that an op demands:
 
@@ -35,8 +35,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 
 from alpa_lite.intra_op.interning import Recent, SharedArrays
-from alpa_lite.intra_op.layout_constraints import Keeping
-from alpa_lite.intra_op.leaders import Deciding, PartialSums, is_scalar_sum
+from alpa_lite.intra_op.op_choices import Deciding, Keeping, PartialSums, is_scalar_sum
 from alpa_lite.intra_op.problem import Edge, FloatArray, Problem, Usage
 from alpa_lite.intra_op.stage import (
     Choice,

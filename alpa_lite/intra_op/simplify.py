@@ -25,10 +25,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from alpa_lite.intra_op.dominance import drop_dominated
-from alpa_lite.intra_op.memory_rows import RangeMaximum, sum_over_rows
 from alpa_lite.intra_op.problem import Edge, FloatArray, IntArray, Problem, Usage
-from alpa_lite.intra_op.reductions import NodeUsage, UndoStep, Workspace
+from alpa_lite.intra_op.reductions import NodeUsage, RangeMaximum, UndoStep, Workspace, drop_dominated, sum_over_rows
 
 _ROUNDING = 1e-13
 _CHUNK_ENTRIES = 4_000_000

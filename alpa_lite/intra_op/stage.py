@@ -2,7 +2,7 @@
 
 `StageView` has the ops of a stage in execution order, its inputs and outputs, and the runs of each op. The user may
 constrain the layout of its values: which tensor dim a mesh axis must split, for some or all values of the step
-(`GivenLayout`). `layout_constraints` restricts the strategies of a stage to them.
+(`GivenLayout`). `op_choices` restricts the strategies of a stage to them.
 
 The builder of the intra-op problem records a node and specs for each value (`Offer`) and placements for each op
 (`Placed`, …), from which a solution is decoded (`placements_of`). `Choice` is the decoded solution: specs, placements,
@@ -17,8 +17,7 @@ from functools import cached_property
 from itertools import chain
 
 from alpa_lite.plan.plan import Accumulator, OpPlacement
-from alpa_lite.program.ir import Graph, Op
-from alpa_lite.program.memo import memoized
+from alpa_lite.program.ir import Graph, Op, memoized
 from alpa_lite.program.phases import Phase, StepGraph
 from alpa_lite.rules.op_info import free_ops, free_values, op_class
 from alpa_lite.sharding.specs import Spec

@@ -34,16 +34,17 @@ from alpa_lite.plan.parts import OpaqueUse as OpaqueUse
 from alpa_lite.plan.parts import OpPlacement as OpPlacement
 from alpa_lite.plan.parts import Prediction as Prediction
 from alpa_lite.plan.parts import SolverReport as SolverReport
+from alpa_lite.plan.parts import StageCost as StageCost
 from alpa_lite.plan.parts import StagePlan as StagePlan
 from alpa_lite.plan.parts import UndividedDim as UndividedDim
 from alpa_lite.program.ir import Graph
 from alpa_lite.program.phases import StepGraph
-from alpa_lite.program.view_registry import View, view
 from alpa_lite.schedule import Schedule
 from alpa_lite.schedule.tasks import MOST_MICROBATCHES, SpanLike
 from alpa_lite.sharding.meshes import sharing
 from alpa_lite.sharding.specs import Spec
 from alpa_lite.step.recomputation import Remat
+from alpa_lite.text import View, view
 from cost_models.cluster import Cluster
 
 FORMAT = 5
@@ -404,7 +405,8 @@ def _prediction(plan: Plan) -> Iterator[str]:
     for use in (*prediction.collectives, *plan.undivided):
         if not 0 <= use.stage < count:
             yield f"it predicts something of stage {use.stage}, of {count}"
-    for part in (*plan.stages, prediction, *prediction.collectives, *plan.opaque, *plan.undivided):
+    costs = (stage.cost for stage in plan.stages)
+    for part in (*costs, prediction, *prediction.collectives, *plan.opaque, *plan.undivided):
         for each in fields(part):
             value = getattr(part, each.name)
             numbers = value if each.name == "peak_bytes" else (value,) if isinstance(value, float) else ()

@@ -34,8 +34,7 @@ from alpa_lite.planners.planner import Planner, renamed_options
 from alpa_lite.program.collector import rare_collection
 from alpa_lite.schedule import EagerOneFOneB, GPipe, OneFOneB, Schedule, ZeroBubbleH1
 from alpa_lite.step.recomputation import Remat
-from cost_models.cluster import Cluster
-from cost_models.varied import with_memory_limit
+from cost_models.cluster import Cluster, with_memory_limit
 
 SCHEDULES: tuple[Schedule, ...] = (OneFOneB(), EagerOneFOneB(), ZeroBubbleH1(), GPipe())
 """Schedules of pipelines to try; stages are searched for the first two, and the first of them needs less memory."""

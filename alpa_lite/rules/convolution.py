@@ -29,16 +29,16 @@ FLOPs: 2 · (elements of the result) · (taps and channels that each sums), with
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import gcd, prod
-from typing import Any
 
 from alpa_lite.rules.registry import (
     Dims,
     FactorKind,
     Halo,
     OpView,
+    Params,
     Rule,
     RuleBuilder,
     ints,
@@ -93,7 +93,7 @@ def shared_factor(b: RuleBuilder, one: int, other: int, kind: FactorKind) -> tup
     return first, second
 
 
-def windows_of(params: Mapping[str, Any]) -> list[Window]:
+def windows_of(params: Params) -> list[Window]:
     """Return the windows of a pooling op along each dim, from its parameters."""
     ones = (1,) * len(params["window_dimensions"])
     return [
@@ -212,9 +212,7 @@ class SpatialDim:
         return replace(self, window=window, summed=not self.summed)
 
 
-def spatial_dims(
-    params: Mapping[str, Any], specs: Sequence[Sequence[int]], shapes: Sequence[Sequence[int]]
-) -> list[SpatialDim]:
+def spatial_dims(params: Params, specs: Sequence[Sequence[int]], shapes: Sequence[Sequence[int]]) -> list[SpatialDim]:
     """Return the spatial dims of a convolution, in the order of its parameters.
 
     `specs` and `shapes` are those of input, kernel and result; a spec lists dims by role (batch, feature, spatial…).

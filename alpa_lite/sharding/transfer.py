@@ -29,7 +29,7 @@ from math import prod
 from alpa_lite.errors import PlanError
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh
 from alpa_lite.sharding.reshard import reshard
-from alpa_lite.sharding.specs import Move, Spec, divides, local_shape, moves
+from alpa_lite.sharding.specs import Move, MoveKind, Spec, divides, local_shape, moves
 
 Box = tuple[tuple[int, int], ...]
 """A rectangular part of an array: (start, stop) along each dim."""
@@ -275,7 +275,7 @@ def _gathers(shape: tuple[int, ...], target: Placement, spread: Sequence[tuple[s
         left[dim] = ()
         dims = tuple((*wanted, *parts) for wanted, parts in zip(target.spec.dims, left, strict=True))
         factor = prod(held) / prod(shape)
-        steps.append(Move(kind="all_gather", axes=axes, dim=dim, spec=Spec(dims), bytes_factor=factor))
+        steps.append(Move(kind=MoveKind.ALL_GATHER, axes=axes, dim=dim, spec=Spec(dims), bytes_factor=factor))
         held[dim] = block[dim]
     return tuple(steps)
 
@@ -288,8 +288,8 @@ def _resolution(source: Placement, shape: tuple[int, ...]) -> tuple[Move, ...]:
     steps, spec, sizes = list[Move](), source.spec, source.mesh.axis_sizes
     for axis in source.spec.partial:
         possible = [step for step in moves(spec, shape, sizes) if step.axes == (axis,)]
-        scattered = (step for step in possible if step.kind == "reduce_scatter")
-        summed = next(step for step in possible if step.kind == "all_reduce")
+        scattered = (step for step in possible if step.kind is MoveKind.REDUCE_SCATTER)
+        summed = next(step for step in possible if step.kind is MoveKind.ALL_REDUCE)
         steps.append(next(scattered, summed))
         spec = steps[-1].spec
     return tuple(steps)

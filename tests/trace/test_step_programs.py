@@ -15,7 +15,7 @@ from alpa_lite.program.ir import Graph
 from alpa_lite.program.phases import Phase, StepGraph
 from alpa_lite.step.split import split_step
 from alpa_lite.trace.from_jaxpr import from_jaxpr
-from alpa_lite.trace.passes.sink_constants import sink_free_values
+from alpa_lite.trace.passes.code_motion import sink_free_values
 from alpa_lite.trace.trace import Traced, trace
 
 #: A number of positions that no other dim has.

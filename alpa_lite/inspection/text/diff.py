@@ -24,8 +24,7 @@ from alpa_lite.text import (
     show_ratio,
     show_seconds,
 )
-from cost_models.cluster import Cluster
-from cost_models.varied import with_bandwidth, with_memory
+from cost_models.cluster import Cluster, with_bandwidth, with_memory
 
 _MAX_SPEC_ROWS = 25
 

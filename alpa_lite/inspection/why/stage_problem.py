@@ -119,9 +119,8 @@ class StageProblem:
         stage = self.placed
         assert stage is not None
         choice = Choice(inputs=stage.inputs, ops=stage.ops, accumulators=stage.accumulators)
-        held = stage.state_bytes + stage.accumulator_bytes + stage.temporary_bytes
         # As the plan predicts it, so that a row of the chosen value has the plan's own memory.
-        peak = held + self.in_flight * stage.activation_bytes
+        peak = stage.cost.bytes_in_flight(self.in_flight)
         return self._priced(
             choice,
             Solution(

@@ -18,8 +18,8 @@ from alpa_lite.inter_op.survey import Profile
 from alpa_lite.intra_op.shortage import Shortage
 from alpa_lite.plan.plan import Plan
 from alpa_lite.text import show_bytes, show_seconds
+from cost_models.cluster import with_times_the_hosts
 from cost_models.hardware import Device
-from cost_models.varied import with_times_the_hosts
 
 #: Number of larger numbers of micro-batches, and of doublings of the cluster, that are tried.
 MAX_TRIES = 4

@@ -28,8 +28,8 @@ from typing import Any
 
 import numpy as np
 
-from alpa_lite.intra_op.memory_rows import binding_times, sum_over_rows
 from alpa_lite.intra_op.problem import FloatArray, IntArray, Problem, Solution, Status, evaluate
+from alpa_lite.intra_op.reductions import binding_times, sum_over_rows
 from alpa_lite.intra_op.solvers.integer_program import leanest_choices
 from alpa_lite.intra_op.solvers.solver import Control, Solver, no_solution, solution_of
 

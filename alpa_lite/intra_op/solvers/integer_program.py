@@ -33,8 +33,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from alpa_lite.intra_op.memory_rows import MemoryRow, binding_times, maximal_rows, memory_rows
 from alpa_lite.intra_op.problem import Edge, FloatArray, Problem, Solution, Status, evaluate
+from alpa_lite.intra_op.reductions import MemoryRow, binding_times, maximal_rows, memory_rows
 from alpa_lite.intra_op.solvers.solver import Control, ProgramTooLargeError, Solver, no_solution, solution_of
 
 if TYPE_CHECKING:

@@ -36,8 +36,7 @@ from alpa_lite.errors import CheckpointError
 from alpa_lite.runtime.checkpoint import disk
 from alpa_lite.runtime.checkpoint.checksums import LIST, OLD, list_kind, read_list
 from alpa_lite.runtime.checkpoint.lease import Lease
-from alpa_lite.runtime.checkpoint.untrusted import read_bounded, shown
-from cost_models.untrusted_text import parse_json
+from cost_models.checks import excerpt, parse_json
 
 RECORD = "alpa_lite_checkpoint.json"
 """Name of the file."""
@@ -67,7 +66,7 @@ class Record:
 def read_record(folder: Path) -> Record | None:
     """Return the record of a checkpoint; None if it is missing, damaged, or of a later version."""
     try:
-        data = parse_json(read_bounded(folder / RECORD, _MOST_BYTES), any_text=True, max_values=16, max_depth=1)
+        data = parse_json(disk.read_bounded(folder / RECORD, _MOST_BYTES), any_text=True, max_values=16, max_depth=1)
         digest = data.pop("sha256")
         record = Record(**data)
     # `TypeError` comes of a record with other fields, as a later version may write.
@@ -152,7 +151,7 @@ class Folder:
         place = self.path / f"{number}"
         if _exists(place) and not _is_marked(place):
             raise CheckpointError(
-                f"{shown(place, 300)} is there and is no checkpoint of alpa_lite, so that it is not replaced. Remove "
+                f"{excerpt(place, 300)} is there and is no checkpoint of alpa_lite, so that it is not replaced. Remove "
                 "it, or give another folder."
             )
         disk.make_folders(self.path)
@@ -206,7 +205,7 @@ class Folder:
             self._remove(others[: max(0, len(others) - keep + 1)] if keep is not None else [])
             self._remove(path for path, kind in self._named() if kind == _REPLACED and self._is_replaced(path))
         except OSError as error:
-            _logger.warning("Old checkpoints in %s could not be removed: %s", shown(self.path, 300), error)
+            _logger.warning("Old checkpoints in %s could not be removed: %s", excerpt(self.path, 300), error)
 
     def give_up(self, unfinished: Path) -> None:
         """Remove the files of a failed save, and restore the step that it was to replace."""
@@ -244,7 +243,7 @@ class Folder:
                 "The checkpoint of step %d in %s is of a branch that was left, and is called %s from now on. Remove it "
                 "by hand when it is no longer needed.",
                 number,
-                shown(self.path, 300),
+                excerpt(self.path, 300),
                 moved.name,
             )
 
@@ -252,7 +251,7 @@ class Folder:
         """Rename a checkpoint of ours, with a number appended if the name is taken."""
         self.lease.check()
         if not _is_marked(path):
-            raise CheckpointError(f"{shown(path, 300)} is no checkpoint of alpa_lite any more, and is not touched.")
+            raise CheckpointError(f"{excerpt(path, 300)} is no checkpoint of alpa_lite any more, and is not touched.")
         names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
         new = next(self.path / each for each in names if not _exists(self.path / each))
         disk.rename(path, new)
@@ -286,7 +285,7 @@ class Folder:
         moved = self._rename(path, f"{_number(path)}.{_ASIDE}")
         _logger.warning(
             "%s was to be removed, but %s, which alpa_lite did not write: it stays as %s.",
-            shown(path, 300),
+            excerpt(path, 300),
             foreign,
             moved.name,
         )
@@ -354,7 +353,7 @@ def _foreign(path: Path) -> str:
         listed = {}
     for name in files_of(path):
         if not (is_own(name) or name in listed):
-            return f"it holds {shown(name)}"
+            return f"it holds {excerpt(name)}"
     return ""
 
 

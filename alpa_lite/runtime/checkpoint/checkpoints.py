@@ -31,23 +31,22 @@ from alpa_lite.plan.codec import MAX_BYTES
 from alpa_lite.plan.plan import Plan
 from alpa_lite.runtime.checkpoint.checkpoint_folder import Folder
 from alpa_lite.runtime.checkpoint.checksums import damage
-from alpa_lite.runtime.checkpoint.file_checks import check_files
+from alpa_lite.runtime.checkpoint.disk import TooLargeError, check_size
 from alpa_lite.runtime.checkpoint.saved_leaves import (
     Wanted,
+    check_files,
     check_fit,
     read_leaves,
     stored,
     wanted,
     write_leaves,
 )
-from alpa_lite.runtime.checkpoint.shared_errors import agreed_trouble, reason_of
-from alpa_lite.runtime.checkpoint.untrusted import TooLargeError, check_size, shown
 from alpa_lite.runtime.execute.function import CompiledFunction
 from alpa_lite.runtime.job.activity import busy
-from alpa_lite.runtime.job.consensus import agreed_data, everywhere
+from alpa_lite.runtime.job.consensus import Stopping, agreed_data, everywhere, reason_of, shared_error
 from alpa_lite.runtime.job.launched import summary
 from alpa_lite.runtime.job.shutdown import leaving
-from alpa_lite.runtime.job.termination import Stopping
+from cost_models.checks import excerpt
 
 _SHOWN = 3
 _SHOWN_STEPS = 20
@@ -73,7 +72,7 @@ class Checkpoints:
         # `Path` would make a local folder of an address.
         if "://" in str(folder):
             raise CheckpointError(
-                f"{shown(folder, _REASON_LETTERS)} was given, but a folder of a file system is needed that all "
+                f"{excerpt(folder, _REASON_LETTERS)} was given, but a folder of a file system is needed that all "
                 "processes share. Mount the bucket (gcsfuse, for instance) and give the folder."
             )
         if keep is not None and keep < 1:
@@ -233,7 +232,7 @@ class Checkpoints:
             try:
                 plan = _plan(each.path / "plan.json")
             except (OSError, ValueError) as error:
-                reason = shown(error, _REASON_LETTERS)
+                reason = excerpt(error, _REASON_LETTERS)
                 refused.append(f"The plan of step {each.number} in {self._where} cannot be read: {reason}")
                 continue
             for sentence in refused[:_SHOWN]:
@@ -280,7 +279,7 @@ class Checkpoints:
 
     @property
     def _where(self) -> str:
-        return shown(self.folder, _REASON_LETTERS)
+        return excerpt(self.folder, _REASON_LETTERS)
 
     def _is_asked(self, number: int, step: int | None) -> bool:
         return number == step if step is not None else number not in self._damaged
@@ -296,9 +295,9 @@ class Checkpoints:
             state = [each.restored(read.get(each.name)) for each in leaves]
         except Exception as error:
             problem = error
-        if trouble := agreed_trouble(problem):
+        if failure := shared_error(problem):
             raise CheckpointError(
-                f"The checkpoint of step {step} in {self._where} cannot be restored: {trouble.reason}."
+                f"The checkpoint of step {step} in {self._where} cannot be restored: {failure.reason}."
             ) from problem
         return state
 
@@ -325,26 +324,26 @@ class Checkpoints:
             is_small = not isinstance(error.__cause__, TooLargeError)
             # The checksum tells a changed file from one of a later version; a huge one is not read for that.
             changed = damage(there.path, names=("leaves.json",)) if verify and is_small else []
-            return changed or [shown(reason_of(error), _REASON_LETTERS)]
+            return changed or [excerpt(reason_of(error), _REASON_LETTERS)]
         try:
             check_files(there.path, saved)
         except (OSError, ValueError) as error:
-            return [shown(error, _REASON_LETTERS)]
+            return [excerpt(error, _REASON_LETTERS)]
         return damage(there.path, share=jax.process_index(), num_shares=jax.process_count()) if verify else []
 
     def _none(self, step: int | None) -> str:
         steps = self.steps
         more = f"{len(steps) - _SHOWN_STEPS} more, " if len(steps) > _SHOWN_STEPS else ""
         there = more + ", ".join(map(str, steps[-_SHOWN_STEPS:])) or "none"
-        wanted = f"of step {shown(step)} " if step is not None else ""
+        wanted = f"of step {excerpt(step)} " if step is not None else ""
         return (
             f"There is no checkpoint {wanted}in {self._where}; there are: {there}. Look at `latest` before restoring."
         )
 
     def _raise_if_failed(self, step: int, problem: Exception | None) -> None:
         """Raise on all processes an error that a save had on any of them."""
-        if trouble := agreed_trouble(problem):
-            raise CheckpointError(f"{self._failed(step, trouble.reason)} {trouble.advice}") from problem
+        if failure := shared_error(problem):
+            raise CheckpointError(f"{self._failed(step, failure.reason)} {failure.advice}") from problem
 
     def _failed(self, step: int, reason: str) -> str:
         """Return the message of a failed save. Its files are removed, since the disk may be full."""
@@ -417,7 +416,7 @@ def _whole(step: Any) -> int:
     except TypeError:
         number = -1
     if number < 0:
-        raise CheckpointError(f"step={shown(repr(step))} was given; give a whole number that is not negative.")
+        raise CheckpointError(f"step={excerpt(repr(step))} was given; give a whole number that is not negative.")
     return number
 
 

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from alpa_lite.runtime.checkpoint import disk
-from alpa_lite.runtime.checkpoint.untrusted import open_regular, read_bounded, shown
+from cost_models.checks import excerpt
 
 LIST = "SHA256SUMS"
 """The file with the digests; those of a subfolder are in `SHA256SUMS.<its name>` until the whole list is written."""
@@ -62,7 +62,7 @@ def write_part(folder: Path, part: str) -> None:
 def list_kind(folder: Path) -> str:
     """Return the kind of a folder's list, if it is ours: `NEW`, `OLD` (without a record), or empty for none."""
     try:
-        with open_regular(folder / LIST) as file:
+        with disk.open_regular(folder / LIST) as file:
             # Bounded: a foreign file of this name may be large and have no line break.
             line = file.read(200).partition(b"\n")[0]
     except OSError:
@@ -80,7 +80,7 @@ def damage(folder: Path, *, share: int = 0, num_shares: int = 1, names: Sequence
     try:
         known = read_list(folder / LIST)
     except (OSError, ValueError) as error:
-        return [f"its list of checksums, {LIST}, cannot be read ({shown(_reason(error))})"]
+        return [f"its list of checksums, {LIST}, cannot be read ({excerpt(_reason(error))})"]
     names = [name for name in sorted(known)[share::num_shares] if names is None or name in names]
     with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
         # Reading and hashing release Python's lock, so threads use several cores.
@@ -93,14 +93,14 @@ def read_list(path: Path) -> dict[str, str]:
 
     Raises ValueError for a list that was truncated or changed, or names a file outside.
     """
-    first, _, lines = read_bounded(path, _MOST_BYTES).decode("utf-8").partition("\n")
+    first, _, lines = disk.read_bounded(path, _MOST_BYTES).decode("utf-8").partition("\n")
     if first not in {start + _of_text(lines) for start in _FIRST_LINES.values()}:
         raise ValueError("it was cut off or changed")
     found: dict[str, str] = {}
     for line in lines.split("\n")[:-1]:
         match = _LINE.fullmatch(line)
         if match is None or not _is_inside(match[2]) or match[2] in found:
-            raise ValueError(f"{shown(line[66:] or line)} is no name of a file in the folder, or is there twice")
+            raise ValueError(f"{excerpt(line[66:] or line)} is no name of a file in the folder, or is there twice")
         found[match[2]] = match[1]
     return found
 
@@ -115,12 +115,12 @@ def _problem(folder: Path, name: str, digest: str) -> str:
     try:
         # The name stays inside, but a link on its way may lead elsewhere.
         if not (folder / name).resolve().is_relative_to(folder.resolve()):
-            return f"{shown(name)} leads out of the folder"
-        return "" if _digest(folder / name) == digest else f"{shown(name)} is not what was written"
+            return f"{excerpt(name)} leads out of the folder"
+        return "" if _digest(folder / name) == digest else f"{excerpt(name)} is not what was written"
     except FileNotFoundError:
-        return f"{shown(name)} is missing"
+        return f"{excerpt(name)} is missing"
     except (OSError, RuntimeError) as error:  # `resolve` raises RuntimeError for cyclic links
-        return f"{shown(name)} cannot be read ({shown(_reason(error))})"
+        return f"{excerpt(name)} cannot be read ({excerpt(_reason(error))})"
 
 
 def _reason(error: Exception) -> str:
@@ -134,7 +134,7 @@ def _digests(folder: Path, names: Iterable[str]) -> dict[str, str]:
 
 
 def _digest(path: Path) -> str:
-    with open_regular(path) as file:
+    with disk.open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

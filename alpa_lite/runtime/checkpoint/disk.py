@@ -1,15 +1,22 @@
-"""All changes that checkpoints make to a file system, apart from the arrays that Orbax writes.
+"""Changes that checkpoints make to a file system, apart from the arrays that Orbax writes; and guarded reads.
 
-All of them go through these functions, so that tests can make each one fail, and can record them to compute the state
+All changes go through these functions, so that tests can make each one fail, and can record them to compute the state
 after a loss of power. A name that was made, changed or removed is on disk once its folder was synced (`sync`).
+
+Files in a folder of checkpoints may be damaged, or changed by others:
+
+    open_regular     open a regular file: this neither blocks (a FIFO) nor has an effect (a device)
+    read_bounded     read such a file, if it is not too large
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import stat
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from io import BufferedReader
 from pathlib import Path
 
 _MAX_THREADS = 8
@@ -87,3 +94,37 @@ def make_folders(path: Path) -> None:
 def _sync_all(paths: Iterable[Path]) -> None:
     with ThreadPoolExecutor(_MAX_THREADS) as pool:
         list(pool.map(sync, paths))
+
+
+class TooLargeError(ValueError):
+    """A file that is larger than any that alpa_lite writes."""
+
+
+def open_regular(path: Path) -> BufferedReader:
+    """Open a file for reading. Raises OSError, with a sentence if it is not a regular file."""
+    # Before opening, which has an effect on some devices; and after it, as the file may have been replaced.
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError("it is no regular file")
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError("it is no regular file")
+    return file
+
+
+def read_bounded(path: Path, most: int) -> bytes:
+    """Return the content of a file of at most `most` bytes. Raises OSError, or `TooLargeError`."""
+    with open_regular(path) as file:
+        _check_size(file, most)
+        return file.read(most)
+
+
+def check_size(path: Path, most: int) -> None:
+    """Raise OSError or `TooLargeError` unless this is a regular file of at most `most` bytes."""
+    with open_regular(path) as file:
+        _check_size(file, most)
+
+
+def _check_size(file: BufferedReader, most: int) -> None:
+    if os.fstat(file.fileno()).st_size > most:
+        raise TooLargeError(f"it has more than {most} bytes")

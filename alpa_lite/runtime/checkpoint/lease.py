@@ -28,8 +28,7 @@ from pathlib import Path
 
 from alpa_lite.errors import CheckpointError
 from alpa_lite.runtime.checkpoint import disk
-from alpa_lite.runtime.checkpoint.untrusted import read_bounded, shown
-from cost_models.untrusted_text import parse_json
+from cost_models.checks import excerpt, parse_json
 
 BEAT_SECONDS = 10.0
 """Seconds between two signs of life of an owner."""
@@ -68,8 +67,8 @@ class Lease:
             newest = self._look()
             if newest is not None and (owner := self._alive(newest)) is not None:
                 raise CheckpointError(
-                    f"Another job saves checkpoints into {shown(self.folder, 300)}: {_in_words(owner)}. Two jobs must "
-                    "not save into one folder: end that one, or give another folder."
+                    f"Another job saves checkpoints into {excerpt(self.folder, 300)}: {_in_words(owner)}. Two jobs "
+                    "must not save into one folder: end that one, or give another folder."
                 )
             if self._take(1 if newest is None else newest + 1):
                 return None
@@ -79,15 +78,15 @@ class Lease:
         held = self._held
         # A forked process inherits this object, but not the right to write.
         if held is None or held.process != os.getpid():
-            raise CheckpointError(f"This process does not own the right to save into {shown(self.folder, 300)}.")
+            raise CheckpointError(f"This process does not own the right to save into {excerpt(self.folder, 300)}.")
         if held.is_mine():
             return
         newest = _newest(self.folder)
         by = f" by {_in_words(_owner(_content(self.folder, newest)))}" if newest is not None else ""
         raise CheckpointError(
-            f"The right to save into {shown(self.folder, 300)} was taken over from this process{by}, as it was silent "
-            f"for more than {EXPIRY_SECONDS:.0f} s or its {held.path.name} was removed. Nothing more is written. Start "
-            "the job again, alone, to go on from the newest checkpoint."
+            f"The right to save into {excerpt(self.folder, 300)} was taken over from this process{by}, as it was "
+            f"silent for more than {EXPIRY_SECONDS:.0f} s or its {held.path.name} was removed. Nothing more is "
+            "written. Start the job again, alone, to go on from the newest checkpoint."
         )
 
     def give_back(self) -> None:
@@ -125,7 +124,7 @@ class Lease:
                 told = True
                 _logger.warning(
                     "%s belongs to %s. It is awaited for %.0f s whether that one is alive.",
-                    shown(self.folder, 300),
+                    excerpt(self.folder, 300),
                     _in_words(owner),
                     EXPIRY_SECONDS - silent,
                 )
@@ -224,7 +223,7 @@ def _newest(folder: Path) -> int | None:
 def _content(folder: Path, number: int) -> bytes:
     """Return the content of a lease file; empty if the file is gone or is no lease."""
     try:
-        return read_bounded(_path(folder, number), _MOST_BYTES)
+        return disk.read_bounded(_path(folder, number), _MOST_BYTES)
     except (FileNotFoundError, ValueError):
         return b""
 
@@ -314,7 +313,7 @@ def _runs(owner: Mapping[str, object]) -> bool:
 def _in_words(owner: Mapping[str, object]) -> str:
     if not owner:
         return "one that has not said who it is"
-    host, process, started, heard = (shown(owner.get(key, "?")) for key in ("host", "process", "started", "heard"))
+    host, process, started, heard = (excerpt(owner.get(key, "?")) for key in ("host", "process", "started", "heard"))
     if _is_here(owner) and owner.get("process") == os.getpid():
         return "this process, through another Checkpoints, which must be closed first"
     return f"process {process} on {host}, which began to save at {started} and was last heard of at {heard}"

@@ -21,20 +21,25 @@ from pathlib import Path
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+import tensorstore as ts
 from etils import epath
 
 from alpa_lite.runtime.checkpoint import disk
 from alpa_lite.runtime.checkpoint.checksums import LIST, write_checksums, write_part
-from alpa_lite.runtime.checkpoint.file_checks import check_headers
 from alpa_lite.runtime.checkpoint.saved_leaves import Leaf, Wanted
-from alpa_lite.runtime.checkpoint.shared_errors import ConsequenceError
+from alpa_lite.runtime.job.consensus import ConsequenceError
+from cost_models.checks import excerpt, parse_json
 
 _CHUNK_BYTES = 16 * 2**20  # upper bound on the bytes read for a small part of a large array
 _REPLICAS_SHARE_FROM = 2**20  # size in bytes from which replicas of a shard each write a part of it
 _READ_AT_ONCE_GB = 16
 _LONGEST_SAVE_SECONDS = 3600
+_HEADER_BYTES = 2**16
+_MOST_DIMS = 64
+_HEADERS_AT_ONCE = 256
 
 
 class _Local:
@@ -276,7 +281,7 @@ def read_arrays(folder: Path, wanted: Sequence[Wanted], saved: Mapping[str, Leaf
     how = {each.name: _restore_args(each, saved[each.name]) for each in wanted if not each.leaf.is_empty}
     if not how:
         return {}
-    check_headers(folder, wanted, saved)
+    _check_headers(folder, wanted, saved)
     with ocp.Checkpointer(_arrays_handler()) as reader:
         args = ocp.args.PyTreeRestore(item=dict.fromkeys(how, 0), restore_args=how, partial_restore=True)
         return reader.restore(folder, args=args)
@@ -287,3 +292,54 @@ def _restore_args(each: Wanted, saved: Leaf) -> Any:
         return ocp.RestoreArgs(restore_type=np.ndarray)
     form = each.leaf.as_stored
     return ocp.ArrayRestoreArgs(sharding=each.stored_sharding, global_shape=form.shape, dtype=form.dtype, strict=True)
+
+
+def _check_headers(folder: Path, wanted: Sequence[Wanted], saved: Mapping[str, Leaf]) -> None:
+    """Raise ValueError unless the requested arrays are stored in their shapes and dtypes, in chunks that fit.
+
+    TensorStore allocates as much as these headers say, and somebody else may have changed them.
+    """
+    store = ts.KvStore.open({"driver": "ocdbt", "base": {"driver": "file", "path": f"{folder}/"}}).result()
+    names = [each.name for each in wanted if not each.leaf.is_empty]
+    for start in range(0, len(names), _HEADERS_AT_ONCE):
+        group = names[start : start + _HEADERS_AT_ONCE]
+        # All reads of a group run at once; a bounded number of answers is in memory.
+        reading = [store.read(_header_key(name)) for name in group]
+        for name, each in zip(group, reading, strict=True):
+            if problem := _header_problem(each.result().value, saved[name]):
+                raise ValueError(f"the array {excerpt(name)} is not stored as {saved[name]}: {problem}")
+
+
+def _header_key(name: str) -> str:
+    return f"{name}.zarray" if not name or name.endswith("/") else f"{name}/.zarray"
+
+
+def _header_problem(data: bytes, leaf: Leaf) -> str:
+    if len(data) > _HEADER_BYTES:
+        return f"its header has {len(data)} bytes"
+    try:
+        header = parse_json(data, any_text=True, max_values=4 * _MOST_DIMS, max_depth=4)
+        shape, chunks, dtype = header["shape"], header["chunks"], header["dtype"]
+        plain = header["compressor"] is None and header["filters"] is None and header["zarr_format"] == 2
+    except (ValueError, KeyError, TypeError):
+        return "its header cannot be read"
+    form = leaf.as_stored
+    if shape != [*form.shape] or not _is_dtype(dtype, form.dtype):
+        return f"its shape is {excerpt(shape)}, its dtype {excerpt(dtype)}"
+    if not plain:
+        # Its size on disk would say nothing about the memory that reading it takes.
+        return "it is compressed"
+    if not isinstance(chunks, list) or len(chunks) != len(shape) or not all(map(_fits, chunks, shape)):
+        return f"its chunks have the shape {excerpt(chunks)}"
+    return ""
+
+
+def _fits(chunk: object, size: int) -> bool:
+    return type(chunk) is int and 0 < chunk <= size
+
+
+def _is_dtype(text: object, dtype: object) -> bool:
+    try:
+        return isinstance(text, str) and len(text) < 40 and jnp.dtype(text) == dtype
+    except (TypeError, ValueError, SyntaxError):  # NumPy parses names of dtypes as expressions
+        return False

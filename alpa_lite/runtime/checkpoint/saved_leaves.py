@@ -3,6 +3,7 @@
     saved     shape and dtype of each leaf by its name, and the arrays to write            `stored`
     wanted    the same of a state to be restored, and the sharding of each leaf            `wanted`, `check_fit`
     back      leaves of the requested kind, made of the arrays that were read              `Wanted.restored`
+    sizes     no file of a checkpoint may be larger than its arrays can make it            `check_files`
 
 Names are the paths in the state, as `params/0/w`. Types that storage cannot hold are converted: typed keys are written
 as their data, integers of 4 bits and less as 8 bits; arrays without elements are not written at all.
@@ -11,7 +12,9 @@ as their data, integers of 4 bits and less as 8 bits; arrays without elements ar
 from __future__ import annotations
 
 import json
+import math
 import re
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -26,9 +29,10 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 from alpa_lite import _jax
 from alpa_lite._jax import Tree
 from alpa_lite.errors import CheckpointError
-from alpa_lite.runtime.checkpoint.untrusted import read_bounded, shown
+from alpa_lite.runtime.checkpoint.checkpoint_folder import files_of, is_own
+from alpa_lite.runtime.checkpoint.disk import read_bounded
 from alpa_lite.trace.trace import unique
-from cost_models.untrusted_text import parse_json
+from cost_models.checks import excerpt, parse_json
 
 FORMAT = 1
 """Version of the description of the arrays in a checkpoint."""
@@ -47,6 +51,12 @@ _VALUES_PER_LEAF = 8 + 4
 _DEPTH = 4
 _SHOWN = 3
 """Number of names that a message lists."""
+
+_SPARE_BYTES = 64 * 2**20
+_SPARE_BYTES_PER_LEAF = 2**20  # for the index of its chunks
+_KEY_BYTES = 256  # upper bound for any kind of key
+_ORBAX_VALUES_PER_LEAF = 40
+_ORBAX_FILE = "_METADATA"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,16 +108,16 @@ class Leaf:
         """Return the leaf that `to_json` described. Raises KeyError, TypeError or ValueError for anything else."""
         shape, dtype = data["shape"], data["dtype"]
         if not (isinstance(shape, list) and len(shape) <= _MOST_DIMS and all(map(_is_size, shape))):
-            raise ValueError(f"{shown(shape)} is no shape")
+            raise ValueError(f"{excerpt(shape)} is no shape")
         # Checked by its letters first, as NumPy parses names of dtypes as expressions.
         if not (isinstance(dtype, str) and _DTYPE.fullmatch(dtype)):
-            raise ValueError(f"{shown(dtype)} is no dtype")
+            raise ValueError(f"{excerpt(dtype)} is no dtype")
         if not dtype.startswith("key<") and not _is_of_numbers(dtype):
-            raise ValueError(f"{shown(dtype)} is no dtype of numbers")
+            raise ValueError(f"{excerpt(dtype)} is no dtype of numbers")
         return Leaf(shape=tuple(shape), dtype=dtype, is_number=data.get("is_number") is True)
 
     def __str__(self) -> str:
-        return shown(f"{self.dtype}{list(self.shape)}")
+        return excerpt(f"{self.dtype}{list(self.shape)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,8 +137,8 @@ def stored(state: Tree) -> Stored:
     for name, value in _named(state):
         if isinstance(value, jax.Array) and value.is_deleted():
             raise CheckpointError(
-                f"The array {shown(name)} of the state was deleted: a step took its memory over (donate_argnums). Save "
-                "what that step returned."
+                f"The array {excerpt(name)} of the state was deleted: a step took its memory over (donate_argnums). "
+                "Save what that step returned."
             )
         leaf = leaves[name] = _described(name, value)
         if not leaf.is_empty:
@@ -164,12 +174,12 @@ def read_leaves(path: Path) -> dict[str, Leaf]:
         text = read_bounded(path, _MOST_BYTES)
         data = parse_json(text, any_text=True, max_values=_VALUES_PER_LEAF * _MOST_LEAVES, max_depth=_DEPTH)
         if data["format"] != FORMAT:
-            raise ValueError(f"format {shown(data['format'])}")
+            raise ValueError(f"format {excerpt(data['format'])}")
         return {name: Leaf.from_json(leaf) for name, leaf in data["leaves"].items()}
     except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
-            f"its list of arrays is none that this version of alpa_lite writes ({shown(error, 200)}): restore it with "
-            "the version that saved it"
+            f"its list of arrays is none that this version of alpa_lite writes ({excerpt(error, 200)}): restore it "
+            "with the version that saved it"
         ) from error
 
 
@@ -226,7 +236,7 @@ def _placed(name: str, array: Any, form: jax.ShapeDtypeStruct, sharding: Any) ->
     converted = np.asarray(array).astype(form.dtype)
     # A Python number of any size may have been saved where an array of narrow integers is wanted.
     if jnp.issubdtype(form.dtype, np.integer) and (converted != array).any():
-        raise CheckpointError(f"it holds {shown(array)} for {shown(name)}, which is too large for {form.dtype}")
+        raise CheckpointError(f"it holds {excerpt(array)} for {excerpt(name)}, which is too large for {form.dtype}")
     return jax.make_array_from_callback(form.shape, sharding, lambda index: converted[index], dtype=form.dtype)
 
 
@@ -269,14 +279,14 @@ def check_fit(wanted: Sequence[Wanted], saved: Mapping[str, Leaf], *, partial: b
     for each in wanted:
         if not each.leaf.fits(saved[each.name]):
             raise CheckpointError(
-                f"it holds {saved[each.name]} for {shown(each.name)}, but {each.leaf} is asked for. Nothing is cut, "
+                f"it holds {saved[each.name]} for {excerpt(each.name)}, but {each.leaf} is asked for. Nothing is cut, "
                 "padded or converted: restore it as it was saved, and change it then"
             )
 
 
 def _listed(what: str, names: Sequence[str]) -> list[str]:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return [f"{what} {', '.join(map(shown, sorted(names)[:_SHOWN]))}{more}"] if names else []
+    return [f"{what} {', '.join(map(excerpt, sorted(names)[:_SHOWN]))}{more}"] if names else []
 
 
 def _named(tree: Tree) -> list[tuple[str, Any]]:
@@ -293,8 +303,8 @@ def _described(name: str, value: Any) -> Leaf:
         return Leaf(shape=tuple(np.shape(value)), dtype=str(dtype), is_number=is_number)
     what = type(value).__name__ if dtype is None else f"{type(value).__name__} of {dtype}"
     raise CheckpointError(
-        f"{shown(name)} of the state is a {shown(what)}, but checkpoints hold arrays and numbers. Leave it out of the "
-        "state, or make it an array of numbers."
+        f"{excerpt(name)} of the state is a {excerpt(what)}, but checkpoints hold arrays and numbers. Leave it out of "
+        "the state, or make it an array of numbers."
     )
 
 
@@ -310,3 +320,44 @@ def _can_be_stored(dtype: Any) -> bool:
         return False
     # No long doubles, whose size and layout differ between machines.
     return np.dtype(dtype).itemsize <= _LARGEST_BYTES.get(np.dtype(dtype).kind, 8)
+
+
+def check_files(folder: Path, saved: Mapping[str, Leaf]) -> None:
+    """Raise ValueError unless the files of a checkpoint are regular, and of plausible sizes for its arrays."""
+    room = 2 * sum(_bytes(leaf) for leaf in saved.values()) + _SPARE_BYTES + _SPARE_BYTES_PER_LEAF * len(saved)
+    largest = room - _SPARE_BYTES_PER_LEAF * len(saved)
+    root = folder.resolve()
+    for name in files_of(folder):
+        size = _size(folder / name, root, is_own(name))
+        room -= size
+        if size > largest or room < 0:
+            raise ValueError(f"with {excerpt(name)} its files are larger than the arrays that it names can make them")
+    try:
+        text = read_bounded(folder / _ORBAX_FILE, _SPARE_BYTES)
+        parse_json(text, any_text=True, max_values=_ORBAX_VALUES_PER_LEAF * (len(saved) + 4), max_depth=16)
+    except FileNotFoundError:
+        return  # there may be no arrays; the list of checksums says which files must exist
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{_ORBAX_FILE} cannot be read ({excerpt(error)})") from error
+
+
+def _bytes(leaf: Leaf) -> int:
+    size = _KEY_BYTES if leaf.is_key else max(1, jnp.dtype(leaf.dtype).itemsize)
+    return math.prod(leaf.shape) * size
+
+
+def _size(path: Path, root: Path, own: bool) -> int:
+    """Return the size in bytes of a file of ours; 0 for others, whose links must still not lead out of the folder."""
+    try:
+        found = path.lstat()
+        if stat.S_ISLNK(found.st_mode):
+            if not path.resolve(strict=True).is_relative_to(root):
+                raise ValueError(f"{excerpt(path.name)} leads out of the folder")
+            found = path.stat()
+    except RuntimeError as error:
+        raise ValueError(f"{excerpt(path.name)} is a link to itself") from error
+    if not own:
+        return 0
+    if not stat.S_ISREG(found.st_mode):
+        raise ValueError(f"{excerpt(path.name)} is no regular file")
+    return found.st_size

@@ -1,6 +1,6 @@
 """Manage the processes of a job: how they start, what they agree on, and how they end.
 
 `launch` starts them on one machine, `start` joins them to a job, and `consensus` lets them exchange and compare values
-without using a device. `shutdown` and `termination` end them together after a failure, a hang or a signal, so that none
+without using a device, and agree on when to stop. `shutdown` ends them together after a failure or a hang, so that none
 waits for another in vain; `in_flight` tracks launches that are not done.
 """

@@ -4,6 +4,8 @@
     same_everywhere   raise on every process unless all of them state the same facts
     everywhere        the value of each process
     meet              a barrier
+    shared_error      the cause of an error that some processes have, in the same words on all
+    Stopping          the step after which all stop, when one of them was sent SIGTERM
 
 In a job of one process each function returns the process's own value. The processes that take part must call these
 functions in the same order. While one of them is awaited for long, the others report it. JAX ends all of them when one
@@ -17,23 +19,37 @@ agreement, and the few that the first process alone has written since: every `TU
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import itertools
 import json
+import signal
+import threading
 import time
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import lru_cache
+from types import FrameType
 from typing import Any
 
 import jax
 
 from alpa_lite import _jax
-from alpa_lite.errors import ExecutionError, MismatchError
+from alpa_lite.errors import CheckpointError, ExecutionError, MismatchError
 from alpa_lite.runtime.job.activity import idle
-from alpa_lite.runtime.job.shutdown import RollCall, came_to_end, end_hung, hang_timeout, say
+from alpa_lite.runtime.job.shutdown import (
+    RollCall,
+    came_to_end,
+    end_hung,
+    hang_timeout,
+    name_processes,
+    roll_call,
+    say,
+)
+from cost_models.checks import excerpt
 
 FIRST_WORD_SECONDS = 30.0
 """Seconds of waiting for another process after which it is reported on stderr; again after twice as long, and so on."""
@@ -243,3 +259,178 @@ def _in_vain(process: int, waited: float, ended: Mapping[int, str], error: Excep
     else:
         what = f"Process {process} did not say within {waited:.0f} s what the others wait for: {error}"
     return f"{what}. All processes of a job must call the same functions of alpa_lite in the same order."
+
+
+_MOST_LETTERS = 1000
+
+
+class ConsequenceError(OSError):
+    """An error that follows from another one, possibly on another process."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedError:
+    """The reason of an error on some process, without a full stop; and a sentence of advice."""
+
+    reason: str
+    advice: str
+
+
+def shared_error(problem: Exception | None) -> SharedError | None:
+    """Return the error of any process, given the error of this one; None if no process has one. Collective.
+
+    A lost process breaks the connections of the others, and the errors that they see then are not the cause.
+    """
+    # Before the exchange of errors, in which a lost process would be awaited in vain.
+    if problem is not None and (here := roll_call()) is not None and (lost := here.silent()):
+        return SharedError(
+            reason=f"there is no word from {name_processes(lost)} ({reason_of(problem)})",
+            advice="Start the job again to go on from there.",
+        )
+    said = everywhere(None if problem is None else [reason_of(problem), isinstance(problem, ConsequenceError)])
+    if not any(said):
+        return None
+    causes = [None if each is None or each[1] else str(each[0]) for each in said]
+    # Consequences are reported only where nobody knows a cause.
+    reason = reasons_in_words(causes if any(causes) else [each and str(each[0]) for each in said])
+    return SharedError(reason=reason, advice="Look for space and for the right to write there.")
+
+
+def reason_of(error: BaseException) -> str:
+    """Return the innermost cause, in one line, without the description of all files that TensorStore adds."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    text = " ".join(str(error).partition("[tensorstore_spec")[0].split()) or type(error).__name__
+    return excerpt(text, _MOST_LETTERS)
+
+
+def reasons_in_words(reasons: Sequence[str | None]) -> str:
+    """Return what each process reports, with their numbers unless all report the same."""
+    if len({*reasons}) == 1:
+        return reasons[0] or ""
+    found: dict[str, list[int]] = {}
+    for process, reason in enumerate(reasons):
+        found.setdefault(reason or "", []).append(process)
+    return "; ".join(f"{reason} ({name_processes(which)})" for reason, which in found.items() if reason)
+
+
+SIGNAL_LOOK_SECONDS = 0.5
+"""Seconds between two checks whether another process received the signal."""
+
+_listener_numbers = itertools.count()
+"""Numbers of listeners; all processes make their listeners in the same order."""
+
+
+class Stopping:
+    """Tell a job to end on SIGTERM, which schedulers send some time before they kill it.
+
+    A job of one process listens for the signal from the first question on (`requested`). In a job of several, any of
+    them may get the signal at any time, and all must stop after the same question:
+
+        told(i)  = number of questions that process i had answered when it hears of the signal
+        last     = 1 + max over i of told(i)                                                        `_agree`
+
+    Each answers no until its question number `last`, and yes from then on. A process that has published its `told`
+    delays its next answer until `last` is determined, so that none goes past it; a thread does this, since the program
+    may be waiting for the others, one of which is behind.
+
+    A program that never asks keeps the default: SIGTERM ends the process. JAX's preemption service would take the
+    signal from all programs.
+    """
+
+    def __init__(self) -> None:
+        """Start without listening."""
+        self._told = threading.Event()
+        self._over = threading.Event()
+        self._before: Any = None
+        self._listens = False
+        self._answering = threading.Lock()
+        self._asked = 0
+        self._last: float = float("inf")
+        self._problem = ""
+        self._thread: threading.Thread | None = None
+
+    def requested(self, step: int) -> bool:
+        """Return True if the job is to end after `step`, the same on all processes; each must ask once per step."""
+        if not self._listens:
+            self._listen(step)
+        if self._thread is None:
+            return self._told.is_set()
+        with self._answering:
+            if self._problem:
+                raise CheckpointError(f"The processes cannot agree on when to end: {self._problem}")
+            self._asked += 1
+            return self._asked >= self._last
+
+    def close(self) -> None:
+        """Restore the previous handling of SIGTERM."""
+        if self._listens:
+            # Another handler that was installed on top of this one stays; it may still call this one.
+            if signal.getsignal(signal.SIGTERM) == self._tell:
+                signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)
+            self._listens = False
+        self._end()
+
+    def _end(self) -> None:
+        self._over.set()
+        # While it agrees with the others, the thread holds the lock, and may wait for processes that have ended.
+        if self._thread is not None and not self._answering.locked():
+            self._thread.join(2 * SIGNAL_LOOK_SECONDS)
+            self._thread = None
+            atexit.unregister(self._end)
+
+    def _listen(self, step: int) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise CheckpointError(
+                f"stop_requested({step}) was called outside of the program's main thread, where SIGTERM cannot be "
+                "listened for: call it in the main thread first."
+            )
+        self._before = signal.signal(signal.SIGTERM, self._tell)
+        self._listens = True
+        job = _jax.job()
+        if job is not None and job.num_processes > 1:
+            self._over.clear()
+            work = (job, f"stop/{next(_listener_numbers)}")
+            self._thread = threading.Thread(target=self._watch, args=work, daemon=True, name="alpa_lite stop")
+            self._thread.start()
+            # The thread must not use the coordination service any more when JAX shuts that down.
+            atexit.register(self._end)
+
+    def _tell(self, number: int, frame: FrameType | None) -> None:
+        self._told.set()
+        if callable(self._before):  # another listener, or the user's own
+            self._before(number, frame)
+
+    def _watch(self, job: _jax.JobInfo, name: str) -> None:
+        """Wait until any process has received the signal; then agree."""
+        while not self._over.is_set():
+            # Both the pause between two looks at the others, and a wait that a signal here ends at once.
+            if self._told.wait(SIGNAL_LOOK_SECONDS):
+                self._set(job, f"alpa_lite/{name}/told")
+            if self._told.is_set() or self._was_told(job, f"alpa_lite/{name}/told"):
+                with self._answering:
+                    try:
+                        self._last = self._agree(job, KeyValues(job), name)
+                    except Exception as error:
+                        self._problem = str(error)
+                return
+
+    def _agree(self, job: _jax.JobInfo, words: KeyValues, name: str) -> int:
+        """Return the number of the first question that all answer with yes."""
+        words.set(f"{name}/asked/{job.process}", self._asked)
+        if job.process:
+            return words.get(f"{name}/last", 0)
+        # No process has answered this question yet: each waits for the agreement before its next answer.
+        last = 1 + max(words.get(f"{name}/asked/{process}", process) for process in range(job.num_processes))
+        words.set(f"{name}/last", last)
+        return last
+
+    def _set(self, job: _jax.JobInfo, key: str) -> None:
+        with suppress(jax.errors.JaxRuntimeError):
+            job.client.key_value_set(key, json.dumps(job.process), True)
+
+    def _was_told(self, job: _jax.JobInfo, key: str) -> bool:
+        with suppress(jax.errors.JaxRuntimeError):
+            job.client.key_value_try_get(key)
+            return True
+        return False

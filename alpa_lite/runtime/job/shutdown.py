@@ -255,7 +255,7 @@ def _take_leave(here: RollCall, reason: str) -> None:
     silent = here.silent(last=True)
     first, why = json.loads(here.said().get(_FIRST, "[-1, null]"))
     if silent:
-        say(f"no word from {processes(silent)}: lost, or hanging. The job ends.")
+        say(f"no word from {name_processes(silent)}: lost, or hanging. The job ends.")
     elif first not in (-1, here.me) and why != reason:
         say(f"process {first} failed first: {why}. The job ends.")
     here.say(f"{_TOLD}{here.me}", "")
@@ -308,7 +308,7 @@ def _tell_hang(here: RollCall) -> None:
     for process in range(here.num_processes):
         say(f"process {process} was {said.get(f'{_HUNG}{process}', 'nowhere to be heard of')}.")
     if silent:
-        say(f"no word from {processes(sorted(silent))}: lost, or Python does not run there.")
+        say(f"no word from {name_processes(sorted(silent))}: lost, or Python does not run there.")
     here.say(_OVER, "")
     time.sleep(GRACE_SECONDS)
 
@@ -320,7 +320,7 @@ def flush() -> None:
             stream.flush()
 
 
-def processes(numbers: Sequence[int]) -> str:
+def name_processes(numbers: Sequence[int]) -> str:
     """Return process numbers in words."""
     return f"process {numbers[0]}" if len(numbers) == 1 else f"processes {', '.join(map(str, numbers))}"
 
@@ -333,7 +333,8 @@ def say(text: str) -> None:
 def came_to_end(which: Sequence[int], ended: Mapping[int, str]) -> str:
     """Return in words which processes ended, with their reasons."""
     reasons = "; ".join(dict.fromkeys(ended[process] for process in which if ended[process]))
-    return f"{processes(which)} came to {'its end' if len(which) == 1 else 'their ends'}{reasons and f' ({reasons})'}"
+    end = "its end" if len(which) == 1 else "their ends"
+    return f"{name_processes(which)} came to {end}{reasons and f' ({reasons})'}"
 
 
 @contextmanager
@@ -431,7 +432,9 @@ class Heartbeat:
                 return ""
             if time.monotonic() > until:
                 left = [p for p in range(self._here.num_processes) if p != me and f"{p}" not in said]
-                return f"{processes(left)} went on for {self._seconds:.0f} s after process {me} had come to its end"
+                return (
+                    f"{name_processes(left)} went on for {self._seconds:.0f} s after process {me} had come to its end"
+                )
             self._here.answer(said)
             time.sleep(pause)
             pause = min(2 * pause, LOOK_SECONDS)

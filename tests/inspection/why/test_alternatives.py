@@ -95,7 +95,7 @@ def test_memory_that_forbids_is_the_reason(mesh_plan):
     limit = 1.02 * max(lean.prediction.peak_bytes)
     from dataclasses import replace
 
-    from cost_models.varied import with_memory
+    from cost_models.cluster import with_memory
 
     tight = replace(lean, cluster=with_memory(lean.cluster, limit))
     pattern = "params/*/w"

@@ -21,8 +21,7 @@ from hypothesis import strategies as st
 import alpa_lite as al
 from alpa_lite.errors import CheckpointError
 from alpa_lite.runtime.checkpoint.checkpoint_folder import RECORD
-from alpa_lite.runtime.checkpoint.untrusted import shown
-from cost_models.untrusted_text import printable
+from cost_models.checks import excerpt, printable
 from tests.runtime.checkpoint import hostile
 from tests.runtime.checkpoint.hostile import STEP, sign, write_list
 
@@ -169,9 +168,9 @@ def test_too_many_leaves_are_refused_when_they_are_saved(tmp_path: Path) -> None
 
 @given(st.text())
 def test_what_is_shown_is_printable_and_short(text: str) -> None:
-    assert printable(shown(text, 50)) == shown(text, 50) and len(shown(text, 50)) <= 51 * 10
+    assert printable(excerpt(text, 50)) == excerpt(text, 50) and len(excerpt(text, 50)) <= 51 * 10
     if printable(text) == text and len(text) <= 50:
-        assert shown(text, 50) == text
+        assert excerpt(text, 50) == text
 
 
 def test_changes_at_random_are_refused_or_change_nothing() -> None:

@@ -13,9 +13,9 @@ import jax
 import pytest
 
 from alpa_lite import _jax
-from alpa_lite.runtime.checkpoint.shared_errors import in_words
 from alpa_lite.runtime.job import activity, shutdown
 from alpa_lite.runtime.job.activity import Neighbours, busy, doing, idle, place, where
+from alpa_lite.runtime.job.consensus import reasons_in_words
 from alpa_lite.runtime.job.shutdown import STALE_SECONDS, STUCK_SECONDS, Heartbeat, RollCall, came_to_end
 
 
@@ -203,5 +203,5 @@ def test_one_that_has_left_the_job_waits_for_nobody_at_its_exit(rolls: list[Roll
 
 def test_words() -> None:
     assert came_to_end([1, 2], {1: "", 2: "exit code 3"}) == "processes 1, 2 came to their ends (exit code 3)"
-    assert in_words([None, None]) == "" and in_words(["full", "full"]) == "full"
-    assert in_words([None, "full", "full", "gone"]) == "full (processes 1, 2); gone (process 3)"
+    assert reasons_in_words([None, None]) == "" and reasons_in_words(["full", "full"]) == "full"
+    assert reasons_in_words([None, "full", "full", "gone"]) == "full (processes 1, 2); gone (process 3)"

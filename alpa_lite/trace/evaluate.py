@@ -1,7 +1,8 @@
-"""Run loops and branches on the local blocks of a device, with JAX control flow around the bodies.
+"""Run graphs on arrays with JAX: op by op, with JAX control flow around the bodies of loops and branches.
 
-Every device takes the same branch and the same number of trips, because predicates are replicated; collectives inside
-the bodies therefore match across devices.
+`evaluate` runs a graph on whole arrays: it computes the hoisted part of a step, and is the reference in tests. Lowering
+uses `run_control_flow` alone, on the local blocks of a device. There every device takes the same branch and the same
+number of trips, because predicates are replicated; collectives inside the bodies therefore match across devices.
 """
 
 from __future__ import annotations
@@ -10,9 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import jax
+import numpy as np
 from jax import lax
 
-from alpa_lite.program.ir import Op, Wiring
+from alpa_lite import _jax
+from alpa_lite.program.equations import Equation
+from alpa_lite.program.ir import Graph, Op, Wiring, wiring_of
 
 Body = Callable[[int, Mapping[int, Any]], tuple[Any, ...]]
 """A function that runs body `number`; the mapping replaces operands, by number, with their values in this trip."""
@@ -65,3 +70,36 @@ def _while(wiring: Wiring, body: Body, operands: Sequence[Any]) -> list[Any]:
         return body(1, dict(zip(carried, carry, strict=True)))
 
     return list(lax.while_loop(goes_on, trip, tuple(operands[i] for i in carried)))
+
+
+def evaluate(graph: Graph, equations: Sequence[Equation], inputs: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the outputs of a graph for the given inputs, in order."""
+    values = all_values(graph, equations, inputs)
+    return tuple(values[v] for v in graph.outputs)
+
+
+def all_values(graph: Graph, equations: Sequence[Equation], inputs: Sequence[Any]) -> dict[int, Any]:
+    """Return every value of a graph by its id, for the given inputs."""
+    values: dict[int, Any] = dict(zip(graph.inputs, inputs, strict=True))
+    values |= {v.id: np.asarray(v.literal, jax.numpy.dtype(v.dtype)) for v in graph.values if v.literal is not None}
+    for op, equation in zip(graph.ops, equations, strict=True):
+        operands, wiring = [values[v] for v in op.operands], wiring_of(op)
+        if wiring is None:
+            results = _jax.bind(equation.primitive, dict(equation.params), operands)
+        else:
+            # The defaults bind the loop variables of this iteration.
+            def body(
+                number: int,
+                arrays: Mapping[int, Any],
+                bodies: Sequence[Graph] = op.bodies,
+                inner: Sequence[Sequence[Equation]] = equation.bodies,
+                places: Sequence[Sequence[int]] = wiring.inputs,
+                outside: Sequence[Any] = operands,
+            ) -> tuple[Any, ...]:
+                entering = [arrays.get(i, outside[i]) for i in places[number]]
+                outputs = evaluate(bodies[number], inner[number], entering)
+                return tuple(jax.numpy.asarray(x) for x in outputs)
+
+            results = run_control_flow(op, wiring, body, operands)
+        values.update(zip(op.results, results, strict=True))
+    return values

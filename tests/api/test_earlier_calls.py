@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import alpa_lite as al
-from alpa_lite.api.same_placement import fitting_microbatches
+from alpa_lite.api.earlier_calls import fitting_microbatches
 from alpa_lite.errors import PlanError
 from tests.end_to_end.cases import eager_cluster
 

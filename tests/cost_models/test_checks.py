@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cost_models.untrusted_text import parse_json, printable
+from cost_models.checks import parse_json, printable
 
 ANY = dict(max_bytes=2**20, max_values=10**5)
 TEXTS = st.text(st.characters(codec=None, exclude_categories=()), max_size=8)
@@ -129,7 +129,7 @@ HOSTILE = {
 def test_hostile_files_take_little_memory(text: str) -> None:
     program = f"""
 import resource
-from cost_models.untrusted_text import parse_json
+from cost_models.checks import parse_json
 raw = {text}
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 try:

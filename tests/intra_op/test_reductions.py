@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from alpa_lite.intra_op.memory_rows import maximal_rows, maximal_times, memory_rows
 from alpa_lite.intra_op.problem import Problem, evaluate
+from alpa_lite.intra_op.reductions import maximal_rows, maximal_times, memory_rows
 from tests.intra_op.instances import random_problem
 
 

@@ -1,4 +1,4 @@
-"""Which unit a gather waits for."""
+"""Which unit a gather waits for, and which bucket of gradients a reduction."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from alpa_lite.lower import waiting
-from alpa_lite.lower.waiting import Gathered
+from alpa_lite.lower import local_machine
+from alpa_lite.lower.local_machine import Buckets, Gathered
 
 
 def _waits(sizes: list[list[float]], monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
     """For units of some arrays each: the number of the unit that the last array of each waits for."""
     results = [jnp.full((), float(i)) for i in range(len(sizes))]
-    monkeypatch.setattr(waiting, "once_there", lambda _, result, barriers_stay: result)
+    monkeypatch.setattr(local_machine, "once_there", lambda _, result, barriers_stay: result)
     units, found = Gathered(barriers_stay=True), list[int | None]()
     for arrays, result in zip(sizes, results, strict=True):
         waits: Any = None
@@ -45,3 +45,13 @@ def test_ops_without_numbers_are_not_waited_for() -> None:
         array = jnp.zeros(())
         assert units.held(array, 1.0) is array
         units.read([jnp.zeros((), jnp.int32)])
+
+
+@pytest.mark.parametrize("empty", [(0,), (4, 0)])
+def test_an_empty_value_of_a_bucket_delays_nothing(empty: tuple[int, ...]) -> None:
+    buckets = Buckets([[0, 1], [2]], barriers_stay=True)
+    buckets.reduced(0, jnp.zeros(empty))
+    array = jnp.ones((2,))
+    assert buckets.held(2, array) is array
+    buckets.reduced(1, jnp.ones((2,)))
+    assert (buckets.held(2, array) == array).all()

@@ -1,15 +1,24 @@
-"""Sanitise untrusted text: names shown in a terminal, and JSON read into a program.
+"""Check what comes from outside: amounts and choices of callers, and untrusted text and JSON.
 
-printable    escape characters that a terminal interprets or cannot display
-message      escape a message and truncate it to about one screen
-parse_json   parse JSON after bounding its size, nesting depth and strings
+ValueError
+└── CostModelError          a quantity that cannot be priced (negative bytes, an empty group, an unknown kind)
+    └── ClusterError        a description of hardware that is incomplete, contradictory or unknown
+
+    require_*    raise one of these unless an amount, a count or a choice is usable
+    printable    escape characters that a terminal interprets or cannot display
+    message      escape a message and truncate it to about one screen
+    excerpt      escape a text and truncate it, to be quoted in a message
+    parse_json   parse JSON after bounding its size, nesting depth and strings
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
-from typing import Any, NoReturn
+from collections.abc import Collection
+from numbers import Integral, Real
+from typing import Any, NoReturn, cast
 
 _OBEYED = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 """Control characters, line separators, bidirectional control characters, and lone surrogates."""
@@ -36,6 +45,13 @@ def message(text: str) -> str:
     # The start of a message states the problem and its end the remedy, so the middle is dropped.
     half = LONGEST_MESSAGE // 2
     return text if len(text) <= LONGEST_MESSAGE else f"{text[:half]} … {text[-half:]}"
+
+
+def excerpt(text: object, most: int = 80) -> str:
+    """Return a value as one line of a message: cut to `most` characters, with control characters escaped."""
+    full = str(text)
+    # Cut first: escapes then cannot be cut in the middle, and a huge text is not escaped as a whole.
+    return printable(full if len(full) <= most else f"{full[:most]}…")
 
 
 def parse_json(
@@ -104,3 +120,45 @@ def _check_strings(data: Any) -> None:
             raise ValueError(f"it has a text of {len(value)} characters, of at most {LONGEST_TEXT}")
         elif isinstance(value, str) and _OBEYED.search(value):
             raise ValueError(f"the text {ascii(value)[:40]} has characters that cannot be shown")
+
+
+class CostModelError(ValueError):
+    """Raised for a quantity that has no cost; the message states the given value, the requirement and a remedy."""
+
+    def __init__(self, *args: object) -> None:
+        """Escape control characters in messages and truncate them, since they quote values from untrusted input."""
+        super().__init__(*(message(each) if isinstance(each, str) else each for each in args))
+
+
+class ClusterError(CostModelError):
+    """Raised for an unusable cluster description; the message states the value, the requirement and a remedy."""
+
+
+def require_amount(
+    what: str, value: object, *, advice: str, positive: bool = False, error: type[CostModelError] = CostModelError
+) -> None:
+    """Raise `error` unless `value` is a finite number of at least 0 (above 0 if `positive`)."""
+    # The exact type test is the fast path for Python numbers; the ABC test is slow but admits numpy scalars.
+    is_number = type(value) in (int, float) or (type(value) is not bool and isinstance(value, Real))
+    if is_number:
+        number = cast("float", value)
+        if math.isfinite(number) and (number > 0 or (number == 0 and not positive)):
+            return
+    needed = "a finite number above 0" if positive else "a finite number of at least 0"
+    raise error(f"{what} is {value!r}, but {needed} is needed: {advice}.")
+
+
+def require_count(what: str, value: object, *, advice: str, error: type[CostModelError] = CostModelError) -> None:
+    """Raise `error` unless `value` is a whole number of at least 1."""
+    # `bool` is a subclass of `int`, and numpy integers are `Integral` without being `int`.
+    is_whole = type(value) is int or (type(value) is not bool and isinstance(value, Integral))
+    if is_whole and cast("int", value) >= 1:
+        return
+    raise error(f"{what} is {value!r}, but a whole number of at least 1 is needed: {advice}.")
+
+
+def require_choice(what: str, value: str, choices: Collection[str]) -> None:
+    """Raise CostModelError unless `value` is one of `choices`."""
+    if value in choices:
+        return
+    raise CostModelError(f"{what} is {value!r}, but only these are priced: {', '.join(choices)}. Choose one of them.")

@@ -17,7 +17,7 @@ from alpa_lite.program.equations import Equation, GraphWithEquations
 from alpa_lite.program.ir import Graph, Op, verify
 from alpa_lite.rules.op_info import free_values
 from alpa_lite.trace.from_jaxpr import from_jaxpr
-from alpa_lite.trace.passes.sink_constants import sink_free_values
+from alpa_lite.trace.passes.code_motion import sink_free_values
 from tests.end_to_end.cases import PLANNERS, assert_same, eager_cluster
 
 LAYERS, BATCH, SEQ, WIDTH = 3, 16, 8, 4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from alpa_lite.intra_op.layout_constraints import agrees
+from alpa_lite.intra_op.op_choices import agrees
 from alpa_lite.intra_op.stage import Wanted
 from alpa_lite.sharding.specs import Spec
 

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from alpa_lite.lower.block import LocalOp
-from alpa_lite.lower.local_random import block_counters
-from alpa_lite.lower.run_local import bind_local
+from alpa_lite.lower.local_indexing import block_counters
+from alpa_lite.lower.run_local import LocalOp, bind_local
 from alpa_lite.rules import rule_of, view_of
 from alpa_lite.sharding.specs import Spec, replicated
 from alpa_lite.trace.from_jaxpr import from_jaxpr
