@@ -39,6 +39,7 @@ def read_bytes(text: str) -> float:
     match = _BYTES.match(text.strip())
     if match is None:
         return float(text)
+    # "k" and "K" alike; an "i" makes the prefix binary, as disks and networks count in thousands.
     power = "kmgt".find(match["prefix"].lower()) + 1 if match["prefix"] else 0
     return float(match["number"]) * (1024.0 if match["binary"] else 1000.0) ** power
 

@@ -116,6 +116,7 @@ def run(config: DemoConfig, console: Console) -> DemoResult:
     console.rule("1. Planning", align="left")
     with progress_line(console) as progress:
         progress("measuring this machine's devices")
+        # Measured once, if there is no calibration of this machine yet.
         cluster = al.local_cluster()
         parallel_step = al.parallelize(train_step, donate_argnums=0, cluster=cluster, progress=progress)
         start = time.perf_counter()
@@ -128,6 +129,7 @@ def run(config: DemoConfig, console: Console) -> DemoResult:
     # Copied to the host before training: the step donates the state that it is given.
     start_state = jax.device_get(state)
     state, training = train(parallel_step, compiled.place(start_state, batches[0])[0], batches, console)
+    # The solver's own time: `preparing` also includes tracing and compilation.
     planning = compiled.plan.solver.seconds
     training = replace(training, planning_seconds=planning, preparing_seconds=preparing)
     _print_training(training, config, console)

@@ -126,6 +126,7 @@ def run_simulate(given: argparse.Namespace) -> int:
     with planning_progress(Console(stderr=True, quiet=given.json)) as progress:
         lowered = _planned(plan, given.step, progress).lower()
         with progress.during("simulate", "simulating the program"):
+            # On the cost model; nothing is compiled and no device is used.
             simulated = lowered.simulate()
         compiled = lowered.compile() if given.measure else None
         with progress.during("measure", "running the program"):
@@ -232,6 +233,7 @@ def run_solve(given: argparse.Namespace) -> int:
     # What follows gets a moment even if solving has taken all of the time.
     left = max(_seconds_left(given), 0.1)
     front = () if given.pareto is None else front_of_file(given.file, num_points=given.pareto, time_limit_seconds=left)
+    # Without `--pareto` the data have no such entry, so that readers can tell.
     points = {} if given.pareto is None else {"pareto": [point_data(point) for point in front]}
     text = "\n".join([solution_line(solution), *map(point_line, front)])
     answer(given, text, lambda: {**solution_data(solution), **points})

@@ -33,6 +33,7 @@ def run_calibrate(given: argparse.Namespace) -> int:
         options = ["--seconds", str(given.seconds), *(["--out", str(given.out)] if given.out else [])]
         words = ["calibrate", *options, *(["--json"] if given.json else [])]
         return run_module("alpa_lite.cli", words, virtual_environment(given.devices))
+    # On the error stream, so that `--json` can be piped.
     with CalibrationProgress(Console(stderr=True)) as progress:
         found = al.calibrate(limit_seconds=given.seconds, progress=progress)
     path = found.save(given.out)
@@ -117,6 +118,7 @@ def run_launch(given: argparse.Namespace) -> int:
         raise ExecutionError(
             f"{program[0]!r} is not a file. Give a Python file, or -m and a module, after the options."
         )
+    # None leaves the devices to JAX, which on a machine with accelerators finds them.
     per_process = given.devices_per_process
     if per_process is not None and per_process < 1:
         raise ExecutionError(f"--devices-per-process {per_process} was given: each process needs at least one device.")

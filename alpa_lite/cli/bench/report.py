@@ -51,6 +51,7 @@ def plans_table(rows: Sequence[Row]) -> Table:
     # A column of blanks would only take room where nothing was measured.
     columns += ("measured", "quartiles", "peak", "allocated") if measured else ("peak",)
     columns += ("gap", "planned", "slower")
+    # All other plans are given relative to the fastest one.
     first = found[0].step_seconds if found else None
     return Table(
         title=title_of(rows[0]),
@@ -144,6 +145,7 @@ def _verdict_cells(found: Verdict) -> tuple[str, ...]:
     manual = "none fits" if found.manual is None else found.manual.planner
     if found.ratio is None:
         return found.model, manual, "no plan" if found.auto is None else "", "", "", ""
+    # Without measurements there is one ratio and no spread.
     spread = found.ratio.quartiles
     return (
         found.model,
@@ -325,5 +327,6 @@ def _parts(planner: str, time: DeviceTime, number: int, scale: float) -> str:
 
 
 def _svg(bodies: Sequence[str], count: int, label: str) -> str:
+    # The drawing scales with the page; text keeps its size relative to the bars.
     box = f"0 0 {_LEFT + _WIDTH + _RIGHT:.0f} {_ROW * count + 4:.0f}"
     return f'<svg viewBox="{box}" role="img" aria-label="{escape(label)}">\n' + "\n".join(bodies) + "\n</svg>"

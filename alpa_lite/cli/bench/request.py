@@ -121,6 +121,7 @@ class BenchTarget:
 
 def find_target(name: str, batch_size: int | None = None) -> BenchTarget:
     """Return the step of that name. Raises `PlanError` if there is none, or if its batch cannot be chosen."""
+    # A colon is in no name of a model, and always between module and function.
     if ":" in name:
         return _of_user(name, batch_size)
     if name in CASES:
@@ -164,6 +165,7 @@ def _of_model(name: str, model: Model, batch_size: int) -> BenchTarget:
 def _of_case(case: Case) -> BenchTarget:
     try:
         arguments, step = case.arguments(), case.train_step()
+    # optax is an extra, which only some models of the evaluation need.
     except ImportError as error:
         raise PlanError(
             f"{case.id} trains with an optimizer of optax ({error}). Install it: pip install optax."
@@ -239,6 +241,7 @@ def _named(text: str) -> Contender:
 
 
 def _all(cluster: Cluster) -> Iterator[Contender]:
+    # First, so that a long comparison has the search's plans early.
     yield from map(_contender, SEARCHES)
     for name, kind in PLANNERS.items():
         if kind is Auto:
@@ -266,6 +269,7 @@ def _degrees(name: str, cluster: Cluster) -> Sequence[Mapping[str, int | float]]
     if name == "zero":
         return [{"stage": 1}, {"stage": 2}]
     if name == "hybrid":
+        # All degrees that fill the cluster; tensor parallelism stays inside of a host, as in Megatron-LM.
         both = [(p, t) for p in ways for t in ways if total % (p * t) == 0 and t <= cluster.devices_per_host]
         return [{"pipeline": p, "tensor": t, "data": total // (p * t)} for p, t in both]
     return [{}]
@@ -273,6 +277,7 @@ def _degrees(name: str, cluster: Cluster) -> Sequence[Mapping[str, int | float]]
 
 def _contender(planner: Planner | al.Plan) -> Contender:
     found = Replay(saved=planner) if isinstance(planner, al.Plan) else planner
+    # A search that may run plans says so in its name: its time of planning cannot be compared with the others.
     top = found.measure_top if isinstance(found, Auto) else 0
     return Contender(name=f"{found.name}, best of {top} measured" if top else found.name, planner=found)
 

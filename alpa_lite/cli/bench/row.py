@@ -194,6 +194,7 @@ def row_of_data(data: Mapping[str, Tree]) -> Row:
         # JSON has lists alone.
         return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
+    # The flat keys of groups are never names of own fields.
     own = {name: data[name] for name in Row.__dataclass_fields__ if name in data}
     return Row(
         **own,
@@ -245,6 +246,7 @@ class Ratio:
             return Ratio(value=middle, quartiles=(low, high))
         if one.predicted_seconds is None or other.predicted_seconds is None:
             return None
+        # Where one of them was not run, predictions are compared with each other alone.
         return Ratio(value=one.predicted_seconds / other.predicted_seconds)
 
     def __str__(self) -> str:

@@ -162,6 +162,7 @@ class BERT:
 
     def _layer(self, x: jax.Array, layer: BERTParams, keys: jax.Array | None, hidden_keys: jax.Array) -> jax.Array:
         """One layer, ``[batch, seq, hidden] -> same``."""
+        # In order: the weights of attention, its branch, the MLP's branch.
         drops = (None,) * 3 if keys is None else tuple(keys)
         w = {name: leaf.astype(self.dtype) for name, leaf in layer.items() if not name.startswith("norm")}
         batch, seq, _ = x.shape
@@ -303,6 +304,7 @@ class Translator:
         """Return the logits of every word of the translation: ``[batch, target_len, target_vocab]``."""
         # Time first, the dim that `lax.scan` runs over.
         x = params["source_embedding"].astype(self.dtype)[batch["source"]].swapaxes(0, 1)
+        # The encoder starts empty; the decoder starts where the encoder ended.
         zeros = jnp.zeros(x.shape[1:], self.dtype)
         memory, states = self._run(params["encoder"], x, [(zeros, zeros)] * self.num_layers)
         y = params["target_embedding"].astype(self.dtype)[batch["inputs"]].swapaxes(0, 1)
@@ -353,6 +355,7 @@ class Translator:
         hidden = self.hidden
 
         def cells(inputs: int) -> list[TranslatorParams]:
+            # Only the first layer reads the input, all others read the layer below.
             widths = [inputs, *[hidden] * (self.num_layers - 1)]
             return [{"w_x": (width, 4 * hidden), "w_h": (hidden, 4 * hidden), "b": (4 * hidden,)} for width in widths]
 

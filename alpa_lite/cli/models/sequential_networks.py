@@ -109,6 +109,7 @@ class MLP:
             A float32 scalar.
         """
         del key
+        # In float32, since squares of small differences underflow in half precision.
         errors = (self.apply(params, batch["inputs"]) - batch["targets"]).astype(jnp.float32)
         return reduce_losses(jnp.square(errors), reduction)
 
@@ -214,6 +215,7 @@ class CNN:
 def _conv(x: jax.Array, params: Mapping[str, jax.Array], *, stride: int) -> jax.Array:
     """3x3 convolution, bias and relu: ``[batch, h, w, in] -> [batch, h / stride, w / stride, out]``."""
     y = lax.conv_general_dilated(x, params["w"], (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    # Without a norm, so that the images of a batch stay independent and micro-batches exact.
     return jax.nn.relu(y + params["b"])
 
 
@@ -253,6 +255,7 @@ class ConvNet:
     def init(self, key: jax.Array) -> ConvNetParams:
         """Draw the weights (He initialisation, zero biases)."""
         shapes = self._shapes()
+        # One key per layer, in the order of the shapes.
         keys = iter(jax.random.split(key, sum(map(len, shapes.values()))))
 
         def layer(shape: tuple[int, ...]) -> dict[str, jax.Array]:

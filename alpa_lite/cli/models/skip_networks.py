@@ -167,6 +167,7 @@ class UNet:
         widths = [self.channels * 2**level for level in range(self.depth + 1)]
         inputs = [self.in_channels, *widths[:-1]]
         down = [{"first": (3, 3, i, o), "second": (3, 3, o, o)} for i, o in zip(inputs, widths, strict=True)]
+        # On the way up a level reads as many channels from across as from below, together twice its own.
         up = [{"widen": (2, 2, 2 * o, o), "first": (3, 3, 2 * o, o), "second": (3, 3, o, o)} for o in widths[-2::-1]]
         return {"down": down, "up": up, "head": (1, 1, self.channels, self.num_classes)}
 
@@ -180,6 +181,7 @@ def _convolve(x: jax.Array, weights: UNetParams, padding: str) -> jax.Array:
 def _up(x: jax.Array, weights: UNetParams) -> jax.Array:
     """Apply a transposed convolution: ``[batch, h, w, in] -> [batch, 2 h, 2 w, out]``."""
     w = weights["w"].astype(x.dtype)
+    # Stride and window are equal, so that each pixel becomes its own four and none overlap.
     return lax.conv_transpose(x, w, (2, 2), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")) + weights["b"]
 
 
@@ -243,6 +245,7 @@ class ResNet:
                 block = {"reduce": conv((1, 1, width, inside)), "conv": conv((3, 3, inside, wide))}
                 # A scale of zero makes each block the identity at first, which trains more stably (Goyal et al. 2017).
                 block["expand"] = conv((1, 1, wide, outside), scale=0.0)
+                # A block whose input and output differ, in width or in size, cannot add them as they are.
                 if width != outside or (stage > 0 and block_starts(len(blocks), self.stage_sizes)):
                     block["project"] = conv((1, 1, width, outside))
                 blocks.append(block)

@@ -201,6 +201,7 @@ class Transformer:
         ``[batch, encoder_seq_len]``. Masked: ``tokens`` and ``types`` (of the sentence, 0 or 1) ``[batch, seq_len]``,
         ``positions`` and ``targets`` ``[batch, num_masked]``, ``follows`` ``[batch]``.
         """
+        # Shapes of one sequence; the batch is put in front of all of them.
         names = {"tokens": (self.seq_len,)}
         if self.num_masked is not None:
             names |= {"types": (self.seq_len,), "positions": (self.num_masked,), "targets": (self.num_masked,)}
@@ -255,6 +256,7 @@ class Transformer:
         memory = None
         if self.encoder is not None:
             inputs = self._embed(params, batch["inputs"])
+            # The decoder gets the first key, whether there is an encoder or not.
             encoder_key = None if keys is None else keys[1]
             memory = self._stack(params["encoder"], inputs, encoder_key, causal=False, memory=None)
         x = self._embed(params, batch["tokens"])
@@ -314,6 +316,7 @@ class Transformer:
         # Selective recomputation is inside of attention (`Attention.recompute_core`).
         if self.computation.recompute in ("none", "selective"):
             return layer
+        # A policy says which values are saved; all others are computed again.
         policies = jax.checkpoint_policies
         policy = {"dots": policies.dots_saveable, "dots_without_batch": policies.dots_with_no_batch_dims_saveable}.get(
             self.computation.recompute
@@ -336,6 +339,7 @@ class Transformer:
             crossed = attend.apply(self._norm(x, weights["norm_cross"]), weights["cross"], context.memory, key=drops[4])
             x = x + drop(crossed, drops[1], self.dropout)
         normed, mlp = self._norm(x, weights["norm2"]), self._feed_forward()
+        # Only the last layer of a period has experts, as its weights say.
         if self.experts is not None and "experts" in weights:
             return x + drop(self.experts.apply(normed, weights["experts"], mlp), drops[2], self.dropout)
         return x + drop(mlp.apply(normed, weights["mlp"]), drops[2], self.dropout)
@@ -345,6 +349,7 @@ class Transformer:
         """Normalise the last dim, in float32: ``[..., hidden] -> [..., hidden]``."""
         x32 = x.astype(jnp.float32)
         if self.architecture.norm == "layer":
+            # The rms norm omits the mean (Zhang and Sennrich 2019).
             x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
         normed = x32 * lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + 1e-5)
         scaled = normed.astype(x.dtype) * weights["scale"]

@@ -59,6 +59,7 @@ def page_data(
     spans: dict[str, Sequence[SpanLike]] = {name: found for name, found in shown.items() if found}
     # Never zero, since it is the divisor of all times.
     longest = max((span.end_seconds for found in spans.values() for span in found), default=0.0) or 1e-12
+    # One tick for all lanes, so that they share the axis of time.
     tick = longest / TICKS
     return {
         "tick_seconds": tick,
@@ -124,6 +125,7 @@ def _memory(track: MemoryTrack, tick: float) -> dict[str, object]:
     points = _thinned([(round(t / tick), b) for t, b in zip(track.seconds, track.bytes, strict=True)])
     flat: list[int] = []
     before = 0
+    # Differences are small numbers, which take few characters.
     for time, held in points:
         flat += [time - before, round(held / full * _LEVELS)]
         before = time

@@ -187,6 +187,7 @@ class Section:
 
 def summary_section(plan: Plan) -> Section:
     """Return the summary: the key numbers, the devices and the layers of each stage."""
+    # The second line repeats the cards below as text, for print.
     first, second, *more = headline(plan)
     batch = "".join(f"<p>{escape(line)}</p>" for line in more)
     cards = "".join(_cards(plan))
@@ -302,6 +303,7 @@ def timeline_section(
             f"<p>The predicted step of {show_seconds(step)} also includes the time of hosts to start programs and wait "
             f"for each other; its tasks alone end after {show_seconds(makespan)}.</p>"
         )
+    # Simulated and not predicted spans: they come from the same instructions as measured ones.
     if simulated and measured:
         body += table_html(comparison_table(compared(simulated, measured)), heading="h3")
     return Section(id="step", title="One step", body=body)
@@ -347,6 +349,7 @@ def communication_section(plan: Plan) -> Section:
         f"</thead><tbody>\n{rows}</tbody></table></div>"
         "<p>Per step, summed over the stages; bytes are the input of each device to the collective.</p>"
     )
+    # Far more rows than a screen has: the page can be searched.
     listed = table_html(collectives_table(plan, MAX_COLLECTIVES), heading="h3", search=True)
     body = (axes if uses else "") + between + (listed if uses else "")
     return Section(id="communication", title="Communication", body=body)

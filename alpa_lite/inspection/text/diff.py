@@ -63,6 +63,7 @@ class PlanDiff:
     def __str__(self) -> str:
         tables = (
             _table("Decisions", self.decisions, "what"),
+            # Another mesh changes every spec: a screenful is enough, and `to_json` has all.
             _table("Specs", self.specs[:_MAX_SPEC_ROWS], "argument", more=len(self.specs) - _MAX_SPEC_ROWS),
             _table("Collectives per step", self.collectives, "kind"),
         )
@@ -210,6 +211,7 @@ def varied(cluster: Cluster, *, memory_bytes: float | None = None, bandwidth_sca
     Raises `ClusterError` for impossible values.
     """
     if memory_bytes is not None:
+        # The name of the cluster says what was changed, since it heads every table of the plan.
         changed = with_memory(cluster, memory_bytes)
         cluster = replace(changed, name=f"{cluster.name} with {show_bytes(memory_bytes)} per device")
     if bandwidth_scale is not None:
@@ -259,6 +261,7 @@ class ClusterComparison:
         if plan is None or fastest is None:
             return (*head, "none", *[""] * 6)
         seconds = plan.prediction.step_seconds
+        # By share of its memory, as stages may have devices of different kinds.
         fullest = plan.fullest_stage
         peak, capacity = plan.prediction.peak_bytes[fullest], plan.capacity_bytes(fullest)
         return (
@@ -267,6 +270,7 @@ class ClusterComparison:
             str(len(plan.stages)),
             show_milliseconds(seconds),
             show_ratio(seconds / fastest.prediction.step_seconds),
+            # Faster clusters may cost more in total; this column compares what is paid.
             f"{seconds * cluster.num_devices:.3g}",
             show_percent(plan.prediction.bubble_fraction),
             f"{show_bytes(peak)} ({show_percent(peak / capacity)})",
@@ -299,6 +303,7 @@ class PinsCost:
     def fraction(self) -> float:
         """The time that the pins add, as a fraction of the free step; negative if the free search was suboptimal."""
         free = self.free.prediction.step_seconds
+        # A step of no time cannot get relatively longer.
         return (self.pinned.prediction.step_seconds - free) / free if free > 0 else 0.0
 
     @property

@@ -99,6 +99,7 @@ class Arguments:
         for argument in sorted(self.plain, key=lambda a: a.name.count("/")):
             parts = tuple(argument.name.split("/"))
             for start in range(len(parts)):
+                # Every suffix of every path, so that the owner is one lookup per optimizer array and not a search.
                 by_suffix.setdefault(parts[start:], argument.name)
         owners = {a.name: parameter_of(a.name, by_suffix) for a in self.optimizer}
         return {name: owner for name, owner in owners.items() if owner is not None}
@@ -120,6 +121,7 @@ def arguments_of(plan: Plan) -> Arguments:
 
 def _argument(name: str, number: int, stage: StagePlan) -> Argument:
     spec, sizes, shape = stage.specs[name], stage.mesh_shape.axis_sizes, stage.shapes.get(name)
+    # Plans of earlier versions have no shapes, and so no blocks.
     block = None if shape is None else replace(shape, dims=local_shape(spec, shape.dims, sizes))
     return Argument(name=name, stage=number, spec=spec, num_shards=num_shards(spec, sizes), shape=shape, block=block)
 
@@ -147,6 +149,7 @@ def group_arguments(arguments: Iterable[Argument]) -> tuple[ArgumentGroup, ...]:
     for argument in listed:
         stems = _stems(argument.name)
         alike[stems] = alike.get(stems, 0) + 1
+        # By stems and spec together: a layer that is sharded differently gets a row of its own.
         groups.setdefault((stems, argument.spec), []).append(argument)
     # Groups of one path stand together, where its first array stands.
     order = {stems: number for number, stems in enumerate(alike)}
@@ -183,6 +186,7 @@ def _column(parts: Sequence[str], *, whole: bool) -> str:
     rows = [match for part in parts if (match := _ROWS.match(part)) is not None]
     if rows:
         stem = _column([match["stem"] for match in rows], whole=whole)
+        # Stages that store equal row blocks would list them twice.
         listed = list(dict.fromkeys(match["rows"] for match in rows))
         return f"{stem}[{'*' if whole or len(listed) > _MOST_ROWS else ', '.join(listed)}]"
     matches = [match for part in parts if (match := _NUMBER.match(part)) is not None]
@@ -214,6 +218,7 @@ def group_collectives(uses: Iterable[CollectiveUse]) -> tuple[CollectiveGroup, .
     """Group collectives by kind, axis, phase and source line, the longest first."""
     groups: dict[tuple[str, ...], list[CollectiveUse]] = {}
     for use in uses:
+        # Without the stage: a line of a repeated layer runs on many.
         groups.setdefault((use.kind, use.axis, use.phase, source_of(use)), []).append(use)
     found = [
         CollectiveGroup(

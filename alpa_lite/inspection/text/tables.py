@@ -97,6 +97,7 @@ def headline(plan: Plan) -> tuple[str, ...]:
     """Return two or three lines: the planned function and cluster, the prediction, and the batch if there is one."""
     prediction, solver, cluster = plan.prediction, plan.solver, plan.cluster
     layers = show_count(plan.num_layers, "layer")
+    # Virtual devices: without this word a reader would expect a speed-up.
     shared = ", which share one processor" if cluster.shared_processor else ""
     first = (
         f"{plan.function} on {cluster.name} ({show_count(cluster.num_devices, 'device')}{shared}): {plan.name}, "
@@ -177,6 +178,7 @@ def parameters_table(plan: Plan, max_rows: int = MAX_PARAMETER_ROWS) -> Table:
     groups = (*group_arguments(arguments.plain), *group_arguments(arguments.unlike_parameter))
     rows = [_parameter_row(group) for group in groups[:max_rows]]
     if len(groups) > max_rows:
+        # In the table and not in its note, which is on the optimizer state.
         rows.append((f"… and {len(groups) - max_rows} more", "", "", "", ""))
     return Table(
         title="Parameters and inputs (mesh axes per dim, - where it is whole)",
@@ -188,6 +190,7 @@ def parameters_table(plan: Plan, max_rows: int = MAX_PARAMETER_ROWS) -> Table:
 
 
 def _parameter_row(group: ArgumentGroup) -> tuple[str, ...]:
+    # Stages with other meshes split the same spec into other numbers of blocks.
     shares = sorted({member.num_shards for member in group.members})
     held = " or ".join("all" if n == 1 else f"1/{n}" for n in shares)
     return group.pattern, str(group.spec), f"×{len(group.members)}", show_numbers(group.stages), held

@@ -125,6 +125,7 @@ class MemoryUse:
 
 def _details(stage: StageMemory) -> Table:
     """Return a row per kind of value, with the names of the largest."""
+    # `alive` is sorted by size, so that the first of each kind is its largest.
     kinds: dict[str, list[LiveValues]] = {}
     for each in stage.alive:
         kinds.setdefault(each.kind, []).append(each)
@@ -139,6 +140,7 @@ def _details(stage: StageMemory) -> Table:
         )
         for kind, members in sorted(kinds.items(), key=lambda item: -sum(each.bytes for each in item[1]))
     )
+    # Copies that some choice could avoid are left out of the prediction, but may be made by this plan.
     over, note = stage.alive_bytes - stage.peak_bytes, ""
     if over > _NOTED * stage.peak_bytes:
         note = (

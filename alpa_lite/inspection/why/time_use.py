@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
 
 from alpa_lite.inspection.text.groups import CollectiveGroup, arguments_of, crosses_hosts, group_collectives
 from alpa_lite.inspection.text.tables import Table, render
@@ -181,11 +182,21 @@ MAX_ITEMS = 10
 """The number of rows of the text; the data have all."""
 
 
+class TimeCause(StrEnum):
+    """The kinds of causes of time; tasks are causes only where the ops of the step are not available."""
+
+    COMPUTE = "compute"
+    TASK = "task"
+    COLLECTIVE = "collective"
+    TRANSFER = "transfer"
+    WAITING = "waiting"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeItem:
     """One cause of time.
 
-    kind          "compute", "task" (without the step), "collective", "transfer" or "waiting"
+    kind          the kind of cause
     what          the cause in words
     source        the user's source line; "" if it belongs to none
     stages        the stages concerned
@@ -194,7 +205,7 @@ class TimeItem:
     suggestion    how to reduce it; may be ""
     """
 
-    kind: str
+    kind: TimeCause
     what: str
     source: str
     stages: tuple[int, ...]
@@ -311,7 +322,7 @@ def _compute(plan: Plan, weights: Sequence[float]) -> list[TimeItem]:
         )
         found.append(
             TimeItem(
-                kind="compute",
+                kind=TimeCause.COMPUTE,
                 what=f"{what}, {', '.join(spent.phases)}",
                 source=source,
                 stages=tuple(sorted({n for n, _ in members})),
@@ -336,7 +347,7 @@ def _compute_of_phases(plan: Plan, weights: Sequence[float]) -> list[TimeItem]:
         for phase, seconds in parts:
             found.append(
                 TimeItem(
-                    kind="task",
+                    kind=TimeCause.TASK,
                     what=f"{phase} of stage {number}, collectives included",
                     source="",
                     stages=(number,),
@@ -353,7 +364,7 @@ def _collectives(plan: Plan, weights: Sequence[float]) -> list[TimeItem]:
     uses = (replace(use, seconds=weights[use.stage] * use.seconds) for use in plan.prediction.collectives)
     return [
         TimeItem(
-            kind="collective",
+            kind=TimeCause.COLLECTIVE,
             what=f"{group.kind} over {group.axis}, {group.phase}",
             source=group.source,
             stages=group.stages,
@@ -372,7 +383,7 @@ def _waiting_items(plan: Plan, waiting: float) -> list[TimeItem]:
     if boundaries and plan.prediction.transfer_seconds > 0:
         found.append(
             TimeItem(
-                kind="transfer",
+                kind=TimeCause.TRANSFER,
                 what="transfers between stages",
                 source="",
                 stages=everywhere,
@@ -385,7 +396,7 @@ def _waiting_items(plan: Plan, waiting: float) -> list[TimeItem]:
     what = "waiting for other stages" if boundaries else "starting programs, and waiting for the slowest host"
     found.append(
         TimeItem(
-            kind="waiting",
+            kind=TimeCause.WAITING,
             what=what,
             source="",
             stages=everywhere,
