@@ -1,7 +1,7 @@
 """What a user names on the command line: the function that returns the step, and the file of pins.
 
 - `load_example` imports a module or file and calls a function of it, which returns the step with its arguments;
-- `read_pins` reads a YAML file with the sharding of some arguments, in the form that `inter_op.pins` takes:
+- `read_pins` reads a YAML file with the sharding of some arguments, in the form of `inter_op.plan_request`:
 
       # an axis, a list of axes, or null for each dim
       state/params/head: [null, model]
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import alpa_lite as al
 from alpa_lite._jax import Tree
 from alpa_lite.errors import PlanError
-from alpa_lite.inter_op.pins import pinned_axes, pinned_specs
+from alpa_lite.inter_op.plan_request import pinned_axes, pinned_specs
 from alpa_lite.planners.by_name import planner_by_name
 from alpa_lite.program.phases import StepGraph
 

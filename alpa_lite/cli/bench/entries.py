@@ -22,7 +22,7 @@ from alpa_lite.cli.bench.request import BenchTarget, Contender
 from alpa_lite.cli.bench.row import DeviceTime, PlanPrice, Row
 from alpa_lite.cli.models.model_parts import Tree
 from alpa_lite.errors import AlpaLiteError, InfeasibleError
-from alpa_lite.inter_op.joint.microbatch_counts import microbatch_numbers
+from alpa_lite.inter_op.microbatch_counts import microbatch_numbers
 from alpa_lite.planners.planner import Planner
 from alpa_lite.runtime.execute.function import CompiledFunction
 from alpa_lite.runtime.simulate import SimulatedStep

@@ -33,7 +33,7 @@ from alpa_lite.cli.user_files import load_example, make_planner
 from alpa_lite.errors import AlpaLiteError, PlanError
 from alpa_lite.planners import Auto, Planner
 from alpa_lite.planners.by_name import PLANNERS
-from alpa_lite.planners.replay import Replay
+from alpa_lite.planners.planner import Replay
 from cost_models.cluster import Cluster, known_clusters
 
 SMALL = Transformer(

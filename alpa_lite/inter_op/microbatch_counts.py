@@ -66,21 +66,25 @@ class Guess:
     likely: float
 
 
+@dataclass(frozen=True, slots=True)
+class Searched:
+    """The numbers that were searched, and the best one of them with its seconds; None and infinity before any fits."""
+
+    numbers: Collection[int] = ()
+    best: int | None = None
+    at_most: float = math.inf
+
+
 def next_numbers(
-    open_: Collection[int],
-    guess: Callable[[int], Guess],
-    searched: Collection[int],
-    best: int | None,
-    at_most: float,
-    solved_at: float,
+    open_: Collection[int], guess: Callable[[int], Guess], searched: Searched, solved_at: float
 ) -> list[int]:
     """Return the numbers to search next, the most promising first; none if there is nothing to gain.
 
-    `open_`: numbers that were not searched; `best`: the best searched number, with `at_most` seconds; `solved_at`: the
-    number at which layers were surveyed.
+    `open_`: numbers that were not searched; `solved_at`: the number at which layers were surveyed.
     """
+    best, at_most = searched.best, searched.at_most
     if best is not None:
-        known = sorted({*open_, *searched})
+        known = sorted({*open_, *searched.numbers})
         place = known.index(best)
         # If the guess of the best number was too high, those of its neighbours are too.
         near = max(at_most, guess(best).at_best)

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 
 import alpa_lite as al
-from alpa_lite.inter_op.joint.stage_cost_cache import StageCostCache
+from alpa_lite.inter_op.stage_cost_cache import Layering, StageCostCache
+from alpa_lite.inter_op.stage_costs import SolveEffort
 from alpa_lite.step.clustering import make_layers
 from tests.inter_op.test_stage_costs import chain_step
 
@@ -20,12 +21,9 @@ def test_layers_are_the_same_at_every_number_of_microbatches() -> None:
     request = traced.request(al.cluster("p3.16xlarge"))
     steps = StageCostCache(
         request=request,
-        num_layers=NUM_LAYERS,
-        stages=(1,),
-        equal="flops",
+        layering=Layering(num_layers=NUM_LAYERS, stages=(1,), equal="flops"),
         pins={},
-        relative_gap=0.05,
-        time_limit_seconds=3.0,
+        effort=SolveEffort(relative_gap=0.05, time_limit_seconds=3.0, seeks_peaks=False),
     )
     numbers = (32, 1, 256)
     found = [steps.of(number, steps.natural).layers.of_op for number in numbers]

@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from hypothesis import given
 from hypothesis import strategies as st
 
-from alpa_lite.inter_op.joint.microbatch_counts import Guess, next_numbers
+from alpa_lite.inter_op.microbatch_counts import Guess, Searched, next_numbers
 
 
 def _searched(true: Mapping[int, float], guesses: Mapping[int, Guess], solved_at: float) -> tuple[int | None, set[int]]:
     """The best number after all that are proposed were searched, and these."""
     open_, searched = set(guesses), set[int]()
     best, at_most = None, math.inf
-    while ways := next_numbers(open_, guesses.__getitem__, searched, best, at_most, solved_at):
+    while ways := next_numbers(open_, guesses.__getitem__, Searched(searched, best, at_most), solved_at):
         number = ways[0]
         open_.remove(number)
         searched.add(number)
@@ -55,22 +55,22 @@ def test_the_best_is_found_where_times_fall_and_then_rise(
 
 def test_of_numbers_that_are_likely_close_the_one_nearest_to_what_was_solved_comes_first() -> None:
     guesses = _guesses({8: 1.02, 64: 1.0, 256: 1.01}, {8: 1.2, 64: 1.0, 256: 1.01})
-    assert next_numbers(guesses, guesses.__getitem__, (), None, math.inf, 200.0) == [256, 64, 8]
-    assert next_numbers(guesses, guesses.__getitem__, (), None, math.inf, 10.0) == [64, 256, 8]
+    assert next_numbers(guesses, guesses.__getitem__, Searched(), 200.0) == [256, 64, 8]
+    assert next_numbers(guesses, guesses.__getitem__, Searched(), 10.0) == [64, 256, 8]
 
 
 def test_what_fits_at_best_is_not_searched_beyond_what_is_no_better() -> None:
     guesses = _guesses({2: 0.5, 4: 1.1, 16: 1.2, 32: 0.8}, {2: math.inf, 4: 1.3, 16: 1.2, 32: 0.9})
     guesses[8] = Guess(at_best=0.9, likely=0.9)
-    assert next_numbers(guesses.keys() - {8}, guesses.__getitem__, (8,), 8, 1.0, 8.0) == [32]
+    assert next_numbers(guesses.keys() - {8}, guesses.__getitem__, Searched((8,), 8, 1.0), 8.0) == [32]
     guesses[8] = Guess(at_best=1.15, likely=1.15)  # was guessed too high, as its neighbour at 4 may be
-    assert next_numbers(guesses.keys() - {8}, guesses.__getitem__, (8,), 8, 1.0, 8.0) == [32, 4]
+    assert next_numbers(guesses.keys() - {8}, guesses.__getitem__, Searched((8,), 8, 1.0), 8.0) == [32, 4]
 
 
 def test_beyond_what_was_searched_only_what_is_clearly_better_is_and_at_last() -> None:
     guesses = _guesses({1: 0.8, 2: 0.9, 8: 0.9, 16: 0.95}, {1: 0.93, 2: 0.995, 8: 0.9, 16: 0.999})
-    assert next_numbers({1, 2, 16}, guesses.__getitem__, (4, 8), 8, 1.0, 8.0) == [16]
-    assert next_numbers({1, 2}, guesses.__getitem__, (4, 8, 16), 8, 1.0, 8.0) == [1]
-    assert next_numbers({1, 2}, guesses.__getitem__, (4, 8, 16), 8, 0.92, 8.0) == []
+    assert next_numbers({1, 2, 16}, guesses.__getitem__, Searched((4, 8), 8, 1.0), 8.0) == [16]
+    assert next_numbers({1, 2}, guesses.__getitem__, Searched((4, 8, 16), 8, 1.0), 8.0) == [1]
+    assert next_numbers({1, 2}, guesses.__getitem__, Searched((4, 8, 16), 8, 0.92), 8.0) == []
     far = guesses | {1: Guess(at_best=0.5, likely=math.inf)}
-    assert next_numbers({1, 2}, far.__getitem__, (4, 8, 16), 8, 0.92, 8.0) == [1]
+    assert next_numbers({1, 2}, far.__getitem__, Searched((4, 8, 16), 8, 0.92), 8.0) == [1]

@@ -21,9 +21,9 @@ from dataclasses import dataclass, replace
 from alpa_lite.errors import InfeasibleError, PlanError
 from alpa_lite.inter_op.assembly import StagedStep, predict
 from alpa_lite.inter_op.boundaries import stacks_at_rest
-from alpa_lite.inter_op.joint.stage_cost_cache import StageCostCache
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.inter_op.shared_devices import device_peak, solve_together
+from alpa_lite.inter_op.stage_cost_cache import StageCostCache
 from alpa_lite.inter_op.stage_costs import PlacedStage, StageCosts, StagePlace
 from alpa_lite.intra_op.solve import RELATIVE_GAP, StageSolution
 from alpa_lite.plan.plan import Prediction
@@ -92,7 +92,7 @@ class Found:
     @property
     def policies(self) -> tuple[Remat, ...]:
         """The policy of rematerialisation of each stage."""
-        remat = self.costs.remat
+        remat = self.costs.recomputed.remat
         return tuple(remat[stage.first] if remat else Remat.NONE for stage in self.stages)
 
     @property
@@ -173,9 +173,9 @@ def polished(request: PlanRequest, found: Found) -> Found:
     """Solve stages again to a smaller gap, and keep the results that are faster; stacked arguments keep their form."""
     # Otherwise equally good forms could appear that stages do not share, and rows would move between steps.
     pins = {v: spec for stage in found.stages for v, spec in forms_given(found.costs, stage).items()}
-    costs = found.costs.with_pins({**found.costs.pins, **pins})
+    costs = found.costs.with_pins({**found.costs.constraints.pins, **pins})
     gap, seconds = (ALONE_GAP, ALONE_SECONDS) if len(found.stages) == 1 else (RELATIVE_GAP, POLISH_SECONDS)
-    costs = replace(costs, relative_gap=gap, time_limit_seconds=seconds)
+    costs = costs.solved_with(replace(costs.effort, relative_gap=gap, time_limit_seconds=seconds))
     stages: list[PlacedStage] = []
     # The last first: what is best with the fewest micro-batches in flight is so with more, where it fits.
     for stage, held in reversed([*zip(found.stages, found.in_flight, strict=True)]):
@@ -276,29 +276,19 @@ def interleaved(request: PlanRequest, found: Found, steps: StageCostCache, num_c
         def solve(
             chunk: int, in_flight: int, limit_bytes: float, whole: PlacedStage = found.stages[part]
         ) -> StageSolution:
-            place = StagePlace(*_layers_of(chunk, per_chunk), whole.submesh, whole.mesh)
+            place = StagePlace.nth(chunk, per_chunk, whole.submesh, whole.mesh)
             return costs.solution(place, in_flight=in_flight, limit_bytes=limit_bytes)
 
         together = solve_together(solve, tasks[part], costs.room_bytes(found.stages[part].submesh))
         if not together.fits:
             return None
         solved |= together.solutions
+    wholes = [found.stages[chunk % parts] for chunk in range(chunks)]
     stages = [
-        PlacedStage(
-            first=first,
-            last=last,
-            submesh=found.stages[chunk % parts].submesh,
-            mesh=found.stages[chunk % parts].mesh,
-            solution=solved[chunk],
-        )
-        for chunk in range(chunks)
-        for first, last in [_layers_of(chunk, per_chunk)]
+        StagePlace.nth(chunk, per_chunk, whole.submesh, whole.mesh).with_solution(solved[chunk])
+        for chunk, whole in enumerate(wholes)
     ]
     return Found.of(request, costs, stages, schedule)
-
-
-def _layers_of(chunk: int, per_chunk: int) -> tuple[int, int]:
-    return chunk * per_chunk, (chunk + 1) * per_chunk - 1
 
 
 def agreeing(costs: StageCosts, stages: Sequence[PlacedStage], schedule: Schedule) -> Iterator[list[PlacedStage]]:
@@ -314,7 +304,7 @@ def agreeing(costs: StageCosts, stages: Sequence[PlacedStage], schedule: Schedul
     for model in dict.fromkeys(tuple(sorted(form.items())) for form in forms):
         wanted = dict(model)
         pins = {v: wanted[leaf] for stage in stages for leaf, v in _rows(costs, stage) if leaf in wanted}
-        given = costs.with_pins({**costs.pins, **pins})
+        given = costs.with_pins({**costs.constraints.pins, **pins})
         # The last first: what is best with the fewest micro-batches in flight is so with more, where it fits.
         found = [
             stage if _forms(costs, stage) == wanted else _solved_again(given, stage, in_flight)

@@ -9,10 +9,10 @@ from typing import Protocol
 import numpy as np
 
 from alpa_lite.errors import AlpaLiteError
-from alpa_lite.inter_op.joint.stage_cost_cache import StageCostCache
 from alpa_lite.inter_op.loop_cuts import state_bytes
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.inter_op.space import Space
+from alpa_lite.inter_op.stage_cost_cache import StageCostCache
 from alpa_lite.inter_op.stage_costs import SolvedStage, StageCosts, StagePlace
 from alpa_lite.inter_op.survey import Profile
 from alpa_lite.intra_op.shortage import Shortage
@@ -149,16 +149,14 @@ def _tightest(costs: StageCosts, *, explain: bool) -> Tight | None:
     first, last = solved.view.first, solved.view.last
     place = StagePlace(first, last, solved.submesh, solved.kind.mesh)
     # The search only sees that a stage does not fit. Its least memory takes longer to find, and is found for one stage.
-    needs = replace(costs, seeks_peaks=True, _solved={}).solution(
-        place, in_flight=solved.in_flight, limit_bytes=solved.limit_bytes
-    )
+    needs = costs.least_peak(place, in_flight=solved.in_flight, limit_bytes=solved.limit_bytes)
     shortage = costs.shortage(place, in_flight=solved.in_flight) if explain else None
     in_flight = solved.in_flight if (first, last) in fitted else None
     return Tight(
         first=first,
         last=last,
         in_flight=in_flight,
-        peak_bytes=needs.peak_bytes,
+        peak_bytes=needs,
         device=costs.device(solved.submesh),
         shortage=shortage,
     )

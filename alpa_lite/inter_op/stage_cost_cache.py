@@ -14,11 +14,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from alpa_lite.inter_op.loop_cuts import is_even, parts_that_may_do
-from alpa_lite.inter_op.pins import Pins, pinned_specs
-from alpa_lite.inter_op.plan_request import PlanRequest
-from alpa_lite.inter_op.stage_costs import MeshKey, StageCosts
-from alpa_lite.intra_op.formulate import Builders
-from alpa_lite.intra_op.solvers.integer_program import IntegerProgram
+from alpa_lite.inter_op.plan_request import Pins, PlanRequest, pinned_specs
+from alpa_lite.inter_op.stage_costs import Recomputed, SharedTables, SolveEffort, StageConstraints, StageCosts
 from alpa_lite.program.ir import MAX_TRIPS
 from alpa_lite.program.phases import Phase, StepGraph
 from alpa_lite.step.clustering import make_layers, subdivided
@@ -41,38 +38,40 @@ class _Parts:
         return self.parts.num_layers // self.layers.num_layers
 
 
-@dataclass(kw_only=True)
-class StageCostCache:
-    """Stage costs of the step of a request, made on demand; they share strategies and solutions where possible.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layering:
+    """How a step is cut into the layers of which stages consist.
 
-    num_layers            number of layers, of which stages consist; None: by the model
-    stages                numbers of stages that the layers should allow
-    equal                 the quantity of which layers have equal shares
-    relative_gap          relative gap to which stages are solved
-    time_limit_seconds    time limit for solving a stage
-    solver                solver of stages; None: the portfolio
+    Attributes:
+        num_layers: number of layers; None: by the model.
+        stages: numbers of stages that the layers should allow.
+        equal: the quantity of which layers have equal shares.
     """
 
-    request: PlanRequest
     num_layers: int | None
     stages: Collection[int]
     equal: LayerBalance
+
+
+@dataclass(kw_only=True)
+class StageCostCache:
+    """Stage costs of the step of a request, made on demand; they share strategies and solutions where possible."""
+
+    request: PlanRequest
+    layering: Layering
     pins: Pins
-    relative_gap: float
-    time_limit_seconds: float
-    solver: IntegerProgram | None = None
+    effort: SolveEffort
     _costs: dict[tuple[int, Cut, Remat], StageCosts] = field(default_factory=dict[tuple[int, Cut, Remat], StageCosts])
     _parts: dict[tuple[int, Cut], _Parts] = field(default_factory=dict[tuple[int, Cut], _Parts])
     _layers: dict[Cut, tuple[StepGraph, Layers]] = field(default_factory=dict[Cut, tuple[StepGraph, Layers]])
-    _builders: dict[MeshKey, Builders] = field(default_factory=dict[MeshKey, Builders])
-    _structures: dict[object, object] = field(default_factory=dict[object, object])
+    _shared: SharedTables = field(default_factory=SharedTables)
 
     @cached_property
     def natural(self) -> Cut:
         """The cut into the layers of which stages consist."""
-        if self.num_layers is not None:
-            return Cut(loop_parts=self.num_layers, num_layers=self.num_layers)
-        return natural_cut(self.request.step_at(1, 0), self.stages)
+        if self.layering.num_layers is not None:
+            return Cut(loop_parts=self.layering.num_layers, num_layers=self.layering.num_layers)
+        return natural_cut(self.request.step_at(1, 0), self.layering.stages)
 
     @property
     def known(self) -> StageCosts:
@@ -88,9 +87,9 @@ class StageCostCache:
 
     def let_take(self, seconds: float) -> None:
         """Set the time limit for solving a stage, and forget stages that were not solved within an earlier one."""
-        self.time_limit_seconds = seconds
+        self.effort = replace(self.effort, time_limit_seconds=seconds)
         # Stage costs are frozen; the replaced ones share the stages that were solved.
-        self._costs = {key: replace(costs, time_limit_seconds=seconds) for key, costs in self._costs.items()}
+        self._costs = {key: costs.solved_with(self.effort) for key, costs in self._costs.items()}
         for costs in self._costs.values():
             costs.forget_unsolved()
 
@@ -123,16 +122,12 @@ class StageCostCache:
             step=read_originals_across(step, layers.of_op),
             layers=layers,
             cost_model=self.request.cost_model,
-            seeks_peaks=False,
-            relative_gap=self.relative_gap,
-            time_limit_seconds=self.time_limit_seconds,
-            solver=self.solver,
             cost_model_for=self.request.cost_model_for,
-            pins=pinned_specs(step, self.pins),
+            constraints=StageConstraints(pins=pinned_specs(step, self.pins)),
+            effort=self.effort,
             progress=self.request.progress,
             workers=self.request.workers,
-            builders=self._builders,
-            structures=self._structures,
+            shared=self._shared,
         )
 
     def _in_layers(self, number: int, cut: Cut) -> tuple[StepGraph, Layers]:
@@ -145,7 +140,7 @@ class StageCostCache:
         # This number of micro-batches is the first, or it runs other ops and needs layers of its own.
         parts = cut.loop_parts
         # Layers that each become a stage should be even, for which loops may have to be cut into more parts.
-        each_a_stage = self.equal == "flops" and parts > 0 and cut == Cut.into(cut.num_layers)
+        each_a_stage = self.layering.equal == "flops" and parts > 0 and cut == Cut.into(cut.num_layers)
         if each_a_stage:
             parts = parts_that_may_do(self.request.step_at(1, 0), parts, (1.0,) * cut.num_layers)
         while True:
@@ -158,13 +153,13 @@ class StageCostCache:
         return step, layers
 
     def _made(self, step: StepGraph, cut: Cut) -> Layers:
-        equal = cut.equal if self.equal == "flops" else self.equal
+        equal = cut.equal if self.layering.equal == "flops" else self.layering.equal
         count = cut.num_layers
         if cut == self.natural:
             # Loops over samples look like loops over layers, but are never cut, so that there may be fewer ops than
             # layers.
             forward = step.phases.count(Phase.FORWARD)
-            count = max(1, min(self.stages), min(count, forward))
+            count = max(1, min(self.layering.stages), min(count, forward))
         return make_layers(step, count, equal=equal, imbalance=cut.imbalance)
 
     def _again(self, number: int, cut: Cut, policies: Sequence[Remat]) -> StageCosts:
@@ -179,7 +174,7 @@ class StageCostCache:
         nothing = (Remat.NONE,) * known.parts.num_layers
         again = rematerialise(read_originals_across(known.step, traced), traced, remat or nothing)
         made = written.of_another(again.step, replace(known.parts, of_op=again.of_op))
-        return replace(made, remat=remat, traced_layers=traced)
+        return replace(made, recomputed=Recomputed(remat=remat, traced_layers=traced))
 
 
 def _is_same_program(step: StepGraph, other: StepGraph) -> bool:

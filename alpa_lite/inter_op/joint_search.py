@@ -33,16 +33,23 @@ from alpa_lite.errors import (
 )
 from alpa_lite.inter_op.assembly import StagedStep, assemble
 from alpa_lite.inter_op.boundaries import inflows, slower_inflows
-from alpa_lite.inter_op.joint.microbatch_counts import NEAR, Guess, next_numbers, numbers_to_search, surveyed_numbers
-from alpa_lite.inter_op.joint.refine import Found, agreeing, made_to_fit, refined, rescheduled
-from alpa_lite.inter_op.joint.stage_cost_cache import StageCostCache
-from alpa_lite.inter_op.joint.what_would_fit import tightest_stage
+from alpa_lite.inter_op.microbatch_counts import (
+    NEAR,
+    Guess,
+    Searched,
+    next_numbers,
+    numbers_to_search,
+    surveyed_numbers,
+)
 from alpa_lite.inter_op.plan_request import PlanRequest
+from alpa_lite.inter_op.refine import Found, agreeing, made_to_fit, refined, rescheduled
 from alpa_lite.inter_op.space import Space, StageEquality, hosts_of_groups
+from alpa_lite.inter_op.stage_cost_cache import StageCostCache
 from alpa_lite.inter_op.stage_costs import PlacedStage, StageCosts, StagePlace
 from alpa_lite.inter_op.stage_dp import StageChoice
-from alpa_lite.inter_op.stage_search import StageGuesses, StageLimits, StageSearch
+from alpa_lite.inter_op.stage_search import PipelinedBatch, PolicyCosts, StageGuesses, StageLimits, StageSearch
 from alpa_lite.inter_op.survey import Beyond, Profile, Survey
+from alpa_lite.inter_op.what_would_fit import tightest_stage
 from alpa_lite.intra_op.solve import RELATIVE_GAP
 from alpa_lite.plan.plan import Plan
 from alpa_lite.schedule import Schedule
@@ -134,7 +141,7 @@ class JointSearch:
             return known[number]
 
         while len(searched) < MAX_SEARCHED and in_vain < MAX_IN_VAIN:
-            ways = next_numbers(open_, guess, searched, best, at_most * (1 - RELATIVE_GAP), solved_at)
+            ways = next_numbers(open_, guess, Searched(searched, best, at_most * (1 - RELATIVE_GAP)), solved_at)
             if not ways:
                 return
             further = min(MAX_IN_VAIN - in_vain, len(ways)) / 2  # a later number takes half the work: stages are known
@@ -161,8 +168,7 @@ class JointSearch:
     def _plan(self, found: Found) -> Plan:
         costs = found.costs
         staged = StagedStep(step=costs.step, layers=costs.layers, stages=found.stages, schedule=found.schedule)
-        plan = assemble(self.name, self.request, staged, time.perf_counter())
-        return replace(plan, remat=costs.remat, traced_layers=costs.traced_layers) if costs.remat else plan
+        return costs.recomputed.recorded_in(assemble(self.name, self.request, staged, time.perf_counter()))
 
     # ----------------------------------------------------------------------------------------------- the order
 
@@ -317,16 +323,12 @@ class JointSearch:
             all_equal=all_equal or self._all_equal(known) or not overlaps,
             equal=self.equal,
         )
-        return StageSearch(
-            known,
-            number,
-            schedule,
-            self.space,
-            guesses,
-            limits=limits,
+        costs = PolicyCosts(
+            any_number=known,
             policies=tuple(self._profiles),
             under=lambda policy, count: self.steps.of(number, Cut.into(count) if count else natural, policy),
         )
+        return StageSearch(costs, PipelinedBatch(schedule, number), self.space, guesses, limits)
 
     def _all_equal(self, costs: StageCosts) -> bool:
         """Return True if equal stages alone are searched, so that no rows move between steps.
@@ -347,7 +349,8 @@ class JointSearch:
 
     def _held(self, number: int, schedule: Schedule) -> list[int]:
         """Return the micro-batches in flight on a stage that is followed by none, by one, and so on."""
-        return [schedule.in_flight(0, n + 1, number) for n in range(self.steps.known.layers.num_layers)]
+        batch = PipelinedBatch(schedule, number)
+        return [batch.in_flight(following) for following in range(self.steps.known.layers.num_layers)]
 
     @cached_property
     def _inflows(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -386,9 +389,10 @@ class JointSearch:
         """Return the stages of a choice under the fastest schedule that their memory allows."""
         # The DP knows stages by kinds of submesh only; here they get devices of their own.
         costs, stages = self._placed(search, choice)
-        stages = made_to_fit(costs, stages, search.schedule)
-        ways = [stages, *agreeing(costs, stages, search.schedule)] if search.all_equal else [stages]
-        priced = (Found.of(self.request, costs, way, search.schedule) for way in ways)
+        schedule = search.batch.schedule
+        stages = made_to_fit(costs, stages, schedule)
+        ways = [stages, *agreeing(costs, stages, schedule)] if search.all_equal else [stages]
+        priced = (Found.of(self.request, costs, way, schedule) for way in ways)
         best = rescheduled(self.request, min(priced, key=lambda way: way.seconds), self.schedules)
         return replace(best, sum_seconds=choice.seconds)
 
@@ -398,15 +402,19 @@ class JointSearch:
         kinds = [search.space.kinds[stage.submesh] for stage in found.stages]
         submeshes = place_in_groups(kinds, hosts_of_groups(cluster), cluster.devices_per_host)
         ranges = [(i, i) if search.all_equal else (s.first_layer, s.last_layer) for i, s in enumerate(found.stages)]
-        policies = [search.policy(stage.configuration) for stage in found.stages]
-        of_layers = [policies[i] for i, (first, last) in enumerate(ranges) for _ in range(first, last + 1)]
-        costs, parts = self.steps.mixed(search.num_microbatches, cut, of_layers)
+        configurations = [search.configurations[stage.configuration] for stage in found.stages]
+        of_layers = [
+            configuration.policy
+            for configuration, (first, last) in zip(configurations, ranges, strict=True)
+            for _ in range(first, last + 1)
+        ]
+        costs, parts = self.steps.mixed(search.batch.num_microbatches, cut, of_layers)
         stages: list[PlacedStage] = []
-        for stage, (start, end), submesh in zip(found.stages, ranges, submeshes, strict=True):
-            mesh, held = search.mesh(stage.submesh, stage.configuration), search.in_flight(stage.configuration)
+        for number, ((start, end), submesh) in enumerate(zip(ranges, submeshes, strict=True)):
+            mesh = search.space.mesh(found.stages[number].submesh, configurations[number].shape)
             first, last = start * parts, (end + 1) * parts - 1
-            solution = costs.solution(StagePlace(first, last, submesh, mesh), in_flight=held)
-            stages.append(PlacedStage(first=first, last=last, submesh=submesh, mesh=mesh, solution=solution))
+            place = StagePlace(first, last, submesh, mesh)
+            stages.append(place.with_solution(costs.solution(place, in_flight=configurations[number].in_flight)))
         return costs, stages
 
     def _infeasible(self, number: int) -> str:
