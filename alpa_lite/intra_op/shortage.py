@@ -89,6 +89,7 @@ def shortage_of(
     # Without usages there is no peak either.
     if explained.choices is None or explained.time is None:
         return Shortage(explained=explained, when="", values=())
+    # From the usages of the builder, which know the value that each one stands for; the problem knows only nodes.
     held = held_bytes(builder.usages(in_flight), explained.choices, explained.time)
     graphs = [scope.graph for scope in builder.scopes]
     values = [ValueBytes(name=value_name(graphs[s], v), bytes=size) for (s, v), size in held.items() if size > 0.0]

@@ -21,7 +21,7 @@ from alpa_lite.inter_op.stage_costs import free_restriction
 from alpa_lite.intra_op.formulate import Builder
 from alpa_lite.intra_op.interning import SharedArrays
 from alpa_lite.intra_op.problem import Problem, Ragged, Solution, Status
-from alpa_lite.intra_op.solve import StageSolution, drive, in_two_parts, price_choice
+from alpa_lite.intra_op.solve import ChosenStage, StageSolution, drive, in_two_parts, price_choice
 from alpa_lite.intra_op.solvers.portfolio import Portfolio
 from alpa_lite.intra_op.stage import Choice, Key, Offer, Placed, PlacedBodies, PlacedSum, StageView
 from alpa_lite.intra_op.strategies import Restriction
@@ -135,9 +135,7 @@ class StageProblem:
         )
 
     def _priced(self, choice: Choice, found: Solution) -> StageSolution:
-        priced = price_choice(
-            self.view, self.pricer, choice, found.status, found.cost, found.bound, self.in_flight, found.peak_bytes
-        )
+        priced = price_choice(self.view, self.pricer, choice, found, self.in_flight)
         return in_two_parts(self.view, self.pricer, priced) if self.in_two else priced
 
     def strategies_of_input(self, value: int) -> dict[Spec, Given]:
@@ -357,6 +355,6 @@ def entries_of(stage: StageProblem, opaque: Collection[str]) -> list[Entry]:
         # Forward and backward run once per micro-batch, the update once per step.
         runs = stage.view.step.num_microbatches if phase.in_loop else 1
         ledger = Ledger(Estimator(stage.pricer, stage=0, phase=phase.value, runs=runs), opaque)
-        drive(stage.view, stage.pricer, choice, phase, ledger)
+        drive(ChosenStage(view=stage.view, pricer=stage.pricer, choice=choice), phase, ledger)
         found += ledger.entries
     return found
