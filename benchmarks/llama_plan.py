@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 
 import alpa_lite as al
-from alpa_lite.cli.models.llama import Llama
+from alpa_lite.cli.models.decoders import Llama
 from alpa_lite.cli.models.train import init_state, make_optimizer, make_train_step
 from alpa_lite.inter_op.stage_costs import free_restriction
 from alpa_lite.intra_op.formulate import Builder

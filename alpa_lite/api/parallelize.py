@@ -36,8 +36,8 @@ from alpa_lite.plan.progress import Progress, Say
 from alpa_lite.planners import Auto, Planner
 from alpa_lite.planners.planner import Replay
 from alpa_lite.program.user_shardings import Mode
-from alpa_lite.runtime.check.check_report import CheckReport
-from alpa_lite.runtime.check.compare import check_compiled
+from alpa_lite.runtime.check_report import CheckReport
+from alpa_lite.runtime.compare import check_compiled
 from alpa_lite.runtime.execute.execute import WATCHDOG_SECONDS, OnHang
 from alpa_lite.runtime.execute.function import (
     CompiledFunction,

@@ -18,6 +18,7 @@ from alpa_lite.intra_op.solvers.solver import Solver
 from alpa_lite.intra_op.stage import Key, StageView
 from alpa_lite.intra_op.usages import UsageOf, stage_lives
 from alpa_lite.program.ir import Graph, Op
+from alpa_lite.text import show_seconds
 
 _NUM_NAMES = 4
 
@@ -57,13 +58,6 @@ class Shortage:
             f"{at_best} it is {show_bytes(why.over_bytes)} too much, {self.when}: {', '.join(named)}. "
             f"With {show_bytes(why.smallest_limit_bytes)} its work would take {show_seconds(why.cost)} per step."
         )
-
-
-def show_seconds(seconds: float) -> str:
-    """Format seconds with three digits, or all digits of a whole number: `1.23 ms`, `45.6 s`, `3446 s`."""
-    if seconds < 1.0:
-        return f"{seconds * 1e3:.3g} ms"
-    return f"{seconds:.3g} s" if seconds < 100.0 else f"{seconds:.0f} s"
 
 
 def explain_shortage(
