@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from alpa_lite.errors import BatchError, NonAdditiveError, PlanError, TraceError
 from alpa_lite.inter_op.workers import Workers
@@ -106,7 +106,10 @@ class PlanRequest:
 
 AXES = ("x", "replica", "data", "model")
 
-Pins = Mapping[str, Sequence[Any]]
+Pin = Sequence[str | Sequence[str] | None]
+"""For each dim of an array an axis, several axes, or None, as a `PartitionSpec` has them."""
+
+Pins = Mapping[str, Pin]
 Axes = Mapping[str, int]
 
 
@@ -211,7 +214,7 @@ def check_results(pins: Pins, results: Sequence[str]) -> None:
         raise PlanError(f"There is no result {unknown[0]!r} to pin. Did you mean {', '.join(map(repr, near))}?")
 
 
-def _of_result(name: str, value: Value, pin: Sequence[Any], axes: Axes) -> Spec:
+def _of_result(name: str, value: Value, pin: Pin, axes: Axes) -> Spec:
     wanted = _dims(f"result {name}", pin)
     if len(wanted) > value.rank:
         raise PlanError(
@@ -233,7 +236,7 @@ def _named(pin: str, names: Iterable[str]) -> str:
     raise PlanError(f"There is no argument {pin!r} to pin. Did you mean {', '.join(near)}?")
 
 
-def _dims(name: str, dims: Sequence[Any]) -> tuple[tuple[str, ...], ...]:
+def _dims(name: str, dims: Pin) -> tuple[tuple[str, ...], ...]:
     if isinstance(dims, str):
         raise PlanError(f"The pin of {name!r} is {dims!r}; give a PartitionSpec, or one entry per dim in a tuple.")
     return tuple(() if dim is None else (dim,) if isinstance(dim, str) else tuple(dim) for dim in dims)
