@@ -144,8 +144,9 @@ def key_of(planner: Planner, request: PlanRequest) -> str | None:
     """Return the digest of everything that a plan depends on; None if a part has no content to compare."""
     if isinstance(planner, Replay) or _measures(planner) or not only_own_rules():
         return None
-    asked = (request.function, request.num_arguments, request.batch_size, request.num_microbatches, request.advise)
-    asked += (request.arguments, request.results)
+    signature = request.signature
+    asked = (signature.function, signature.num_arguments, request.batch_size, request.num_microbatches, request.advise)
+    asked += (signature.arguments, signature.results)
     try:
         model = _content(request.cost_model_for)
         parts = (_content(planner), _content(request.cluster), model, asked, request.on_non_additive)
@@ -319,7 +320,7 @@ def _facts(planner: Planner, request: PlanRequest) -> Mapping[str, str]:
     asked = (request.num_microbatches, request.on_non_additive)
     return {
         **_versions(),
-        f"step {request.function!r}, traced as": fingerprint(request.step_at(1, 0))[:12],
+        f"step {request.signature.function!r}, traced as": fingerprint(request.step_at(1, 0))[:12],
         "planner": f"{planner.name} {content_digest(planner)}".rstrip(),
         "cluster": f"{request.cluster.name} {content_digest(request.cluster)}",
         "options": str(asked),

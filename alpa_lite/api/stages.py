@@ -25,6 +25,7 @@ from alpa_lite import _jax
 from alpa_lite.api.options import Options, check_microbatches, cluster_of, planner_of
 from alpa_lite.api.plan_cache import Cache, check_same_program, planned_together
 from alpa_lite.errors import BatchError, NonAdditiveError
+from alpa_lite.inter_op.plan_request import StepSignature
 from alpa_lite.lower.instructions import Program, build_program
 from alpa_lite.lower.planned_step import as_planned, check_fits
 from alpa_lite.lower.slices import TaskSpec
@@ -152,13 +153,15 @@ class TracedFunction:
         """
         traced = self.traced
         return PlanRequest(
-            function=traced.name,
+            signature=StepSignature(
+                function=traced.name,
+                num_arguments=len(traced.leaves),
+                batch_size=traced.batch_size,
+                arguments=traced.arguments,
+                results=traced.out_names,
+            ),
             step_at=lambda m, loop_parts: self.step(m, loop_parts=loop_parts).step,
             likely_step_at=lambda m, loop_parts: self.step(m, loop_parts=loop_parts, exact=False).step,
-            num_arguments=len(traced.leaves),
-            arguments=traced.arguments,
-            results=traced.out_names,
-            batch_size=traced.batch_size,
             cluster=cluster,
             cost_model_for=partial(ComposedCostModel, backend=backend) if backend else ComposedCostModel,
             num_microbatches=num_microbatches,

@@ -33,21 +33,36 @@ OnInterrupt = Literal["raise", "best"]
 """The behaviour of a search when it is interrupted."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSignature:
+    """The arguments and results of a step.
+
+    Attributes:
+        function: name of the step function.
+        num_arguments: number of arrays that the step takes; the others are captured by the function.
+        batch_size: samples of a step; None where no batch was found.
+        arguments: names of the positional arguments, with which the names of their arrays begin.
+        results: the path of each returned array, such as `0/params/w`; empty if the function returns a single array.
+    """
+
+    function: str
+    num_arguments: int
+    batch_size: int | None
+    arguments: tuple[str, ...] = ()
+    results: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
     """A step to plan for a cluster.
 
     Attributes:
-        function: its name.
+        signature: arguments and results of the step.
         step_at: `step_at(num_microbatches, loop_parts)` is the step cut into phases; with `loop_parts` > 0 loops over
             layers and their scanned arrays are cut into about so many parts.
         likely_step_at: a faster `step_at` that may extrapolate from other numbers of micro-batches, or None.
-        num_arguments: how many arrays the step takes; the others are captured by the function.
-        batch_size: samples of a step; None where no batch was found.
-        cluster: what to plan for.
+        cluster: the cluster to plan for.
         cost_model_for: `cost_model_for(cluster)` is the cost model to plan with, for this or another cluster.
-        arguments: names of the positional arguments, with which the names of their arrays begin.
-        results: the path of each returned array, such as `0/params/w`; empty if the function returns a single array.
         num_microbatches: a number, or "auto".
         advise: whether a planner without a plan should look for changes that would allow one.
         on_non_additive: how `step_at` treats several micro-batches of a step that is no sum.
@@ -57,15 +72,11 @@ class PlanRequest:
         measure: `measure(plan)` is seconds of a step of a plan on real devices; None where there are none.
     """
 
-    function: str
+    signature: StepSignature
     step_at: Callable[[int, int], StepGraph]
     likely_step_at: Callable[[int, int], StepGraph] | None = None
-    num_arguments: int
-    batch_size: int | None
     cluster: Cluster
     cost_model_for: Callable[[Cluster], CostModel]
-    arguments: tuple[str, ...] = ()
-    results: tuple[str, ...] = ()
     num_microbatches: int | str = "auto"
     advise: bool = True
     on_non_additive: str = "refuse"
@@ -73,6 +84,11 @@ class PlanRequest:
     progress: Progress = field(default_factory=Progress)
     workers: Workers = field(default_factory=Workers)
     measure: Callable[[Plan], float] | None = None
+
+    @property
+    def batch_size(self) -> int | None:
+        """The samples of a step; None where no batch was found."""
+        return self.signature.batch_size
 
     @cached_property
     def cost_model(self) -> CostModel:

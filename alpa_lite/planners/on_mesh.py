@@ -72,7 +72,7 @@ class OnMesh(Planner):
         """
         if unknown := [axis for axis in self.batch if axis not in self.axes]:
             raise PlanError(f"batch names the axes {unknown}, but the mesh has {list(self.axes)}.")
-        check_results(self.outputs, request.results)
+        check_results(self.outputs, request.signature.results)
         roles = {axis: AxisRole.BATCH for axis in self.batch if self.axes[axis] > 1}
         restriction = Restriction(roles=roles, optimizer=BatchSplit.MAY, parameters=BatchSplit.MAY)
         constraints = MeshConstraints(restriction=restriction, pins=self.pins, outputs=self.outputs)
@@ -97,7 +97,7 @@ class MeshConstraints:
     def on(self, request: PlanRequest, step: StepGraph, axes: Mapping[str, int]) -> StageConstraints:
         """Return the constraints on the values of a step. Raises `PlanError` for pins that do not fit."""
         inputs = pins_on_mesh(step, self.pins, axes)
-        pinned = with_results(step, request.results, inputs, self.outputs, axes)
+        pinned = with_results(step, request.signature.results, inputs, self.outputs, axes)
         return StageConstraints(
             restriction=self.restriction, pins=pinned.inputs, outputs=pinned.outputs, layout=self.layout
         )
@@ -306,12 +306,12 @@ class Custom(Planner):
         arrays = {
             step.graph.values[v].name: step.graph.values[v].num_elements
             for v, part in zip(step.graph.inputs, step.input_parts, strict=True)
-            if part.leaf < request.num_arguments
+            if part.leaf < request.signature.num_arguments
         }
         trees = self._trees(request)
-        pins = by_path("in_specs", trees, [*arrays], request.arguments)
+        pins = by_path("in_specs", trees, [*arrays], request.signature.arguments)
         pins |= self._by_rules([name for name, size in arrays.items() if name not in pins and size > 1])
-        returned = by_path("out_specs", self.out_specs, request.results)
+        returned = by_path("out_specs", self.out_specs, request.signature.results)
         found = OnMesh(
             axes=self._axes(trees),
             batch=self.batch,
@@ -322,20 +322,21 @@ class Custom(Planner):
 
     def _trees(self, request: PlanRequest) -> Mapping[str, object]:
         """Return the entry of each argument, by its name."""
+        names = request.signature.arguments
         if isinstance(self.in_specs, Mapping):
             return cast("Mapping[str, object]", self.in_specs)
         if not isinstance(self.in_specs, (tuple, list)):
             raise PlanError(
                 f"in_specs = {self.in_specs!r} was given; give a tuple with one entry per argument, or a mapping from "
-                f"the names {', '.join(request.arguments)}."
+                f"the names {', '.join(names)}."
             )
         entries = cast("Sequence[object]", self.in_specs)
-        if entries and len(entries) != len(request.arguments):
+        if entries and len(entries) != len(names):
             raise PlanError(
-                f"in_specs has {len(entries)} entries, but the step takes {len(request.arguments)} positional "
-                f"arguments ({', '.join(request.arguments)}). Give one for each, None where the planner may choose."
+                f"in_specs has {len(entries)} entries, but the step takes {len(names)} positional "
+                f"arguments ({', '.join(names)}). Give one for each, None where the planner may choose."
             )
-        return dict(zip(request.arguments, entries, strict=False))
+        return dict(zip(names, entries, strict=False))
 
     def _by_rules(self, names: Sequence[str]) -> dict[str, object]:
         found: dict[str, object] = {}
