@@ -17,11 +17,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from os import PathLike
-from typing import Any
 
 import jax
 
 from alpa_lite import _jax
+from alpa_lite._jax import Device
 from alpa_lite.api.options import Options, check_microbatches, cluster_of, planner_of
 from alpa_lite.api.plan_cache import Cache, check_same_program, planned_together
 from alpa_lite.errors import BatchError, NonAdditiveError
@@ -55,7 +55,9 @@ class TracedFunction:
 
     traced: Traced
     options: Options
-    _steps: dict[tuple[int, int, bool], TracedStep] = field(default_factory=dict[Any, TracedStep], repr=False)
+    _steps: dict[tuple[int, int, bool], TracedStep] = field(
+        default_factory=dict[tuple[int, int, bool], TracedStep], repr=False
+    )
 
     def step(self, num_microbatches: int = 1, *, loop_parts: int = 0, exact: bool = True) -> TracedStep:
         """Return the step split into phases at `num_microbatches` micro-batches, memoised; see `split_step`.
@@ -234,7 +236,7 @@ class LoweredFunction:
             (lowered.cost_analysis(), runs[number]) for number, (_, lowered) in enumerate(self._tasks(platform))
         )
 
-    def _tasks(self, platform: str | None) -> list[tuple[TaskSpec, Any]]:
+    def _tasks(self, platform: str | None) -> list[tuple[TaskSpec, jax.stages.Lowered]]:
         with _jax.no_mesh(), busy("lowering"):
             return lowered_tasks(
                 self.program,
@@ -244,7 +246,7 @@ class LoweredFunction:
                 platform or _jax.lowering_platform(jax.devices()[0]),
             )
 
-    def compile(self, *, devices: Sequence[Any] | None = None) -> CompiledFunction:
+    def compile(self, *, devices: Sequence[Device] | None = None) -> CompiledFunction:
         """Compile executables for the devices of this process (default: `jax.devices()`)."""
         traced = self.planned.function.traced
         options = self.planned.function.options
