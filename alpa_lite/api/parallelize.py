@@ -47,7 +47,7 @@ from alpa_lite.runtime.execute.function import (
 from alpa_lite.runtime.job.activity import busy
 from alpa_lite.step.split import OnNonAdditive
 from alpa_lite.trace.batch import BatchArgnums
-from alpa_lite.trace.call import Call, NamedArguments
+from alpa_lite.trace.call import ArgumentRoles, Call, NamedArguments
 from alpa_lite.trace.trace import trace
 from cost_models.cluster import Cluster, load_cluster
 
@@ -92,8 +92,7 @@ class ParallelFunction(Generic[P, R]):
                 self.fun,
                 args,
                 kwargs,
-                static=self._static,
-                donate=self._donated,
+                roles=ArgumentRoles(static=self._static, donated=self._donated),
                 batch_argnums=options.batch_argnums,
             )
         return TracedFunction(traced=traced, options=options)

@@ -95,6 +95,19 @@ class NamedArguments:
         return not self.names or -num_args <= number < num_args
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArgumentRoles:
+    """The roles that the options of a step give to its arguments.
+
+    Attributes:
+        static: arguments that are constants of the trace.
+        donated: arguments whose buffers the caller gives up.
+    """
+
+    static: NamedArguments = NamedArguments()
+    donated: NamedArguments = NamedArguments()
+
+
 def argument_number(index: int, count: int) -> int:
     """Return the index of a positional argument; negative indices count from the end of `count` arguments.
 

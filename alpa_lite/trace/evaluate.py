@@ -91,19 +91,18 @@ def all_values(graph: Graph, equations: Sequence[Equation], inputs: Sequence[Arr
         if wiring is None:
             results = _jax.bind(equation.primitive, dict(equation.params), operands)
         else:
-            # The defaults bind the loop variables of this iteration.
-            def body(
-                number: int,
-                arrays: Mapping[int, Array],
-                bodies: Sequence[Graph] = op.bodies,
-                inner: Sequence[Sequence[Equation]] = equation.bodies,
-                places: Sequence[Sequence[int]] = wiring.inputs,
-                outside: Sequence[Array] = operands,
-            ) -> tuple[jax.Array, ...]:
-                entering = [arrays.get(i, outside[i]) for i in places[number]]
-                outputs = evaluate(bodies[number], inner[number], entering)
-                return tuple(jax.numpy.asarray(x) for x in outputs)
-
-            results = run_control_flow(op, wiring, body, operands)
+            results = run_control_flow(op, wiring, _body_on_arrays(op, equation, wiring, operands), operands)
         values.update(zip(op.results, results, strict=True))
     return values
+
+
+def _body_on_arrays(op: Op, equation: Equation, wiring: Wiring, operands: Sequence[Array]) -> Body:
+    """Return a function that evaluates a body of a control-flow op."""
+
+    def body(number: int, arrays: Mapping[int, Array]) -> tuple[jax.Array, ...]:
+        entering = [arrays.get(i, operands[i]) for i in wiring.inputs[number]]
+        outputs = evaluate(op.bodies[number], equation.bodies[number], entering)
+        # JAX's control flow accepts no NumPy arrays among the results of its bodies.
+        return tuple(jax.numpy.asarray(x) for x in outputs)
+
+    return body

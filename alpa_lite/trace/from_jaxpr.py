@@ -118,6 +118,21 @@ class _Location:
     source: str
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _NewOp:
+    """An op to append.
+
+    Attributes:
+        equation: its equation.
+        bodies: the graphs of its bodies.
+        effectful: whether it has an effect, so that it stays even if nothing reads its results.
+    """
+
+    equation: Equation
+    bodies: tuple[Graph, ...] = ()
+    effectful: bool = False
+
+
 class _GraphBuilder:
     """Collect values, ops and equations while jaxprs are inlined."""
 
@@ -244,7 +259,7 @@ class _GraphBuilder:
             return [self.empty(aval, at) for aval in avals]
         _refuse(eqn, at.source)
         made = Equation(primitive=eqn.primitive, params=eqn.params)
-        return self.append(made, operands, avals, at, effectful=bool(eqn.effects))
+        return self.append(_NewOp(equation=made, effectful=bool(eqn.effects)), operands, avals, at)
 
     def empty(self, aval: Aval, at: _Location) -> int:
         """Append an array without elements and return its value id."""
@@ -265,7 +280,8 @@ class _GraphBuilder:
         if aval.dtype.startswith("key<"):
             return value
         eqn = inserted.barrier_equation(_struct(aval))
-        return self.append(Equation(primitive=eqn.primitive, params=eqn.params), [value], [aval], at)[0]
+        barrier = _NewOp(equation=Equation(primitive=eqn.primitive, params=eqn.params))
+        return self.append(barrier, [value], [aval], at)[0]
 
     def control_flow(self, eqn: JaxprEqn, operands: list[int], at: _Location) -> list[int]:
         """Append a loop or conditional and return the value ids of its results."""
@@ -304,7 +320,8 @@ class _GraphBuilder:
             params |= {key: params[key] + len(c) for key, c in zip(_NUM_CONSTS[name], captured, strict=True)}
         graphs, inner = tuple(b.graph for b in bodies), tuple(b.equations for b in bodies)
         made = Equation(primitive=eqn.primitive, params=params, bodies=inner)
-        return self.append(made, operands, avals, at, graphs=graphs, effectful=bool(eqn.effects))
+        new = _NewOp(equation=made, bodies=graphs, effectful=bool(eqn.effects))
+        return self.append(new, operands, avals, at)
 
     def body(self, closed: AnyJaxpr, source: str) -> _Body:
         """Return the converted body of a closed jaxpr; the same object for the same jaxpr."""
@@ -386,11 +403,12 @@ class _GraphBuilder:
             return self.empty(rows if stop > start + 1 else _jax.struct(shape, dtype), at)
         limits, strides = ((start, *[0] * len(shape)), (stop, *shape)), (1,) * rows.ndim
         params = {"start_indices": limits[0], "limit_indices": limits[1], "strides": strides}
-        (taken,) = self.append(Equation(primitive=primitives.slice_p, params=params), [value], [rows], at)
+        cut = _NewOp(equation=Equation(primitive=primitives.slice_p, params=params))
+        (taken,) = self.append(cut, [value], [rows], at)
         if stop > start + 1:
             return taken
         row = _jax.struct(shape, dtype)
-        squeeze = Equation(primitive=primitives.squeeze_p, params={"dimensions": (0,)})
+        squeeze = _NewOp(equation=Equation(primitive=primitives.squeeze_p, params={"dimensions": (0,)}))
         return self.append(squeeze, [taken], [row], at)[0]
 
     def joined(self, pieces: list[int], at: _Location, *, stacked: bool) -> int:
@@ -401,32 +419,23 @@ class _GraphBuilder:
         self.pieces[result] = pieces
         return result
 
-    def append(
-        self,
-        equation: Equation,
-        operands: list[int],
-        result_avals: Sequence[Aval],
-        at: _Location,
-        *,
-        graphs: tuple[Graph, ...] = (),
-        effectful: bool = False,
-    ) -> list[int]:
-        """Append an op with its equation, and the graphs of its bodies, and return the value ids of its results."""
+    def append(self, new: _NewOp, operands: list[int], result_avals: Sequence[Aval], at: _Location) -> list[int]:
+        """Append an op with its equation and return the value ids of its results."""
         results = [self.new_value(aval) for aval in result_avals]
         self.ops.append(
             Op(
                 id=len(self.ops),
-                primitive=equation.primitive.name,
+                primitive=new.equation.primitive.name,
                 operands=tuple(operands),
                 results=tuple(results),
-                params=self.plain.of(equation.params),
+                params=self.plain.of(new.equation.params),
                 source=at.source,
                 name_stack=at.stack,
-                bodies=graphs,
-                effectful=effectful,
+                bodies=new.bodies,
+                effectful=new.effectful,
             )
         )
-        self.equations.append(equation)
+        self.equations.append(new.equation)
         return results
 
 

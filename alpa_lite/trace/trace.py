@@ -29,7 +29,16 @@ from alpa_lite.trace.batch import (
     resized,
     without_state,
 )
-from alpa_lite.trace.call import Call, NamedArguments, Owner, Results, argument_name, function_name, is_array
+from alpa_lite.trace.call import (
+    ArgumentRoles,
+    Call,
+    NamedArguments,
+    Owner,
+    Results,
+    argument_name,
+    function_name,
+    is_array,
+)
 from alpa_lite.trace.passes.plain_jaxpr import without_meshes, without_refs
 from cost_models.checks import printable
 
@@ -129,8 +138,7 @@ def trace(
     args: Sequence[Tree],
     kwargs: Mapping[str, Tree] | None = None,
     *,
-    static: NamedArguments | None = None,
-    donate: NamedArguments | None = None,
+    roles: ArgumentRoles | None = None,
     batch_argnums: BatchArgnums = None,
 ) -> Traced:
     """Trace `fun(*args, **kwargs)`; arguments may be arrays or `ShapeDtypeStruct`s.
@@ -139,8 +147,7 @@ def trace(
         fun: the function to trace.
         args: positional arguments.
         kwargs: keyword arguments.
-        static: arguments that are constants of the trace.
-        donate: arguments whose buffers the caller gives up.
+        roles: the arguments that are constants of the trace, and those that the caller donates.
         batch_argnums: the arguments that hold the batch; None infers them (see `alpa_lite.trace.batch`).
 
     Raises:
@@ -148,8 +155,8 @@ def trace(
         BatchError: `batch_argnums` names an argument or dim that does not exist.
     """
     _check_call(fun, args, kwargs or {})
-    static = static or NamedArguments()
-    call = Call.of(fun, args, kwargs or {}, static)
+    roles = roles or ArgumentRoles()
+    call = Call.of(fun, args, kwargs or {}, roles.static)
     paths, in_tree = jax.tree_util.tree_flatten_with_path(call.tree)
     names = unique(leaf_name(fun, path) for path, _ in paths)
     leaves = tuple(aval_of(leaf, name) for (_, leaf), name in zip(paths, names, strict=True))
@@ -168,7 +175,7 @@ def trace(
     mesh = _jax.context_mesh()
     jaxpr = plain_jaxpr(flat, leaves, mesh, function_name(fun))
     out_leaves = tuple(_struct(aval) for aval in jaxpr.out_avals)
-    donated = (donate or NamedArguments()).among(len(args), kwargs or {}) - call.unchanged(box["results"])
+    donated = roles.donated.among(len(args), kwargs or {}) - call.unchanged(box["results"])
     owner = tuple(_owner(path) for path, _ in paths)
     positional, keywords = jax.tree.unflatten(in_tree, [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in jaxpr.in_avals])
     aliases = match_state({**positional, **keywords}, jax.tree.unflatten(box["tree"], out_leaves))
@@ -190,7 +197,7 @@ def trace(
         batch_assumed=True,
         aliases=aliases,
         donated=tuple(key in donated for key in owner),
-        static=static,
+        static=roles.static,
         call=call,
         results=box["results"],
         jaxpr=jaxpr,
