@@ -12,7 +12,7 @@ import io
 import itertools
 import os
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -62,6 +62,7 @@ _COUNTS = ("num_consts", "num_carry")
 
 # --- types for annotations --------------------------------------------------------------------------------------------
 
+# One assignment each: a type checker takes only such names as types.
 Var = jex_core.Var
 Literal = jex_core.Literal
 Jaxpr = jex_core.Jaxpr
@@ -78,6 +79,9 @@ Device = Any
 
 Tree = Any
 """A pytree: nested containers whose leaves are mostly arrays."""
+
+TreeLeaf = Any
+"""A leaf of a pytree as a user passes it: an array of JAX or NumPy, a number, or the shape of an array."""
 
 TreeDef = Any
 """The structure of a pytree: `jax.tree_util.PyTreeDef`, which is compiled code without stubs like `jax.Device`."""
@@ -128,6 +132,12 @@ def consts_of(jaxpr: AnyJaxpr) -> Sequence[Array]:
 def inner_jaxprs(eqn: JaxprEqn) -> Sequence[AnyJaxpr]:
     """Return the jaxprs in the parameters of an equation."""
     return tuple(jex_core.jaxprs_in_params(eqn.params))
+
+
+def tuple_like(given: tuple[Any, ...], items: Iterable[Any]) -> tuple[Any, ...]:
+    """Return a tuple of items that is named where the given one is, as those in parameters of equations may be."""
+    make = getattr(given, "_make", None)
+    return tuple(items) if make is None else make(items)
 
 
 def prune(jaxpr: Jaxpr) -> Jaxpr:

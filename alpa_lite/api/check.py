@@ -17,8 +17,8 @@ from alpa_lite.errors import ExecutionError
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.progress import Progress, Say
 from alpa_lite.planners import Planner
-from alpa_lite.runtime.check.check_report import CheckReport
-from alpa_lite.runtime.check.compare import check_compiled, check_one_process
+from alpa_lite.runtime.check_report import CheckReport
+from alpa_lite.runtime.compare import check_compiled, check_one_process
 from alpa_lite.step.split import OnNonAdditive
 from alpa_lite.trace.batch import BatchArgnums
 from cost_models.cluster import Cluster

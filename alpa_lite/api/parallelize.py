@@ -35,9 +35,9 @@ from alpa_lite.inter_op.plan_request import OnInterrupt
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.progress import Progress, Say
 from alpa_lite.planners import Auto, Planner
-from alpa_lite.planners.replay import Replay
-from alpa_lite.runtime.check.check_report import CheckReport
-from alpa_lite.runtime.check.compare import check_compiled
+from alpa_lite.planners.planner import Replay
+from alpa_lite.runtime.check_report import CheckReport
+from alpa_lite.runtime.compare import check_compiled
 from alpa_lite.runtime.execute.execute import WATCHDOG_SECONDS, OnHang
 from alpa_lite.runtime.execute.function import (
     CompiledFunction,

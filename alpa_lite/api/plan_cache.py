@@ -49,8 +49,7 @@ from alpa_lite.lower.instructions import Program
 from alpa_lite.plan import codec
 from alpa_lite.plan.plan import FORMAT, INTERRUPTED, Plan, fingerprint
 from alpa_lite.planners.auto import Auto
-from alpa_lite.planners.planner import Planner
-from alpa_lite.planners.replay import Replay
+from alpa_lite.planners.planner import Planner, Replay
 from alpa_lite.program.ir import Graph
 from alpa_lite.program.phases import StepGraph
 from alpa_lite.rules.registry import only_own_rules

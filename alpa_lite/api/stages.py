@@ -30,8 +30,8 @@ from alpa_lite.lower.planned_step import as_planned, check_fits
 from alpa_lite.lower.slices import TaskSpec
 from alpa_lite.plan.plan import BatchDims, Plan
 from alpa_lite.planners import Planner, PlanRequest
-from alpa_lite.runtime.execute.compile import joined_texts, lowered_tasks, summed_costs
-from alpa_lite.runtime.execute.execute import Executor
+from alpa_lite.runtime.execute.compile import LoweredStep, joined_texts, lowered_tasks, summed_costs
+from alpa_lite.runtime.execute.execute import Executor, HangOptions
 from alpa_lite.runtime.execute.function import (
     CompiledFunction,
     compiling,
@@ -238,13 +238,12 @@ class LoweredFunction:
 
     def _tasks(self, platform: str | None) -> list[tuple[TaskSpec, jax.stages.Lowered]]:
         with _jax.no_mesh(), busy("lowering"):
-            return lowered_tasks(
-                self.program,
-                self.planned.last_plan,
-                self.step.step,
-                self.step.equations,
-                platform or _jax.lowering_platform(jax.devices()[0]),
-            )
+            return lowered_tasks(self._lowered, platform or _jax.lowering_platform(jax.devices()[0]))
+
+    @property
+    def _lowered(self) -> LoweredStep:
+        plan, traced = self.planned.last_plan, self.step
+        return LoweredStep(program=self.program, plan=plan, step=traced.step, equations=traced.equations)
 
     def compile(self, *, devices: Sequence[Device] | None = None) -> CompiledFunction:
         """Compile executables for the devices of this process (default: `jax.devices()`)."""
@@ -253,15 +252,11 @@ class LoweredFunction:
         check_same_program(self.planned.last_plan, self.program, traced.donated)
         with _jax.no_mesh(), busy("compiling"), options.progress.during("compile"):
             executor = Executor(
-                self.program,
-                self.planned.last_plan,
-                self.step.step,
-                self.step.equations,
+                self._lowered,
                 donated=traced.donated,
                 devices=devices,
                 progress=compiling(options.progress),
-                watchdog_seconds=options.watchdog_seconds,
-                on_hang=options.on_hang,
+                hangs=HangOptions(watchdog_seconds=options.watchdog_seconds, on_hang=options.on_hang),
             )
             step = with_own_constants(self.step, executor, len(traced.leaves))
         return CompiledFunction(traced=traced, plan=self.planned.last_plan, step=step, executor=executor)

@@ -105,6 +105,9 @@ def encode(value: Any) -> Any:
         return {str(key): encode(item) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
         return [encode(item) for item in value]
+    # A member of a `StrEnum` is a str, but of another type than the one that reading expects.
+    if isinstance(value, Enum):
+        return value.value
     return _number(value) if isinstance(value, float) else value
 
 

@@ -501,7 +501,7 @@ def _sentence(refusal: Refusal) -> str:
     where = f"{refusal.source or 'an unknown line'}: "
     if refusal.primitive:
         shapes = ", ".join(str(list(shape)) for shape in refusal.shapes)
-        what = f"{refusal.primitive} of {shapes} {refusal.text}"
+        what = f"{refusal.primitive}{f' of {shapes}' if shapes else ''} {refusal.text}"
     else:
         what = refusal.text
     return (

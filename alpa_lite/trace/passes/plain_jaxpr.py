@@ -75,7 +75,7 @@ def _discharged_params(params: Params) -> Params:
 def _discharged_param(value: object) -> object:
     # The branches of a conditional are a tuple of jaxprs.
     if isinstance(value, tuple):
-        return tuple(map(_discharged_param, value))
+        return _jax.tuple_like(value, map(_discharged_param, value))
     return _discharged(value) if isinstance(value, _jax.ClosedJaxpr) else value
 
 
@@ -215,7 +215,7 @@ class _MeshRemover:
         if isinstance(value, NamedSharding):
             return None
         if isinstance(value, tuple):
-            rewritten = tuple(self._param(each) for each in value)
+            rewritten = _jax.tuple_like(value, (self._param(each) for each in value))
             return value if all(a is b for a, b in zip(rewritten, value, strict=True)) else rewritten
         if isinstance(value, _jax.Jaxpr):
             return self.opened(value)

@@ -66,8 +66,23 @@ def _in_branch(w: Any, x: Any) -> Any:
     return w - scale[...] * grads, loss
 
 
+def _beside_a_solve(w: Any, x: Any) -> Any:
+    """Solve linear systems by a function of the step's own, whose bodies JAX keeps in a named tuple."""
+
+    def solve(matvec: Any, b: Any) -> Any:
+        return jnp.linalg.solve(jax.jacobian(matvec)(b), b)
+
+    def loss(w: Any) -> Any:
+        matrix = w @ w.T + 8 * jnp.eye(8)
+        return jnp.sum(jax.lax.custom_linear_solve(lambda v: matrix @ v, x[0], solve, solve) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(w)
+    rate = jax.new_ref(0.1)
+    return w - rate[...] * grads, value
+
+
 @pytest.mark.parametrize("planner", [al.planners.DataParallel(), al.planners.Auto(), al.planners.Megatron(tensor=4)])
-@pytest.mark.parametrize("step", [_top, _in_loop, _in_call, _in_branch])
+@pytest.mark.parametrize("step", [_top, _in_loop, _in_call, _in_branch, _beside_a_solve])
 def test_a_step_with_mutable_arrays_of_its_own(step: Any, planner: Any, devices: Any) -> None:
     parallel = al.parallelize(step, cluster=eager_cluster(), planner=planner, num_microbatches=1, cache=False)
     for got, want in zip(parallel(W, X), jax.jit(step)(W, X), strict=True):
