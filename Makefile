@@ -43,7 +43,7 @@ format: $(STAMP)
 
 # Completion scripts of the command line, after its options have changed.
 completions: $(STAMP)
-	$(BIN)/python -c 'from alpa_lite.cli import completion, entry; completion.write_all(entry.build_parser())'
+	$(BIN)/python -c 'from alpa_lite.cli import entry; entry.write_completions()'
 
 docs: $(STAMP)
 	$(BIN)/mkdocs build --strict

@@ -62,6 +62,7 @@ _COUNTS = ("num_consts", "num_carry")
 
 # --- types for annotations --------------------------------------------------------------------------------------------
 
+# One assignment each: a type checker takes only such names as types.
 Var = jex_core.Var
 Literal = jex_core.Literal
 Jaxpr = jex_core.Jaxpr
@@ -78,6 +79,9 @@ Device = Any
 
 Tree = Any
 """A pytree: nested containers whose leaves are mostly arrays."""
+
+TreeLeaf = Any
+"""A leaf of a pytree as a user passes it: an array of JAX or NumPy, a number, or the shape of an array."""
 
 TreeDef = Any
 """The structure of a pytree: `jax.tree_util.PyTreeDef`, which is compiled code without stubs like `jax.Device`."""

@@ -23,6 +23,9 @@ from typing import Any, NoReturn, cast
 _OBEYED = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 """Control characters, line separators, bidirectional control characters, and lone surrogates."""
 
+JsonObject = dict[str, Any]
+"""A parsed JSON object. The values have any type until the classes that are built of them have checked them."""
+
 LONGEST_TEXT = 4096
 """Largest number of characters of a string in a file; on Linux no path is longer."""
 

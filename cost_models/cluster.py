@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from cost_models.catalogue import (
     check_keys,
@@ -31,7 +31,7 @@ from cost_models.catalogue import (
     without_comments,
 )
 from cost_models.catalogue import known_clusters as known_clusters
-from cost_models.checks import ClusterError, require_count
+from cost_models.checks import ClusterError, JsonObject, require_count
 from cost_models.hardware import Device, Link
 
 #: Algorithms that a collective library may implement (see `schemes`).
@@ -166,6 +166,7 @@ class Cluster:
             )
         if not self.groups:
             return self
+        # Groups are consecutive hosts in device order, so that a range of devices meets a range of groups.
         first_host = first_device // self.devices_per_host
         last_host = (first_device + num_devices - 1) // self.devices_per_host
         found, start = list[HostGroup](), 0
@@ -184,9 +185,9 @@ class Cluster:
             groups=(),
         )
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """Return a dict of JSON values from which `from_json` restores the cluster."""
-        data: dict[str, Any] = {}
+        data: JsonObject = {}
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name in _LEFT_OUT_AT_DEFAULT and value == field.default:
@@ -199,7 +200,7 @@ class Cluster:
         return data
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Cluster:
+    def from_json(cls, data: JsonObject) -> Cluster:
         """Build a cluster from the form of `to_json` or of a file in `clusters/`; "sources" and "notes" are ignored.
 
         Raises:
@@ -217,7 +218,7 @@ class Cluster:
             ) from error
 
     @classmethod
-    def _from_values(cls, values: dict[str, Any]) -> Cluster:
+    def _from_values(cls, values: JsonObject) -> Cluster:
         mixed = bool(values.get("groups"))
         check_keys("The cluster", values, cls, optional=("device", "num_hosts", "intra_host") if mixed else ())
         for key in _LINKS:
@@ -264,6 +265,7 @@ def slowest_device(devices: Sequence[Device]) -> Device:
 
 def slowest_link(links: Sequence[Link]) -> Link:
     """Return the link with the lowest rate, given the longest latency, ramp and skew of all links."""
+    # The slowest link sets the pace: a ring waits for its slowest edge.
     base = min(links, key=lambda link: link.bytes_per_second)
     return replace(
         base,
@@ -320,13 +322,13 @@ def cluster_sources(name: str) -> dict[str, str]:
     return {**found, **(cast("Mapping[str, str]", own) if isinstance(own, Mapping) else {})}
 
 
-def _read(name_or_path: str) -> dict[str, Any]:
+def _read(name_or_path: str) -> JsonObject:
     if name_or_path.lower() not in known_clusters() and name_or_path.lower().endswith(".json"):
         return read_file(Path(name_or_path))
     return read_shipped("clusters", name_or_path)
 
 
-def _to_json(value: Any) -> Any:
+def _to_json(value: object) -> object:
     if isinstance(value, Link):
         return value.to_json()
     if isinstance(value, Device):
@@ -340,11 +342,11 @@ def _to_json(value: Any) -> Any:
         parts = {field.name: getattr(value, field.name) for field in fields(value)}
         return {key: _to_json(part) for key, part in parts.items() if part is not None}
     if isinstance(value, tuple):
-        return [_to_json(each) for each in cast("tuple[Any, ...]", value)]
+        return [_to_json(each) for each in cast("tuple[object, ...]", value)]
     return value
 
 
-def _mixed(values: Mapping[str, Any]) -> dict[str, Any]:
+def _mixed(values: JsonObject) -> JsonObject:
     """Parse the groups of a cluster whose hosts differ, and derive the fields that hold for all groups."""
     name = values["name"]
     given = values["groups"]

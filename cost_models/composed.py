@@ -141,6 +141,7 @@ class _Tiling:
 @lru_cache(maxsize=50_000)
 def _best_tiling(product: Product, device: Device) -> _Tiling:
     """Return the tile with the least waste, and the fraction of the units' time that is not wasted."""
+    # Relative to the tile with the most reuse, because the efficiencies of a device were measured on large products.
     best_reuse = max(_reuse(tile) for tile in device.tiles)
     found = (
         _Tiling(tile=tile, filled=_filled(product, tile, device) * _reuse(tile) / best_reuse) for tile in device.tiles
@@ -159,8 +160,10 @@ def _filled(product: Product, tile: tuple[int, int], device: Device) -> float:
     blocks = product.count * ceil(product.rows / rows) * ceil(product.columns / columns)
     units = device.num_units
     steps = product.depth
+    # Idle units take parts of the depth of other blocks (split K), down to a length below which that costs more.
     if blocks < units:
         steps = max(product.depth / (units // blocks), min(product.depth, SHORTEST_SPLIT))
+    # The last wave occupies all units for as long as a full one does, however few blocks it has.
     capacity = ceil(blocks / units) * units * rows * columns * (steps + device.fill_depth)
     return product.flops / 2 / capacity
 

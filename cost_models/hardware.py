@@ -27,9 +27,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
-from cost_models.checks import ClusterError, require_amount, require_count
+from cost_models.checks import ClusterError, JsonObject, require_amount, require_count
 
 # JAX lets matrix kernels read float32 operands as TF32 on NVIDIA GPUs that have it (docs.jax.dev, "Matmul precision").
 _MATRIX_FALLBACKS: dict[str, tuple[str, ...]] = {
@@ -322,9 +322,9 @@ class Link:
         """Return the seconds of one message of `bytes`, latency included."""
         return self.latency_seconds + moving_seconds(bytes, self.bytes_per_second, self.ramp_seconds)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """Return a dict of JSON values that omits optional fields at their defaults."""
-        data: dict[str, Any] = {
+        data: JsonObject = {
             "bandwidth_bytes_per_second": self.bandwidth_bytes_per_second,
             "latency_seconds": self.latency_seconds,
             "efficiency": self.efficiency,
@@ -346,6 +346,7 @@ class Link:
 
     def _rings(self, num_members: int) -> tuple[list[int], int]:
         """Return the sizes of the whole rings that the members fill, longest first, and the number of ring sets."""
+        # Greedy, the longest ring first; `rest` counts the sets of rings that the next ring has to join.
         rings, rest = list[int](), num_members
         for size in sorted(self.torus, reverse=True):
             if size <= rest:

@@ -79,6 +79,10 @@ Cache = bool | str | Path
 """Whether plans are cached and reused when everything they depend on is the same; or the folder of the cache."""
 
 
+Json = str | list["Json"]
+"""Data that `json` writes."""
+
+
 class _NoContentError(Exception):
     """A value has no content by which it could be compared with another one."""
 
@@ -157,7 +161,7 @@ def key_of(planner: Planner, request: PlanRequest) -> str | None:
     return digest.hexdigest()
 
 
-def content_digest(value: Any) -> str:
+def content_digest(value: object) -> str:
     """Return the first 12 hex digits of a digest that equal values share; "" if a value has no content to compare."""
     try:
         return hashlib.sha256(json.dumps(_content(value)).encode()).hexdigest()[:12]
@@ -165,7 +169,7 @@ def content_digest(value: Any) -> str:
         return ""
 
 
-def _content(value: Any) -> Any:
+def _content(value: object) -> Json:
     """Return data that are equal for equal values only. Raises `_NoContentError` for types of other packages."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return repr(value)
@@ -190,7 +194,7 @@ def _content(value: Any) -> Any:
     return [name, [[field.name, _content(getattr(value, field.name))] for field in fields(value)]]
 
 
-def _add_step(digest: Any, step: StepGraph) -> None:
+def _add_step(digest: hashlib._Hash, step: StepGraph) -> None:
     """Add a step to a digest: its structure, and its names and source lines too, since plans mention them."""
     digest.update(fingerprint(step).encode())
     parts = (step.full_shapes, step.batch_dims, step.input_parts, step.output_parts, sorted(step.aliases.items()))

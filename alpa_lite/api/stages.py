@@ -17,11 +17,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from os import PathLike
-from typing import Any
 
 import jax
 
 from alpa_lite import _jax
+from alpa_lite._jax import Device
 from alpa_lite.api.options import Options, check_microbatches, cluster_of, planner_of
 from alpa_lite.api.plan_cache import Cache, check_same_program, planned_together
 from alpa_lite.errors import BatchError, NonAdditiveError
@@ -31,8 +31,8 @@ from alpa_lite.lower.planned_step import as_planned, check_fits
 from alpa_lite.lower.slices import TaskSpec
 from alpa_lite.plan.plan import BatchDims, Plan
 from alpa_lite.planners import Planner, PlanRequest
-from alpa_lite.runtime.execute.compile import joined_texts, lowered_tasks, summed_costs
-from alpa_lite.runtime.execute.execute import Executor
+from alpa_lite.runtime.execute.compile import LoweredStep, joined_texts, lowered_tasks, summed_costs
+from alpa_lite.runtime.execute.execute import Executor, HangOptions
 from alpa_lite.runtime.execute.function import (
     CompiledFunction,
     compiling,
@@ -56,7 +56,9 @@ class TracedFunction:
 
     traced: Traced
     options: Options
-    _steps: dict[tuple[int, int, bool], TracedStep] = field(default_factory=dict[Any, TracedStep], repr=False)
+    _steps: dict[tuple[int, int, bool], TracedStep] = field(
+        default_factory=dict[tuple[int, int, bool], TracedStep], repr=False
+    )
 
     def step(self, num_microbatches: int = 1, *, loop_parts: int = 0, exact: bool = True) -> TracedStep:
         """Return the step split into phases at `num_microbatches` micro-batches, memoised; see `split_step`.
@@ -237,32 +239,27 @@ class LoweredFunction:
             (lowered.cost_analysis(), runs[number]) for number, (_, lowered) in enumerate(self._tasks(platform))
         )
 
-    def _tasks(self, platform: str | None) -> list[tuple[TaskSpec, Any]]:
+    def _tasks(self, platform: str | None) -> list[tuple[TaskSpec, jax.stages.Lowered]]:
         with _jax.no_mesh(), busy("lowering"):
-            return lowered_tasks(
-                self.program,
-                self.planned.last_plan,
-                self.step.step,
-                self.step.equations,
-                platform or _jax.lowering_platform(jax.devices()[0]),
-            )
+            return lowered_tasks(self._lowered, platform or _jax.lowering_platform(jax.devices()[0]))
 
-    def compile(self, *, devices: Sequence[Any] | None = None) -> CompiledFunction:
+    @property
+    def _lowered(self) -> LoweredStep:
+        plan, traced = self.planned.last_plan, self.step
+        return LoweredStep(program=self.program, plan=plan, step=traced.step, equations=traced.equations)
+
+    def compile(self, *, devices: Sequence[Device] | None = None) -> CompiledFunction:
         """Compile executables for the devices of this process (default: `jax.devices()`)."""
         traced = self.planned.function.traced
         options = self.planned.function.options
         check_same_program(self.planned.last_plan, self.program, traced.donated)
         with _jax.no_mesh(), busy("compiling"), options.progress.during("compile"):
             executor = Executor(
-                self.program,
-                self.planned.last_plan,
-                self.step.step,
-                self.step.equations,
+                self._lowered,
                 donated=traced.donated,
                 devices=devices,
                 progress=compiling(options.progress),
-                watchdog_seconds=options.watchdog_seconds,
-                on_hang=options.on_hang,
+                hangs=HangOptions(watchdog_seconds=options.watchdog_seconds, on_hang=options.on_hang),
             )
             step = with_own_constants(self.step, executor, len(traced.leaves))
         return CompiledFunction(traced=traced, plan=self.planned.last_plan, step=step, executor=executor)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any
 
 from alpa_lite.text import View, register_views
 
@@ -42,7 +41,7 @@ def register() -> None:
 def _later(module: str, name: str) -> Callable[..., str]:
     """Return a function that imports another one when it is called, and converts its result into text."""
 
-    def show(*arguments: Any, **options: Any) -> str:
+    def show(*arguments: object, **options: object) -> str:
         return str(getattr(import_module(f"alpa_lite.inspection.{module}"), name)(*arguments, **options))
 
     return show

@@ -15,8 +15,9 @@ from alpa_lite.inter_op.space import Space
 from alpa_lite.inter_op.stage_cost_cache import StageCostCache
 from alpa_lite.inter_op.stage_costs import SolvedStage, StageCosts, StagePlace
 from alpa_lite.inter_op.survey import Profile
-from alpa_lite.intra_op.shortage import Shortage, show_seconds
+from alpa_lite.intra_op.shortage import Shortage
 from alpa_lite.plan.plan import Plan
+from alpa_lite.text import show_bytes, show_seconds
 from cost_models.cluster import with_times_the_hosts
 from cost_models.hardware import Device
 
@@ -116,8 +117,8 @@ def tightest_stage(steps: StageCostCache, space: Space, number: int, profiles: C
             device, why = tight.device, show_shortage(tight.shortage)
             return (
                 f"No plan fits into memory. The tightest stage is {where} of {costs.layers.num_layers} layers{held}, "
-                f"which needs at least {show_bytes(tight.peak_bytes)} per device of {request.cluster.name} at "
-                f"num_microbatches={number}; {device.name} has {show_bytes(device.memory_bytes)}. {why}"
+                f"which needs at least {_show_bytes(tight.peak_bytes)} per device of {request.cluster.name} at "
+                f"num_microbatches={number}; {device.name} has {_show_bytes(device.memory_bytes)}. {why}"
             ).rstrip()
     # Each layer fits alone, so that the sum over all layers is the obstacle.
     least = min(profiles, key=lambda profile: profile.saved_bytes.sum())
@@ -172,10 +173,10 @@ def _needed_by_all(request: PlanRequest, profile: Profile, number: int) -> str:
     # Memory may suffice in total and still not for any stages, whose parts are uneven.
     enough = "" if fixed + kept + working > room else ", with which no stages that were tried make do"
     return (
-        f"together the {profile.num_layers} layers need at least {show_bytes(fixed + kept + working)} "
-        f"({show_bytes(fixed)} of parameters, optimizer state and sums of gradients, {show_bytes(kept)} that one "
-        f"micro-batch keeps for its backward pass, {show_bytes(working)} beside these), and the "
-        f"{cluster.num_devices} devices of {cluster.name} have {show_bytes(room)}{enough}."
+        f"together the {profile.num_layers} layers need at least {_show_bytes(fixed + kept + working)} "
+        f"({_show_bytes(fixed)} of parameters, optimizer state and sums of gradients, {_show_bytes(kept)} that one "
+        f"micro-batch keeps for its backward pass, {_show_bytes(working)} beside these), and the "
+        f"{cluster.num_devices} devices of {cluster.name} have {_show_bytes(room)}{enough}."
     )
 
 
@@ -191,13 +192,10 @@ def _try_hardest(costs: StageCosts, space: Space) -> None:
 
 def show_shortage(shortage: Shortage | None) -> str:
     """Return a sentence about the values that need the memory, followed by a space; empty if nothing is known."""
-    sentence = shortage.sentence(show_bytes=show_bytes) if shortage is not None else ""
+    sentence = shortage.sentence(show_bytes=_show_bytes) if shortage is not None else ""
     return f"{sentence} " if sentence else ""
 
 
-def show_bytes(count: float) -> str:
-    """Return a number of bytes with a binary unit and two digits after the point, such as `1.50 GiB`."""
-    for unit, size in (("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10)):
-        if count >= size:
-            return f"{count / size:.2f} {unit}"
-    return f"{count:.0f} B"
+def _show_bytes(count: float) -> str:
+    # Two digits after the point: the sentences compare what is needed with what there is, which may be close.
+    return show_bytes(count, decimals=2)

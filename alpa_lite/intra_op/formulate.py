@@ -48,7 +48,7 @@ from alpa_lite.intra_op.stage import (
     StageView,
     placements_of,
 )
-from alpa_lite.intra_op.strategies import AxisRole, BatchSplit, Restriction
+from alpa_lite.intra_op.strategies import AxisRole, BatchSplit, OpUse, Restriction
 from alpa_lite.intra_op.strategy_catalogue import Catalogue, PlacementOptions, SumOptions, batch_factors
 from alpa_lite.intra_op.usages import StageLayout, UsageOf, usages_of
 from alpa_lite.plan.walk import stacked
@@ -275,16 +275,18 @@ class Builder:
 
     def _add_leader(self, at: _LaidOp, rule: Rule) -> None:
         scope, graph, op = at.scope, at.graph, at.op
-        options = self.catalogue.leader(
-            graph,
-            op,
+        # A result that no other op in the loop reads may remain a partial sum at nobody's cost. So may the operand of
+        # an addition, and what a loop adds to a carried value, until the addition or the end of the loop.
+        only_crosses = self.sums.only_crosses(scope, op)
+        may_wait = self.sums.feeds_sum(scope, op) or self._stacks_sums(scope, op)
+        use = OpUse(
             batch_factors=batch_factors(rule, op, self.scopes[scope].batch_dims),
             in_loop=self.sums.in_loop(scope, op),
-            only_crosses=self.sums.only_crosses(scope, op),
-            may_wait=self.sums.feeds_sum(scope, op) or self._stacks_sums(scope, op),
-            accumulates=(scope, op.id) in self.accumulating,
+            keep_partial=only_crosses or may_wait or (scope, op.id) in self.accumulating,
+            # How a crossing sum is scattered is chosen with its accumulator (`Catalogue.sums`), not where it is made.
+            scatter=not only_crosses,
         )
-        options = self.keeping.options(graph, op, options)
+        options = self.keeping.options(graph, op, self.catalogue.leader(graph, op, use))
         node = self._node(self.arrays.product(options.seconds, at.runs))
         self._record(at, node, options)
         self._demand(at, node, options)

@@ -173,6 +173,7 @@ class PartialSums:
         if len(op.results) != 1 or not self.feeds_addition(scope, op):
             return False
         graph, (result,) = self.scopes[scope].graph, op.results
+        # A sum that crosses out of the loop waits in its accumulator instead.
         crosses = scope == 0 and result in self.crossing
         return not crosses and is_scalar_sum(graph, graph.ops[graph.consumers[result][0]])
 
@@ -242,6 +243,7 @@ class Deciding:
         def rank(i: int) -> tuple[bool, int, int]:
             value = graph.values[op.operands[i]]
             offer = self.offers[(scope, value.id)]
+            # The larger operand costs more to reshard; ids break ties, so that equal layers decide alike.
             return (offer.node in self.computed, self._extent(scope, value), value.id)
 
         ranked = self._ranked(scope, graph, op)
@@ -303,6 +305,7 @@ class Keeping:
             # The entry holds the options, so that no other object can get their id.
             columns = (*options.demanded, *options.results)
             pairs = [(column, want) for column, want in zip(columns, wanted, strict=True) if want]
+            # A column holds the specs of one operand or result under all placements; unconstrained ones are left out.
             fits = [all(agrees(c[i], w) for c, w in pairs) for i in range(len(options.placements))]
             if not any(fits):
                 raise PlanError(_refusal(graph, op, self))
@@ -321,6 +324,7 @@ class Keeping:
             return None
         key = (id(options), wanted)
         if key not in self._penalties:
+            # The constraints of the operands come first in `wanted`, those of the results follow.
             results = list(zip(options.results, wanted[len(op.operands) :], strict=True))
             needed, want = options.demanded[main], wanted[main]
             misses = [

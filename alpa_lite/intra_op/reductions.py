@@ -156,6 +156,7 @@ class KeepStrategies(UndoStep):
 
     def project(self, choices: dict[int, int]) -> None:
         """See ``UndoStep``."""
+        # `kept` is ascending, so that binary search finds the new number of an old strategy.
         place = int(np.searchsorted(self.kept, choices[self.node]))
         there = place < self.kept.size and self.kept[place] == choices[self.node]
         choices[self.node] = place if there else 0
@@ -250,6 +251,7 @@ class Workspace:
         )
         for edge in problem.edges:
             work.add_edge(edge.source, edge.target, edge.costs)
+        # A usage covers the rows of the binding times from its start to before its end, perhaps none.
         rows = np.searchsorted(times, problem.usage_times)
         for index in np.flatnonzero(rows[:, 0] < rows[:, 1]).tolist():
             work.add_alive(
@@ -336,11 +338,13 @@ class Workspace:
             return
         self.steps.append(KeepStrategies(node=node, kept=kept))
         self.costs[node] = self.costs[node][kept]
+        # A copy of the items, since `_set_edge` writes to the dict.
         for other, costs in list(self.edges[node].items()):
             self._set_edge(node, other, costs[kept])
         if node in self._alive:
             self._alive[node] = [NodeUsage(rows=alive.rows, bytes=alive.bytes[:, kept]) for alive in self._alive[node]]
             self._unsettled.add(node)
+        # Fewer strategies here may make edges separable, and strategies of neighbours dominated or lonely.
         self.touch([node, *self.edges[node]])
 
     def remove_node(self, node: int, *, best: IntArray, neighbours: tuple[int, ...]) -> None:
@@ -369,14 +373,18 @@ def drop_dominated(work: Workspace, node: int) -> None:
     costs = work.costs[node]
     matrices = list(work.edges[node].values())
     least = [matrix.min(axis=1) for matrix in matrices]
+    # The least cost of each strategy, every neighbour at its best: the cheap bound that rules most pairs out.
     total = sum(least, costs)
+    # Forbidden strategies, whose differences are undefined, are removed by cheaper reductions first.
     if costs.size == 1 or not np.isfinite(total).all():
         return
     slack = _ROUNDING * sum(float(np.abs(part).max()) for part in (costs, *least))
     possible = total[:, None] - total[None, :] >= -slack
+    # Every strategy is as good as itself, which is no reason to remove it.
     np.fill_diagonal(possible, val=False)
     alive = work.alive_of(node)
     if alive is not None:
+        # A better strategy that needs more memory in some row may be the one that does not fit.
         for used in alive.bytes:
             possible &= used[None, :] <= used[:, None]
     bound = costs[:, None] - costs[None, :]
@@ -435,6 +443,7 @@ def _undominated(count: int, *, worse: IntArray, better: IntArray) -> NDArray[np
     Of several equal strategies, the last remains.
     """
     kept = np.ones(count, dtype=np.bool_)
+    # One after the other: of two equal strategies each dominates the other, and only one of them may go.
     for first, second in zip(worse.tolist(), better.tolist(), strict=True):
         if kept[second]:
             kept[first] = False

@@ -64,6 +64,7 @@ def _loop_kind(graph: Graph, op: Op) -> tuple[object, ...]:
     """Return a key that is equal for ops whose bodies do the same to the same shapes."""
     literals = tuple([v.literal for v in graph.operands(op)])
     results = tuple([(v.shape, v.dtype) for v in graph.results(op)])
+    # By text, since parameters of control flow hold objects of JAX that do not compare by content.
     params = repr(sorted(op.params.items(), key=lambda p: p[0]))
     return (op.primitive, params, tuple(map(_body_text, op.bodies)), literals, results)
 
@@ -101,6 +102,7 @@ class StageView:
             # Outputs that depend on nothing but inputs (step counters, new keys) are made by the first stage.
             needed.update(v for v in graph.outputs if self.is_invariant_value(v))
         mine = set(chain.from_iterable(map(self.layers.ops_of, range(self.first, self.last + 1))))
+        # Backwards, so that an op is needed as soon as one of its readers is; ids are in execution order.
         for op_id in sorted(mine | free_ops(graph) | set(self.layers.ops_of(None)), reverse=True):
             op = graph.ops[op_id]
             if op_id in mine or not needed.isdisjoint(op.results):
@@ -196,6 +198,7 @@ class StageView:
     @cached_property
     def _invariant_in_loop(self) -> frozenset[int]:
         graph, step, found, needed = self.graph, self.step, set[int](), set[int]()
+        # Backwards: an invariant op is in the loop if a reader is, and readers follow the ops that they read.
         for op_id in reversed(self.ops):
             op = graph.ops[op_id]
             if step.phases[op_id].in_loop or any(r in needed for r in op.results):
@@ -225,10 +228,12 @@ class StageView:
             (local(v), graph.values[v].shape, graph.values[v].dtype, self.step.batch_dims[v], self.lives_here(v))
             for v in self.external
         )
+        # State that is replaced must come back in its own spec, which ties nodes of the problem together.
         aliases = tuple((local(o), local(i)) for o, i in self.step.aliases.items() if o in number and i in number)
         pins = tuple((local(v), self.pins[v]) for v in self.external if v in self.pins)
         pins += tuple((local(v), spec) for v, spec in self.outputs.items())
         pins += (self.keeps_gathered,)
+        # A value that other stages read is kept in memory, and is not recomputed by its readers.
         leaves = tuple(sorted(local(v) for v in self.leaves))
         return (tuple(rows), outer, aliases, leaves, self.step.num_microbatches, pins, self._layout_signature(number))
 
@@ -311,6 +316,7 @@ class PlacedSum:
 
     def placement(self, operands: Sequence[Spec]) -> OpPlacement:
         """Return the placement for operands in these specs."""
+        # An operand that is whole on an axis becomes an addend of one device there, which costs nothing.
         partial = tuple(sorted({axis for spec in operands for axis in spec.partial}))
         return OpPlacement(factors=(), partial=partial, results=(Spec((), partial if self.waits else ()),))
 

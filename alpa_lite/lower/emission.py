@@ -105,12 +105,15 @@ class Emitted:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Executable:
-    """A task compiled for the mesh of its stage; `compiled` has the calling convention of `Emitted`."""
+    """A task compiled for the mesh of its stage; `compiled` has the calling convention of `Emitted`.
+
+    `compiled` is None on a process without devices of the mesh.
+    """
 
     task: TaskSpec
     mesh: Mesh
     emitted: Emitted
-    compiled: jax.stages.Compiled
+    compiled: jax.stages.Compiled | None
 
     @property
     def function(self) -> TaskFunction:
@@ -159,6 +162,7 @@ def emit_task(placed: PlacedTask, mesh: AbstractMesh, *, name: str, platform: st
         for number, _ in enumerate(run_parts(walk, task, step)):
             # Set before the phase runs, since `run_parts` yields a phase when it is about to begin.
             machine.part = number
+        # Reading a value in the spec of its port emits the resharding to it, as the walk of the planner has priced it.
         results = [walk.get(port.value, port.spec) for port in outs]
         if accumulate:
             old = arrays[len(task.inputs) : len(ins)]
@@ -166,6 +170,7 @@ def emit_task(placed: PlacedTask, mesh: AbstractMesh, *, name: str, platform: st
             added = [(o[0] if p.spec.partial else o) for o, p in zip(old, task.sums, strict=True)]
             triples = zip(task.sums, added, results[first:], strict=True)
             results[first:] = [_combined(step, p.value, old, new, microbatch) for p, old, new in triples]
+        # An output like the others, so that it is ready only when the whole executable has ended.
         token = jax.numpy.zeros((), jax.numpy.int8)
         return (*(r[None] if p.spec.partial else r for r, p in zip(results, outs, strict=True)), token)
 
@@ -200,10 +205,12 @@ def accumulates(task: TaskSpec, step: StepGraph) -> bool:
 def _combined(step: StepGraph, value: int, old: jax.Array, new: jax.Array, microbatch: jax.Array | int) -> jax.Array:
     """Return the combination of all micro-batches up to this one: `old` from those before it, `new` from this one."""
     how = step.combined.get(value)
+    # Values without an entry are sums over the batch, the default.
     if how is None:
         return old + (_part_of_mean(new, step) if step.averaged else new)
     if how is Combination.SAME:
         return new
+    # Only sums can be added up; a maximum over the batch is the maximum over its micro-batches.
     extreme = jax.numpy.maximum if how is Combination.MAX else jax.numpy.minimum
     # Accumulators start as zeros, which are not neutral for a maximum or minimum.
     return jax.numpy.where(jax.numpy.asarray(microbatch) == 0, new, extreme(old, new))
@@ -283,6 +290,7 @@ class _Form:
 
     def fresh(self, v: int) -> Hashable:
         """Number a value at its first use and return its properties."""
+        # By first use: equal tasks meet their values in the same order, whatever these are called in the traced graph.
         self.numbers[v] = len(self.numbers)
         value, producer = self.graph.values[v], self.graph.producer[v]
         phase = None if producer is None else self.step.phases[producer]

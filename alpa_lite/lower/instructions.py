@@ -173,6 +173,7 @@ class _ProgramBuilder:
         )
 
     def _loop(self) -> None:
+        # A stage has at most one task of each kind in the loop.
         numbers = {(t.stage, t.kind): i for i, t in enumerate(self.tasks)}
         schedule, count, m = self.plan.schedule, len(self.plan.stages), self.step.num_microbatches
         lists = schedule.tasks(count, m)
@@ -191,6 +192,7 @@ class _ProgramBuilder:
         for buffer in instruction.reads:
             if buffer not in self.written:
                 raise VerificationError(f"{instruction} reads {buffer}, which nothing has written.")
+        # Checked while the list is built: a read before the write would be an undefined buffer on devices.
         self.instructions.append(instruction)
         self.written.update(zip(instruction.writes, self._specs_written(instruction), strict=True))
 

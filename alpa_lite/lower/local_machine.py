@@ -86,8 +86,10 @@ def move(x: jax.Array, step: Move, sizes: Mapping[str, int]) -> jax.Array:
         return lax.all_to_all(x, step.axis, split_axis=step.target_dim, concat_axis=step.dim, tiled=True)
     if step.kind is MoveKind.PERMUTE:
         return lax.ppermute(x, step.axes, step.pairs)
+    # An addend makes a partial sum of a scalar that all devices hold: the first device keeps it, all others add zero.
     if step.kind is MoveKind.ADDEND:
         return jax.numpy.where(lax.axis_index(step.axis) == 0, x, jax.numpy.zeros_like(x))
+    # What remains is a slice, which is local: each device cuts out its own block.
     size = x.shape[step.dim] // sizes[step.axis]
     return lax.dynamic_slice_in_dim(x, lax.axis_index(step.axis) * size, size, step.dim)
 
@@ -162,6 +164,7 @@ class LocalMachine:
         """Bind the op's primitive on local blocks and return the blocks of its results."""
         graph, op = application.graph, application.op
         equation = self.equations[graph][op.id]
+        # Positions are those in the full batch: random bits and counts must not depend on the number of micro-batches.
         origins, full_shapes = self._positions(graph, op)
         operands = self._in_micro_batch(op, graph, operands)
         local = LocalOp(
@@ -320,6 +323,7 @@ class Gathered:
         self.waiting += size_bytes
         self.largest = max(self.largest, self.waiting)
         room = AHEAD * self.largest - self.waiting
+        # From the latest unit backwards: the first one that does not fit any more must be read before this one starts.
         for unit in reversed(self.units):
             room -= unit.bytes
             if room < 0:
@@ -349,6 +353,7 @@ class Buckets:
 
     def held(self, value: int, array: jax.Array) -> jax.Array:
         """Return a value that is about to be reduced, delayed until the preceding bucket is reduced."""
+        # Bucket n - 1 was itself held back for the one before it, so that waiting for it alone keeps the whole order.
         before = self.done.get(self.numbers[value] - 1)
         return array if before is None else once_there(array, before, barriers_stay=self.barriers_stay)
 
@@ -374,12 +379,14 @@ def on_first_device(
     """
     # Only shapes are needed here; running the op for them would cause its effect a second time.
     shapes = jax.eval_shape(lambda *xs: tuple(run(*xs)), *operands)
+    # A branch and not a select: in a select both sides run, and with them the side effect, on every device.
     results = lax.cond(
         block_index(axes, sizes) == 0,
         lambda *xs: tuple(run(*xs)),
         lambda *_: tuple(jnp.zeros(s.shape, s.dtype) for s in shapes),
         *operands,
     )
+    # All other devices hold zeros, so that a sum broadcasts the results of the first one.
     return [_shared(x, axes) for x in results]
 
 

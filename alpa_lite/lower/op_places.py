@@ -91,6 +91,7 @@ def places_of(plan: Plan, step: StepGraph) -> tuple[OpPlace | None, ...]:
             f"The schedule {plan.schedule} runs forward passes alone, but {plan.function} computes gradients. Choose"
             " another schedule, such as al.schedule.OneFOneB()."
         )
+    # Read off the tasks of the schedule, and not asked of it, so that a user's own schedule needs no further method.
     in_two = frozenset(stage for stage, found in kinds.items() if TaskKind.WEIGHT_GRADIENT in found)
     in_loop = _InLoop(
         step=step, fused=_fused(lists, len(plan.stages) - 1), in_two=in_two, weights=_weights(plan, step, in_two)
@@ -172,6 +173,7 @@ def _deferred(step: StepGraph, places: Sequence[OpPlace | None]) -> list[OpPlace
         later = [p for p in readers if p is not None and p.stage == place.stage and place.order < p.order < _UPDATE]
         if not outputs.isdisjoint(op.results) or len(later) < len(readers) or not later:
             continue
+        # Deferring the op sends its operands instead of its results; what is sent or stored anyway costs nothing more.
         more = [v for v in op.operands if graph.values[v].literal is None and not crossing[v]]
         if sum(graph.values[v].bytes for v in more) <= sum(graph.values[r].bytes for r in op.results):
             found[op.id] = min(later, key=lambda p: p.order)
@@ -197,5 +199,6 @@ def _wave(step: StepGraph, op: int, stage: int, places: Sequence[OpPlace | None]
         if origin is not None:
             # A value of another stage's loop is resolved there first, by its update.
             earlier = origin.wave if origin.kind is TaskRole.UPDATE else 0
+            # A value of another stage is available only after the wave that computes it, one of this stage within it.
             wave = max(wave, earlier + (origin.stage != stage))
     return wave

@@ -99,6 +99,7 @@ class LocalOp:
 
     def operand_offset(self, index: int, dim: int) -> Array | int:
         """Return the position of the block's first element along a dim of the whole operand."""
+        # All blocks of a dim have the same size, so that the number of the block gives its position.
         return self._offset(self.operand_specs[index].dims[dim], self.local_operand(index)[dim])
 
     def result_offset(self, index: int, dim: int) -> Array | int:
@@ -108,6 +109,7 @@ class LocalOp:
     def result_start(self, index: int, dim: int) -> Array | int:
         """Return `result_offset`, counted from the start of the full batch's array."""
         origin = self.origins[index]
+        # Counted in two steps: the micro-batch starts at `origin` of the full batch, and the block at `offset` of it.
         offset = self.result_offset(index, dim)
         return offset if origin is None else origin[dim] + offset
 
@@ -147,6 +149,7 @@ def local_lowering(*primitives: str) -> Callable[[LocalLowering], LocalLowering]
 
 def lowering_of(primitive: str) -> LocalLowering:
     """Return the registered lowering, or one that binds the primitive with its own parameters."""
+    # `LocalOp.bind` has the signature of a lowering: for most primitives, the op on a block is the block of the op.
     return _LOWERINGS.get(primitive, LocalOp.bind)
 
 
@@ -166,6 +169,7 @@ def combine(kind: str, x: Array, axes: Sequence[str]) -> Array:
     if kind == "sum":
         return lax.psum(x, names)
     by, item_bytes = combination(kind, str(x.dtype))
+    # No collective multiplies or combines bits: gather all addends and reduce them on every device.
     if by == "all_gather":
         gathered = lax.all_gather(x, names)
         return reduce(_GATHERED[kind], [gathered[i] for i in range(gathered.shape[0])])
@@ -175,8 +179,10 @@ def combine(kind: str, x: Array, axes: Sequence[str]) -> Array:
 def _extreme(x: Array, axes: tuple[str, ...], item_bytes: int, *, largest: bool) -> Array:
     """Return the largest (or smallest) element over devices, propagating NaN in floats."""
     collective = lax.pmax if largest else lax.pmin
+    # Bytes have the same order (False < True), and every backend has collectives on them.
     if x.dtype == jnp.bool_:
         return collective(x.astype(jnp.uint8), axes).astype(jnp.bool_)
+    # Integers have no NaN, so that the collective itself is right for them.
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return collective(x, axes)
     # Widening a float changes no comparison.

@@ -78,6 +78,7 @@ class Slicer:
 
     def tasks(self) -> tuple[TaskSpec, ...]:
         """Return all tasks, in an order that respects their dependencies within one micro-batch."""
+        # One task for each place that occurs; ops come in program order, so that the members of a place are sorted.
         members: dict[OpPlace, list[int]] = {}
         for op_id, place in enumerate(self.places):
             if place is not None:

@@ -78,6 +78,7 @@ def scaled_dot(view: OpView) -> Rule:
     lhs, rhs, *scales = view.operands
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = _dot_dims(view.params["dimension_numbers"])
     b = RuleBuilder()
+    # Factors of batch and contracted dims by dim, for the left and for the right operand.
     known: tuple[dict[int, tuple[int, ...]], dict[int, tuple[int, ...]]] = ({}, {})
     for left, right in zip(lhs_batch, rhs_batch, strict=True):
         known[0][left] = known[1][right] = (b.factor(lhs.shape[left]),)
@@ -107,6 +108,7 @@ def scaled_dot(view: OpView) -> Rule:
 def _numbers_per_block(size: int, left: int, right: int) -> int:
     """Return how many numbers of a contracted dim must stay together; a single scale holds for any of them."""
     blocks = [n for n in (left, right) if n > 1]
+    # Both operands must be cut between blocks, whose borders coincide at multiples of the larger block.
     if blocks:
         return size // gcd(*blocks)
     # JAX requires at least two numbers per scale, so that blocks of one number could not run on a device.
@@ -141,6 +143,7 @@ def ragged_dot_general(view: OpView) -> Rule:
     one_of_each = len(lhs_contract) == len(rhs_contract) == len(ragged) == 1
     if not one_of_each or lhs_batch or view.operands[2].rank != 1 or view.params.get("group_offset") is not None:
         return opaque_rule(view)
+    # Where the groups are is what tells the product from its gradient with regard to the matrices.
     if ragged[0] in lhs_contract:
         return _ragged_contracted(view, lhs_contract[0], rhs_contract[0])
     return _ragged_free(view, ragged[0], lhs_contract[0], rhs_contract[0], groups)
@@ -201,6 +204,7 @@ def linear_algebra(view: OpView) -> Rule:
     batch = b.factors(batch_shape)
 
     def dims(shape: tuple[int, ...]) -> Dims:
+        # Some results (info codes, permutations) have the batch alone, or fewer matrix dims.
         head = batch if shape[: len(batch)] == batch_shape else ()
         return (*head, *b.factors(shape[len(head) :], FactorKind.REPLICATED))
 
@@ -220,6 +224,7 @@ def triangular_solve(view: OpView) -> Rule:
     matrix, sides = view.operands
     batch = b.factors(sides.shape[:-2])
     whole = FactorKind.REPLICATED
+    # Each right-hand side is solved by itself, but along the matrix every element depends on those before it.
     rows, columns = (whole, FactorKind.PASS) if view.params["left_side"] else (FactorKind.PASS, whole)
     solved = (*batch, (b.factor(sides.shape[-2], rows),), (b.factor(sides.shape[-1], columns),))
     dims = (*batch, *b.factors(matrix.shape[-2:], whole))
@@ -256,6 +261,7 @@ def reduce_(view: OpView) -> Rule:
 @register_rule("argmax", "argmin")
 def argmax(view: OpView) -> Rule:
     """Return a rule in which the searched dim is replicated."""
+    # A pair of value and index would have to be reduced together, for which there is no collective.
     b, dims, kept = _reduced(view, frozenset(ints(view.params["axes"])), FactorKind.REPLICATED)
     return b.build((dims,), (kept,), flops=float(view.operands[0].num_elements))
 

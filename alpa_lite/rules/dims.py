@@ -80,6 +80,7 @@ class DimClasses:
 
     def _root(self, node: int) -> int:
         """Return the representative of a node, and shorten the path to it."""
+        # Path halving (Tarjan and van Leeuwen, JACM 31(2), 1984) makes look-ups take almost constant time.
         while self._parents[node] != node:
             self._parents[node] = self._parents[self._parents[node]]
             node = self._parents[node]
@@ -302,9 +303,11 @@ def _through(graph: Graph, op: Op, operands: Sequence[int | None]) -> list[int |
     if op.primitive == "reshape" and operands[0] is not None and graph.values[op.operands[0]].shape[operands[0]] == 1:
         return [_same_place(graph.values[op.operands[0]], operands[0], graph.values[op.results[0]])]
     rule = rule_of_op(graph, op.id)
+    # Operands may hold the batch in different factors, for instance in an outer product of two samples.
     carried = {
         _major(rule, dims[dim]) for dims, dim in zip(rule.operands, operands, strict=True) if dims and dim is not None
     }
+    # A batch that is reduced or replicated is gone from the results: they hold no samples any more.
     passed = {f for f in carried if f is not None and rule.kinds[f] is FactorKind.PASS}
     return [next((d for d, f in enumerate(dims) if _major(rule, f) in passed), None) for dims in rule.results]
 

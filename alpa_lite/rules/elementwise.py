@@ -94,6 +94,7 @@ def series(view: OpView) -> Rule:
 @register_rule(*_FREE)
 def free(view: OpView) -> Rule:
     """Return the rule of ops without arithmetic, which are linear unless they convert between kinds of numbers."""
+    # Conversions to integers round, and conversions to booleans compare: neither commutes with a sum.
     same_kind = view.operands[0].dtype == view.results[0].dtype
     floats = view.operands[0].is_float and view.results[0].is_float
     return pointwise(view, flops=0.0, linear=linear_groups(view, (0,)) if same_kind or floats else ())
@@ -126,6 +127,7 @@ def div(view: OpView) -> Rule:
 @register_rule("select_n")
 def select_n(view: OpView) -> Rule:
     """Return a rule that is jointly linear in the cases, but not in the predicate."""
+    # The predicate is whole on all devices, so that all select the same addends.
     return pointwise(view, linear=linear_groups(view, tuple(range(1, len(view.operands)))))
 
 
@@ -133,6 +135,7 @@ def select_n(view: OpView) -> Rule:
 def barrier(view: OpView) -> Rule:
     """Return a jointly linear rule in which each operand shares its factors only with its own result."""
     b = RuleBuilder()
+    # A barrier computes nothing: its operands only wait for each other, and are laid out independently.
     dims = tuple(b.factors(v.shape) for v in view.operands)
     return b.build(dims, dims, linear=linear_groups(view, tuple(range(len(view.operands)))))
 
@@ -164,6 +167,7 @@ _FOLDED_ONE_BY_ONE = ("key<fry>", "key<rbg>")
 
 
 def _key_kind(value: Value) -> FactorKind:
+    # Other generators draw for a whole batch of keys at once, so that a part of the batch would give other numbers.
     return FactorKind.PASS if value.dtype == "key<fry>" else FactorKind.REPLICATED
 
 

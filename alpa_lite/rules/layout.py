@@ -74,6 +74,7 @@ def squeeze(view: OpView) -> Rule:
     """Return a rule that removes dims of size 1."""
     b = RuleBuilder()
     dims = b.factors(view.operands[0].shape)
+    # Negative dims count from the end.
     gone = {d % len(dims) for d in ints(view.params["dimensions"])}
     kept = tuple(f for d, f in enumerate(dims) if d not in gone)
     return b.build((dims,), (kept,), linear=linear_groups(view, (0,)))
@@ -102,6 +103,7 @@ def reshape(view: OpView) -> Rule:
         operand_dims[dim] = permuted[place]
     for dims in (operand_dims, result_dims):
         for factors in dims:
+            # A split of a minor factor would be strided in the dim: no device would hold a block of it.
             minor = [f for f in factors if b.sizes[f] > 1][1:]
             for factor in minor:
                 b.kinds[factor] = FactorKind.REPLICATED
@@ -112,6 +114,7 @@ def reshape(view: OpView) -> Rule:
 def common_factors(b: RuleBuilder, left: tuple[int, ...], right: tuple[int, ...]) -> tuple[Dims, Dims]:
     """Return the factors of two shapes of equal product, major first; factors of only one side are REPLICATED."""
     factors: tuple[list[list[int]], list[list[int]]] = ([[] for _ in left], [[] for _ in right])
+    # Empty arrays have no common divisors, and nothing to split.
     if 0 in left:
         return b.factors(left, FactorKind.REPLICATED), b.factors(right, FactorKind.REPLICATED)
     i, j, a, c = -1, -1, 1, 1
@@ -145,8 +148,10 @@ def _skip_to_agreement(
 ) -> tuple[int, int]:
     """Give both sides factors of their own until their products agree, and return the last dim used on each side."""
     place, product = list(places), list(remainders)
+    # The remainders share nothing, so that a block border of one side lies inside an element of the other.
     for side in (0, 1):
         factors[side][place[side]].append(b.factor(remainders[side], FactorKind.REPLICATED))
+    # Where the products agree, both sides have the same number of elements before them and can share factors again.
     while product[0] != product[1]:
         side = 0 if product[0] < product[1] else 1
         place[side] += 1
@@ -205,6 +210,7 @@ def concatenate(view: OpView) -> Rule:
     def dims(shape: tuple[int, ...]) -> Dims:
         if shape[joined] == view.operands[0].shape[joined]:
             return shared
+        # Parts of other sizes have factors of their own: one factor has one size.
         own = (b.factor(shape[joined], FactorKind.PERMUTATION),)
         return (*shared[:joined], own, *shared[joined + 1 :])
 
@@ -284,6 +290,7 @@ class _Roles:
         self, b: RuleBuilder, shape: tuple[int, ...], operand: Sequence[tuple[int, ...]], kind: FactorKind
     ) -> Dims:
         """Return the dims of the indices: batching dims have the operand's factors, other batch dims are of `kind`."""
+        # Batching dims of both come in corresponding order, and are split alike: an index stays within its batch.
         batching = {d: operand[o] for d, o in zip(self.indices_batching, self.operand_batching, strict=True)}
         batch = tuple(batching[d] if d in batching else (b.factor(n, kind),) for d, n in enumerate(shape[:-1]))
         return (*batch, (b.factor(shape[-1], FactorKind.REPLICATED),))

@@ -105,6 +105,7 @@ class Rule:
     @cached_property
     def shardable(self) -> tuple[int, ...]:
         """The factors of size above 1 that may be split over mesh axes."""
+        # A permuted factor can be split only if its halo says which rows of the neighbours a block needs.
         free = (FactorKind.PASS, FactorKind.REDUCTION)
         fits = (kind in free or self.has_halo(f) for f, kind in enumerate(self.kinds))
         return tuple(f for f, fit in enumerate(fits) if fit and self.sizes[f] > 1)
@@ -220,6 +221,7 @@ def linear_groups(view: OpView, *groups: tuple[int, ...]) -> tuple[tuple[int, ..
         literals = {i: view.operands[i].literal for i in group if view.operands[i].literal is not None}
         rest = tuple(i for i in group if i not in literals)
         wraps = any(not view.operands[i].is_float and view.operands[i].dtype != dtype for i in rest)
+        # Adding a literal once per addend would count it as often as there are devices; only zero does no harm.
         if rest and not wraps and all(number == 0 for number in literals.values()):
             kept.append(rest)
     return tuple(kept)
@@ -229,6 +231,7 @@ def aligned(b: RuleBuilder, shape: tuple[int, ...], to: tuple[int, ...], dims: D
     """Return the dims of an operand that broadcasts to the shape `to`, whose dims are `dims`."""
     if not shape:
         return ()
+    # A dim of size 1 that broadcasts holds a factor of its own: it cannot be split where the result is.
     return tuple(f if n == m else (b.factor(n),) for n, m, f in zip(shape, to, dims, strict=True))
 
 
@@ -258,6 +261,7 @@ def register_rule(*primitives: str) -> Callable[[RuleFunction], RuleFunction]:
     def register(function: RuleFunction) -> RuleFunction:
         for primitive in primitives:
             if primitive in _RULES:
+                # A second rule would silently change the plans of other code that uses the primitive.
                 known = _RULES[primitive]
                 raise RuleError(
                     f"The primitive {primitive!r} has a rule already, {known.__module__}.{known.__qualname__}. "

@@ -132,6 +132,7 @@ def moves(spec: Spec, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Itera
     The order is deterministic: `SpecGraph.step` identifies a move by its position.
     """
     local, block = 1.0 / num_shards(spec, sizes), local_shape(spec, shape, sizes)
+    # An axis splits one dim at most, or is summed over; a second use would leave blocks undefined.
     used = spec.axes
     for axis in spec.partial:
         rest = tuple(a for a in spec.partial if a != axis)
@@ -145,6 +146,7 @@ def moves(spec: Spec, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Itera
                 bytes_factor=local,
             )
     for axis in (a for a in sizes if a not in used):
+        # A scalar has no dim to slice, and may only become one addend of a partial sum.
         if not shape:
             yield addend(spec, axis)
         for dim in _can_split(block, sizes[axis]):

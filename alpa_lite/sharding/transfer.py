@@ -157,6 +157,7 @@ def plan_transfer(
     # Plans may be written by hand, and a wrong spec must not become a wrong transfer.
     for layout in (source, target):
         _check(shape, layout)
+    # On equal meshes collectives move the array, which are faster than separate sends between all pairs.
     same = (source.submesh, source.mesh) == (target.submesh, target.mesh)
     # No steps also if the target is a partial sum that no move leads to; this is refused below.
     steps = reshard(source.spec, target.spec, shape, source.mesh.axis_sizes, item_bytes) if same else None
@@ -169,6 +170,7 @@ def plan_transfer(
             f"An array of shape {shape} is to be sent as the partial sum {target.spec}, but only whole values are sent"
             " between submeshes: let the receiving stage read it in a spec without one."
         )
+    # Sending all addends would send a multiple of the array, and the receivers would have to add them.
     resolve = _resolution(source, shape)
     senders = _BoxSenders(shape, source, resolve[-1].spec if resolve else source.spec, target.submesh, devices_per_host)
     none = ((),) * len(shape)
@@ -218,6 +220,7 @@ def blocks(
         box: list[tuple[int, int]] = []
         for n, axes, parts in zip(shape, spec.dims, extra, strict=True):
             size = n // prod(sizes[a] for a in axes)
+            # Rounded up, since all shards of a JAX array have one shape; the last chunk is then shorter, or empty.
             chunk = _chunk(size, parts, sizes)
             start = min(_number(parts, at, sizes) * chunk, size)
             first = _number(axes, at, sizes) * size
@@ -317,6 +320,7 @@ class _BoxSenders:
         """Return the pieces that cover the box each receiver needs, sorted by receiver and box."""
         if self._are_counterparts(wanted):
             return tuple(Piece(source=i, target=i, box=box) for i, box in enumerate(wanted) if _size(box))
+        # Every part of a box lies in one source block: a piece has one sender, and is one slice of its block.
         parts = [(target, box, held) for target, whole in enumerate(wanted) for held, box in self._overlaps(whole)]
         # Counts elements by device, and by ("host", number) for what leaves a host.
         sent, found = Counter[object](), list[Piece]()

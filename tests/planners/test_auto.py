@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import alpa_lite as al
-from alpa_lite.cli.bench.targets import find_target
+from alpa_lite.cli.bench.request import find_target
 from alpa_lite.errors import PlanError
 from alpa_lite.inter_op.microbatch_counts import microbatch_numbers
 from alpa_lite.inter_op.plan_request import PlanRequest

@@ -14,7 +14,7 @@ import pytest
 from jax import lax
 
 import alpa_lite as al
-from alpa_lite.cli.models.resnet import ResNet
+from alpa_lite.cli.models.skip_networks import ResNet
 from alpa_lite.planners import Auto, DataParallel, Megatron, OneWeirdTrick, OnMesh, PlanRequest
 from cost_models.hardware import Backend
 from tests.end_to_end.cases import assert_same, eager_cluster

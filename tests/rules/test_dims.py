@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import pytest
 
 import alpa_lite as al
-from alpa_lite.cli.models.cnn import CNN
-from alpa_lite.cli.models.feed_forward import Experts
+from alpa_lite.cli.models.sequential_networks import CNN
+from alpa_lite.cli.models.transformer_layers import Experts
 from alpa_lite.program.ir import Graph
 from alpa_lite.program.phases import StepGraph
 from alpa_lite.rules.dims import DimClasses, dim_names, follow_batch
 from alpa_lite.trace.from_jaxpr import from_jaxpr
-from tests.end_to_end.transformers import TINY, Training, replace, traced
+from tests.end_to_end.transformers import TINY, Training, replace, traced, with_architecture
 
 
 def _classes(fun: Any, *args: Any) -> tuple[StepGraph, DimClasses, dict[str, tuple[int, ...]]]:
@@ -75,7 +75,7 @@ def _named(step: Any) -> dict[str, set[tuple[str, int]]]:
 
 
 def test_a_transformer() -> None:
-    named = _named(traced(Training(model=replace(TINY, num_kv_heads=None), batch_size=8)).step(1).step)
+    named = _named(traced(Training(model=with_architecture(TINY, num_kv_heads=None), batch_size=8)).step(1).step)
     assert named["batch"] == {("batch/tokens", 0), ("batch/targets", 0)}
     assert named["sequence"] == {("batch/tokens", 1), ("batch/targets", 1), ("position_embedding", 0)}
     assert named["vocab"] == {("token_embedding", 0)}
@@ -108,7 +108,7 @@ def test_a_residual_network(num_layers: int) -> None:
 
 
 def test_a_mixture_of_experts() -> None:
-    model = replace(TINY, experts=Experts(num_experts=4, top_k=2, group_size=4), num_kv_heads=None)
+    model = replace(with_architecture(TINY, num_kv_heads=None), experts=Experts(num_experts=4, top_k=2, group_size=4))
     named = _named(traced(Training(model=model, batch_size=8)).step(1).step)
     experts = "layers/0/0/experts"
     assert named["experts"] == {(f"{experts}/w_up", 1), (f"{experts}/w_down", 1), (f"{experts}/w_router", 2)}

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from alpa_lite.cli.models.transformer import Recompute, Transformer
+from alpa_lite.cli.models.transformer import Computation, Recompute, Transformer
 from alpa_lite.errors import TraceError
 from alpa_lite.inspection.page.notebook import show
 from alpa_lite.program.ir import Graph
@@ -30,9 +30,8 @@ def _traced(recompute: Recompute, batch_size: int) -> Traced:
         num_heads=2,
         inner=16,
         seq_len=SEQ_LEN,
-        recompute=recompute,
         dropout=0.2,
-        dtype=jnp.float32,
+        computation=Computation(recompute=recompute, dtype=jnp.float32),
     )
 
     def step(params: Any, batch: Any, key: Any) -> Any:

@@ -27,7 +27,6 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -40,6 +39,7 @@ from numpy.typing import NDArray
 from alpa_lite.errors import AlpaLiteError
 from alpa_lite.intra_op.problem import FloatArray, IntArray, Problem, Solution, Status, evaluate
 from alpa_lite.intra_op.solvers.solver import (
+    Attempt,
     Clock,
     Control,
     Solver,
@@ -84,7 +84,9 @@ def eliminate_all(
             return np.nan
         stride = _minimise(layout, values, best, turn, stride)
         if layout.scope_start[turn] == layout.scope_start[turn + 1]:
+            # A table without arguments is the optimum of a connected component.
             total += values[layout.message_start[turn]]
+    # In reverse: the neighbours in a node's scope are eliminated after it, so that their choices are made already.
     for turn in range(layout.order.size - 1, -1, -1):
         entry = 0
         for axis in range(layout.scope_start[turn], layout.scope_start[turn + 1]):
@@ -176,6 +178,7 @@ class EliminationPlan:
         message_start = [end]
         for scope in self.scopes:
             if scope:
+                # M_v is a table over its scope like any other, read by the first of these nodes to be eliminated.
                 tables[min(scope, key=turn.__getitem__)].append((end, scope))
             end += math.prod(sizes[node] for node in scope)
             message_start.append(end)
@@ -226,12 +229,14 @@ def elimination_plan(
 
     An order is abandoned as soon as one of its tables, or all together, exceed the maxima; its plan has inf entries.
     """
+    # Neither rule is better on all problems, and planning takes little of the time of an elimination.
     plans = [_greedy_plan(problem, rank, max_table_entries, max_total_entries) for rank in (_table_entries, _fill)]
     return min(plans, key=lambda plan: plan.total_entries)
 
 
 def _table_entries(node: int, adjacency: Adjacency, sizes: Scope, most: float = math.inf) -> float:
     """Return the entries of the table for eliminating ``node``, or inf for more than ``most``."""
+    # Before the product, which takes time in the number of neighbours and is computed very often.
     if len(adjacency[node]) > _MOST_NEIGHBOURS:
         return math.inf
     entries = float(sizes[node])
@@ -293,6 +298,7 @@ def _greedy_plan(
         scopes.append(tuple(sorted(neighbours)))
         for other in neighbours:
             adjacency[other].discard(node)
+        # Only these ranks change; ranking all nodes again would take quadratic time.
         for other in _connect(neighbours, adjacency):
             value = rank(other, adjacency, sizes, max_table)
             if value != ranks[other]:
@@ -364,7 +370,7 @@ class Elimination(Solver):
 
         Raises TooWide when the tables would exceed the caps, and when the best choices overrun the memory limit.
         """
-        started = time.perf_counter()
+        attempt = Attempt(solver=self.name)
         clock = Clock(seconds=time_limit_seconds, control=control or Control())
         plan = self.plan(problem)
         if not self.fits(plan):
@@ -374,13 +380,13 @@ class Elimination(Solver):
             )
         found = cheapest_choices(plan, problem.node_costs.values, problem.edge_costs.values, over=clock.over)
         if found is None:
-            return no_solution(status=Status.TIME_LIMIT, started=started, solver=self.name)
+            return no_solution(attempt, status=Status.TIME_LIMIT)
         choices, cost = found
         if math.isinf(cost):
-            return no_solution(status=Status.INFEASIBLE, started=started, solver=self.name)
+            return no_solution(attempt, status=Status.INFEASIBLE)
         if not evaluate(problem, choices).feasible:
             raise TooWide(
                 "The cheapest choices overrun the memory limit, which Elimination cannot see; use IntegerProgram or "
                 "Portfolio."
             )
-        return solution_of(problem, choices, bound=cost, started=started, solver=self.name, proven=True)
+        return solution_of(problem, choices, attempt, bound=cost, proven=True)
