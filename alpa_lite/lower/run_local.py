@@ -172,7 +172,8 @@ def combine(kind: str, x: Array, axes: Sequence[str]) -> Array:
     if kind == "sum":
         return lax.psum(x, names)
     by, item_bytes = combination(kind, str(x.dtype))
-    # No collective multiplies, combines bits or compares complex numbers: gather all addends and reduce them on every device.
+    # No collective multiplies, combines bits or compares complex numbers: gather all addends and reduce them on every
+    # device.
     if by == "all_gather":
         gathered = lax.all_gather(x, names)
         return reduce(_GATHERED[kind], [gathered[i] for i in range(gathered.shape[0])])
