@@ -17,14 +17,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from os import PathLike
-from typing import Any
 
 import jax
 
 from alpa_lite import _jax
+from alpa_lite._jax import Device
 from alpa_lite.api.options import Options, check_microbatches, cluster_of, planner_of
 from alpa_lite.api.plan_cache import Cache, check_same_program, planned_together
 from alpa_lite.errors import BatchError, NonAdditiveError, PlanError
+from alpa_lite.inter_op.plan_request import StepSignature
 from alpa_lite.lower.instructions import Program, build_program
 from alpa_lite.lower.planned_step import as_planned, check_fits
 from alpa_lite.lower.slices import TaskSpec
@@ -55,7 +56,9 @@ class TracedFunction:
 
     traced: Traced
     options: Options
-    _steps: dict[tuple[int, int, bool], TracedStep] = field(default_factory=dict[Any, TracedStep], repr=False)
+    _steps: dict[tuple[int, int, bool], TracedStep] = field(
+        default_factory=dict[tuple[int, int, bool], TracedStep], repr=False
+    )
 
     def step(self, num_microbatches: int = 1, *, loop_parts: int = 0, exact: bool = True) -> TracedStep:
         """Return the step split into phases at `num_microbatches` micro-batches, memoised; see `split_step`.
@@ -157,13 +160,15 @@ class TracedFunction:
         """
         traced = self.traced
         return PlanRequest(
-            function=traced.name,
+            signature=StepSignature(
+                function=traced.name,
+                num_arguments=len(traced.leaves),
+                batch_size=traced.batch_size,
+                arguments=traced.arguments,
+                results=traced.out_names,
+            ),
             step_at=lambda m, loop_parts: self.step(m, loop_parts=loop_parts).step,
             likely_step_at=lambda m, loop_parts: self.step(m, loop_parts=loop_parts, exact=False).step,
-            num_arguments=len(traced.leaves),
-            arguments=traced.arguments,
-            results=traced.out_names,
-            batch_size=traced.batch_size,
             cluster=cluster,
             cost_model_for=partial(ComposedCostModel, backend=backend) if backend else ComposedCostModel,
             num_microbatches=num_microbatches,
@@ -241,7 +246,7 @@ class LoweredFunction:
             (lowered.cost_analysis(), runs[number]) for number, (_, lowered) in enumerate(self._tasks(platform))
         )
 
-    def _tasks(self, platform: str | None) -> list[tuple[TaskSpec, Any]]:
+    def _tasks(self, platform: str | None) -> list[tuple[TaskSpec, jax.stages.Lowered]]:
         with _jax.no_mesh(), busy("lowering"):
             return lowered_tasks(self._lowered, platform or _jax.lowering_platform(jax.devices()[0]))
 
@@ -250,7 +255,7 @@ class LoweredFunction:
         plan, traced = self.planned.last_plan, self.step
         return LoweredStep(program=self.program, plan=plan, step=traced.step, equations=traced.equations)
 
-    def compile(self, *, devices: Sequence[Any] | None = None) -> CompiledFunction:
+    def compile(self, *, devices: Sequence[Device] | None = None) -> CompiledFunction:
         """Compile executables for the devices of this process (default: `jax.devices()`)."""
         traced = self.planned.function.traced
         options = self.planned.function.options

@@ -64,7 +64,7 @@ def assemble(name: str, request: PlanRequest, staged: StagedStep, started: float
     bound = least_seconds(step, request.cluster, request.cost_model_for)
     return Plan(
         name=name,
-        function=request.function,
+        function=request.signature.function,
         stages=plans,
         schedule=staged.schedule,
         num_microbatches=step.num_microbatches,
@@ -156,7 +156,7 @@ def _stage_plan(request: PlanRequest, step: StepGraph, layers: Layers, stage: Pl
     homes = {
         v: home
         for v, part, home in zip(graph.inputs, step.input_parts, layers.of_input, strict=True)
-        if part.leaf < request.num_arguments
+        if part.leaf < request.signature.num_arguments
     }
     mine = [v for v in choice.inputs if v in homes and stage.first <= homes[v] <= stage.last]
     specs = {graph.values[v].name: choice.inputs[v] for v in mine}

@@ -122,7 +122,7 @@ class Plan:
     batch: BatchDims | None = None
     request: Any = field(default=None, compare=False, repr=False)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Return the state that is pickled for files and other processes: all fields but the request."""
         # A request holds functions that cannot be pickled.
         return {**self.__dict__, "request": None}
@@ -157,12 +157,12 @@ class Plan:
         """The numbers of the stages on each submesh; several where a schedule interleaves stages."""
         return sharing([stage.submesh for stage in self.stages])
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return plain data from which `from_json` makes an equal plan."""
         return {"format": FORMAT, **{name: encode(getattr(self, name)) for name in _decided()}}
 
     @staticmethod
-    def from_json(data: Mapping[str, Any]) -> Plan:
+    def from_json(data: Mapping[str, object]) -> Plan:
         """Return the plan that `to_json` wrote.
 
         Raises:
@@ -277,7 +277,7 @@ def _decided() -> list[str]:
     return [f.name for f in fields(Plan) if f.compare]
 
 
-def _decoded(name: str, wanted: Any, data: Any) -> Any:
+def _decoded(name: str, wanted: object, data: object) -> Any:
     """Return a field of the plan from its plain data."""
     try:
         return decode(wanted, data)

@@ -14,13 +14,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from numbers import Integral, Real
-from typing import Any, Literal
+from typing import Literal
 
 from alpa_lite.errors import AlpaLiteError, ExecutionError, InfeasibleError, PlanError
 from alpa_lite.inter_op.assembly import relative_gap, schedule_for, with_microbatches
 from alpa_lite.inter_op.joint_search import SEARCH_GAP, SEARCH_SECONDS, JointSearch
 from alpa_lite.inter_op.microbatch_counts import numbers_to_search
-from alpa_lite.inter_op.plan_request import Pins, PlanRequest, pinned_axes
+from alpa_lite.inter_op.plan_request import Pin, Pins, PlanRequest, pinned_axes
 from alpa_lite.inter_op.sharding_demands import user_mesh
 from alpa_lite.inter_op.space import Space
 from alpa_lite.inter_op.stage_cost_cache import Layering, StageCostCache
@@ -82,7 +82,7 @@ class Auto(Planner):
     intra_op_only: bool = False
     inter_op_only: bool = False
     max_memory_bytes: float | None = None
-    pins: Pins = field(default_factory=dict[str, Sequence[Any]], hash=False)
+    pins: Pins = field(default_factory=dict[str, Pin], hash=False)
     remat: Literal["auto", "none", "selective", "full"] = "auto"
     schedule: Schedule | None = None
     measure_top: int = 0

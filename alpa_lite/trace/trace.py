@@ -7,14 +7,16 @@ the batch.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from alpa_lite import _jax
+from alpa_lite._jax import Array, Aval, ClosedJaxpr, Tree, TreeDef
 from alpa_lite.errors import BatchError, TraceError
 from alpa_lite.program.collector import rare_collection
 from alpa_lite.program.user_shardings import Mode, UserSharding, UserShardings
@@ -28,9 +30,21 @@ from alpa_lite.trace.batch import (
     resized,
     without_state,
 )
-from alpa_lite.trace.call import Call, NamedArguments, Owner, Results, argument_name, function_name, is_array
+from alpa_lite.trace.call import (
+    ArgumentRoles,
+    Call,
+    NamedArguments,
+    Owner,
+    Results,
+    argument_name,
+    function_name,
+    is_array,
+)
 from alpa_lite.trace.passes.plain_jaxpr import user_sharding, without_meshes, without_refs
 from cost_models.checks import printable
+
+KeyPath = tuple[Any, ...]
+"""The path of a leaf in a pytree, of keys of several classes of JAX."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,10 +74,10 @@ class Traced:
         jaxpr: closed jaxpr of the function on flat arguments at the full batch.
     """
 
-    fun: Callable[..., Any]
+    fun: Callable[..., Tree]
     name: str
-    in_tree: Any
-    out_tree: Any
+    in_tree: TreeDef
+    out_tree: TreeDef
     leaves: tuple[jax.ShapeDtypeStruct, ...]
     out_leaves: tuple[jax.ShapeDtypeStruct, ...]
     names: tuple[str, ...]
@@ -79,12 +93,12 @@ class Traced:
     call: Call
     results: Results
     user_shardings: UserShardings
-    jaxpr: Any
-    _flat: Callable[..., Any] = field(repr=False)
-    _mesh: Any = field(default=None, repr=False, compare=False)
-    _cache: dict[int, Any] = field(default_factory=dict, repr=False, compare=False)
+    jaxpr: ClosedJaxpr
+    _flat: Callable[..., Tree] = field(repr=False)
+    _mesh: Mesh | None = field(default=None, repr=False, compare=False)
+    _cache: dict[int, ClosedJaxpr] = field(default_factory=dict[int, ClosedJaxpr], repr=False, compare=False)
 
-    def at_batch_size(self, size: int) -> Any:
+    def at_batch_size(self, size: int) -> ClosedJaxpr:
         """Return the closed jaxpr of the step at another batch size (in samples), memoized.
 
         Raises:
@@ -133,12 +147,11 @@ class Traced:
 
 @rare_collection()
 def trace(
-    fun: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any] | None = None,
+    fun: Callable[..., Tree],
+    args: Sequence[Tree],
+    kwargs: Mapping[str, Tree] | None = None,
     *,
-    static: NamedArguments | None = None,
-    donate: NamedArguments | None = None,
+    roles: ArgumentRoles | None = None,
     batch_argnums: BatchArgnums = None,
     user_shardings: Mode = "hint",
 ) -> Traced:
@@ -148,8 +161,7 @@ def trace(
         fun: the function to trace.
         args: positional arguments.
         kwargs: keyword arguments.
-        static: arguments that are constants of the trace.
-        donate: arguments whose buffers the caller gives up.
+        roles: the arguments that are constants of the trace, and those that the caller donates.
         batch_argnums: the arguments that hold the batch; None infers them (see `alpa_lite.trace.batch`).
         user_shardings: whether shardings that the user gives are read; see `alpa_lite.program.user_shardings`.
 
@@ -158,15 +170,15 @@ def trace(
         BatchError: `batch_argnums` names an argument or dim that does not exist.
     """
     _check_call(fun, args, kwargs or {})
-    static = static or NamedArguments()
-    call = Call.of(fun, args, kwargs or {}, static)
+    roles = roles or ArgumentRoles()
+    call = Call.of(fun, args, kwargs or {}, roles.static)
     paths, in_tree = jax.tree_util.tree_flatten_with_path(call.tree)
     names = unique(leaf_name(fun, path) for path, _ in paths)
     leaves = tuple(aval_of(leaf, name) for (_, leaf), name in zip(paths, names, strict=True))
     empty = [_has_no_bytes(leaf) for _, leaf in paths]
     box: dict[str, Any] = {}  # structure of the outputs, known only while `flat` is traced
 
-    def flat(*held: Any) -> list[Any]:
+    def flat(*held: jax.Array) -> list[Array]:
         given = [np.zeros(x.shape, jax.dtypes.float0) if e else x for x, e in zip(held, empty, strict=True)]
         arrays, box["results"] = call.run(fun, jax.tree.unflatten(in_tree, given))
         out_paths, box["tree"] = jax.tree_util.tree_flatten_with_path(arrays)
@@ -178,7 +190,7 @@ def trace(
     mesh = _jax.context_mesh()
     jaxpr = plain_jaxpr(flat, leaves, mesh, function_name(fun), user_shardings)
     out_leaves = tuple(_struct(aval) for aval in jaxpr.out_avals)
-    donated = (donate or NamedArguments()).among(len(args), kwargs or {}) - call.unchanged(box["results"])
+    donated = roles.donated.among(len(args), kwargs or {}) - call.unchanged(box["results"])
     owner = tuple(_owner(path) for path, _ in paths)
     positional, keywords = jax.tree.unflatten(in_tree, [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in jaxpr.in_avals])
     aliases = match_state({**positional, **keywords}, jax.tree.unflatten(box["tree"], out_leaves))
@@ -200,7 +212,7 @@ def trace(
         batch_assumed=True,
         aliases=aliases,
         donated=tuple(key in donated for key in owner),
-        static=static,
+        static=roles.static,
         call=call,
         results=box["results"],
         user_shardings=UserShardings(
@@ -216,7 +228,9 @@ def trace(
     return _with_assumed_batch(traced, arguments, has_state=trees)
 
 
-def plain_jaxpr(flat: Callable[..., Any], avals: Sequence[Any], mesh: Any, name: str, user_shardings: Mode) -> Any:
+def plain_jaxpr(
+    flat: Callable[..., Tree], avals: Sequence[Aval], mesh: Mesh | None, name: str, user_shardings: Mode
+) -> ClosedJaxpr:
     """Return the jaxpr of a function, traced under the mesh that the user has set, without this and other meshes, and
     without mutable arrays. Unless `user_shardings` is "ignore", shardings that the function names remain as equations.
 
@@ -266,7 +280,7 @@ def _with_assumed_batch(traced: Traced, arguments: ArgumentLeaves, *, has_state:
     if first is not None:
         return first
 
-    def retrace(avals: Sequence[jax.ShapeDtypeStruct]) -> Any:
+    def retrace(avals: Sequence[jax.ShapeDtypeStruct]) -> ClosedJaxpr:
         if list(avals) == list(traced.leaves):
             return traced.jaxpr
         return traced.retraced(avals)
@@ -274,7 +288,7 @@ def _with_assumed_batch(traced: Traced, arguments: ArgumentLeaves, *, has_state:
     return _with_batch(traced, by_trial(arguments, retrace, traced.aliases))
 
 
-def _check_call(fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def _check_call(fun: Callable[..., Tree], args: Sequence[Tree], kwargs: Mapping[str, Tree]) -> None:
     """Raise `TraceError` for arguments that the function does not accept."""
     try:
         signature = inspect.signature(fun)
@@ -289,7 +303,7 @@ def _check_call(fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
         ) from error
 
 
-def _check_outputs(fun: Callable[..., Any], names: Sequence[str], outputs: Sequence[Any]) -> None:
+def _check_outputs(fun: Callable[..., Tree], names: Sequence[str], outputs: Sequence[object]) -> None:
     """Raise `TraceError` for an output that is no array."""
     for name, leaf in zip(names, outputs, strict=True):
         if not is_array(leaf) and not isinstance(leaf, (bool, int, float, complex)):
@@ -309,12 +323,12 @@ def _works_at_other_sizes(traced: Traced) -> bool:
     return True
 
 
-def _owner(path: tuple[Any, ...]) -> Owner:
+def _owner(path: KeyPath) -> Owner:
     """Return the position or keyword of the argument that a leaf belongs to."""
     return path[1].key
 
 
-def leaf_name(fun: Callable[..., Any], path: tuple[Any, ...]) -> str:
+def leaf_name(fun: Callable[..., Tree], path: KeyPath) -> str:
     """Return the name of a leaf, such as `state/params/w`, starting with the argument's name if Python records it."""
     owner = argument_name(fun, _owner(path))
     tail = _path(path[2:])
@@ -336,11 +350,11 @@ def unique(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _path(path: tuple[Any, ...]) -> str:
+def _path(path: KeyPath) -> str:
     return printable(jax.tree_util.keystr(path, simple=True, separator="/"))
 
 
-def aval_of(leaf: Any, name: str) -> jax.ShapeDtypeStruct:
+def aval_of(leaf: object, name: str) -> jax.ShapeDtypeStruct:
     """Return the shape, dtype and weak type of an argument as `jax.jit` sees them.
 
     Raises:
@@ -368,7 +382,7 @@ def aval_of(leaf: Any, name: str) -> jax.ShapeDtypeStruct:
     return _struct(aval)
 
 
-def _struct(aval: Any) -> jax.ShapeDtypeStruct:
+def _struct(aval: Aval) -> jax.ShapeDtypeStruct:
     # Executables take and return boolean arrays in place of float0, which has no bytes; JAX itself does the same.
     dtype = np.dtype(bool) if _has_no_bytes(aval) else aval.dtype
     return jax.ShapeDtypeStruct(aval.shape, dtype, weak_type=getattr(aval, "weak_type", False))
@@ -378,12 +392,12 @@ def _float0(like: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(like.shape, jax.dtypes.float0)
 
 
-def _has_no_bytes(leaf: Any) -> bool:
+def _has_no_bytes(leaf: object) -> bool:
     """Return whether an array is of float0, the dtype of gradients with respect to integers."""
     return getattr(leaf, "dtype", None) == jax.dtypes.float0
 
 
-def _subtrees(tree: Any, depth: int, start: int = 0) -> list[tuple[Any, int]]:
+def _subtrees(tree: Tree, depth: int, start: int = 0) -> list[tuple[Tree, int]]:
     """Return (signature, number of the first leaf) of a tree of avals and its subtrees down to `depth`, outer first."""
     found = [(_signature(tree), start)]
     if depth and not jax.tree_util.all_leaves([tree]):
@@ -394,12 +408,12 @@ def _subtrees(tree: Any, depth: int, start: int = 0) -> list[tuple[Any, int]]:
     return found
 
 
-def _signature(tree: Any) -> Any:
+def _signature(tree: Tree) -> Hashable:
     leaves, structure = jax.tree.flatten(tree)
     return structure, tuple((tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves)
 
 
-def match_state(arguments: Mapping[int | str, Any], outputs: Any) -> dict[int, int]:
+def match_state(arguments: Mapping[Owner, Tree], outputs: Tree) -> dict[int, int]:
     """Return output leaf → the input leaf that it replaces in the next step.
 
     An argument is state when its whole tree (structure, shapes, dtypes) is returned somewhere among the outputs. A

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 from alpa_lite.errors import BatchError, TraceError
-from alpa_lite.trace.call import NamedArguments
+from alpa_lite.trace.call import ArgumentRoles, NamedArguments
 from alpa_lite.trace.trace import Traced, trace
 
 W, X, Y = np.ones((8, 4), np.float32), np.ones((16, 8), np.float32), np.ones((16, 4), np.float32)
@@ -57,12 +57,14 @@ def test_python_scalars_keep_their_weak_type() -> None:
 
 
 def test_static_arguments_are_no_leaves() -> None:
-    traced = trace(lambda p, kind, x: (p, x if kind == "a" else -x), (W, "a", X), static=NamedArguments((-2,)))
+    traced = trace(
+        lambda p, kind, x: (p, x if kind == "a" else -x), (W, "a", X), roles=ArgumentRoles(static=NamedArguments((-2,)))
+    )
     assert traced.names == ("p", "x") and traced.call.static == ((1, str, "a"),)
 
 
 def test_donation_is_known_per_leaf() -> None:
-    traced = trace(_step, ({"w": W}, X, Y), donate=NamedArguments((0, -1)))
+    traced = trace(_step, ({"w": W}, X, Y), roles=ArgumentRoles(donated=NamedArguments((0, -1))))
     assert traced.donated == (True, False, True)
 
 
@@ -180,7 +182,10 @@ def test_other_batch_sizes_are_traced_without_the_array() -> None:
 
 def test_the_batch_of_a_static_step_shifts_with_its_position() -> None:
     traced = trace(
-        lambda kind, p, x, y: _step(p, x, y), ("a", {"w": W}, X, Y), static=NamedArguments((0,)), batch_argnums=(2, 3)
+        lambda kind, p, x, y: _step(p, x, y),
+        ("a", {"w": W}, X, Y),
+        roles=ArgumentRoles(static=NamedArguments((0,))),
+        batch_argnums=(2, 3),
     )
     assert _batched(traced) == {"x", "y"}
 
