@@ -7,6 +7,7 @@ the batch.
 from __future__ import annotations
 
 import inspect
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -398,8 +399,8 @@ def _has_no_bytes(leaf: object) -> bool:
 
 
 def _subtrees(tree: Tree, depth: int, start: int = 0) -> list[tuple[Tree, int]]:
-    """Return (signature, number of the first leaf) of a tree of avals and its subtrees down to `depth`, outer first."""
-    found = [(_signature(tree), start)]
+    """Return (tree, number of the first leaf) for a tree of avals and its subtrees down to `depth`, outer first."""
+    found = [(tree, start)]
     if depth and not jax.tree_util.all_leaves([tree]):
         one_level = jax.tree_util.default_registry.flatten_one_level(tree)
         for child in one_level[0] if one_level else ():
@@ -408,9 +409,15 @@ def _subtrees(tree: Tree, depth: int, start: int = 0) -> list[tuple[Tree, int]]:
     return found
 
 
-def _signature(tree: Tree) -> Hashable:
+def _signature(tree: Tree) -> tuple[TreeDef, tuple[Hashable, ...]]:
+    """Return the structure of a tree of avals, which need not have a hash, and the shapes and dtypes of its leaves."""
     leaves, structure = jax.tree.flatten(tree)
     return structure, tuple((tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves)
+
+
+def _holds_any(pairs: Mapping[int, int], first: int, count: int) -> bool:
+    """Return whether one of `count` numbers from `first` on is a key."""
+    return any(number in pairs for number in range(first, first + count))
 
 
 def match_state(arguments: Mapping[Owner, Tree], outputs: Tree) -> dict[int, int]:
@@ -420,15 +427,23 @@ def match_state(arguments: Mapping[Owner, Tree], outputs: Tree) -> dict[int, int
     single array counts only as the first output: elsewhere an equal shape may be coincidence (predictions as wide as
     inputs).
     """
-    candidates = _subtrees(outputs, depth=3)
+    candidates: dict[Hashable, deque[tuple[TreeDef, int]]] = {}
+    for tree, first in _subtrees(outputs, depth=3):
+        structure, shapes = _signature(tree)
+        candidates.setdefault((structure.num_nodes, shapes), deque()).append((structure, first))
     pairs: dict[int, int] = {}
     start = 0
     for tree in arguments.values():
-        count = len(jax.tree.leaves(tree))
-        lone = jax.tree_util.all_leaves([tree])
-        for signature, first in candidates if count else ():
-            taken = any(first <= o < first + count for o in pairs)
-            if signature == _signature(tree) and not taken and (first == 0 or not lone):
+        structure, shapes = _signature(tree)
+        count, lone = len(shapes), jax.tree_util.all_leaves([tree])
+        alike = candidates.get((structure.num_nodes, shapes), deque())
+        # What is taken stays taken: without it, many equal arguments would each look at all outputs of those before.
+        while alike and _holds_any(pairs, alike[0][1], count):
+            alike.popleft()
+        for other, first in alike if count else ():
+            if lone and first:
+                break
+            if other == structure and not _holds_any(pairs, first, count):
                 pairs.update({first + i: start + i for i in range(count)})
                 break
         start += count

@@ -11,9 +11,10 @@ import numpy as np
 import optax
 import pytest
 
+import alpa_lite.trace.trace as trace_module
 from alpa_lite.errors import BatchError, TraceError
 from alpa_lite.trace.call import ArgumentRoles, NamedArguments
-from alpa_lite.trace.trace import Traced, trace
+from alpa_lite.trace.trace import Traced, match_state, trace
 
 W, X, Y = np.ones((8, 4), np.float32), np.ones((16, 8), np.float32), np.ones((16, 4), np.float32)
 
@@ -131,6 +132,23 @@ def test_a_lone_array_is_state_only_as_the_first_output() -> None:
     # Elsewhere predictions may be as wide as the inputs by chance.
     assert trace(lambda p, x: (p.sum(), x * 2), (W, X)).aliases == {}
     assert trace(lambda p, x: (p - 1, x * 2), (W, X)).aliases == {0: 0}
+
+
+def test_state_of_many_arrays_is_matched_in_linear_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = 0
+
+    def counted(pairs: Any, first: int, count: int) -> bool:
+        nonlocal looked
+        looked += count
+        return any(number in pairs for number in range(first, first + count))
+
+    monkeypatch.setattr(trace_module, "_holds_any", counted)
+    num = 500
+    arrays = [jax.ShapeDtypeStruct((8, 8), np.float32)] * num
+    assert match_state({"p": arrays, "x": arrays[0]}, (arrays, arrays[0])) == {i: i for i in range(num)}
+    each = [{"w": array} for array in arrays]
+    assert match_state(dict(enumerate(each)), tuple(each)) == {i: i for i in range(num)}
+    assert looked < 8 * num
 
 
 # --- the batch --------------------------------------------------------------------------------------------------------
