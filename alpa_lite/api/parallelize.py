@@ -405,6 +405,7 @@ def parallelize(
         like=like,
         user_shardings=user_shardings,
     )
+    # The options were checked above, so that a mistake is reported at the line of the decorator.
     return functools.partial(ParallelFunction, options=options) if fun is None else ParallelFunction(fun, options)
 
 

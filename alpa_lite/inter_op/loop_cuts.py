@@ -106,6 +106,7 @@ def cut_into_stages(
         return PipelineCut(step=step, layers=make_layers(step, 1))
     shares = balance.shares or (1.0,) * count
     if written_out:
+        # No loop that is cut has more trips than this, so that each part is one trip.
         step = request.best_step(microbatches, loop_parts=MAX_TRIPS)
         return PipelineCut(step=step, layers=make_layers(step, count, imbalance=IMBALANCE, shares=shares))
     # The loops as they are written come first: cutting them makes the step larger, and its arguments rows.
@@ -214,6 +215,7 @@ def _reads_rows_apart(step: StepGraph, layers: Layers) -> bool:
     for v in graph.inputs:
         slices = [graph.ops[c] for c in graph.consumers[v] if graph.ops[c].primitive in ("slice", "dynamic_slice")]
         homes = [_layers_of(graph, layers, op) for op in slices if step.batch_dims[v] is None]
+        # Several slices that one layer reads stay together.
         if len(homes) > 1 and len(set[int]().union(*homes)) > 1:
             return True
     return False
@@ -263,9 +265,11 @@ def block_partition(costs: Sequence[float], count: int) -> tuple[int, ...]:
                 return tuple(b - a for a, b in pairwise(ends))
             cheapest = _cheapest(sums, ends, dearest)
             if dearest > cheapest:
+                # The block on the right hands over its first layer.
                 ends[cheapest + 1] += 1
                 given = cheapest + 1 == dearest
             else:
+                # The block on the left hands over its last layer.
                 ends[cheapest] -= 1
                 given = cheapest - 1 == dearest
 

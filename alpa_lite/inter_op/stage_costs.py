@@ -315,6 +315,7 @@ class StageCosts:
                 submesh=asked.submesh,
                 in_flight=asked.in_flight,
                 limit_bytes=asked.limit_bytes,
+                # A solution that came closer than it had to also answers stricter questions.
                 gap=min(asked.gap, solution.gap),
                 solution=solution,
             )
@@ -334,6 +335,7 @@ class StageCosts:
         try:
             return solve_stage(
                 self._builders(asked).of(self._view(asked.first, asked.last)),
+                # Without a limit the integer program needs no rows for memory.
                 limit_bytes=asked.limit_bytes if math.isfinite(asked.limit_bytes) else None,
                 in_flight=asked.in_flight,
                 solver=self.effort.solver_for(asked.gap),
@@ -361,6 +363,7 @@ class StageCosts:
     def key(self, asked: Question) -> Hashable:
         """Return a key that is equal for questions whose answers differ at most in the ids of ops and values."""
         structure, kind = self._structure(self._view(asked.first, asked.last)), self._kind(asked)
+        # By id, since hashing a step takes long; both objects live as long as these costs.
         return id(self.step), id(self.given), structure, kind, asked.in_flight, asked.limit_bytes, asked.gap
 
     @cached_property
@@ -391,6 +394,7 @@ class StageCosts:
     def forget_unsolved(self) -> None:
         """Discard solutions without a sharding that are not proven infeasible, so that they are solved again."""
         for known in self._memory.solved.values():
+            # In place, since costs with another effort share these lists (`solved_with`).
             known[:] = [s for s in known if s.solution.choice is not None or s.solution.status is Status.INFEASIBLE]
 
     def with_pins(self, pins: Mapping[int, Spec]) -> StageCosts:
@@ -444,6 +448,7 @@ class StageCosts:
 
     def _kind(self, place: StagePlace) -> MeshKey:
         submesh, per_host, ends = place.submesh, self.cost_model.cluster.devices_per_host, [0]
+        # Hosts are numbered through all groups, whose borders are in `ends`.
         for group in self.cost_model.cluster.groups:
             ends.append(ends[-1] + group.num_hosts)
         first, last = submesh.first_device // per_host, submesh.devices[-1] // per_host
@@ -498,9 +503,11 @@ def expect(likely: Iterable[tuple[StageCosts, Question]], *, later: bool = False
     """Let workers answer questions that will likely be asked; see `Workers.expect`."""
     workers, questions = None, dict[Hashable, Likely]()
     for costs, asked in likely:
+        # All costs of one search have the same workers.
         workers = costs.workers
         if workers.at_work and not costs.knows(asked):
             family = workers.number_of(costs.shared)
+            # Questions about equal stages have one key: the first one is sent.
             questions.setdefault(costs.key(asked), Likely(_solve, (costs.step, costs.given), (family, asked)))
     if workers is not None:
         workers.expect(questions, later=later)
@@ -512,6 +519,7 @@ def _solve(memory: dict[object, object], step: StepGraph, given: _Given, likely:
     # The worker keeps every part that it was sent, so that the id stays valid and stands for one set of costs.
     key = id(given)
     if key not in memory:
+        # Costs that share tables in the main process share them in the worker.
         shared = memory.setdefault(("tables", family), SharedTables())
         assert isinstance(shared, SharedTables)
         memory[key] = StageCosts(step=step, **given._asdict(), shared=shared)

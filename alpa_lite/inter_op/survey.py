@@ -199,6 +199,7 @@ def representatives(structures: Sequence[object], seconds: FloatArray) -> list[i
     `structures`: equal for equal layers; `seconds`: [2, layers], of both passes and of the update.
     """
     weight: dict[object, FloatArray] = {}
+    # Without an update all its shares are 0 rather than NaN.
     shares = seconds / np.maximum(seconds.sum(axis=1, keepdims=True), 1e-30)
     for structure, share in zip(structures, shares.T, strict=True):
         weight[structure] = weight.get(structure, np.zeros(2)) + share
@@ -325,6 +326,7 @@ class Survey:
             taken = layers[layer]
             seconds = taken.loop_seconds + taken.update_seconds / self._numbers[size]
             found |= (seconds <= FAR * seconds.min(axis=1, keepdims=True)) & self._cheap(taken, size)[:, None]
+        # Before the first survey every mesh is promising.
         return found if self._taken else ~found
 
     def _cheap(self, taken: _Taken, size: float) -> NDArray[np.bool_]:
@@ -334,6 +336,7 @@ class Survey:
         best = (taken.loop_seconds + taken.update_seconds / self._numbers[size]).min(axis=1) * devices
         bytes_ = taken.state_bytes + taken.sums_bytes + taken.saved_bytes * size + taken.working_bytes
         has_room = (bytes_ <= self.space.room_bytes[:, None]).any(axis=1)
+        # While no submesh is known to have memory, the limit is infinite and rules out none.
         return best <= DEAR * best[has_room & enough].min(initial=math.inf)
 
     def guess(

@@ -275,6 +275,7 @@ def _tried(leaves: ArgumentLeaves, trial: _Trial, retrace: Retrace, aliases: Map
     wanted = leaves.resized(trial.dims, trial.size, large)
     try:
         after = retrace(wanted)
+        # The state that comes out must fit as the argument of the next step.
         if any(after.out_avals[out].shape != wanted[into].shape for out, into in aliases.items()):
             return trial
         before = retrace(leaves.resized(trial.dims, trial.size, small))
