@@ -264,7 +264,7 @@ class PieceSlot:
 
     @property
     def is_full(self) -> bool:
-        """Whether every device has a piece."""
+        """True if every device has a piece."""
         return -1 not in self.numbers
 
 
@@ -329,7 +329,7 @@ class Crossing:
 
     @property
     def copies(self) -> bool:
-        """Whether the result shares no buffer with the source array."""
+        """True if the result shares no buffer with the source array."""
         stays = (self.source[h.source] == self.target[h.target] for h in map(self.course.hands.__getitem__, self.whole))
         return self.land is not None or not any(stays)
 
