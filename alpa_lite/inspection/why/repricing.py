@@ -46,7 +46,7 @@ class _RepricedStage:
     solution: StageSolution
 
     def answers(self, other: StageProblem) -> bool:
-        """Return True if the solution is valid for an equal stage: one with the same memory limit, or one that it fits."""
+        """Return True if the solution is valid for an equal stage: with the same memory limit, or one that it fits."""
         mine, theirs = ((s.in_flight, s.limit_bytes) for s in (self.stage, other))
         has_choice = self.solution.choice is not None
         return mine == theirs or (
