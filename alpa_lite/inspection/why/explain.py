@@ -386,6 +386,7 @@ def _explain_source(
     lines = sorted({short_source(use.source) for use in uses if use.source})
     found, chosen = None, list[str]()
     if repricing is not None and keys:
+        # In all of these stages together, as a change of the line would change all.
         found = of_op(repricing, keys)
         # The ops of all these stages are equal, so that the first describes all.
         number, key = next(iter(keys.items()))
