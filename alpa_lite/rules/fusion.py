@@ -82,7 +82,7 @@ class OnChip:
 
 @memoized
 def accesses(graph: Graph, *, fusion: Fusion = "all", fused_attention: bool = False) -> tuple[Access, ...]:
-    """Return the memory traffic of each op of a graph, without that of bodies. See `Backend` for kinds of `fusion`."""
+    """Return the memory traffic of each op of a graph, without its bodies. See `Backend` for kinds of `fusion`."""
     if fusion == "none":
         return tuple(_alone(graph, op) for op in graph.ops)
     groups, hidden = (
@@ -166,7 +166,7 @@ def fusion_groups(graph: Graph, *, within_calls: bool = False) -> tuple[int, ...
 
 
 def _one_call(made_by: Op, op: Op) -> bool:
-    """Return True for an op and its reader for which a library has one call: those of one named scope, or one line.
+    """Return True for an op and its reader that a library runs in one call: both in one named scope, or on one line.
 
     Parts of arrays are views, and their gradients are assembled by the reader.
     """
@@ -356,6 +356,7 @@ def on_chip(graph: Graph) -> OnChip:
     for op in graph.ops:
         if is_fusible(graph, op) and any(v in region for v in op.operands):
             region.update(op.results)
+    # Small values of the region, such as the sums of rows, may be written: they cost little.
     large = {v for v in region if any(graph.values[v].num_elements >= graph.values[s].num_elements for s in scores)}
     # A value that is needed outside of the kernel is written; then the values that it is computed from may no longer
     # stay on chip either.
