@@ -128,7 +128,7 @@ def _stages(plan: Plan, graph: Graph) -> Iterator[str]:
         for value, accumulator in stage.accumulators.items():
             specs += [(value, accumulator.stored), (value, accumulator.resolved)]
         for value, spec in specs:
-            if value >= len(graph.values):
+            if value not in range(len(graph.values)):  # a negative id would count from the end
                 yield f"stage {number} names value {value}, of {len(graph.values)}"
             elif not _is_spec_of(spec, graph.values[value], sizes):
                 yield f"stage {number} has value {value}, {graph.values[value].shape}, in {spec} on {stage.mesh_shape}"
@@ -138,7 +138,7 @@ def _stages(plan: Plan, graph: Graph) -> Iterator[str]:
 def _ops(graph: Graph, placements: Mapping[int, OpPlacement], sizes: Sizes) -> Iterator[str]:
     """Yield a phrase for each impossible placement of an op of `graph` on a mesh of the given axis sizes."""
     for number, placement in placements.items():
-        if number >= len(graph.ops):
+        if number not in range(len(graph.ops)):
             yield f"op {number} of {len(graph.ops)} is placed"
             continue
         op = graph.ops[number]
