@@ -244,7 +244,7 @@ class ParallelFunction(Generic[P, R]):
         return planned
 
     def _planned_for_batch(self, traced: TracedFunction, plan: Plan, number: int | None) -> PlannedFunction:
-        """Plan as the user asked; where that does not suit the batch, by another number of micro-batches or planner."""
+        """Plan with the user's options; if these do not suit the batch, with other micro-batches or another planner."""
         # With as many stages, more of the state is likely to stay on its devices.
         stages = Auto(pipeline=len(plan.stages))
         # A replayed plan is valid for the shapes of its own step alone.

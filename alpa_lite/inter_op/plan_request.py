@@ -92,7 +92,7 @@ class PlanRequest:
 
     @property
     def batch_size(self) -> int | None:
-        """The samples of a step; None where no batch was found."""
+        """The samples of a step; None if its batch is unknown."""
         return self.signature.batch_size
 
     @cached_property

@@ -40,7 +40,7 @@ class _Parts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layering:
-    """How a step is cut into the layers of which stages consist.
+    """The cut of a step into the layers of which stages consist.
 
     Attributes:
         num_layers: number of layers; None: by the model.

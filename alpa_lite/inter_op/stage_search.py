@@ -34,16 +34,16 @@ from alpa_lite.step.recomputation import Remat
 from cost_models.composed import CostModel
 
 MANY = 3
-"""How many stages on a logical mesh must take longer than guessed before others are guessed to do so."""
+"""The number of stages on a logical mesh that must exceed their guess before higher guesses are made for others."""
 
 SOLVES, LEAST_SOLVES = 2, 6
-"""How many solves the search mostly takes for each stage that it guesses, and in all, at a number of micro-batches."""
+"""The usual number of solves for each stage that is guessed, and the least in all, at a number of micro-batches."""
 
 SPARED = 1 / 3
-"""How many of these a solve at an earlier number of micro-batches makes unnecessary on average."""
+"""The number of these that a solve at an earlier number of micro-batches makes unnecessary on average."""
 
 STILL = 1 / 4
-"""Where the search takes more solves than usual: the estimate of those left, as a part of those done."""
+"""The estimate of the solves left, as a part of those done, where the search takes more than usual."""
 
 
 _NOTHING = StageChoice(stages=(), seconds=np.inf, status=StageStatus.INFEASIBLE, reason="No equal stages are possible.")

@@ -140,6 +140,7 @@ def combination(reduction: str, dtype: str) -> tuple[str, int]:
 
 
 def _axes(factors: tuple[int, ...], axes: tuple[tuple[str, ...], ...]) -> tuple[str, ...]:
+    # Most dims hold one factor, and this runs for every placement that is considered.
     if len(factors) == 1:
         return axes[factors[0]]
     return tuple(axis for factor in factors for axis in axes[factor])

@@ -195,7 +195,7 @@ class Auto(Planner):
         return bool(stages or self.pins or self.schedule or self.remat not in ("auto", "none"))
 
     def _allows(self, plan: Plan) -> bool:
-        """Return True unless one stage was asked for and a manual plan has several."""
+        """Return True unless one stage is requested and a manual plan has several."""
         return len(plan.stages) == 1 or not (self.intra_op_only or self.pipeline == 1)
 
     def _best(self, request: PlanRequest, plans: Sequence[Plan]) -> Plan:
