@@ -1,4 +1,4 @@
-"""Where a pipeline cuts a step: between the loops over layers, between parts of these loops, or between whole layers.
+"""The places at which a pipeline cuts a step: between loops over layers, parts of these, or whole layers.
 
 With f_s the forward FLOPs of stage s and w_s its share of them, a cut is taken if
 
@@ -40,10 +40,10 @@ from alpa_lite.step.clustering import make_layers
 from alpa_lite.step.layers import Layers, forward_loops, natural_cut, op_flops
 
 IMBALANCE = 0.1
-"""By how much a stage may exceed its share for the sake of smaller cuts."""
+"""The relative excess over its share that a stage may have for the sake of smaller cuts."""
 
 UNEVEN = 0.15
-"""By how much the largest stage of a cut between loops may exceed its share."""
+"""The relative excess over its share that the largest stage of a cut between loops may have."""
 
 _ROUNDING = 1 + 1e-6
 

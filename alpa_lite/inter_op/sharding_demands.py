@@ -122,7 +122,7 @@ class PlacedOps(NamedTuple):
 
 
 def sharding_uses(step: StepGraph, given: UserShardings, stages: Sequence[PlacedOps]) -> tuple[UserShardingUse, ...]:
-    """Return the shardings of the user beside those of the plan; equal ones of one line are one entry."""
+    """Return the shardings of the user, each with the plan's specs; equal ones of one line are one entry."""
     if given.mode == "ignore":
         return ()
     found: dict[tuple[str, tuple[int, ...], UserSharding], list[tuple[bool, str]]] = {}

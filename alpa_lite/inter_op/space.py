@@ -1,4 +1,4 @@
-"""What the search chooses from: kinds of submesh, logical meshes over them, and which layers may go on which.
+"""The choices of the search: kinds of submesh, logical meshes over them, and which layers may go on which.
 
 A logical mesh has one axis that does anything; or an axis that splits the batch (and may split state) and one inside a
 host that splits everything else; or, of several hosts, one that splits the batch between them and leaves state whole on
@@ -282,10 +282,10 @@ def _in_one_mesh(space: Space) -> Iterator[NDArray[np.bool_]]:
 
 @dataclass(frozen=True, slots=True)
 class StageConfiguration:
-    """How a stage runs.
+    """The logical mesh, policy and micro-batches in flight with which a stage runs.
 
     Attributes:
-        shape: number of its logical mesh among those of its kind of submesh.
+        shape: number of its logical mesh, counted among the meshes over its kind of submesh.
         policy: policy of rematerialisation.
         in_flight: number of micro-batches in flight for which its sharding leaves memory.
     """

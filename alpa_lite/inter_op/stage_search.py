@@ -34,16 +34,16 @@ from alpa_lite.step.recomputation import Remat
 from cost_models.composed import CostModel
 
 MANY = 3
-"""How many stages on a logical mesh must take longer than guessed before others are guessed to do so."""
+"""The number of stages on a logical mesh that must exceed their guess before higher guesses are made for others."""
 
 SOLVES, LEAST_SOLVES = 2, 6
-"""How many solves the search mostly takes for each stage that it guesses, and in all, at a number of micro-batches."""
+"""The usual number of solves for each stage that is guessed, and the least in all, at a number of micro-batches."""
 
 SPARED = 1 / 3
-"""How many of these a solve at an earlier number of micro-batches makes unnecessary on average."""
+"""The number of these that a solve at an earlier number of micro-batches makes unnecessary on average."""
 
 STILL = 1 / 4
-"""Where the search takes more solves than usual: the estimate of those left, as a part of those done."""
+"""The estimate of the solves left, as a part of those done, where the search takes more than usual."""
 
 
 _NOTHING = StageChoice(stages=(), seconds=np.inf, status=StageStatus.INFEASIBLE, reason="No equal stages are possible.")
@@ -203,7 +203,7 @@ class StageSearch:
     def run(self, at_most: float = math.inf, *, further: float = 0.0) -> StageChoice:
         """Return the best stages, all of them solved; or guessed ones, once none can take less than `at_most` seconds.
 
-        `further`: the amount of such work that is to follow, relative to this.
+        `further`: the work of the searches that are still to follow, relative to this one.
         """
         solved, likely = self._best_solved(), _entries(self.best_likely())
         while True:
@@ -237,7 +237,7 @@ class StageSearch:
     def refuse_updates_like(self, found: StageChoice) -> None:
         """Exclude from now on stages whose update takes as long as the longest of these, or longer.
 
-        The DP spreads it over the micro-batches; but one that is longer than those of the others comes after them.
+        The DP spreads it over the micro-batches; but an update that is longer than the others ends after them.
         """
         self._shortest_refused = self.longest_update(found)
         # Those that are not solved yet are left out once their update is known (`_solve`).

@@ -19,7 +19,7 @@ _SHOWN = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpPlacement:
-    """How one op is sharded.
+    """The sharding of one op.
 
     Attributes:
         factors: for each factor of the op's rule the mesh axes that split it.
@@ -97,7 +97,7 @@ class OpaqueUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserShardingUse:
-    """A sharding that the user's code gives for an array, beside that of the plan.
+    """A sharding that the user's code gives for an array, with the plan's specs of the same array.
 
     Attributes:
         source: the line of the user's code, or `argument` and a path.

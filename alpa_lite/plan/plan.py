@@ -93,7 +93,7 @@ class Plan:
             are those of the step with recomputation.
         traced_layers: with `remat`, the layer of each op of the step without recomputation.
         buckets: groups of gradients that are reduced together, in this order; () to reduce each separately.
-        user_shardings: the shardings that the user's code gives, beside those of the plan.
+        user_shardings: the shardings that the user's code gives, each with the plan's specs.
         batch: the arguments that hold the batch; None if no batch is known, or the file does not say.
         request: the `planners.PlanRequest` that the plan answers, from which explanations price alternatives. A plan
             from a file has none until it is replayed: `al.plan(step, *args, planner=plan)`.
@@ -177,6 +177,7 @@ class Plan:
         if missing:
             raise PlanError(f"The plan file lacks {missing}: it is cut off or was edited. Save the plan again.")
         try:
+            # Fields that were added to the format later have their defaults.
             plan = Plan(**{name: _decoded(name, hints[name], data[name]) for name in _decided() if name in data})
             check_plan(plan)
         # A hostile file may nest deeper than the stack of Python.

@@ -140,6 +140,7 @@ def combination(reduction: str, dtype: str) -> tuple[str, int]:
 
 
 def _axes(factors: tuple[int, ...], axes: tuple[tuple[str, ...], ...]) -> tuple[str, ...]:
+    # Most dims hold one factor, and this runs for every placement that is considered.
     if len(factors) == 1:
         return axes[factors[0]]
     return tuple(axis for factor in factors for axis in axes[factor])
@@ -239,6 +240,7 @@ class Walk(Generic[A]):
         """Drop all specs of each value but that in which it was computed; free values and the values `but` stay."""
         for v, known in self.arrays.items():
             if v not in self.free and v not in but:
+                # The first spec is the one in which the value was computed (`home`).
                 self.arrays[v] = dict([next(iter(known.items()))])
 
     def run(self, ops: Iterable[int]) -> None:

@@ -73,7 +73,7 @@ class Hybrid(Planner):
         shares: relative forward FLOPs of each stage, if they should differ.
         devices: number of devices of each part of the pipeline, if they should differ (`data` follows from them).
         remat: policy of recomputation in the backward pass: "none", "selective" or "full" (`Remat`), layer by layer of
-            each stage. The last layer of all keeps everything, as its backward pass follows at once, unless it is a
+            each stage. The last layer of all stores everything, as its backward pass follows at once, unless it is a
             loop.
     """
 
@@ -183,7 +183,7 @@ class Hybrid(Planner):
         device = max((group.device for group in cluster.groups), key=lambda d: d.memory_bytes, default=cluster.device)
         # A lower bound: as if all state were split evenly over all axes that may split it.
         total = sum(step.graph.values[v].bytes for v in step.graph.inputs if step.batch_dims[v] is None)
-        # Without ZeRO state is whole along the axes that split samples or positions.
+        # Without ZeRO state is whole along the axes that split nothing but samples or positions.
         whole_on = {"replica"} if self.zero else {"replica", "data", "context"}
         ways = sum(prod(n for axis, n in mesh.axis_sizes.items() if axis not in whole_on) for mesh in meshes)
         if total > ways * device.memory_bytes:

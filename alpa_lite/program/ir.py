@@ -120,7 +120,7 @@ class Value:
 
     @property
     def is_float(self) -> bool:
-        """True for the dtypes that carry gradients."""
+        """Whether the dtype carries gradients."""
         return self.dtype.startswith(("float", "bfloat", "complex")) and self.dtype != "float0"
 
     def numbered(self, number: int) -> Value:

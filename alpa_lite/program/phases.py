@@ -42,7 +42,7 @@ class Phase(Enum):
 
     @property
     def in_loop(self) -> bool:
-        """True for ops that run once per micro-batch."""
+        """Whether ops of this phase run once per micro-batch."""
         return self in (Phase.FORWARD, Phase.BACKWARD)
 
 

@@ -1,4 +1,4 @@
-"""Interpret the ops of a step, its loops and branches: derive the relations of results from those of operands.
+"""Interpret the ops of a step, its loops and branches: derive the relations of results from operands.
 
 loops over anything but samples    trips at both sizes correspond: iterate the relations of carried values to a fixed
                                    point                                                (`Interpreter.trip_by_trip`)
@@ -28,7 +28,7 @@ TRANSFER_MODULES = (transfer_indexing, transfer_layout)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Marks:
-    """How an op differs from the traced one where it runs in micro-batches.
+    """The differences between a traced op and the op that runs in micro-batches.
 
     Attributes:
         once: numbers of the operands that are replaced by zeros in all micro-batches but the first.
@@ -268,7 +268,7 @@ class Interpreter:
         return changed
 
     def predicate(self, condition: PairedGraph, op: Op, relation: Relation, site: Site) -> Refusal | None:
-        """Return why the trips of a `while` differ from those of the full batch.
+        """Return the reason why the trips of a `while` differ from the full batch.
 
         None if they agree, or if additional trips have no effect (`same_while_guard`).
         """
@@ -319,7 +319,7 @@ class Interpreter:
         return tuple(results), Marks(once=tuple(once), looked_into=True, bodies=(marks,))
 
     def _stacked_samples(self, relation: Relation, runs: set[int | None], site: Site) -> Relation:
-        """Return the relation of a stacked result from that of its row: samples along the leading dim."""
+        """Derive the relation of a stacked result from the relation of its row: samples along the leading dim."""
         if relation.is_same:
             return samples(0, next(iter(runs), 1))
         return relation if relation.kind is RelationKind.MIXED else mixed(site.refusal(_RUNNING))

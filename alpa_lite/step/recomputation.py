@@ -47,7 +47,7 @@ def originals(step: StepGraph) -> dict[int, tuple[int, ...]]:
 
 
 def _number(graph: Graph, numbers: dict[int, Hashable], value: int) -> Hashable:
-    """Return the number of a value: that of its computation, or a key for a literal or an input."""
+    """Return the number of a value: the key of its computation, or a key for a literal or an input."""
     literal = graph.values[value].literal
     if literal is not None:
         # The text tells -0.0 from 0.0, and is equal for two NaNs.
@@ -108,7 +108,7 @@ def read_originals_across(step: StepGraph, of_op: Sequence[int | None]) -> StepG
 
 
 class Remat(StrEnum):
-    """What the backward pass of a layer recomputes.
+    """The values that the backward pass of a layer recomputes.
 
     NONE        nothing: the step as it is written
     SELECTIVE   all but results of contractions with weights (those of attention have few FLOPs and large results)

@@ -147,7 +147,7 @@ def _apart(full: Graph, small: Graph, equations: Sequence[Equation], memo: dict[
 
 
 OnNonAdditive = Literal["refuse", "mean_of_means"]
-"""What to do with a step that is no sum over its samples: refuse to split it, or average over micro-batches."""
+"""The treatment of a step that is no sum over its samples: refusal, or an average over micro-batches."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -243,7 +243,7 @@ def by_rule(site: Site) -> Transferred:
 
 
 def through_factor(site: Site) -> Transferred:
-    """Do the same as `by_rule` for an op that may use positions along other dims."""
+    """Return the relations as `by_rule` does, for an op that may use positions along other dims."""
     rule = rule_of_op(site.full, site.op.id)
     factor = _batch_factor(site, rule)
     if factor is None:

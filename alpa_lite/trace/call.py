@@ -30,7 +30,7 @@ Owner = int | str
 """The position of a positional argument, or the name of a keyword argument."""
 
 Arguments = tuple[dict[int, Tree], dict[str, Tree]]
-"""What is traced of the positional and of the keyword arguments of a call, as one pytree."""
+"""The traced values of the positional and of the keyword arguments of a call, as one pytree."""
 
 Static = tuple[tuple[Owner, type, object], ...]
 """The constants of a trace: argument, type and value. 1, True and 1.0 are equal, but three values."""
@@ -333,7 +333,7 @@ class Call:
 
     @property
     def tree(self) -> Arguments:
-        """What is traced of the positional and of the keyword arguments, as one pytree."""
+        """The traced values of the positional and of the keyword arguments, as one pytree."""
         return _by_kind(self.traced)
 
     def run(self, fun: Callable[..., Tree], tree: Arguments) -> tuple[Tree, Results]:
@@ -400,11 +400,11 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """How the results of a call are made of the arrays that come out of the traced function.
+    """The recipe that makes the results of a call from the arrays that come out of the traced function.
 
     Attributes:
         filled: the results with their constants; None if all are arrays.
-        updated: the arguments that the step updates in place; their new states come out beside the results. None where
+        updated: the arguments that the step updates in place; their new states come out with the results. None where
             no argument can be updated.
     """
 

@@ -21,7 +21,7 @@ from alpa_lite.program.equations import Equation
 from alpa_lite.program.ir import Graph, Op, Wiring, wiring_of
 
 Arrays = tuple[Any, ...]
-"""What a loop carries: arrays on devices, or on the host before the first trip."""
+"""The values that a loop carries: arrays on devices, or on the host before the first trip."""
 
 Body = Callable[[int, Mapping[int, Any]], tuple[jax.Array, ...]]
 """A function that runs body `number`; the mapping replaces operands, by number, with their values in this trip."""

@@ -111,7 +111,7 @@ def from_jaxpr(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Location:
-    """Where ops stand in the user's program.
+    """The place of ops in the user's program.
 
     Attributes:
         stack: their JAX name stack.

@@ -401,6 +401,7 @@ class _StackedRewriter:
             if not self.analysis.splittable(v):
                 self.parts[v, j] = self._rows(self._whole(v), (start, stop), op)
             elif joins_rows(op):
+                # The bounds of parts coincide with ends of pieces: otherwise the value would not be splittable.
                 pieces = [
                     p for p, end in zip(op.operands, self.analysis.piece_ends(op), strict=True) if start < end <= stop
                 ]
