@@ -274,10 +274,10 @@ def calibration_found() -> tuple[str, str]:
 
 def solver_error() -> str:
     """Solve max x + 2y with x + y <= 1.5 in whole numbers; return "" if the answer is right, else the failure."""
-    import pulp
-
     remedy = "Reinstall the solver: pip install --force-reinstall highspy 'pulp<4'."
     try:
+        import pulp
+
         problem = pulp.LpProblem("doctor", pulp.LpMaximize)
         x, y = (problem.add_variable(name, 0, 1, pulp.LpInteger) for name in "xy")
         problem += x + 2 * y

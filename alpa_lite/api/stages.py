@@ -142,8 +142,12 @@ class TracedFunction:
             return False
         if mine.in_tree != other.in_tree or mine.batch_leaves != other.batch_leaves:
             return False
+
+        def form(leaf: jax.ShapeDtypeStruct, batch_dim: int | None) -> tuple[object, ...]:
+            return (leaf.dtype, *(size for dim, size in enumerate(leaf.shape) if dim != batch_dim))
+
         return all(
-            (leaf.shape, leaf.dtype) == (same.shape, same.dtype) or dim is not None
+            form(leaf, dim) == form(same, dim)
             for leaf, same, dim in zip(mine.leaves, other.leaves, mine.batch_leaves, strict=True)
         )
 

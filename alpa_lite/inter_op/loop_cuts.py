@@ -100,7 +100,7 @@ def cut_into_stages(
                 f"{count} stages of equally many loops were asked for, but the forward pass has {loops} loops over "
                 f'layers. Write the layers as a multiple of {count} calls of lax.scan, or cut by "flops".'
             )
-        return PipelineCut(step=step, layers=make_layers(step, count, imbalance=0.1, equal="loops"))
+        return PipelineCut(step=step, layers=make_layers(step, count, imbalance=IMBALANCE, equal="loops"))
     if count == 1:
         step = request.best_step(microbatches, loop_parts=0)
         return PipelineCut(step=step, layers=make_layers(step, 1))

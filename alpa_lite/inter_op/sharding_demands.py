@@ -108,9 +108,10 @@ def _graphs(graph: Graph) -> dict[Graph, None]:
     return found
 
 
-def _of_argument(value: Value, given: UserShardings) -> list[UserSharding]:
+def _of_argument(value: Value, given: UserShardings) -> tuple[UserSharding, ...]:
+    """Return the sharding in which the user gives an argument, if any."""
     sharding = given.arguments.get(value.name)
-    return [] if sharding is None or len(sharding.dims) != value.rank else [sharding]
+    return () if sharding is None or len(sharding.dims) != value.rank else (sharding,)
 
 
 class PlacedOps(NamedTuple):
@@ -127,9 +128,11 @@ def sharding_uses(step: StepGraph, given: UserShardings, stages: Sequence[Placed
         return ()
     found: dict[tuple[str, tuple[int, ...], UserSharding], list[tuple[bool, str]]] = {}
     for stage in stages:
-        for value, spec in _specs(step.graph, stage.inputs, stage.ops):
-            of_argument = _of_argument(value, given) if value in step.graph.values else []
-            for sharding in (*value.user_shardings, *of_argument):
+        placed = [(value, value.user_shardings, spec) for value, spec in _specs(step.graph, stage.inputs, stage.ops)]
+        arguments = ((step.graph.values[v], spec) for v, spec in stage.inputs.items())
+        placed += [(value, _of_argument(value, given), spec) for value, spec in arguments]
+        for value, shardings, spec in placed:
+            for sharding in shardings:
                 parts = [prod(stage.sizes[axis] for axis in dim) for dim in spec.dims]
                 # Numbers of parts are compared, since the plan's axes have names of their own.
                 same = all(w is None or w == p for w, p in zip(sharding.ways, parts, strict=True))

@@ -125,3 +125,16 @@ def test_a_step_without_a_plan_is_no_example(devices: Any) -> None:
 @pytest.mark.parametrize(("size", "largest", "number"), [(21, 16, 3), (32, 8, 4), (7, 8, 1), (7, 2, 7), (12, 5, 3)])
 def test_micro_batches_are_no_larger_than_they_were(size: int, largest: int, number: int) -> None:
     assert fitting_microbatches(size, largest) == number
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "smaller"),
+    [((8, 6), "float32", True), ((16, 6), "float32", False), ((8, 5), "float32", False), ((8, 6), "float16", False)],
+)
+def test_a_smaller_batch_differs_in_its_samples_alone(shape: tuple[int, int], dtype: str, smaller: bool) -> None:
+    def step(w: Any, x: Any) -> Any:
+        return w - x.sum().astype(w.dtype), x.mean()
+
+    function, w = al.parallelize(step), jnp.ones((4, 4))
+    whole = function.trace(w, jax.ShapeDtypeStruct((16, 6), "float32"))
+    assert function.trace(w, jax.ShapeDtypeStruct(shape, dtype)).is_smaller_batch_of(whole.traced) is smaller
