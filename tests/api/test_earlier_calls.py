@@ -135,6 +135,6 @@ def test_a_smaller_batch_differs_in_its_samples_alone(shape: tuple[int, int], dt
     def step(w: Any, x: Any) -> Any:
         return w - x.sum().astype(w.dtype), x.mean()
 
-    function, w = al.parallelize(step), jnp.ones((4, 4))
+    function, w = al.parallelize(step, batch_argnums=1), jnp.ones((4, 4))
     whole = function.trace(w, jax.ShapeDtypeStruct((16, 6), "float32"))
     assert function.trace(w, jax.ShapeDtypeStruct(shape, dtype)).is_smaller_batch_of(whole.traced) is smaller
