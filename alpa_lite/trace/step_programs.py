@@ -285,7 +285,7 @@ def program_of(traced: Traced, jaxpr: ClosedJaxpr, loop_parts: int, over_samples
         loop_parts: number of loops per scan over layers; 0 leaves them whole.
         over_samples: indices of the scans over samples.
     """
-    return sink_free_values(from_jaxpr(jaxpr, traced.names, num_parts=loop_parts, whole=over_samples))
+    return sink_free_values(from_jaxpr(jaxpr, traced.inputs.names, num_parts=loop_parts, whole=over_samples))
 
 
 @memoized
@@ -358,7 +358,7 @@ def in_parts(traced: Traced, program: GraphWithEquations, loop_parts: int, of_sa
         of_samples: values whose rows are samples, which are never split.
     """
     if loop_parts > 0:
-        batched = {v for v, dim in zip(program.graph.inputs, traced.batch_leaves, strict=False) if dim is not None}
+        batched = {v for v, dim in zip(program.graph.inputs, traced.batch.dims, strict=False) if dim is not None}
         return part_stacks(program, of_samples | batched, loop_parts)
     return PartedProgram(
         program=program,

@@ -76,7 +76,7 @@ def test_weights_and_what_is_summed_over_a_batch_of_one_have_no_batch(recompute:
 
 def test_a_batch_of_one_keeps_its_own_program() -> None:
     traced = _traced("full", 1)
-    own = sink_free_values(from_jaxpr(traced.jaxpr, traced.names)).graph
+    own = sink_free_values(from_jaxpr(traced.jaxpr, traced.inputs.names)).graph
     step = split_step(traced, 1).step
     assert [(op.primitive, op.params) for op in step.graph.ops] == [(op.primitive, op.params) for op in own.ops]
     assert step.graph.values == own.values
