@@ -27,6 +27,8 @@ from alpa_lite.program.equations import Equation, GraphWithEquations
 from alpa_lite.program.ir import Graph, Op, verify
 from alpa_lite.program.phases import (
     Combination,
+    LoopResults,
+    StepBatch,
     StepGraph,
     assign_phases,
     batch_dims,
@@ -322,7 +324,7 @@ def _at_one_size(traced: Traced, full: PartedProgram, loop_parts: int, problem: 
         loop=loop | effects_before(graph, loop),
         num_microbatches=1,
         bodies=bodies,
-        batch_problem=problem,
+        batch=StepBatch(size=traced.batch.size, problem=problem),
         loop_parts=loop_parts,
     )
     return TracedStep(step=step, equations=full.program.equations, constants=full.program.constants)
@@ -355,7 +357,6 @@ def _step(
         full_shapes=tuple(v.shape for v in full.program.graph.values),
         batch_dims=batch_dims,
         phases=assign_phases(graph, loop, batch_dims, forward_only=trains_in_bodies(graph)),
-        batch_size=traced.batch.size,
         input_parts=full.input_parts,
         output_parts=full.output_parts,
         aliases=_aliases(traced, full),
@@ -458,10 +459,15 @@ def _cut_exactly(traced: Traced, exact: _Exact, num_microbatches: int, loop_part
         batch_dims=batch,
         loop=loop,
         num_microbatches=num_microbatches,
+        batch=StepBatch(size=traced.batch.size),
         bodies=body_scopes(merged.graph, whole, small),
         loop_parts=loop_parts,
-        combined={r: c for i in loop for r in whole.ops[i].results if (c := _combined(proof.relations[r]))},
-        runs={v: proof.relations[v].blocks or 1 for v in whole.outputs if proof.relations[v].blocks not in (None, 1)},
+        loop_results=LoopResults(
+            combined={r: c for i in loop for r in whole.ops[i].results if (c := _combined(proof.relations[r]))},
+            runs={
+                v: proof.relations[v].blocks or 1 for v in whole.outputs if proof.relations[v].blocks not in (None, 1)
+            },
+        ),
     )
     return TracedStep(
         step=step,
@@ -534,9 +540,10 @@ def _cut(
         batch_dims=batch,
         loop=loop | effects_before(whole, loop),
         num_microbatches=num_microbatches,
+        batch=StepBatch(size=traced.batch.size),
         bodies=body_scopes(chosen.graph, whole, small),
         loop_parts=loop_parts,
-        averaged=averaged,
+        loop_results=LoopResults(averaged=averaged),
     )
     return TracedStep(step=step, equations=chosen.equations, constants=full.program.constants)
 

@@ -51,7 +51,7 @@ def _scopes(step: StepGraph) -> list[tuple[Graph, tuple[int | None, ...]]]:
 def test_a_batch_of_one_is_known_wherever_there_are_positions(recompute: Recompute, loop_parts: int) -> None:
     """In both directions and inside bodies; what a reduction drops it from, or what never had it, has none."""
     step = split_step(_traced(recompute, 1), 1, loop_parts=loop_parts).step
-    assert step.batch_size == 1 and not step.batch_problem
+    assert step.batch.size == 1 and not step.batch.problem
     seen = 0
     for graph, dims in _scopes(step):
         for op in graph.ops:
