@@ -167,7 +167,7 @@ def train(step: Step, state: Tree, batches: Sequence[Batch], console: Console) -
         for number, batch in enumerate(batches):
             start = time.perf_counter()
             state, metrics = step(state, batch)
-            # Reading the loss waits for the step, so that the time that follows is that of the whole step.
+            # Reading the loss waits for the step, so that the time below covers the whole step.
             losses.append(float(metrics["loss"]))
             times.append(time.perf_counter() - start)
             bar.update(task, advance=1, loss=losses[-1], milliseconds=1e3 * statistics.median(times))
@@ -199,10 +199,12 @@ def compare(
     steps: dict[str, Step] = {chosen.plan.name: chosen}
     predicted: dict[str, float | None] = {chosen.plan.name: chosen.plan.prediction.step_seconds}
     states: dict[str, Tree] = {chosen.plan.name: chosen.place(state, batches[0])[0]}
+    # The chosen plan has been compiled for training already.
     compiling: dict[str, float] = {chosen.plan.name: 0.0}
     with progress_line(console) as progress:
         for planner in config.manual:
             start = time.perf_counter()
+            # On the same cluster, so that the predictions of all plans have the same calibration.
             function = al.parallelize(
                 training.step,
                 donate_argnums=0,

@@ -9,6 +9,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import get_args
 
 from rich.console import Console
 
@@ -25,6 +26,7 @@ from alpa_lite.inspection.text.diff import Candidate, ClusterComparison, PinsCos
 from alpa_lite.inspection.text.progress_bar import planning_progress
 from alpa_lite.inspection.text.tables import plan_summary
 from alpa_lite.planners.by_name import PLANNERS, options_of
+from alpa_lite.program.user_shardings import Mode
 from alpa_lite.text import read_bytes
 from cost_models.cluster import Cluster, known_clusters
 
@@ -38,6 +40,7 @@ class _PlanArguments:
     kwargs: dict[str, Tree]
     planner: al.planners.Planner | al.Plan
     num_microbatches: int | str
+    user_shardings: Mode
     cache: bool
     console: Console
 
@@ -50,6 +53,7 @@ class _PlanArguments:
                 cluster=cluster,
                 planner=planner or self.planner,
                 num_microbatches=self.num_microbatches,
+                user_shardings=self.user_shardings,
                 progress=progress,
                 # Ctrl-C stops the search, and the best plan so far is printed and saved as any other.
                 on_interrupt="best",
@@ -70,6 +74,7 @@ def run_plan(given: argparse.Namespace) -> int:
         kwargs=kwargs,
         planner=make_planner(given.planner, given.option),
         num_microbatches=given.num_microbatches,
+        user_shardings=given.user_shardings,
         cache=not given.no_cache,
         console=Console(stderr=True, quiet=given.json),
     )
@@ -90,6 +95,7 @@ def _plan_one(given: argparse.Namespace, asked: _PlanArguments, cluster: Cluster
     plan = found.last_plan
     _save(given, plan)
     note = "\nThis plan is from the cache; --no-cache plans anew." if found.cached else ""
+    # Tables of a large plan take time, which `--json` does not need.
     text = "" if given.json else f"{plan}{note}"
     answer(given, text, lambda: {"kind": "plan", **plan_summary(plan), "cached": found.cached})
     return Exit.DONE
@@ -131,6 +137,7 @@ def _plan_for_each(given: argparse.Namespace, asked: _PlanArguments, clusters: S
         except AlpaLiteError as error:
             # One cluster without a plan must not hide the results of the others.
             candidates.append(Candidate(cluster=cluster, plan=None, problem=str(error)))
+            # The exit code tells a step that fits nowhere from a mistake in its description.
             infeasible |= isinstance(error, InfeasibleError)
     found = ClusterComparison(candidates=tuple(candidates))
     answer(given, found, lambda: {"kind": "clusters", **found.to_json()})
@@ -138,7 +145,7 @@ def _plan_for_each(given: argparse.Namespace, asked: _PlanArguments, clusters: S
 
 
 def _clusters(given: argparse.Namespace) -> list[Cluster]:
-    """Return the named clusters with the changes that were asked for; an empty list means this machine unchanged."""
+    """Return the named clusters with the changes of the options; an empty list means this machine unchanged."""
     changes = {"memory_bytes": given.memory, "bandwidth_scale": given.bandwidth_scale}
     if given.cluster:
         return [varied(al.cluster(name, num_hosts=given.num_hosts), **changes) for name in given.cluster]
@@ -219,6 +226,12 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
         "--pins", type=Path, metavar="FILE.yaml", help="the sharding of some arguments; prints its cost as well"
     )
     add_microbatches(parser, "auto")
+    parser.add_argument(
+        "--user-shardings",
+        choices=get_args(Mode),
+        default="hint",
+        help="obey the shardings that the step names, list them beside those of the plan, or drop them (default: hint)",
+    )
     parser.add_argument("--no-cache", action="store_true", help="plan anew even if this plan was made before")
     parser.add_argument("--output", type=Path, metavar="PLAN.json", help="save the plan")
 

@@ -40,7 +40,7 @@ class _Parts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layering:
-    """How a step is cut into the layers of which stages consist.
+    """The cut of a step into the layers of which stages consist.
 
     Attributes:
         num_layers: number of layers; None: by the model.
@@ -79,7 +79,7 @@ class StageCostCache:
         return next(iter(self._costs.values()))
 
     def at(self, number: int) -> list[StageCosts]:
-        """Return the stage costs at a number of micro-batches: most layers first, then policies that keep least."""
+        """Return the stage costs at a number of micro-batches: most layers first, then the policies storing least."""
         keeps_least = [*reversed(Remat)]
         asked = [(key[2], costs) for key, costs in self._costs.items() if key[0] == number]
         ordered = sorted(asked, key=lambda each: (-each[1].layers.num_layers, keeps_least.index(each[0])))
@@ -142,6 +142,7 @@ class StageCostCache:
         # Layers that each become a stage should be even, for which loops may have to be cut into more parts.
         each_a_stage = self.layering.equal == "flops" and parts > 0 and cut == Cut.into(cut.num_layers)
         if each_a_stage:
+            # The estimate needs a step whose loops are whole.
             parts = parts_that_may_do(self.request.step_at(1, 0), parts, (1.0,) * cut.num_layers)
         while True:
             step = self.request.step_at(number, parts)
@@ -172,6 +173,7 @@ class StageCostCache:
         remat = policies_of(known.step, known.parts, [p for p in policies for _ in range(known.per_layer)])
         traced = known.parts.of_op
         nothing = (Remat.NONE,) * known.parts.num_layers
+        # `rematerialise` takes one policy for each layer, even where none recomputes anything.
         again = rematerialise(read_originals_across(known.step, traced), traced, remat or nothing)
         made = written.of_another(again.step, replace(known.parts, of_op=again.of_op))
         return replace(made, recomputed=Recomputed(remat=remat, traced_layers=traced))
@@ -188,7 +190,7 @@ def _is_same_program(step: StepGraph, other: StepGraph) -> bool:
 def policies_of(step: StepGraph, layers: Layers, wanted: Sequence[Remat]) -> tuple[Remat, ...]:
     """Return the policy of each layer, or () if no layer recomputes anything.
 
-    The last layer keeps everything unless it is a loop.
+    The last layer stores everything unless it is a loop.
     """
     # The backward pass of the last layer follows at once: recomputing saves no memory there, but between the trips of
     # a loop it does.

@@ -107,12 +107,14 @@ def held_bytes(usages: Iterable[UsageOf], choices: Sequence[int], time: int) -> 
         if usage.start <= time < usage.end:
             # Rounded up as in `Problem`, so that the values add up to its usage.
             size = math.ceil(float(usage.sizes[choices[usage.node]]))
+            # Copies of a value for several readers count with it.
             held[usage.value] = held.get(usage.value, 0.0) + size
     return held
 
 
 def moment_name(view: StageView, lives: Lives, time: int) -> str:
     """Describe a time by the innermost op that starts then."""
+    # Ops start at every time but the last, which follows all of them.
     if time not in lives.running:
         return "at the end"
     path, op_id = lives.running[time]

@@ -105,6 +105,7 @@ def price_choice(view: StageView, pricer: Pricer, choice: Choice, solution: Solu
             activation_bytes=activations,
             temporary_bytes=temporary,
         ),
+        # An estimator prices one run of its task; forward and backward run once per micro-batch.
         compute_seconds=sum(p.compute_seconds * (1 if ph is Phase.UPDATE else runs) for ph, p in parts.items()),
         flops=sum(p.flops * (1 if ph is Phase.UPDATE else runs) for ph, p in parts.items()),
         collectives=tuple(use for p in parts.values() for use in p.collectives),
@@ -119,6 +120,7 @@ def _phase_seconds(pricer: Pricer, parts: Mapping[Phase, Estimator]) -> dict[Pha
     """
     seconds = {phase: part.seconds for phase, part in parts.items()}
     model = pricer.cost_model
+    # Devices that share a processor have no idle time in which a collective could hide.
     if not model.backend.overlap_gradients or model.cluster.shared_processor:
         return seconds
     backward, update = parts[Phase.BACKWARD], parts[Phase.UPDATE]
@@ -173,6 +175,7 @@ def _read_by(view: StageView, second: frozenset[int], in_memory: frozenset[int])
         seen.add(v)
         if v in in_memory:
             found.add(v)
+        # It is recomputed in the second part, which therefore reads the operands of its producer.
         elif producer is not None and view.step.phases[producer].in_loop:
             queue += graph.ops[producer].operands
     return frozenset(found)
@@ -259,6 +262,7 @@ def _leave(walk: Walk[int], view: StageView, choice: Choice, phase: Phase, run: 
             if producer in run:
                 walk.get(v, accumulator.stored)
         return
+    # New state gets the spec of the state that it replaces, with which the next step begins.
     for out, target in view.step.aliases.items():
         if out in walk.arrays and target in choice.inputs and out not in view.outputs:
             walk.get(out, choice.inputs[target])

@@ -58,6 +58,7 @@ def equations_again(again: Rematerialised, graph: Graph, equations: Sequence[Equ
     Copied ops take the equation of the op in `graph` that they were copied from; inserted ops are optimisation
     barriers.
     """
+    # By graph, since an op is identified by its number within the graph or body that contains it.
     known: dict[Graph, Sequence[Equation]] = {}
     _register(known, graph, equations)
     made = dict[Graph, tuple[Equation, ...]]()
@@ -143,6 +144,7 @@ def _ops(graph: Graph, placements: Mapping[int, OpPlacement], sizes: Sizes) -> I
         op = graph.ops[number]
         if not _are_specs_of(placement.results, graph.results(op), sizes):
             yield f"op {number}, {op.primitive}, cannot have results in {[*map(str, placement.results)]}"
+        # Ops with bodies have no factors of their own to split.
         elif not (_is_placement(rule_of_op(graph, number), placement, sizes) if not op.bodies else True):
             yield f"op {number}, {op.primitive}, cannot be split as {placement.factors}"
         elif op.bodies:

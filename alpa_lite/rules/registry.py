@@ -73,6 +73,7 @@ class Halo:
     after: int
 
 
+# Without slots, which would leave no place for cached properties.
 @dataclass(frozen=True, kw_only=True)
 class Rule:
     """The factor rule of one op.
@@ -164,6 +165,7 @@ class RuleOptions(TypedDict, total=False):
 
 
 def _factor_name(index: int) -> str:
+    # In the order of Shardy, whose first factor is i.
     letters = "ijklmnopqrstuvwxyzabcdefgh"
     return letters[index] if index < len(letters) else f"z{index}"
 
@@ -198,6 +200,7 @@ def ints(numbers: Iterable[int]) -> tuple[int, ...]:
 
 def is_key(value: Value) -> bool:
     """Return True for arrays of typed PRNG keys, which can be moved but not added."""
+    # JAX names these dtypes after their generator: "key<fry>", "key<rbg>".
     return value.dtype.startswith("key<")
 
 

@@ -46,7 +46,7 @@ class _RepricedStage:
     solution: StageSolution
 
     def answers(self, other: StageProblem) -> bool:
-        """Whether the solution is one of an equal stage too: its memory limit is the same, or the solution fits it."""
+        """Return True if the solution is valid for an equal stage: with the same memory limit, or one that it fits."""
         mine, theirs = ((s.in_flight, s.limit_bytes) for s in (self.stage, other))
         has_choice = self.solution.choice is not None
         return mine == theirs or (
@@ -75,7 +75,7 @@ class Repricing:
 
     @staticmethod
     def of(plan: Plan, request: PlanRequest) -> Repricing:
-        """Create the repricing of a plan made for the request's step. Prices are those of the plan's own cluster."""
+        """Create the repricing of a plan made for the request's step. Prices hold for the plan's own cluster."""
         layers = Layers(num_layers=plan.num_layers, of_op=plan.op_layers, of_input=plan.input_layers)
         own = replace(request, cluster=plan.cluster)
         return Repricing(plan=plan, request=own, step=planned_step(plan, own), layers=layers)
@@ -123,7 +123,7 @@ class Repricing:
         )
 
     def _tasks(self, number: int) -> tuple[Task, ...]:
-        # A submesh may run several stages, and its list of tasks has those of all of them.
+        # A submesh may run several stages, and its list has the tasks of all of them.
         lists = self.plan.schedule.tasks(len(self.plan.stages), self.plan.num_microbatches)
         return next(tasks for tasks in lists if any(task.stage == number for task in tasks))
 
@@ -141,7 +141,7 @@ class Repricing:
         after = self._as_placed(stages, found)
         if after is None or self.stacks_seconds(after) <= self.stacks_seconds({}):
             return found
-        # The specs of an unchanged stage are part of the plan, while those of changed ones are still open.
+        # The specs of an unchanged stage are part of the plan, while changed stages are still open.
         others = sorted(set(range(len(self.stages))) - set(stages))
         number = others[-1] if others else max(stages)
         choice = self.placed[number].solution.choice if others else found[number].choice

@@ -203,7 +203,7 @@ class _MemoryPrices:
         return _MemoryPrices(now=np.zeros(num_rows), best=np.zeros(num_rows), usage=np.zeros(num_rows))
 
     def average(self, used: FloatArray, *, first: bool) -> None:
-        """Include the usage of a decoding in the average; there is no average to continue before the first one."""
+        """Include the usage of a decoding in the average, or begin it anew."""
         self.usage = used.copy() if first else _KEPT * self.usage + (1.0 - _KEPT) * used
 
     def return_to_best(self) -> None:
@@ -233,6 +233,7 @@ class Dual:
 
     def __post_init__(self) -> None:
         flat = self.flat
+        # A link has one message entry for each strategy of its own node.
         owner = np.repeat(np.arange(flat.cost_start.size - 1), np.diff(flat.link_start))
         ends = np.cumsum(np.diff(flat.cost_start)[owner])
         self._message_start = np.concatenate([np.zeros(1, dtype=np.int64), ends]).astype(np.int64)
@@ -267,10 +268,13 @@ class Dual:
                 bound = _pass(flat, self._message_start, self._messages, prices, forth, self.choices, theta, decoded)
                 if forth and flat.room.size:
                     usage_of(flat, self.choices, used)
+                    # There is no average to continue before the first decoding.
                     memory.average(used, first=not np.isfinite(self.bound))
+            # The second pass gives the bound: no pass lowers what the first one has reached.
             self._note(bound - paid, upper)
             self._passes += 1
             if flat.room.size and self._passes > _WARM_UP:
+                # Polyak's step needs the optimum; the best known cost takes its place.
                 _price(memory.now, memory.usage, flat.room, memory.step * max(upper - self.bound, 0.0))
         enough = _ENOUGH_GAIN * max(upper - self.bound, 0.0) + _ROUNDING * abs(self.bound)
         self._stalled = self.bound - before <= enough
@@ -294,4 +298,5 @@ class Dual:
         paid = _prefix_sums(self.best_prices, self.flat.room, prices)
         bounds = np.empty(self.flat.costs.size)
         _bounds_by_strategy(self.flat, self._message_start, self._messages, prices, bounds)
+        # The tolerance covers rounding, which must not remove a strategy of an optimal solution.
         return bounds - paid <= upper + 1e-9 * (abs(upper) + paid)

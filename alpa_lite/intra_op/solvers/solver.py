@@ -72,7 +72,8 @@ class Clock:
         return replace(self, offset=self.offset + offset)
 
     def report(self, doing: str, *, cost: float = math.inf, bound: float = -math.inf) -> None:
-        """Report the progress to the caller; cost and bound are those of the current (reduced) problem."""
+        """Report the progress to the caller; cost and bound refer to the current (reduced) problem."""
+        # The caller knows the given problem only, whose costs include what the reductions have removed.
         offset = self.offset
         self.control.report(SolveProgress(seconds=self.spent, cost=cost + offset, bound=bound + offset, doing=doing))
 
@@ -144,6 +145,7 @@ def solution_of(
 
     Raises VerificationError if the choices are infeasible.
     """
+    # Code that no solver shares prices every answer, so that a defect of a solver cannot pass for a plan.
     priced = evaluate(problem, choices)
     if not priced.feasible:
         raise VerificationError(
