@@ -12,7 +12,7 @@ import io
 import itertools
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -26,7 +26,7 @@ import jax.extend.source_info_util as source_info_util
 import numpy as np
 from jax.experimental import serialize_executable
 from jax.extend import core as jex_core
-from jax.interpreters import partial_eval
+from jax.interpreters import mlir, partial_eval
 from jax.sharding import Sharding
 
 from cost_models.untrusted_text import printable
@@ -245,6 +245,30 @@ def bind(primitive: Any, params: dict[str, Any], operands: Sequence[Any]) -> lis
     subfuns, bind_params = bound if isinstance(bound, tuple) else ((), bound)
     results = primitive.bind(*subfuns, *operands, **bind_params)
     return list(results) if primitive.multiple_results else [results]
+
+
+def sharding_rule(params: Mapping[str, Any]) -> Any | None:
+    """Return the sharding rule of a `custom_partitioning` equation, None if it has none.
+
+    A rule has mappings of its operands and results to factor names, and lists of factors that must not be split.
+    """
+    rule, call = params.get("sharding_rule"), params["call"]
+    if not callable(rule):
+        return rule
+    try:
+        from jax._src.custom_partitioning_sharding_rule import str_to_sdy_sharding_rule
+        from jaxlib.mlir import ir
+
+        with mlir.make_ir_context(), ir.Location.unknown():
+            operands, results = (
+                [ir.RankedTensorType.get(a.shape, mlir.dtype_to_ir_type(np.dtype(a.dtype))) for a in avals]
+                for avals in (call.in_avals, call.out_avals)
+            )
+            made: Any = rule(*params["static_args"], jax.sharding.AbstractMesh((), ()), operands, results)
+        text, options = made if isinstance(made, (list, tuple)) else (made, {})
+        return str_to_sdy_sharding_rule(text, **options) if isinstance(text, str) else text
+    except (ImportError, AttributeError):  # private: it may move
+        return None
 
 
 def lowering_platform(device: Any) -> str:

@@ -27,6 +27,7 @@ from alpa_lite.errors import VerificationError
 from alpa_lite.lower import (
     local_contraction,
     local_indexing,
+    local_kernels,
     local_random,
 )
 from alpa_lite.lower.block import LocalOp, lowering_of
@@ -83,7 +84,7 @@ def floats_in_order(ordered: Array, dtype: DTypeLike) -> Array:
     return lax.bitcast_convert_type(jnp.where(ordered < 0, ordered ^ largest, ordered), dtype)
 
 
-LOWERING_MODULES = (local_contraction, local_indexing, local_random)
+LOWERING_MODULES = (local_contraction, local_indexing, local_kernels, local_random)
 """The modules that register local lowerings; the list also keeps their imports in use."""
 
 

@@ -29,6 +29,7 @@ from alpa_lite.errors import TraceError
 from alpa_lite.program.equations import Equation, GraphWithEquations, PlainParams, without_dead_ops
 from alpa_lite.program.ir import MAX_TRIPS, Graph, Op, Value, accumulated, parts_of
 from alpa_lite.trace import inserted
+from alpa_lite.trace.kernels import is_kernel, kernel_params, unread_results
 
 _HEAVY = {"dot_general", "conv_general_dilated", "ragged_dot_general"}
 
@@ -199,7 +200,7 @@ class _GraphBuilder:
             # caller's line is the one the user can act on.
             has_line = place.line and not (at.source and _jax.in_a_library(place.line))
             here = _Location(stack=path, source=place.line if has_line else at.source)
-            results = self.equation(eqn, operands, here)
+            results = self.equation(eqn, operands, here, jaxpr)
             environment.update(zip(eqn.outvars, results, strict=True))
         return [self.read(atom, environment) for atom in jaxpr.outvars]
 
@@ -212,8 +213,8 @@ class _GraphBuilder:
             self.places[id(eqn)] = _EquationPlace(eqn=eqn, stack=_jax.name_stack(eqn), line=self.lines[traceback])
         return self.places[id(eqn)]
 
-    def equation(self, eqn: Any, operands: list[int], at: _Location) -> list[int]:
-        """Append one equation, inlining calls, and return the value ids of its results."""
+    def equation(self, eqn: Any, operands: list[int], at: _Location, jaxpr: Any) -> list[int]:
+        """Append one equation of a jaxpr, inlining calls, and return the value ids of its results."""
         name = eqn.primitive.name
         if name in _CALLS or name.startswith(("remat", "checkpoint")):
             inner = next((eqn.params[key] for key in _CALLED_JAXPR if key in eqn.params), None)
@@ -244,7 +245,12 @@ class _GraphBuilder:
             return [self.empty(aval, at) for aval in avals]
         _refuse(eqn, at.source)
         made = Equation(primitive=eqn.primitive, params=eqn.params)
-        return self.append(made, operands, avals, at, effectful=bool(eqn.effects))
+        plain = None
+        if is_kernel(name):
+            plain = kernel_params(name, eqn.params, unread_results(eqn, jaxpr))
+            if plain is None:
+                return self.call(eqn.params["call"], operands, at)
+        return self.append(made, operands, avals, at, effectful=bool(eqn.effects), plain=plain)
 
     def empty(self, aval: Any, at: _Location) -> int:
         """Append an array without elements and return its value id."""
@@ -410,8 +416,12 @@ class _GraphBuilder:
         *,
         graphs: tuple[Graph, ...] = (),
         effectful: bool = False,
+        plain: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Append an op with its equation, and the graphs of its bodies, and return the value ids of its results."""
+        """Append an op with its equation, and the graphs of its bodies, and return the value ids of its results.
+
+        `plain` are the op's parameters, by default those of the equation that have a plain form.
+        """
         results = [self.new_value(aval) for aval in result_avals]
         self.ops.append(
             Op(
@@ -419,7 +429,7 @@ class _GraphBuilder:
                 primitive=equation.primitive.name,
                 operands=tuple(operands),
                 results=tuple(results),
-                params=self.plain.of(equation.params),
+                params=self.plain.of(equation.params) if plain is None else plain,
                 source=at.source,
                 name_stack=at.stack,
                 bodies=graphs,

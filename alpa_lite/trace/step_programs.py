@@ -38,6 +38,7 @@ from alpa_lite.program.memo import memoized
 from alpa_lite.program.phases import LeafPart, batch_dims, body_scopes, check_same_structure
 from alpa_lite.trace.alignment import align
 from alpa_lite.trace.from_jaxpr import from_jaxpr, loops_over_samples
+from alpa_lite.trace.kernels import is_kernel, kernel_params
 from alpa_lite.trace.passes.sink_constants import sink_free_values
 from alpa_lite.trace.passes.split_stacked import PartedProgram, part_stacks
 from alpa_lite.trace.trace import Traced
@@ -127,6 +128,8 @@ class _Line:
                     first,
                     **{f: self.anything([getattr(x, f) for x in seen], bodies_apart=bodies_apart) for f in fields},
                 )
+            if isinstance(first, jax.core.ShapedArray) and len({(str(x.dtype), x.ndim) for x in seen}) == 1:
+                return first.update(shape=tuple(self.number(dims) for dims in zip(*(x.shape for x in seen), strict=True)))
             if _is_program(first) and (bodies_apart or len({str(x) for x in seen}) == 1):
                 return first
         raise _Unlike(f"{_listed(seen)}, which is known at these sizes alone")
@@ -152,7 +155,7 @@ class _Line:
                 for name in seen[0].params
             }
             same = all(value is seen[0].params[name] for name, value in made.items())
-            self.memo[key] = (seen[0].params, op.params) if same else (made, plain_params(made))
+            self.memo[key] = (seen[0].params, op.params) if same else (made, _plain_form(op, made))
         return self.memo[key]
 
     def program(
@@ -204,6 +207,13 @@ class _Line:
             f"{what}. The program of a micro-batch of {_samples(self.at)} is not known then; use fewer micro-batches, "
             "so that each holds two samples or more."
         )
+
+
+def _plain_form(op: Op, params: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return parameters of an op's equation as plain data."""
+    if is_kernel(op.primitive):
+        return kernel_params(op.primitive, params, frozenset(op.params.get("unread", ()))) or {}
+    return plain_params(params)
 
 
 def _samples(number: int) -> str:

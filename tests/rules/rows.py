@@ -5,6 +5,7 @@ from tests.rules import (
     rows_convolution,
     rows_elementwise,
     rows_indexing,
+    rows_kernels,
     rows_layout,
     rows_random,
     rows_reduction,
@@ -17,6 +18,7 @@ FAMILIES = (
     rows_reduction,
     rows_layout,
     rows_indexing,
+    rows_kernels,
     rows_random,
 )
 ROWS = tuple(row for family in FAMILIES for row in family.ROWS)

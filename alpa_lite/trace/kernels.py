@@ -1,0 +1,105 @@
+"""Describe calls of hand-written kernels as plain data, from which their factor rules are made.
+
+    pallas_call           the grid axes that can be split (`pallas_grid`), the work, and a digest of the kernel
+    custom_partitioning   the factors of its sharding rule; a call without one is inlined
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from alpa_lite import _jax
+from alpa_lite.trace.pallas_grid import grid_axes, kernel_work
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+def is_kernel(primitive: str) -> bool:
+    """Return whether calls of a primitive are described by `kernel_params`."""
+    return primitive in _FORMS
+
+
+def kernel_params(primitive: str, params: Mapping[str, Any], unread: frozenset[int]) -> Mapping[str, Any] | None:
+    """Return the plain parameters of the call of a kernel, or None if the call must be inlined.
+
+    Args:
+        primitive: name of the primitive, for which `is_kernel` is true.
+        params: parameters of the equation.
+        unread: numbers of the results that nothing reads.
+    """
+    return _FORMS[primitive](params, unread)
+
+
+def unread_results(eqn: Any, jaxpr: Any) -> frozenset[int]:
+    """Return the numbers of the results of an equation that nothing in its jaxpr reads."""
+    read = {id(v) for e in jaxpr.eqns for v in e.invars} | {id(v) for v in jaxpr.outvars}
+    return frozenset(i for i, v in enumerate(eqn.outvars) if id(v) not in read)
+
+
+def _pallas_call(params: Mapping[str, Any], unread: frozenset[int]) -> Mapping[str, Any]:
+    """Return the description of a `pallas_call`.
+
+    `splits` are (operand dims, result dims, rolled operands) of the grid axes that can be split and `sizes` the numbers
+    of blocks along these: in a micro-batch, only `sizes` and `flops` differ.
+    """
+    axes = [axis for axis in grid_axes(params, unread) if axis.proven]
+    work, grid = kernel_work(params), params["grid_mapping"]
+    split = {axis.axis for axis in axes}
+    steps = [None if a in split else str(n) for a, n in enumerate(grid.grid)]
+    blocks = [(str(b.block_shape), str(b.index_map_jaxpr), str(b.transforms)) for b in grid.block_mappings]
+    text = repr((str(params["jaxpr"]), steps, blocks, str(params.get("compiler_params")), str(grid.scratch_avals)))
+    return {
+        "name": str(params.get("name") or ""),
+        "kernel": hashlib.sha256(_ADDRESS.sub("", text).encode()).hexdigest()[:16],
+        "splits": tuple(
+            (a.granule, a.operands, a.results, tuple((r.operand, r.dim, r.rows) for r in a.rolled)) for a in axes
+        ),
+        "unread": tuple(sorted(unread)),
+        "sizes": tuple(a.size for a in axes),
+        "flops": work.flops,
+        "has_products": work.has_products,
+    }
+
+
+def _custom_partitioning(params: Mapping[str, Any], unread: frozenset[int]) -> Mapping[str, Any] | None:
+    """Return the factors of a call's sharding rule: per array and dim their names, and the names that may be split."""
+    rule = _jax.sharding_rule(params)
+    if rule is None:
+        return None
+    call = params["call"]
+    split = {*_names(rule.operand_mappings), *_names(rule.result_mappings)}
+    split -= {*rule.reduction_factors, *rule.need_replication_factors, *rule.permutation_factors}
+    text = repr((str(call), str(rule)))
+    return {
+        "kernel": hashlib.sha256(_ADDRESS.sub("", text).encode()).hexdigest()[:16],
+        "operands": _factors(rule.operand_mappings, call.in_avals),
+        "results": _factors(rule.result_mappings, call.out_avals),
+        "given": tuple(sorted(rule.factor_sizes.items())),
+        "split": tuple(sorted(split)),
+    }
+
+
+def _names(mappings: Sequence[Any]) -> list[str]:
+    return [name for mapping in mappings for dim in mapping for name in ((dim,) if isinstance(dim, str) else dim)]
+
+
+def _factors(mappings: Sequence[Any], avals: Sequence[Any]) -> tuple[tuple[tuple[str, ...], ...], ...]:
+    """Return the factor names of each dim of each array; `...` in front stands for as many dims as are left."""
+    found: list[tuple[tuple[str, ...], ...]] = []
+    for mapping, aval in zip(mappings, avals, strict=True):
+        dims = [(dim,) if isinstance(dim, str) else tuple(dim) for dim in mapping]
+        if dims and dims[0][0].startswith("…"):
+            group = dims[0][0][1:] or "0"
+            leading = len(aval.shape) - len(dims) + 1
+            dims[:1] = [(f"…{group}.{i}",) for i in range(leading)]
+        found.append(tuple(dims))
+    return tuple(found)
+
+
+_FORMS: Mapping[str, Callable[[Mapping[str, Any], frozenset[int]], Mapping[str, Any] | None]] = {
+    "pallas_call": _pallas_call,
+    "custom_partitioning": _custom_partitioning,
+}
