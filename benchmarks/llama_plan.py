@@ -130,7 +130,7 @@ def measure(model: Llama, options: argparse.Namespace) -> None:
                     1,
                     solution.peak_bytes,
                 )
-            seconds = priced.forward_seconds + priced.backward_seconds + priced.update_seconds
+            seconds = priced.cost.step_seconds(1)
         total = sum(s for name, s in clock.seconds.items() if name != "simplify")
         name = "no limit" if limit is None else f"{limit / 1e9:.0f} GB"
         print(f"  {name:>8}: {clock}  total {total:6.2f} s\n            {size_of(problem)}", flush=True)

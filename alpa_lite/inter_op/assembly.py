@@ -158,15 +158,7 @@ def _stage_plan(request: PlanRequest, step: StepGraph, layers: Layers, stage: Pl
         inputs=choice.inputs,
         ops=choice.ops,
         accumulators=choice.accumulators,
-        forward_seconds=solution.forward_seconds,
-        backward_seconds=solution.backward_seconds,
-        weight_seconds=solution.weight_seconds,
-        update_seconds=solution.update_seconds,
-        state_bytes=solution.state_bytes,
-        accumulator_bytes=solution.accumulator_bytes,
-        activation_bytes=solution.activation_bytes,
-        temporary_bytes=solution.temporary_bytes,
-        handed_bytes=solution.handed_bytes,
+        cost=solution.cost,
     )
 
 
@@ -181,6 +173,7 @@ def _predicted(request: PlanRequest, staged: StagedStep) -> Prediction:
     model, m, count = request.cost_model, step.num_microbatches, len(stages)
     launch = dispatch_seconds(model.cluster)
     solutions = [stage.solution for stage in stages]
+    costs = [solution.cost for solution in solutions]
     transfers = inflows_between(request, step, layers, stages)
     together = sharing([stage.submesh for stage in stages])
     # One stage with one micro-batch is compiled as one program; else each task is dispatched.
@@ -189,17 +182,17 @@ def _predicted(request: PlanRequest, staged: StagedStep) -> Prediction:
     overhead = launch if not whole else launch / len(tasks[0])  # the whole step is one program
     timeline = simulate(
         tasks,
-        [s.forward_seconds for s in solutions],
-        [s.backward_seconds for s in solutions],
-        weight_seconds=[s.weight_seconds for s in solutions],
+        [cost.forward_seconds for cost in costs],
+        [cost.backward_seconds for cost in costs],
+        weight_seconds=[cost.weight_seconds for cost in costs],
         transfer_seconds=transfers,
         dispatch_seconds=overhead,
         serialized=request.cluster.shared_processor,
     )
-    updates = [s.update_seconds + (0.0 if whole else launch) for s in solutions]
+    updates = [cost.update_seconds + (0.0 if whole else launch) for cost in costs]
     # Stages on the same devices hold their memory together, at the time when it is most.
     peaks = {
-        stages[numbers[0]].submesh: device_peak({i: solutions[i] for i in numbers}, tasks[numbers[0] % len(tasks)])
+        stages[numbers[0]].submesh: device_peak({i: costs[i] for i in numbers}, tasks[numbers[0] % len(tasks)])
         for numbers in together
     }
     # Stages on the same devices update in turn, those on other devices at the same time; virtual devices never overlap.

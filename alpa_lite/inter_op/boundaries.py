@@ -204,7 +204,7 @@ class _Rows:
 def stacks_at_rest(cost_model: CostModel, step: StepGraph, layers: Layers, stages: Sequence[PlacedStage]) -> AtRest:
     """Return the time and memory that the stacked arguments of a step take between steps, given its stages."""
     submeshes = list(dict.fromkeys(stage.submesh for stage in stages))
-    state = {submesh: sum(s.solution.state_bytes for s in stages if s.submesh == submesh) for submesh in submeshes}
+    state = {submesh: sum(s.solution.cost.state_bytes for s in stages if s.submesh == submesh) for submesh in submeshes}
     landing, leaving = dict.fromkeys(submeshes, 0.0), dict.fromkeys(submeshes, 0.0)
     away, moved = 0.0, 0
     for rows in _stacked(step, layers, stages, submeshes):

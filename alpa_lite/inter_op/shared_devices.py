@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from alpa_lite.intra_op.solve import StageSolution
+from alpa_lite.plan.parts import StageCost
 from alpa_lite.schedule import Task, TaskKind, peak_held
 
 #: How often the memory is divided anew while the stages of a device do not fit together.
@@ -34,13 +35,13 @@ class Together:
     fits: bool
 
 
-def device_peak(solutions: Mapping[int, StageSolution], tasks: Sequence[Task]) -> float:
-    """Return the peak bytes per device of the stages whose tasks are listed. Solutions must have a choice."""
-    sizes, handed = ([0.0] * (1 + max(solutions)) for _ in range(2))
-    for stage, solution in solutions.items():
-        sizes[stage], handed[stage] = solution.activation_bytes, solution.handed_bytes
-    kept = sum(s.state_bytes + s.accumulator_bytes for s in solutions.values())
-    return kept + peak_held(tasks, sizes, handed) + max(s.temporary_bytes for s in solutions.values())
+def device_peak(costs: Mapping[int, StageCost], tasks: Sequence[Task]) -> float:
+    """Return the peak bytes per device of stages, given the cost of each by number and the tasks of all of them."""
+    sizes, handed = ([0.0] * (1 + max(costs)) for _ in range(2))
+    for stage, cost in costs.items():
+        sizes[stage], handed[stage] = cost.activation_bytes, cost.handed_bytes
+    resident = sum(cost.resident_bytes for cost in costs.values())
+    return resident + peak_held(tasks, sizes, handed) + max(cost.temporary_bytes for cost in costs.values())
 
 
 def held_at_peak(tasks: Sequence[Task]) -> dict[int, int]:
@@ -66,11 +67,11 @@ def solve_together(solve: Solve, tasks: Sequence[Task], memory_bytes: float) -> 
         lacking = {s for s, solution in solutions.items() if solution.choice is None}
         least.update({s: solutions[s].peak_bytes for s in lacking})
         reserved = sum(solution.peak_bytes for solution in solutions.values())
-        peak = reserved if lacking else device_peak(solutions, tasks)
+        peak = reserved if lacking else device_peak({s: each.cost for s, each in solutions.items()}, tasks)
         if peak < found.peak_bytes or not found.solutions:
             # A stage that is alone was solved within this memory; only what it hands from the first part of a backward
             # pass to the second was not counted then. (Recomputed sums of bytes may differ by rounding.)
-            alone = len(limits) == 1 and not any(s.handed_bytes for s in solutions.values())
+            alone = len(limits) == 1 and not any(each.cost.handed_bytes for each in solutions.values())
             fits = not lacking and (peak <= memory_bytes or alone)
             found = Together(solutions=solutions, peak_bytes=peak, fits=fits)
         if found.fits or any(limits[s] >= memory_bytes for s in lacking):

@@ -133,7 +133,7 @@ def _is_roomier(solved: SolvedStage, asked: Question) -> bool:
 def _has_room(solved: SolvedStage, asked: Question) -> bool:
     """Return True if there is a solution and it keeps to the asked limits."""
     solution = solved.solution
-    return solution.choice is not None and solution.bytes_in_flight(asked.in_flight) <= asked.limit_bytes
+    return solution.choice is not None and solution.cost.bytes_in_flight(asked.in_flight) <= asked.limit_bytes
 
 
 QUICK_GAP = 0.3
@@ -237,7 +237,7 @@ class StageCosts:
         # Equal stages have the same structure but other ids of ops and values, and the peak depends on how many
         # micro-batches are in flight here.
         same = found.in_flight == asked.in_flight
-        peak = solved.peak_bytes if same else solved.bytes_in_flight(asked.in_flight)
+        peak = solved.peak_bytes if same else solved.cost.bytes_in_flight(asked.in_flight)
         return replace(solved, choice=remap(solved.choice, found.view, view), peak_bytes=peak)
 
     def solve(self, asked: Question) -> StageSolution:

@@ -386,15 +386,14 @@ class StageSearch:
             around = np.s_[: first + 1, last:, kind, configuration :: self.width]
             self.seconds[around], self.following[around], self.solved[around] = np.inf, -1, True
         for_rows = self._for_rows(*entry, solution)
-        self.update_seconds[entry] = solution.update_seconds + for_rows
+        self.update_seconds[entry] = solution.cost.update_seconds + for_rows
         if solution.choice is not None and self.update_seconds[entry] < self._shortest_refused:
             self.seconds[entry] = self._taking(self._work(solution, for_rows), self.inflow_seconds[first, last, kind])
             self.following[entry] = self._stages_that_may_follow(solution, self.space.room_bytes[kind])
 
     def _work(self, solution: StageSolution, for_rows: float) -> float:
         """Return the seconds per micro-batch of both passes, and its part of the update and of moving rows."""
-        update = (solution.update_seconds + for_rows) / self.num_microbatches
-        return solution.forward_seconds + solution.backward_seconds + update
+        return solution.cost.loop_seconds + (solution.cost.update_seconds + for_rows) / self.num_microbatches
 
     def _for_rows(self, first: int, last: int, kind: int, configuration: int, solution: StageSolution) -> float:
         """Return the seconds per step to move rows of stacked arguments, if any move; see `boundaries`."""
@@ -407,7 +406,7 @@ class StageSearch:
     def _stages_that_may_follow(self, solution: StageSolution, room_bytes: float) -> int:
         """Return the most stages that may follow, so that the micro-batches in flight fit here; -1 if none fit."""
         counts = reversed(range(self.num_layers))
-        return next((n for n in counts if solution.bytes_in_flight(self._in_flight(n)) <= room_bytes), -1)
+        return next((n for n in counts if solution.cost.bytes_in_flight(self._in_flight(n)) <= room_bytes), -1)
 
 
 def _entries(found: StageChoice) -> list[tuple[int, int, int, int]]:

@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 
 from alpa_lite.inter_op.space import Space
 from alpa_lite.inter_op.stage_costs import StageCosts, StagePlace, expect
-from alpa_lite.intra_op.solve import StageSolution
+from alpa_lite.plan.parts import StageCost
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh
 
 FloatArray = NDArray[np.float64]
@@ -75,12 +75,12 @@ class Profile:
         free = costs.with_pins({})
         layers = [alone_on_a_device(free, layer) for layer in range(costs.layers.num_layers)]
         return Profile(
-            loop_seconds=np.array([found.forward_seconds + found.backward_seconds for found in layers]),
-            update_seconds=np.array([found.update_seconds for found in layers]),
-            state_bytes=np.array([found.state_bytes for found in layers]),
-            sums_bytes=np.array([found.accumulator_bytes for found in layers]),
-            saved_bytes=np.array([found.activation_bytes for found in layers]) / size,
-            working_bytes=np.array([found.temporary_bytes for found in layers]),
+            loop_seconds=np.array([cost.loop_seconds for cost in layers]),
+            update_seconds=np.array([cost.update_seconds for cost in layers]),
+            state_bytes=np.array([cost.state_bytes for cost in layers]),
+            sums_bytes=np.array([cost.accumulator_bytes for cost in layers]),
+            saved_bytes=np.array([cost.activation_bytes for cost in layers]) / size,
+            working_bytes=np.array([cost.temporary_bytes for cost in layers]),
             samples=size,
         )
 
@@ -116,12 +116,12 @@ class Profile:
         return in_flight_within(room, fixed[:, None], saved[:, None], working[:, None], in_flight)
 
 
-def alone_on_a_device(costs: StageCosts, layer: int) -> StageSolution:
-    """Return a layer solved on one device, without a limit of memory."""
+def alone_on_a_device(costs: StageCosts, layer: int) -> StageCost:
+    """Return the cost of a layer on one device, without a limit of memory."""
     # Pins name the axes of other logical meshes.
     device = Submesh(first_device=0, num_hosts=1, devices_per_host=1)
     mesh = LogicalMesh(axis_names=("x",), shape=(1,))
-    return costs.with_pins({}).solution(StagePlace(layer, layer, device, mesh), limit_bytes=math.inf)
+    return costs.with_pins({}).solution(StagePlace(layer, layer, device, mesh), limit_bytes=math.inf).cost
 
 
 def in_flight_within(
@@ -272,19 +272,20 @@ class Survey:
         """Solve a layer on logical meshes [kinds, shapes], and leave submeshes that turn out to be expensive."""
         alone = alone_on_a_device(costs, layer)
         figures = np.full((6, *where.shape), np.inf)
-        taken = _Taken(np.full((1, 1), alone.forward_seconds + alone.backward_seconds), *figures)
+        taken = _Taken(np.full((1, 1), alone.loop_seconds), *figures)
         for k, c in np.argwhere(where).tolist():
             if c >= FIRST_SHAPES and not self._cheap(taken, size)[k]:
                 continue
             found = costs.solution(self._place(layer, k, c), limit_bytes=math.inf)
             if found.choice is not None:
+                cost = found.cost
                 figures[:, k, c] = (
-                    found.forward_seconds + found.backward_seconds,
-                    found.update_seconds,
-                    found.state_bytes,
-                    found.accumulator_bytes,
-                    found.activation_bytes / size,
-                    found.temporary_bytes,
+                    cost.loop_seconds,
+                    cost.update_seconds,
+                    cost.state_bytes,
+                    cost.accumulator_bytes,
+                    cost.activation_bytes / size,
+                    cost.temporary_bytes,
                 )
         # `taken` holds views of `figures`, which are filled in from the stand-ins here.
         figures[:] = np.take_along_axis(figures, self.space.stand_ins[None], axis=2)

@@ -13,7 +13,7 @@ from alpa_lite.intra_op.problem import Status
 from alpa_lite.intra_op.solvers.portfolio import Portfolio
 from alpa_lite.intra_op.solvers.solver import Solver
 from alpa_lite.intra_op.stage import Choice, StageView
-from alpa_lite.plan.plan import CollectiveUse
+from alpa_lite.plan.parts import NO_COST, CollectiveUse, StageCost
 from alpa_lite.plan.pricing import Estimator, Pricer, local_bytes
 from alpa_lite.plan.walk import Machine, Walk
 from alpa_lite.program.phases import Phase, parameters, weight_gradient_ops
@@ -28,11 +28,8 @@ RELATIVE_GAP = 5e-3
 class StageSolution:
     """The decisions for one stage and their cost.
 
-    Times are in seconds per micro-batch (forward, backward) and per step (update); bytes are per device. `choice` is
-    None when nothing fits; `peak_bytes` then is the least peak that the solver reached.
-
-    `weight_seconds` and `handed_bytes` describe a backward pass in two parts (`in_two_parts`): the seconds of its
-    second part, and the bytes that are held for it per micro-batch.
+    `choice` is None when nothing fits; `peak_bytes` then is the least peak that the solver reached. `compute_seconds`
+    and `flops` are those of a whole step on one device; `collectives` are all of a step.
     """
 
     choice: Choice | None
@@ -40,18 +37,10 @@ class StageSolution:
     objective: float
     bound: float
     peak_bytes: float
-    forward_seconds: float = 0.0
-    backward_seconds: float = 0.0
-    update_seconds: float = 0.0
+    cost: StageCost = NO_COST
     compute_seconds: float = 0.0
     flops: float = 0.0
-    state_bytes: float = 0.0
-    accumulator_bytes: float = 0.0
-    activation_bytes: float = 0.0
-    temporary_bytes: float = 0.0
     collectives: tuple[CollectiveUse, ...] = ()
-    weight_seconds: float = 0.0
-    handed_bytes: float = 0.0
 
     @property
     def gap(self) -> float:
@@ -59,11 +48,6 @@ class StageSolution:
         if self.choice is None or self.objective <= 0.0:
             return 0.0
         return min(1.0, max(0.0, (self.objective - self.bound) / self.objective))
-
-    def bytes_in_flight(self, num_microbatches: int) -> float:
-        """Return the peak bytes per device while `num_microbatches` micro-batches are held."""
-        activations = num_microbatches * self.activation_bytes
-        return self.state_bytes + self.accumulator_bytes + self.temporary_bytes + activations
 
 
 def solve_stage(
@@ -122,15 +106,17 @@ def price_choice(
         objective=objective,
         bound=bound,
         peak_bytes=peak_bytes,
-        forward_seconds=seconds[Phase.FORWARD],
-        backward_seconds=seconds[Phase.BACKWARD],
-        update_seconds=seconds[Phase.UPDATE],
+        cost=StageCost(
+            forward_seconds=seconds[Phase.FORWARD],
+            backward_seconds=seconds[Phase.BACKWARD],
+            update_seconds=seconds[Phase.UPDATE],
+            state_bytes=state,
+            accumulator_bytes=sums,
+            activation_bytes=activations,
+            temporary_bytes=temporary,
+        ),
         compute_seconds=sum(p.compute_seconds * (1 if ph is Phase.UPDATE else runs) for ph, p in parts.items()),
         flops=sum(p.flops * (1 if ph is Phase.UPDATE else runs) for ph, p in parts.items()),
-        state_bytes=state,
-        accumulator_bytes=sums,
-        activation_bytes=activations,
-        temporary_bytes=temporary,
         collectives=tuple(use for p in parts.values() for use in p.collectives),
     )
 
@@ -175,12 +161,13 @@ def in_two_parts(view: StageView, pricer: Pricer, solution: StageSolution) -> St
     lives = lives_of(view, fusion=backend.fusion, fused_attention=backend.fused_attention)
     handed = _read_by(view, second, frozenset(life.value for life in lives.lives if not life.path))
     graph = view.graph
-    return replace(
-        solution,
+    cost = replace(
+        solution.cost,
         # Priced alone, the second part fetches its operands anew, and could exceed the whole pass.
-        weight_seconds=min(solution.backward_seconds, _walk(view, pricer, choice, Phase.BACKWARD, second).seconds),
+        weight_seconds=min(solution.cost.backward_seconds, _walk(view, pricer, choice, Phase.BACKWARD, second).seconds),
         handed_bytes=sum(local_bytes(graph.values[v], _spec_of(view, choice, v), pricer.sizes) for v in handed),
     )
+    return replace(solution, cost=cost)
 
 
 def _read_by(view: StageView, second: frozenset[int], in_memory: frozenset[int]) -> frozenset[int]:

@@ -1,7 +1,9 @@
 """Convert frozen dataclasses to plain JSON data and back, driven by their type annotations.
 
 Fields that equal their default are omitted, so that files stay small and old files stay readable. Mappings with integer
-keys are written with string keys, as JSON requires. Classes with their own `to_json` and `from_json` use those.
+keys are written with string keys, as JSON requires. Classes with their own `to_json` and `from_json` use those. The
+fields of a dataclass in a field marked `INLINE` stand among those of the object that contains it: such groups have
+been introduced without a change of the format.
 
 Files may be damaged or hostile: reading constructs only the annotated classes, never converts a value to another type,
 and raises only `PlanError`.
@@ -29,6 +31,9 @@ CHECKSUM = "checksum"
 
 MAX_BYTES, MAX_VALUES = 16 * 2**20, 1_500_000
 """Limits of a file that is read, in bytes and JSON values; a plan has about 100 bytes and 7 values per op."""
+
+INLINE: Mapping[str, bool] = types.MappingProxyType({"inline": True})
+"""Metadata of a field without a default that holds a dataclass: its fields are written without a level of their own."""
 
 _MAX_WHOLE = 2**63
 _NOT_FINITE = ("inf", "-inf", "nan")
@@ -92,8 +97,7 @@ def _digest(data: Mapping[str, Any]) -> str:
 def encode(value: Any) -> Any:
     """Return plain data for a dataclass, a container of dataclasses, or a plain value."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type) and not hasattr(value, "to_json"):
-        # Not `dataclasses.asdict`: it copies deeply, and does not know `to_json`.
-        return {f.name: encode(getattr(value, f.name)) for f in dataclasses.fields(value) if not _is_default(value, f)}
+        return _encode_dataclass(value)
     to_json = getattr(value, "to_json", None)
     if to_json is not None:
         return to_json()
@@ -102,6 +106,18 @@ def encode(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return [encode(item) for item in value]
     return _number(value) if isinstance(value, float) else value
+
+
+def _encode_dataclass(value: Any) -> dict[str, Any]:
+    # Not `dataclasses.asdict`: it copies deeply, and does not know `to_json`.
+    data: dict[str, Any] = {}
+    for field in dataclasses.fields(value):
+        item = getattr(value, field.name)
+        if field.metadata == INLINE:
+            data |= _encode_dataclass(item)
+        elif not _is_default(value, field):
+            data[field.name] = encode(item)
+    return data
 
 
 def _number(value: float) -> int | float | str:
@@ -197,14 +213,24 @@ def hints_of(cls: Any) -> dict[str, Any]:
 
 def _decode_dataclass(cls: Any, data: Mapping[str, Any]) -> Any:
     """Return a dataclass from the fields in the file; unknown fields are refused, absent ones have their default."""
-    hints = hints_of(cls)
+    hints, values = dict(hints_of(cls)), dict[str, Any]()
+    for name in _inline_fields(cls):
+        inner = hints.pop(name)
+        own = hints_of(inner).keys() & data.keys()
+        values[name] = _decode_dataclass(inner, {key: data[key] for key in own})
+        data = {key: item for key, item in data.items() if key not in own}
     unknown = set(data) - set(hints)
     if unknown:
         raise PlanError(
             f"The file names {sorted(unknown)}, which a {cls.__name__} of this version does not know. It was written "
             "by another version of alpa_lite, or it is no plan."
         )
-    return cls(**{name: decode(hints[name], item) for name, item in data.items()})
+    return cls(**values, **{name: decode(hints[name], item) for name, item in data.items()})
+
+
+@cache
+def _inline_fields(cls: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(cls) if field.metadata == INLINE)
 
 
 def _object(data: Any) -> Mapping[str, Any]:

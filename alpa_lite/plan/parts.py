@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
+from alpa_lite.plan.codec import INLINE
 from alpa_lite.program.ir import item_bytes
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh
 from alpa_lite.sharding.specs import Spec
@@ -169,8 +170,68 @@ def _first_of(names: Sequence[str]) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StageCost:
+    """The predicted time of one stage and the memory of one of its devices.
+
+    The stage solver computes it, searches compare it, and a plan contains it unchanged.
+
+    Attributes:
+        forward_seconds: time of the forward pass per micro-batch.
+        backward_seconds: time of the backward pass per micro-batch.
+        update_seconds: time of the ops that run once per step.
+        state_bytes: arguments that live here.
+        accumulator_bytes: sums over micro-batches.
+        activation_bytes: values that one micro-batch in flight stores for its backward pass.
+        temporary_bytes: maximum memory of a task in addition to the above.
+        weight_seconds: part of the backward time for gradients of weights, where these are a task of their own.
+        handed_bytes: values that one micro-batch stores for the second part of a backward pass in two parts.
+    """
+
+    forward_seconds: float
+    backward_seconds: float
+    update_seconds: float
+    state_bytes: float
+    accumulator_bytes: float
+    activation_bytes: float
+    temporary_bytes: float
+    # Files omit these two where a backward pass is one task; their place after the others is that of the file format.
+    weight_seconds: float = 0.0
+    handed_bytes: float = 0.0
+
+    @property
+    def loop_seconds(self) -> float:
+        """The time of both passes of one micro-batch."""
+        return self.forward_seconds + self.backward_seconds
+
+    @property
+    def resident_bytes(self) -> float:
+        """The memory that is in use throughout the step: state and sums over micro-batches."""
+        return self.state_bytes + self.accumulator_bytes
+
+    def step_seconds(self, num_microbatches: int) -> float:
+        """Return the time that a step of `num_microbatches` micro-batches keeps the stage busy."""
+        return num_microbatches * self.loop_seconds + self.update_seconds
+
+    def bytes_in_flight(self, num_microbatches: int) -> float:
+        """Return the peak memory while `num_microbatches` micro-batches are in flight."""
+        return self.resident_bytes + self.temporary_bytes + num_microbatches * self.activation_bytes
+
+
+NO_COST = StageCost(
+    forward_seconds=0.0,
+    backward_seconds=0.0,
+    update_seconds=0.0,
+    state_bytes=0.0,
+    accumulator_bytes=0.0,
+    activation_bytes=0.0,
+    temporary_bytes=0.0,
+)
+"""The cost of a stage without ops, and of one without a solution."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlan:
-    """One pipeline stage. Op and value ids refer to the traced graph; bytes are those of one device.
+    """One pipeline stage. Op and value ids refer to the traced graph.
 
     Attributes:
         layers: first and last layer, inclusive.
@@ -180,18 +241,10 @@ class StagePlan:
         inputs: id of a graph input, or of a value of another stage, that is read here → its spec.
         ops: op id → placement.
         accumulators: id of a value summed over micro-batches → its specs.
+        cost: predicted time and memory; files hold its fields among those of the stage.
         keeps_gathered: whether parameters gathered for the forward pass stay gathered until the backward pass.
         outputs: id of a step result → the spec in which the user requested it. State is returned in its input spec, and
             other results in the spec in which they are computed.
-        forward_seconds: predicted time of the forward pass per micro-batch.
-        backward_seconds: predicted time of the backward pass per micro-batch.
-        update_seconds: predicted time of the ops that run once per step.
-        state_bytes: arguments that live here.
-        accumulator_bytes: sums over micro-batches.
-        activation_bytes: values that one micro-batch in flight stores for its backward pass.
-        temporary_bytes: maximum memory of a task in addition to the above.
-        weight_seconds: part of the backward time for gradients of weights, where these are a task of their own.
-        handed_bytes: values that one micro-batch stores for the second part of a backward pass in two parts.
         shapes: path → unsharded shape of the arguments in `specs`; for stacked arrays, of the rows that live here.
             Empty in files of earlier versions.
     """
@@ -203,15 +256,7 @@ class StagePlan:
     inputs: Mapping[int, Spec]
     ops: Mapping[int, OpPlacement]
     accumulators: Mapping[int, Accumulator]
-    forward_seconds: float
-    backward_seconds: float
-    update_seconds: float
-    state_bytes: float
-    accumulator_bytes: float
-    activation_bytes: float
-    temporary_bytes: float
-    weight_seconds: float = 0.0
-    handed_bytes: float = 0.0
+    cost: StageCost = field(metadata=INLINE)
     keeps_gathered: bool = False
     outputs: Mapping[int, Spec] = field(default_factory=dict[int, Spec])
     shapes: Mapping[str, ArrayShape] = field(default_factory=dict[str, ArrayShape])

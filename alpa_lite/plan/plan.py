@@ -34,6 +34,7 @@ from alpa_lite.plan.parts import OpaqueUse as OpaqueUse
 from alpa_lite.plan.parts import OpPlacement as OpPlacement
 from alpa_lite.plan.parts import Prediction as Prediction
 from alpa_lite.plan.parts import SolverReport as SolverReport
+from alpa_lite.plan.parts import StageCost as StageCost
 from alpa_lite.plan.parts import StagePlan as StagePlan
 from alpa_lite.plan.parts import UndividedDim as UndividedDim
 from alpa_lite.program.ir import Graph
@@ -404,7 +405,8 @@ def _prediction(plan: Plan) -> Iterator[str]:
     for use in (*prediction.collectives, *plan.undivided):
         if not 0 <= use.stage < count:
             yield f"it predicts something of stage {use.stage}, of {count}"
-    for part in (*plan.stages, prediction, *prediction.collectives, *plan.opaque, *plan.undivided):
+    costs = (stage.cost for stage in plan.stages)
+    for part in (*costs, prediction, *prediction.collectives, *plan.opaque, *plan.undivided):
         for each in fields(part):
             value = getattr(part, each.name)
             numbers = value if each.name == "peak_bytes" else (value,) if isinstance(value, float) else ()

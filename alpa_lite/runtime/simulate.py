@@ -306,8 +306,8 @@ def _work(plan: Plan, instruction: Instruction, task: TaskSpec, sizes: Mapping[B
     stage, saved = plan.stages[task.stage], 0.0
     if task.kind in ("forward+backward", "step"):
         handed_on = sum(sizes.get(buffer, 0.0) for buffer in instruction.writes[: len(task.outputs)])
-        saved = max(0.0, stage.activation_bytes - handed_on)
-    return stage.temporary_bytes + saved
+        saved = max(0.0, stage.cost.activation_bytes - handed_on)
+    return stage.cost.temporary_bytes + saved
 
 
 def _resident(program: Program, plan: Plan, step: StepGraph) -> dict[Buffer, float]:

@@ -143,8 +143,8 @@ class GivenStages(Planner):
         """Return the additional seconds of a step in which both ends of a message wait for it."""
         messages = inflows_between(request, step, layers, placed)
         tasks = self.schedule.tasks(len(placed), step.num_microbatches)
-        forward = [stage.solution.forward_seconds for stage in placed]
-        backward = [stage.solution.backward_seconds for stage in placed]
+        forward = [stage.solution.cost.forward_seconds for stage in placed]
+        backward = [stage.solution.cost.backward_seconds for stage in placed]
         beside = simulate(tasks, forward, backward, transfer_seconds=messages)
         # A stage receives from one side and sends to the other, forwards and backwards.
         waits = [before + after for before, after in zip([0.0, *messages], [*messages, 0.0], strict=True)]

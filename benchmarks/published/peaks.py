@@ -145,9 +145,9 @@ def predicted(run: Run) -> PeakRow:
         family=run.family,
         sharding=run.sharding,
         mesh=f"{run.data} × {run.model}",
-        state_gib=stage.state_bytes / _GIB,
-        saved_gib=stage.activation_bytes / _GIB,
-        temporary_gib=stage.temporary_bytes / _GIB,
+        state_gib=stage.cost.state_bytes / _GIB,
+        saved_gib=stage.cost.activation_bytes / _GIB,
+        temporary_gib=stage.cost.temporary_bytes / _GIB,
         predicted_gib=peak / _GIB,
         measured_gib=run.measured_gib,
     )

@@ -43,9 +43,9 @@ class PredictedRun:
         return {
             "plan": self.plan.name,
             "num_microbatches": count,
-            "forward_seconds": count * max(stage.forward_seconds for stage in stages),
-            "backward_seconds": count * max(stage.backward_seconds for stage in stages),
-            "update_seconds": max(stage.update_seconds for stage in stages),
+            "forward_seconds": count * max(stage.cost.forward_seconds for stage in stages),
+            "backward_seconds": count * max(stage.cost.backward_seconds for stage in stages),
+            "update_seconds": max(stage.cost.update_seconds for stage in stages),
             "compute_seconds": prediction.compute_seconds / len(stages),
             "collective_seconds": prediction.collective_seconds / len(stages),
             "transfer_seconds": prediction.transfer_seconds,

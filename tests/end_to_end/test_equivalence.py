@@ -116,7 +116,7 @@ def test_a_program_without_name_stacks(planner: str, devices: Any, monkeypatch: 
     monkeypatch.setattr(_jax, "name_stack", lambda eqn: "")
     plan, result = _run(("mlp", planner, 4, "mean", "momentum"))
     assert_same(result, reference(Training(model="mlp")))
-    assert all(stage.backward_seconds > 0 for stage in plan.stages)
+    assert all(stage.cost.backward_seconds > 0 for stage in plan.stages)
 
 
 # --- Adam -------------------------------------------------------------------------------------------------------------

@@ -80,7 +80,7 @@ def test_every_task_is_a_forward_and_nothing_is_kept_for_later(devices: Any) -> 
     )
     program = planned.lower().program
     assert {task.kind for task in program.tasks} == {"forward"}
-    assert all(stage.activation_bytes == stage.backward_seconds == 0 for stage in planned.last_plan.stages)
+    assert all(stage.cost.activation_bytes == stage.cost.backward_seconds == 0 for stage in planned.last_plan.stages)
 
 
 def test_a_schedule_of_forward_passes_alone_is_refused_for_a_train_step(devices: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -12,6 +13,7 @@ from alpa_lite.inter_op.shared_devices import device_peak, held_at_peak, solve_t
 from alpa_lite.intra_op.problem import Status
 from alpa_lite.intra_op.solve import StageSolution
 from alpa_lite.intra_op.stage import Choice
+from alpa_lite.plan.parts import NO_COST
 from alpa_lite.schedule import Interleaved1F1B, Task, TaskKind
 
 CHOICE = Choice(inputs={}, ops={}, accumulators={})
@@ -24,9 +26,7 @@ def _solution(*, state: float, activations: float, temporaries: float = 0.0, in_
         objective=1.0,
         bound=1.0,
         peak_bytes=state + in_flight * activations + temporaries,
-        state_bytes=state,
-        activation_bytes=activations,
-        temporary_bytes=temporaries,
+        cost=replace(NO_COST, state_bytes=state, activation_bytes=activations, temporary_bytes=temporaries),
     )
 
 
@@ -44,7 +44,7 @@ def test_the_peak_is_that_of_looking_after_every_task(p: int, v: int, n: int, da
             most = max(most, sum(held[i] * sizes[i][1] for i in mine))
             counts.append(sum(held.values()))
         wanted = sum(sizes[i][0] for i in mine) + most + max(sizes[i][2] for i in mine)
-        assert device_peak(solutions, tasks) == wanted
+        assert device_peak({i: each.cost for i, each in solutions.items()}, tasks) == wanted
         assert sum(held_at_peak(tasks).values()) >= max(counts)
         assert all(1 <= count <= n * p for count in held_at_peak(tasks).values())
 

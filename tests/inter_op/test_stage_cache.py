@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -12,6 +13,7 @@ from alpa_lite.inter_op.stage_costs import Question, SolvedStage, answer_among
 from alpa_lite.intra_op.problem import Status
 from alpa_lite.intra_op.solve import StageSolution
 from alpa_lite.intra_op.stage import Choice
+from alpa_lite.plan.parts import NO_COST
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh
 
 SUBMESH = Submesh(first_device=0, num_hosts=1, devices_per_host=4)
@@ -40,8 +42,7 @@ def _solved(option: Option | None, bound: float, in_flight: int, limit: float) -
         objective=float(cost),
         bound=bound,
         peak_bytes=float(state + in_flight * saved),
-        state_bytes=float(state),
-        activation_bytes=float(saved),
+        cost=replace(NO_COST, state_bytes=float(state), activation_bytes=float(saved)),
     )
     nothing = cast(Any, None)
     return SolvedStage(
@@ -76,7 +77,7 @@ def test_an_answer_is_as_close_to_the_best_as_was_asked_for(
     assert (found.solution.choice is None) == (not fitting)
     if fitting:
         best = min(cost for cost, _, _ in fitting)
-        assert found.solution.bytes_in_flight(asked[0]) <= asked[1]
+        assert found.solution.cost.bytes_in_flight(asked[0]) <= asked[1]
         assert found.solution.objective * (1 - gap) <= best * (1 + 1e-12)
         assert found.solution.bound <= best
 

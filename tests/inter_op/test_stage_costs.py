@@ -63,7 +63,7 @@ def test_a_solution_taken_again_is_as_good_as_a_fresh_one(memory_bytes: float) -
         assert (found.choice is None) == (fresh.choice is None)
         if found.choice is not None:
             assert found.objective == pytest.approx(fresh.objective)
-            assert found.bytes_in_flight(in_flight) <= memory_bytes
+            assert found.cost.bytes_in_flight(in_flight) <= memory_bytes
     assert len(solved) == 1 or memory_bytes < 1e9
 
 

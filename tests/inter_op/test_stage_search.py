@@ -75,10 +75,10 @@ def _best_of_all(
             if configuration % shapes >= len(search.space.meshes[kind]):
                 continue
             solution = search.solution(first, last, kind, configuration)
-            if solution.choice is not None and solution.update_seconds < updates_below:
-                loop = solution.forward_seconds + solution.backward_seconds + 2 * 1e-5
-                seconds[first, last, kind, configuration] = loop + solution.update_seconds / NUMBER
-                fits = [n for n in range(LAYERS) if solution.bytes_in_flight(n + 1) <= memory_bytes]
+            if solution.choice is not None and solution.cost.update_seconds < updates_below:
+                loop = solution.cost.forward_seconds + solution.cost.backward_seconds + 2 * 1e-5
+                seconds[first, last, kind, configuration] = loop + solution.cost.update_seconds / NUMBER
+                fits = [n for n in range(LAYERS) if solution.cost.bytes_in_flight(n + 1) <= memory_bytes]
                 following[first, last, kind, configuration] = max(fits, default=-1)
     table = StageTable(seconds=seconds, max_following_stages=following, submesh_devices=search.space.devices)
     return solve(table, num_devices=LAYERS, num_microbatches=NUMBER, min_stages=num_stages or 1, max_stages=num_stages)
@@ -203,7 +203,7 @@ def test_stages_with_long_updates_can_be_refused(count: int) -> None:
 
 def _update_seconds(search: StageSearch, found: StageChoice) -> list[float]:
     entries = [(s.first_layer, s.last_layer, s.submesh, s.configuration) for s in found.stages]
-    return [search.solution(*entry).update_seconds for entry in entries]
+    return [search.solution(*entry).cost.update_seconds for entry in entries]
 
 
 class Watched(Workers):

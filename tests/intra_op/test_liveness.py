@@ -177,7 +177,7 @@ def test_a_pipeline_holds_saved_values_of_the_micro_batches_in_flight_and_what_o
     piped = plan(Hybrid(pipeline=2, data=2))
     first, second = piped.stages
     boundary, per_device = 64 // 4 * COLUMNS * 4, 2
-    assert second.activation_bytes >= (boundary + 2 * 64 // 4 * WIDE * 4) / per_device
-    kept = first.state_bytes + first.accumulator_bytes + 2 * first.activation_bytes
-    assert piped.prediction.peak_bytes[0] == kept + first.temporary_bytes >= kept
+    assert second.cost.activation_bytes >= (boundary + 2 * 64 // 4 * WIDE * 4) / per_device
+    kept = first.cost.state_bytes + first.cost.accumulator_bytes + 2 * first.cost.activation_bytes
+    assert piped.prediction.peak_bytes[0] == kept + first.cost.temporary_bytes >= kept
     assert plan(Pipeline(pipeline=2)).prediction.peak_bytes[0] > 0

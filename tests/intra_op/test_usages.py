@@ -47,21 +47,21 @@ ACTIVATION_BYTES = BATCH // 8 * HIDDEN * 4
 
 def test_gradients_count_until_the_update_reads_them() -> None:
     found = stage(DataParallel())
-    assert found.state_bytes == 2 * LAYERS * WEIGHT_BYTES
-    extra = found.temporary_bytes + found.activation_bytes
+    assert found.cost.state_bytes == 2 * LAYERS * WEIGHT_BYTES
+    extra = found.cost.temporary_bytes + found.cost.activation_bytes
     assert LAYERS * WEIGHT_BYTES <= extra <= LAYERS * WEIGHT_BYTES + 3 * LAYERS * ACTIVATION_BYTES
 
 
 def test_sums_of_micro_batches_take_their_place() -> None:
     found = stage(DataParallel(), num_microbatches=2)
-    assert found.accumulator_bytes == LAYERS * WEIGHT_BYTES
-    assert found.temporary_bytes + found.activation_bytes < 2 * WEIGHT_BYTES
+    assert found.cost.accumulator_bytes == LAYERS * WEIGHT_BYTES
+    assert found.cost.temporary_bytes + found.cost.activation_bytes < 2 * WEIGHT_BYTES
 
 
 def test_weights_that_lie_in_parts_are_gathered_one_at_a_time() -> None:
     found = stage(FSDP())
-    assert found.state_bytes == 2 * LAYERS * WEIGHT_BYTES / 8
-    extra = found.temporary_bytes + found.activation_bytes
+    assert found.cost.state_bytes == 2 * LAYERS * WEIGHT_BYTES / 8
+    extra = found.cost.temporary_bytes + found.cost.activation_bytes
     assert extra >= WEIGHT_BYTES  # one gathered weight
     # A gathered weight, a gradient before it is scattered, and gradients in parts.
     assert extra <= 2 * WEIGHT_BYTES + LAYERS * WEIGHT_BYTES / 8 + 4 * LAYERS * ACTIVATION_BYTES

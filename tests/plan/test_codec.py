@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from alpa_lite.errors import PlanError
 from alpa_lite.plan import codec
-from alpa_lite.plan.codec import CHECKSUM, decode, encode, read_file, to_text
+from alpa_lite.plan.codec import CHECKSUM, INLINE, decode, encode, read_file, to_text
 from cost_models.untrusted_text import printable
 
 
@@ -163,3 +163,34 @@ def test_files_without_end_are_not_read_to_it(monkeypatch: pytest.MonkeyPatch) -
         read_file("/dev/zero")
     with pytest.raises(PlanError, match="cannot be read"):
         read_file("/nowhere/at/all")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grouped:
+    """Fields before and after a group."""
+
+    before: int
+    inner: Inner = field(metadata=INLINE)
+    after: int = 0
+
+
+@given(inner=INNERS, before=st.integers(0, 9), after=st.integers(0, 9))
+def test_a_group_of_fields_is_written_without_a_level_of_its_own(inner: Inner, before: int, after: int) -> None:
+    value = Grouped(before=before, inner=inner, after=after)
+    data = encode(value)
+    assert list(data) == ["before", *encode(inner), *(["after"] if after else [])]
+    assert decode(Grouped, json.loads(json.dumps(data, allow_nan=False))) == value
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ({"before": 1, "inner": {"whole": 1, "fraction": 1.0, "text": "", "truth": True}}, "whole"),
+        ({"before": 1, "whole": 1, "fraction": 1.0, "text": "", "truth": True, "inner": 1}, "inner"),
+        ({"before": 1, "whole": 1, "fraction": 1.0, "text": ""}, "truth"),
+        ({"before": 1, "whole": 1.5, "fraction": 1.0, "text": "", "truth": True}, "int"),
+    ],
+)
+def test_a_group_that_is_nested_or_incomplete_is_refused(data: Mapping[str, Any], words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        decode(Grouped, data)

@@ -99,7 +99,10 @@ def test_hybrid_sharding_reduces_in_parts_inside_and_sums_parts_across(zero: int
 def test_one_replica_is_fsdp() -> None:
     plain, hybrid = (plan(TRAINING, planner) for planner in (FSDP(), Hybrid(data=8, zero=3, replicas=1)))
     assert plain.stages == hybrid.stages and plain.prediction == hybrid.prediction
-    assert hybrid.stages[0].state_bytes < plan(TRAINING, Hybrid(data=8, zero=3, replicas=2)).stages[0].state_bytes
+    assert (
+        hybrid.stages[0].cost.state_bytes
+        < plan(TRAINING, Hybrid(data=8, zero=3, replicas=2)).stages[0].cost.state_bytes
+    )
 
 
 # --- context ----------------------------------------------------------------------------------------------------------
@@ -247,6 +250,6 @@ def test_weight_gradients_of_layers_in_a_loop_can_be_put_off() -> None:
         found(ZeroBubbleH1(), in_a_loop=False),
     )
     for stage, alike in zip(looped.stages, written.stages, strict=True):
-        assert 0.4 < stage.weight_seconds / stage.backward_seconds <= 1.0
-        assert stage.weight_seconds == pytest.approx(alike.weight_seconds, rel=0.05)
+        assert 0.4 < stage.cost.weight_seconds / stage.cost.backward_seconds <= 1.0
+        assert stage.cost.weight_seconds == pytest.approx(alike.cost.weight_seconds, rel=0.05)
     assert looped.prediction.step_seconds < 0.92 * usual.prediction.step_seconds

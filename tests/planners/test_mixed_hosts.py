@@ -60,5 +60,5 @@ def test_a_manual_stage_is_priced_by_the_devices_that_it_runs_on() -> None:
     batch = jax.ShapeDtypeStruct((65536, 4096), jnp.float16)
     cluster = replace(mixed, groups=groups)
     plan = al.plan(chain_step, weights, batch, cluster=cluster, planner=Pipeline(pipeline=2), num_microbatches=8)
-    seconds = {stage.submesh.first_device: stage.forward_seconds for stage in plan.stages}
+    seconds = {stage.submesh.first_device: stage.cost.forward_seconds for stage in plan.stages}
     assert seconds[8] < 0.6 * seconds[0]

@@ -247,7 +247,7 @@ def test_zero_splits_what_it_says(planner: Planner) -> None:
     assert len(moments) == 16 and len(weights) == 8
     assert all(spec.axes == {"data"} for spec in moments)
     assert all(bool(spec.axes) == isinstance(planner, FSDP) for spec in weights)
-    assert split.stages[0].state_bytes < 0.5 * whole.stages[0].state_bytes
+    assert split.stages[0].cost.state_bytes < 0.5 * whole.stages[0].cost.state_bytes
     kinds = {use.kind for use in split.prediction.collectives}
     assert {"reduce_scatter", "all_gather"} <= kinds
 
@@ -256,7 +256,7 @@ def test_zero_splits_what_it_says(planner: Planner) -> None:
 def test_pipelines_balance_their_stages(num_stages: int) -> None:
     plan = _large(num_layers=4).plan(cluster=al.cluster("p3.16xlarge"), planner=Pipeline(pipeline=num_stages)).last_plan
     assert len(plan.stages) == num_stages and plan.num_microbatches > 1
-    seconds = [stage.forward_seconds + stage.backward_seconds for stage in plan.stages]
+    seconds = [stage.cost.forward_seconds + stage.cost.backward_seconds for stage in plan.stages]
     assert max(seconds) < 2.2 * min(seconds)
 
 
@@ -319,9 +319,9 @@ def test_chunks_are_dealt_out_and_counted_together() -> None:
         held, most = dict.fromkeys(mine, 0), 0.0
         for task in tasks[processor]:
             held[task.stage] += 1 if task.kind is TaskKind.FORWARD else -1
-            most = max(most, sum(held[i] * stage.activation_bytes for i, stage in mine.items()))
-        kept = sum(stage.state_bytes + stage.accumulator_bytes for stage in mine.values())
-        wanted = kept + most + max(stage.temporary_bytes for stage in mine.values())
+            most = max(most, sum(held[i] * stage.cost.activation_bytes for i, stage in mine.items()))
+        kept = sum(stage.cost.state_bytes + stage.cost.accumulator_bytes for stage in mine.values())
+        wanted = kept + most + max(stage.cost.temporary_bytes for stage in mine.values())
         for i in mine:
             assert plan.prediction.peak_bytes[i] == pytest.approx(wanted)
     assert count % 2 == 0
@@ -332,10 +332,10 @@ def test_the_step_of_chunks_is_what_the_simulation_says() -> None:
     dispatch, stages = plan.cluster.device.dispatch_seconds, plan.stages
     without_transfers = simulate(
         plan.schedule.tasks(4, plan.num_microbatches),
-        [stage.forward_seconds + dispatch for stage in stages],
-        [stage.backward_seconds + dispatch for stage in stages],
+        [stage.cost.forward_seconds + dispatch for stage in stages],
+        [stage.cost.backward_seconds + dispatch for stage in stages],
     ).makespan_seconds
-    updates = max(stages[i].update_seconds + stages[i + 2].update_seconds for i in range(2))
+    updates = max(stages[i].cost.update_seconds + stages[i + 2].cost.update_seconds for i in range(2))
     least = without_transfers + updates
     assert least < plan.prediction.step_seconds < least + plan.prediction.transfer_seconds + 1e-3
 

@@ -144,7 +144,7 @@ def test_layers_compute_again_unless_told_not_to() -> None:
         for planner in (TorchGPipe(), TorchGPipe(checkpoint=False), Pipeline(schedule=GPipe()))
     )
     assert again.remat and not kept.remat and not pipeline.remat
-    assert again.stages[0].activation_bytes <= kept.stages[0].activation_bytes
+    assert again.stages[0].cost.activation_bytes <= kept.stages[0].cost.activation_bytes
 
 
 @pytest.mark.parametrize("num_microbatches", [2, 4, 8])
@@ -171,10 +171,11 @@ def test_a_stage_holds_its_inputs_and_the_values_of_one_layer(num_microbatches: 
     boundary = 4 * width * samples / num_microbatches / 4  # four devices share each stage
     # Of each of two layers also the four times wider values inside, and what goes from one to the other.
     assert (
-        again.stages[0].activation_bytes == boundary and kept.stages[0].activation_bytes == (1 + 4 + 4 + 1) * boundary
+        again.stages[0].cost.activation_bytes == boundary
+        and kept.stages[0].cost.activation_bytes == (1 + 4 + 4 + 1) * boundary
     )
     for plan in (again, kept):
         stage = plan.stages[0]
-        held = stage.state_bytes + stage.accumulator_bytes + stage.temporary_bytes
-        assert plan.prediction.peak_bytes[0] == pytest.approx(held + num_microbatches * stage.activation_bytes)
+        held = stage.cost.state_bytes + stage.cost.accumulator_bytes + stage.cost.temporary_bytes
+        assert plan.prediction.peak_bytes[0] == pytest.approx(held + num_microbatches * stage.cost.activation_bytes)
     assert again.prediction.peak_bytes[0] < kept.prediction.peak_bytes[0]

@@ -107,7 +107,7 @@ def test_each_layer_is_gathered_in_both_passes_and_its_gradient_scattered(step: 
         ("reduce_scatter", WEIGHT, 8): NUM_LAYERS,
         ("all_reduce", 4, 8): 1,
     }
-    assert plan.stages[0].state_bytes == NUM_LAYERS * WEIGHT / 8
+    assert plan.stages[0].cost.state_bytes == NUM_LAYERS * WEIGHT / 8
 
 
 def test_the_memory_model_counts_one_unit_beside_the_parts() -> None:
@@ -140,7 +140,7 @@ def test_hybrid_sharding_gathers_within_hosts_and_sums_parts_across(step: Any, d
     # What crosses hosts is a part: it was scattered inside before.
     assert across == {("all_reduce", WEIGHT / 4): NUM_LAYERS, ("all_reduce", 4): 1}
     assert inside["reduce_scatter", WEIGHT] == NUM_LAYERS
-    assert plan.stages[0].state_bytes == NUM_LAYERS * WEIGHT / 4
+    assert plan.stages[0].cost.state_bytes == NUM_LAYERS * WEIGHT / 4
     assert handed_over(compiled) == emitted(compiled) == planned(plan)
     assert_same(compiled(*_arguments(step)), jax.jit(step)(*_arguments(step)))
 
@@ -159,7 +159,7 @@ def test_parameters_that_stay_gathered_are_gathered_once(
     scatters = {use: n for use, n in planned(plan).items() if use[0] == "reduce_scatter"}
     assert gathers == {("all_gather", unit * WEIGHT, ways): num_microbatches * NUM_LAYERS // unit}
     assert sum(size * n for (_, size, _), n in scatters.items()) == num_microbatches * NUM_LAYERS * WEIGHT
-    assert plan.stages[0].state_bytes == NUM_LAYERS * WEIGHT / ways
+    assert plan.stages[0].cost.state_bytes == NUM_LAYERS * WEIGHT / ways
     assert handed_over(compiled) == emitted(compiled) == planned(plan)
     texts = [executable.compiled.as_text() for executable in compiled.executor.executables]
     assert max(size for text in texts for size in _gathered_at_once(text).values()) >= (NUM_LAYERS - 1) * WEIGHT
@@ -274,7 +274,7 @@ def test_what_devices_hold_and_send(planner: Any, held: float, sent: float | Non
     moved = sum(rounds[kind] * size * n for (kind, size, _), n in planned(compiled.plan).items() if size > 4)
     assert sent is None or moved == 4 * sent * elements
     assert handed_over(compiled) == emitted(compiled) == planned(compiled.plan)
-    assert compiled.plan.stages[0].state_bytes == 4 * held * elements
+    assert compiled.plan.stages[0].cost.state_bytes == 4 * held * elements
     alone, step = state, jax.jit(_adam)
     for _ in range(10):
         state, alone = compiled(state, x), step(alone, x)

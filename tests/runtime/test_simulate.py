@@ -156,7 +156,7 @@ def test_a_pipeline_for_inference_keeps_nothing_for_later() -> None:
     simulated = planned.lower().simulate()
     assert simulated.step_seconds == pytest.approx(planned.last_plan.prediction.step_seconds, rel=0.01)
     sample = 4 * BATCH / 8 * WIDTH * WIDTH / 2  # a micro-batch of activations on one of two devices
-    assert simulated.submeshes[1].peak_bytes < planned.last_plan.stages[1].state_bytes + 14 * sample
+    assert simulated.submeshes[1].peak_bytes < planned.last_plan.stages[1].cost.state_bytes + 14 * sample
 
 
 def test_memory_counts_accumulators_once_and_transfers_where_they_arrive() -> None:
@@ -167,7 +167,12 @@ def test_memory_counts_accumulators_once_and_transfers_where_they_arrive() -> No
     sums = {b for i in program.instructions for b in i.writes if b.microbatch == SUM}
     assert sums
     base = lowered.simulate()
-    heavier = replace(plan, stages=tuple(replace(s, temporary_bytes=s.temporary_bytes + 2.0**30) for s in plan.stages))
+    heavier = replace(
+        plan,
+        stages=tuple(
+            replace(s, cost=replace(s.cost, temporary_bytes=s.cost.temporary_bytes + 2.0**30)) for s in plan.stages
+        ),
+    )
     again = replace(lowered, planned=replace(lowered.planned, last_plan=heavier)).simulate()
     for before, after in zip(base.submeshes, again.submeshes, strict=True):
         assert after.peak_bytes == pytest.approx(before.peak_bytes + 2.0**30, rel=0.05)

@@ -104,14 +104,14 @@ def predicted_timeline(plan: Plan) -> PredictedTimeline:
     transfer = plan.prediction.transfer_seconds / (passes * count * sum(apart)) if any(apart) else 0.0
     timeline = simulate(
         tasks,
-        [stage.forward_seconds for stage in stages],
-        [stage.backward_seconds for stage in stages],
-        weight_seconds=[stage.weight_seconds for stage in stages],
+        [stage.cost.forward_seconds for stage in stages],
+        [stage.cost.backward_seconds for stage in stages],
+        weight_seconds=[stage.cost.weight_seconds for stage in stages],
         dispatch_seconds=each,
         transfer_seconds=[transfer * each for each in apart],
         serialized=plan.cluster.shared_processor,
     )
-    updates = tuple(stage.update_seconds + (0.0 if whole else dispatch) for stage in stages)
+    updates = tuple(stage.cost.update_seconds + (0.0 if whole else dispatch) for stage in stages)
     rows = plan.stages_together
     # On a shared processor all updates follow each other, not only those on the same devices.
     in_turn = [tuple(range(len(stages)))] if plan.cluster.shared_processor else rows
@@ -335,7 +335,7 @@ def memory_over_time(plan: Plan, timeline: PredictedTimeline | None = None) -> t
 def _track(plan: Plan, row: int, stages: tuple[int, ...], timeline: PredictedTimeline) -> MemoryTrack:
     bars = [bar for bar in timeline.bars if bar.row == row]
     with_backward = {bar.stage for bar in bars if bar.kind in _BACKWARD}
-    changes = [(0.0, sum(plan.stages[s].state_bytes + plan.stages[s].accumulator_bytes for s in stages))]
+    changes = [(0.0, sum(plan.stages[s].cost.resident_bytes for s in stages))]
     for bar in bars:
         changes += _changes(bar, plan.stages[bar.stage], with_backward=bar.stage in with_backward)
     seconds, held = _steps(changes)
@@ -351,19 +351,19 @@ def _changes(bar: Bar, stage: StagePlan, *, with_backward: bool) -> Iterator[tup
     start, end = bar.start_seconds, bar.end_seconds
     if bar.kind == "update":
         return
-    yield start, stage.temporary_bytes
-    yield end, -stage.temporary_bytes
+    yield start, stage.cost.temporary_bytes
+    yield end, -stage.cost.temporary_bytes
     if bar.kind == TaskKind.FORWARD.value:
-        yield start, stage.activation_bytes
+        yield start, stage.cost.activation_bytes
         if not with_backward:
-            yield end, -stage.activation_bytes
+            yield end, -stage.cost.activation_bytes
     elif bar.kind == TaskKind.BACKWARD.value:
-        yield end, -stage.activation_bytes
+        yield end, -stage.cost.activation_bytes
     elif bar.kind == TaskKind.INPUT_GRADIENT.value:
         # The saved values end here, except for those that the second part of the backward pass still reads.
-        yield end, stage.handed_bytes - stage.activation_bytes
+        yield end, stage.cost.handed_bytes - stage.cost.activation_bytes
     elif bar.kind == TaskKind.WEIGHT_GRADIENT.value:
-        yield end, -stage.handed_bytes
+        yield end, -stage.cost.handed_bytes
 
 
 def _steps(changes: Iterable[tuple[float, float]]) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -33,7 +33,7 @@ from alpa_lite.inspection.why.alternatives import (
 from alpa_lite.inspection.why.repricing import Repricing
 from alpa_lite.inspection.why.stage_problem import StageProblem
 from alpa_lite.intra_op.stage import Key, Placed
-from alpa_lite.plan.plan import CollectiveUse, Plan, StagePlan
+from alpa_lite.plan.plan import CollectiveUse, Plan, StageCost
 from alpa_lite.program.ir import Graph, Op
 from alpa_lite.rules.op_info import rule_of_op
 from alpa_lite.text import (
@@ -172,7 +172,7 @@ def _with_hint(plan: Plan, found: Explanation) -> Explanation:
 def _explain_stage(plan: Plan, number: int, repricing: Repricing | None) -> Explanation:
     if number >= len(plan.stages):
         raise PlanError(f"There is no stage {number}: this plan has {_stage_names(plan)}.")
-    stage = plan.stages[number]
+    stage, cost = plan.stages[number], plan.stages[number].cost
     uses = [use for use in plan.prediction.collectives if use.stage == number]
     per = "per micro-batch" if plan.num_microbatches > 1 else "per step"
     count, seconds = sum(use.count for use in uses), sum(use.seconds * use.count for use in uses)
@@ -182,10 +182,10 @@ def _explain_stage(plan: Plan, number: int, repricing: Repricing | None) -> Expl
         sentences=(
             f"{show_layers(*stage.layers).capitalize()} of {plan.num_layers}, on {stage.submesh} of "
             f"{plan.cluster.name} as {stage.mesh_shape}.",
-            f"Forward {show_seconds(stage.forward_seconds)} and backward {show_seconds(stage.backward_seconds)} {per}, "
-            f"update {show_seconds(stage.update_seconds)} per step.",
+            f"Forward {show_seconds(cost.forward_seconds)} and backward {show_seconds(cost.backward_seconds)} {per}, "
+            f"update {show_seconds(cost.update_seconds)} per step.",
             f"{show_count(count, 'collective')} per step, {show_seconds(seconds)} in all.",
-            *_memory_sentences(plan, number, stage),
+            *_memory_sentences(plan, number, cost),
             *_limit_sentences(plan, number, repricing),
         ),
         collectives=group_collectives(uses),
@@ -227,14 +227,14 @@ def _explain_layer(plan: Plan, number: int, repricing: Repricing | None) -> Expl
     return Explanation(subject=f"layer {number}", kind="layer", sentences=tuple(sentences), alternatives=found)
 
 
-def _memory_sentences(plan: Plan, number: int, stage: StagePlan) -> tuple[str, ...]:
+def _memory_sentences(plan: Plan, number: int, cost: StageCost) -> tuple[str, ...]:
     held = plan.schedule.in_flight(number, len(plan.stages), plan.num_microbatches)
     peak, capacity = plan.prediction.peak_bytes[number], plan.capacity_bytes(number)
     return (
         f"Peak memory per device {show_bytes(peak)}, {show_percent(peak / capacity)} of {show_bytes(capacity)}:",
-        f"{show_bytes(stage.state_bytes)} of arguments, {show_bytes(stage.accumulator_bytes)} of gradient sums, "
-        f"{held} × {show_bytes(stage.activation_bytes)} of saved values ({show_count(held, 'micro-batch')} in flight), "
-        f"{show_bytes(stage.temporary_bytes)} of temporaries.",
+        f"{show_bytes(cost.state_bytes)} of arguments, {show_bytes(cost.accumulator_bytes)} of gradient sums, "
+        f"{held} × {show_bytes(cost.activation_bytes)} of saved values ({show_count(held, 'micro-batch')} in flight), "
+        f"{show_bytes(cost.temporary_bytes)} of temporaries.",
         *_others_on_its_devices(plan, number),
     )
 

@@ -49,7 +49,9 @@ class _RepricedStage:
         """Whether the solution is one of an equal stage too: its memory limit is the same, or the solution fits it."""
         mine, theirs = ((s.in_flight, s.limit_bytes) for s in (self.stage, other))
         has_choice = self.solution.choice is not None
-        return mine == theirs or (has_choice and self.solution.bytes_in_flight(other.in_flight) <= other.limit_bytes)
+        return mine == theirs or (
+            has_choice and self.solution.cost.bytes_in_flight(other.in_flight) <= other.limit_bytes
+        )
 
     def solution_for(self, other: StageProblem) -> StageSolution:
         """Return the solution with the value numbers of an equal stage."""
@@ -93,7 +95,7 @@ class Repricing:
         cluster, submesh = request.cluster, stage.submesh
         here = cluster.at(submesh.first_device, submesh.num_devices) if cluster.groups else cluster
         in_flight = held_at_peak(tasks).get(number, 1)
-        mine = stage.state_bytes + stage.accumulator_bytes + stage.temporary_bytes + in_flight * stage.activation_bytes
+        mine = stage.cost.bytes_in_flight(in_flight)
         others = 0.0
         # What other stages hold on the same devices at the peak is not available to this one.
         if len({task.stage for task in tasks}) > 1:

@@ -117,8 +117,7 @@ class StageProblem:
         stage = self.placed
         assert stage is not None
         choice = Choice(inputs=stage.inputs, ops=stage.ops, accumulators=stage.accumulators)
-        held = stage.state_bytes + stage.accumulator_bytes + stage.temporary_bytes
-        peak = held + self.in_flight * stage.activation_bytes
+        peak = stage.cost.bytes_in_flight(self.in_flight)
         return self._priced(
             choice,
             Solution(

@@ -143,7 +143,7 @@ def advice_on_waiting(plan: Plan) -> str:
         fewer = f"fewer micro-batches (now {plan.num_microbatches}) need fewer" if plan.num_microbatches > 1 else ""
         return fewer or "a larger batch makes it weigh less"
     count = plan.num_microbatches
-    busy = [count * (s.forward_seconds + s.backward_seconds) + s.update_seconds for s in plan.stages]
+    busy = [stage.cost.step_seconds(count) for stage in plan.stages]
     mean, longest = sum(busy) / len(busy), max(range(len(busy)), key=busy.__getitem__)
     # Twice as many micro-batches, if each could be half as long.
     now, then = bubble_at(plan, count), bubble_at(plan, 2 * count)
@@ -166,9 +166,9 @@ def bubble_at(plan: Plan, num_microbatches: int) -> float:
     part = plan.num_microbatches / num_microbatches
     timeline = simulate(
         plan.schedule.tasks(len(plan.stages), num_microbatches),
-        [part * stage.forward_seconds for stage in plan.stages],
-        [part * stage.backward_seconds for stage in plan.stages],
-        weight_seconds=[part * stage.weight_seconds for stage in plan.stages],
+        [part * stage.cost.forward_seconds for stage in plan.stages],
+        [part * stage.cost.backward_seconds for stage in plan.stages],
+        weight_seconds=[part * stage.cost.weight_seconds for stage in plan.stages],
     )
     return timeline.bubble_fraction
 
@@ -257,7 +257,7 @@ def time_use(plan: Plan) -> TimeUse:
     """Return the time of a step by cause, the longest first."""
     weights = [stage.submesh.num_devices / plan.cluster.num_devices for stage in plan.stages]
     busy = sum(
-        weight * (plan.num_microbatches * (stage.forward_seconds + stage.backward_seconds) + stage.update_seconds)
+        weight * stage.cost.step_seconds(plan.num_microbatches)
         for weight, stage in zip(weights, plan.stages, strict=True)
     )
     collectives = _collectives(plan, weights)
@@ -321,9 +321,9 @@ def _compute_of_phases(plan: Plan, weights: Sequence[float]) -> list[TimeItem]:
     for number, (stage, weight) in enumerate(zip(plan.stages, weights, strict=True)):
         runs = plan.num_microbatches
         parts = (
-            ("forward", runs * stage.forward_seconds),
-            ("backward", runs * stage.backward_seconds),
-            ("update", stage.update_seconds),
+            ("forward", runs * stage.cost.forward_seconds),
+            ("backward", runs * stage.cost.backward_seconds),
+            ("update", stage.cost.update_seconds),
         )
         for phase, seconds in parts:
             found.append(

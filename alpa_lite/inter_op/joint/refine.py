@@ -146,7 +146,7 @@ def _evened(
 
 def _unevenness(found: Found) -> float:
     """Return the relative excess of the slowest stage over the average."""
-    seconds = [_seconds(stage.solution) for stage in found.stages]
+    seconds = [stage.solution.cost.loop_seconds for stage in found.stages]
     return max(seconds) * len(seconds) / max(sum(seconds), 1e-30) - 1
 
 
@@ -180,17 +180,13 @@ def polished(request: PlanRequest, found: Found) -> Found:
     # The last first: what is best with the fewest micro-batches in flight is so with more, where it fits.
     for stage, held in reversed([*zip(found.stages, found.in_flight, strict=True)]):
         solution = costs.solution(stage, in_flight=held)
-        better = solution.choice is not None and _seconds(solution) < _seconds(stage.solution)
+        better = solution.choice is not None and solution.cost.loop_seconds < stage.solution.cost.loop_seconds
         stages.append(replace(stage, solution=solution) if better else stage)
     stages.reverse()
     # Stages that are faster alone may need slower transfers, or more memory than this schedule leaves.
     again = Found.of(request, found.costs, stages, found.schedule)
     better = again.seconds < found.seconds and fits(found.costs, again.stages, found.schedule)
     return replace(again, sum_seconds=found.sum_seconds) if better else found
-
-
-def _seconds(solution: StageSolution) -> float:
-    return solution.forward_seconds + solution.backward_seconds
 
 
 def rescheduled(request: PlanRequest, found: Found, schedules: Sequence[Schedule]) -> Found:
@@ -214,7 +210,8 @@ def scheduled(costs: StageCosts, stages: Sequence[PlacedStage], schedule: Schedu
     found: list[PlacedStage] = []
     for number, stage in enumerate(stages):
         # The solution may come from a schedule that splits backward passes.
-        solution = replace(stage.solution, weight_seconds=0.0, handed_bytes=0.0)
+        cost = replace(stage.solution.cost, weight_seconds=0.0, handed_bytes=0.0)
+        solution = replace(stage.solution, cost=cost)
         if splits_backward(lists[number % len(lists)]):
             solution = costs.in_two_parts(stage, solution)
         found.append(replace(stage, solution=solution))
@@ -226,7 +223,7 @@ def fits(costs: StageCosts, stages: Sequence[PlacedStage], schedule: Schedule) -
     lists = schedule.tasks(len(stages), costs.step.num_microbatches)
     as_run = scheduled(costs, stages, schedule)
     return all(
-        device_peak({i: stage.solution}, tasks) <= (1 + ROUNDING) * costs.room_bytes(stage.submesh)
+        device_peak({i: stage.solution.cost}, tasks) <= (1 + ROUNDING) * costs.room_bytes(stage.submesh)
         for i, (stage, tasks) in enumerate(zip(as_run, lists, strict=True))
     )
 

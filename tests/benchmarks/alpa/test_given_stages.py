@@ -25,7 +25,7 @@ def test_stages_get_their_layers_and_meshes(fixed):
     assert [stage.mesh_shape.shape for stage in plan.stages] == [(2, 1), (2, 1), (4, 1)]
     assert [stage.layers for stage in plan.stages] == [(0, 1), (2, 3), (4, 7)]
     assert sum(stage.submesh.num_devices for stage in plan.stages) == 8
-    first, second, _ = (stage.forward_seconds + stage.backward_seconds for stage in plan.stages)
+    first, second, _ = (stage.cost.forward_seconds + stage.cost.backward_seconds for stage in plan.stages)
     assert first == pytest.approx(second, rel=0.05)
 
 

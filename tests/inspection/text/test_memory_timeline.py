@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from alpa_lite.inspection.text.timeline import memory_over_time
+from alpa_lite.plan.parts import StageCost
 from alpa_lite.schedule import GPipe, Inference, ZeroBubbleH1
 
 
@@ -26,14 +27,17 @@ def by_hand(plan, schedule, *, num_microbatches=4):
     """One stage, ten bytes of state, two of sums, three saved per micro-batch, five while at work, one handed on."""
     stage = replace(
         plan.stages[0],
-        state_bytes=10.0,
-        accumulator_bytes=2.0,
-        activation_bytes=3.0,
-        temporary_bytes=5.0,
-        handed_bytes=1.0,
-        forward_seconds=1.0,
-        backward_seconds=2.0,
-        weight_seconds=1.0,
+        cost=StageCost(
+            forward_seconds=1.0,
+            backward_seconds=2.0,
+            update_seconds=plan.stages[0].cost.update_seconds,
+            state_bytes=10.0,
+            accumulator_bytes=2.0,
+            activation_bytes=3.0,
+            temporary_bytes=5.0,
+            weight_seconds=1.0,
+            handed_bytes=1.0,
+        ),
     )
     return memory_over_time(replace(plan, stages=(stage,), schedule=schedule, num_microbatches=num_microbatches))[0]
 

@@ -61,13 +61,16 @@ def test_a_bubble_is_told_with_what_more_micro_batches_would_do(pipeline_plan):
 
 def test_equal_stages_have_the_bubble_of_the_formula(pipeline_plan):
     """(p - 1) / (m + p - 1) under 1F1B."""
-    stage = replace(pipeline_plan.stages[0], forward_seconds=1.0, backward_seconds=2.0, weight_seconds=0.0)
+    first = pipeline_plan.stages[0]
+    cost = replace(first.cost, forward_seconds=1.0, backward_seconds=2.0, weight_seconds=0.0)
+    stage = replace(first, cost=cost)
     even = replace(pipeline_plan, stages=(stage, replace(stage, submesh=pipeline_plan.stages[1].submesh)))
     assert bubble_at(even, 8) == pytest.approx(1 / 9)
 
 
 def test_unequal_stages_are_the_reason_where_they_are(pipeline_plan):
-    slow = replace(pipeline_plan.stages[1], forward_seconds=3 * pipeline_plan.stages[1].forward_seconds)
+    second = pipeline_plan.stages[1]
+    slow = replace(second, cost=replace(second.cost, forward_seconds=3 * second.cost.forward_seconds))
     plan = replace(pipeline_plan, stages=(pipeline_plan.stages[0], slow), request=None)
     (waiting,) = (item for item in time_use(replace(plan, prediction=longer(plan))).items if item.kind == "waiting")
     assert "stage 1 takes" in waiting.suggestion
@@ -98,7 +101,7 @@ def test_copies_of_state_are_told_by_what_devices_hold(planner, num_devices, wor
 
 
 def longer(plan):
-    busy = max(plan.num_microbatches * (s.forward_seconds + s.backward_seconds) for s in plan.stages)
+    busy = max(plan.num_microbatches * (s.cost.forward_seconds + s.cost.backward_seconds) for s in plan.stages)
     return replace(plan.prediction, step_seconds=1.2 * busy)
 
 
