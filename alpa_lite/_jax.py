@@ -11,6 +11,7 @@ import contextlib
 import io
 import itertools
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from typing import Any
 import jax
 import jax.extend.source_info_util as source_info_util
 import numpy as np
+from jax import core as jax_core
 from jax.experimental import serialize_executable
 from jax.extend import core as jex_core
 from jax.interpreters import mlir, partial_eval
@@ -245,6 +247,36 @@ def bind(primitive: Any, params: dict[str, Any], operands: Sequence[Any]) -> lis
     subfuns, bind_params = bound if isinstance(bound, tuple) else ((), bound)
     results = primitive.bind(*subfuns, *operands, **bind_params)
     return list(results) if primitive.multiple_results else [results]
+
+
+class _AssumedVersions:
+    """The versions of GPU libraries of a machine that has none."""
+
+    @staticmethod
+    def cudnn_get_version() -> int:
+        """Return the oldest version of cuDNN that has all kernels that JAX asks it for (9.11)."""
+        return 91100
+
+
+_assuming = threading.RLock()
+
+
+@contextmanager
+def tracing_for_gpus() -> Iterator[None]:
+    """Let calls of cuDNN be traced inside the `with` block where cuDNN is not installed.
+
+    JAX looks its version up while it traces. What the kernels require of the GPU is checked as for one before Hopper.
+    """
+    module: Any = sys.modules.get("jax._src.cudnn.fused_attention_stablehlo")
+    with _assuming:
+        if getattr(module, "cuda_versions", module) is not None:  # installed, or private and moved
+            yield
+            return
+        module.cuda_versions = _AssumedVersions
+        try:
+            yield
+        finally:
+            module.cuda_versions = None
 
 
 def sharding_rule(params: Mapping[str, Any]) -> Any | None:

@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from alpa_lite.errors import VerificationError
 from alpa_lite.lower.block import LocalOp, block_index, local_lowering
 from alpa_lite.sharding.specs import Spec
-from alpa_lite.trace.pallas_grid import GridAxis, grid_axes
+from alpa_lite.trace.kernels.grid_split import GridAxis, grid_axes
 
 
 @local_lowering("pallas_call")

@@ -6,6 +6,7 @@ Read `registry` first, then `elementwise` and `contraction`; importing this pack
 """
 
 from alpa_lite.rules import contraction, convolution, elementwise, indexing, kernels, layout, random, reduction
+from alpa_lite.rules.notation import rule_from as rule_from
 from alpa_lite.rules.registry import FactorKind as FactorKind
 from alpa_lite.rules.registry import Halo as Halo
 from alpa_lite.rules.registry import OpView as OpView

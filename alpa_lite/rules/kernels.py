@@ -6,13 +6,14 @@
                            batch b and heads kg pass, g query heads per head k of the keys; queries t pass where no mask
                            counts positions
 
-A `pallas_call` names its independent axes in `splits` and their sizes in `sizes` (`alpa_lite.trace.kernels`). A kernel
-that is known to be more independent than that gets a rule under its own name, `"pallas_call:my_kernel"`.
+A `pallas_call` names its axes in `splits` and their sizes in `sizes` (`alpa_lite.trace.kernels`). A kernel that is
+known to be more independent than is proven gets a rule under its own name, `"pallas_call:my_kernel"`, for example of
+one line (`notation.rule_from`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from math import prod
 from typing import Any
@@ -28,19 +29,21 @@ _CAUSAL = ("CAUSAL", "PADDING_CAUSAL")
 @register_rule("pallas_call")
 def pallas_call(view: OpView) -> Rule:
     """Return a rule in which the blocks along independent grid axes pass."""
-    splits: Sequence[Any] = view.params.get("splits", ())
-    sizes: Sequence[int] = view.params.get("sizes", ())
+    axes = zip(view.params.get("splits", ()), view.params.get("sizes", ()), strict=True)
+    proven = [(split, size) for split, size in axes if split["proven"]]
+    splits, sizes = [split for split, _ in proven], [size for _, size in proven]
     b = RuleBuilder()
     factors = [b.factor(n) for n in sizes]
     values = (*view.operands, *view.results)
     dims: list[list[tuple[int, ...]]] = [[] for _ in values]
     for i, value in enumerate(values):
         for d, n in enumerate(value.shape):
-            held = [f for f, (_, ins, outs, _) in zip(factors, splits, strict=True) if (*ins, *outs)[i] == d]
+            pairs = zip(factors, splits, strict=True)
+            held = [f for f, split in pairs if (*split["operands"], *split["results"])[i] == d]
             rest = n // prod(sizes[f] for f in held)
             whole = [b.factor(rest, FactorKind.REPLICATED)] if rest > 1 or not held else []
             dims[i].append((*held, *whole))
-    return _kernel(view, b, [tuple(d) for d in dims], positional=any(rolled for *_, rolled in splits))
+    return _kernel(view, b, [tuple(d) for d in dims], positional=any(split["rolled"] for split in splits))
 
 
 def _kernel(view: OpView, b: RuleBuilder, dims: Sequence[Dims], **rest: Any) -> Rule:

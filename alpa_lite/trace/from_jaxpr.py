@@ -29,7 +29,7 @@ from alpa_lite.errors import TraceError
 from alpa_lite.program.equations import Equation, GraphWithEquations, PlainParams, without_dead_ops
 from alpa_lite.program.ir import MAX_TRIPS, Graph, Op, Value, accumulated, parts_of
 from alpa_lite.trace import inserted
-from alpa_lite.trace.kernels import is_kernel, kernel_params, unread_results
+from alpa_lite.trace.kernels.kernel_params import is_kernel, kernel_params, unread_results
 
 _HEAVY = {"dot_general", "conv_general_dilated", "ragged_dot_general"}
 
@@ -133,6 +133,7 @@ class _GraphBuilder:
         self.places: dict[int, _EquationPlace] = {}
         self.lines: dict[Any, str] = {}  # keyed by traceback, which many equations share
         self.plain = PlainParams()
+        self.kernels: dict[tuple[int, frozenset[int]], tuple[Any, Mapping[str, Any] | None]] = {}
         self.values: list[Value] = []
         self.ops: list[Op] = []
         self.equations: list[Equation] = []
@@ -244,13 +245,19 @@ class _GraphBuilder:
             # false dependencies between stages.
             return [self.empty(aval, at) for aval in avals]
         _refuse(eqn, at.source)
+        plain = self.kernel(eqn, jaxpr) if is_kernel(name) else None
+        if is_kernel(name) and plain is None:
+            return self.call(eqn.params["call"], operands, at)
         made = Equation(primitive=eqn.primitive, params=eqn.params)
-        plain = None
-        if is_kernel(name):
-            plain = kernel_params(name, eqn.params, unread_results(eqn, jaxpr))
-            if plain is None:
-                return self.call(eqn.params["call"], operands, at)
         return self.append(made, operands, avals, at, effectful=bool(eqn.effects), plain=plain)
+
+    def kernel(self, eqn: Any, jaxpr: Any) -> Mapping[str, Any] | None:
+        """Return the plain parameters of a kernel's call, None if it is inlined; memoized, since a proof takes time."""
+        key = (id(eqn.params), unread_results(eqn, jaxpr))
+        if key not in self.kernels:
+            # Holding a reference to the parameters keeps their id from being reused.
+            self.kernels[key] = eqn.params, kernel_params(eqn.primitive.name, eqn.params, key[1])
+        return self.kernels[key][1]
 
     def empty(self, aval: Any, at: _Location) -> int:
         """Append an array without elements and return its value id."""

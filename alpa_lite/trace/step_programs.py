@@ -38,7 +38,7 @@ from alpa_lite.program.memo import memoized
 from alpa_lite.program.phases import LeafPart, batch_dims, body_scopes, check_same_structure
 from alpa_lite.trace.alignment import align
 from alpa_lite.trace.from_jaxpr import from_jaxpr, loops_over_samples
-from alpa_lite.trace.kernels import is_kernel, kernel_params
+from alpa_lite.trace.kernels.kernel_params import is_kernel, kernel_params
 from alpa_lite.trace.passes.sink_constants import sink_free_values
 from alpa_lite.trace.passes.split_stacked import PartedProgram, part_stacks
 from alpa_lite.trace.trace import Traced
@@ -128,8 +128,9 @@ class _Line:
                     first,
                     **{f: self.anything([getattr(x, f) for x in seen], bodies_apart=bodies_apart) for f in fields},
                 )
-            if isinstance(first, jax.core.ShapedArray) and len({(str(x.dtype), x.ndim) for x in seen}) == 1:
-                return first.update(shape=tuple(self.number(dims) for dims in zip(*(x.shape for x in seen), strict=True)))
+            if isinstance(first, _jax.ShapedArray) and len({(str(x.dtype), x.ndim) for x in seen}) == 1:
+                array: Any = first  # the type of an array in the parameters of a kernel
+                return array.update(shape=tuple(self.number(n) for n in zip(*(x.shape for x in seen), strict=True)))
             if _is_program(first) and (bodies_apart or len({str(x) for x in seen}) == 1):
                 return first
         raise _Unlike(f"{_listed(seen)}, which is known at these sizes alone")

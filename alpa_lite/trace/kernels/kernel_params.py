@@ -1,7 +1,7 @@
 """Describe calls of hand-written kernels as plain data, from which their factor rules are made.
 
-    pallas_call           the grid axes that can be split (`pallas_grid`), the work, and a digest of the kernel
-    custom_partitioning   the factors of its sharding rule; a call without one is inlined
+pallas_call           the grid axes that can be split (`grid_split`), the work, and a digest of the kernel
+custom_partitioning   the factors of its sharding rule; a call without one is inlined
 """
 
 from __future__ import annotations
@@ -9,10 +9,20 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+import jax
+
 from alpa_lite import _jax
-from alpa_lite.trace.pallas_grid import grid_axes, kernel_work
+from alpa_lite.errors import PlanError
+from alpa_lite.program.equations import Equation
+from alpa_lite.program.ir import Graph
+from alpa_lite.trace.kernels.grid_split import grid_axes
+from alpa_lite.trace.kernels.kernel_work import kernel_work
+
+#: Primitives that run on the platforms alone for which they were written.
+_OF_PLATFORMS = ("pallas_call", "dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper")
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
@@ -33,6 +43,39 @@ def kernel_params(primitive: str, params: Mapping[str, Any], unread: frozenset[i
     return _FORMS[primitive](params, unread)
 
 
+def check_platform(graph: Graph, equations: Sequence[Equation], platform: str) -> None:
+    """Check that the kernels of a graph can be lowered for a platform, such as "cpu", "cuda" or "tpu".
+
+    Raises:
+        PlanError: JAX refuses a kernel; the message names the user's line.
+    """
+    seen: set[tuple[str, str]] = set()
+    for op, equation in zip(graph.ops, equations, strict=True):
+        for body, below in zip(op.bodies, equation.bodies, strict=True):
+            check_platform(body, below, platform)
+        values = graph.operands(op)
+        key = (op.primitive, repr((sorted(op.params.items()), [(v.shape, v.dtype) for v in values])))
+        if op.primitive not in _OF_PLATFORMS or key in seen or equation.params.get("interpret"):
+            continue
+        seen.add(key)
+        structs = [_jax.struct(v.shape, v.dtype) for v in values]
+        run = partial(_bound, equation)
+        try:
+            jax.jit(run).trace(*structs).lower(lowering_platforms=(platform,))
+        except Exception as error:  # every platform raises another type
+            raise PlanError(
+                f"{op.source or 'an unknown line'}: the kernel {op.params.get('name') or op.primitive} cannot run on "
+                f"the devices of this process ({platform}): {str(error).rstrip('.')}. "
+                "Give the cluster that it is written for, as in "
+                "al.plan(…, cluster='dgx-h100'), or use an implementation for this platform (interpret=True in a "
+                "pallas_call, implementation='xla' in jax.nn.dot_product_attention)."
+            ) from error
+
+
+def _bound(equation: Equation, *operands: Any) -> list[Any]:
+    return _jax.bind(equation.primitive, dict(equation.params), operands)
+
+
 def unread_results(eqn: Any, jaxpr: Any) -> frozenset[int]:
     """Return the numbers of the results of an equation that nothing in its jaxpr reads."""
     read = {id(v) for e in jaxpr.eqns for v in e.invars} | {id(v) for v in jaxpr.outvars}
@@ -42,21 +85,30 @@ def unread_results(eqn: Any, jaxpr: Any) -> frozenset[int]:
 def _pallas_call(params: Mapping[str, Any], unread: frozenset[int]) -> Mapping[str, Any]:
     """Return the description of a `pallas_call`.
 
-    `splits` are (operand dims, result dims, rolled operands) of the grid axes that can be split and `sizes` the numbers
-    of blocks along these: in a micro-batch, only `sizes` and `flops` differ.
+    `splits` are the grid axes whose index maps allow a split and `sizes` their numbers of blocks: in a micro-batch,
+    only `sizes` and `flops` differ.
     """
-    axes = [axis for axis in grid_axes(params, unread) if axis.proven]
+    axes = grid_axes(params, unread)
     work, grid = kernel_work(params), params["grid_mapping"]
-    split = {axis.axis for axis in axes}
-    steps = [None if a in split else str(n) for a, n in enumerate(grid.grid)]
+    # The size of an axis that walks over a dim of an array follows from the array's shape.
+    implied = {a.axis for a in axes if any(dim is not None for dim in (*a.operands, *a.results))}
+    steps = [None if a in implied else str(n) for a, n in enumerate(grid.grid)]
     blocks = [(str(b.block_shape), str(b.index_map_jaxpr), str(b.transforms)) for b in grid.block_mappings]
     text = repr((str(params["jaxpr"]), steps, blocks, str(params.get("compiler_params")), str(grid.scratch_avals)))
+    splits = [
+        {
+            "granule": a.granule,
+            "operands": a.operands,
+            "results": a.results,
+            "rolled": tuple((r.operand, r.dim, r.rows) for r in a.rolled),
+            "proven": a.proven,
+        }
+        for a in axes
+    ]
     return {
         "name": str(params.get("name") or ""),
         "kernel": hashlib.sha256(_ADDRESS.sub("", text).encode()).hexdigest()[:16],
-        "splits": tuple(
-            (a.granule, a.operands, a.results, tuple((r.operand, r.dim, r.rows) for r in a.rolled)) for a in axes
-        ),
+        "splits": tuple(splits),
         "unread": tuple(sorted(unread)),
         "sizes": tuple(a.size for a in axes),
         "flops": work.flops,
