@@ -65,6 +65,7 @@ _COUNTS = ("num_consts", "num_carry")
 # --- types for annotations --------------------------------------------------------------------------------------------
 
 Var, Literal = jex_core.Var, jex_core.Literal
+ShapedArray: Any = jax_core.ShapedArray
 Jaxpr, ClosedJaxpr, JaxprEqn = jex_core.Jaxpr, jex_core.ClosedJaxpr, jex_core.JaxprEqn
 
 Array = jax.Array | np.ndarray[Any, Any]

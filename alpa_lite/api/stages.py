@@ -107,13 +107,13 @@ class TracedFunction:
         """
         given = cluster if cluster is not None else self.options.cluster
         target = cluster_of(given)
-        if given is None:
-            traced = self.step()
-            check_platform(traced.step.graph, traced.equations, _jax.lowering_platform(jax.devices()[0]))
         chosen = planner_of(planner) if planner is not None else self.options.planner
         wanted = self.options.num_microbatches if num_microbatches is None else num_microbatches
         if check_microbatches(wanted) not in ("auto", 1):
             self.step(int(wanted))  # says what is wrong with the user's number before any search
+        if given is None:
+            traced = self.step(1 if isinstance(wanted, str) else wanted)
+            check_platform(traced.step.graph, traced.equations, _jax.lowering_platform(jax.devices()[0]))
         request = self.request(target, wanted, advise=True)
         with _jax.no_mesh(), busy("planning"):
             answer = planned_together(chosen, request, self.options.cache if cache is None else cache)

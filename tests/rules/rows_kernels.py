@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum, auto
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.gpu.attention import mha
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 
+import tests.rules.cudnn_reference  # noqa: F401  (a lowering for CPUs)
+from tests.rules.jax_primitives import jax_primitives
 from tests.rules.row import Row, floats, integers, row
 
 call = partial(pl.pallas_call, interpret=True)
@@ -131,4 +134,45 @@ ROWS: tuple[Row, ...] = (
     row("pallas_call causal attention", partial(attention, causal=True), *[floats(4, 64, 4, 16) for _ in range(3)]),
     row("pallas_call splash", splash, floats(2, 4, 256, 128), *[floats(2, 2, 256, 128) for _ in range(2)]),
     row("custom_partitioning", scaled_rows, floats(8, 16), floats(8, 4)),
+)
+
+
+class MaskType(Enum):
+    """Masks of cuDNN, by the names of JAX's own (private) type."""
+
+    NO_MASK = auto()
+    PADDING = auto()
+    CAUSAL = auto()
+
+
+def cudnn(*, backward: bool = False, training: bool = True, mask: str = "NO_MASK", **options: Any) -> Any:
+    """A call of cuDNN's attention on all of its operands."""
+    chosen: dict[str, Any] = dict(scale=0.5, seed=0, dropout_rate=0.0, variadic_args=(False, False), layout=0)
+    chosen |= dict(mask_type=MaskType[mask], sliding_window_length=None) | options
+    chosen |= {} if backward else {"is_training": training}
+    name = f"dot_product_attention_{'bwd' if backward else 'fwd'}_wrapper"
+    return lambda *operands: jax_primitives()[name].bind(*operands, **chosen)
+
+
+def attended(
+    batch: int, length: int, heads: int, of_keys: int, *others: Any, backward: bool = False
+) -> tuple[Any, ...]:
+    """Its operands; `others` stand for bias, q_seqlen and kv_seqlen."""
+    q, k, v = floats(batch, length, heads, 8), *[floats(batch, 12, of_keys, 8) for _ in range(2)]
+    rest = [*others, *[jnp.zeros(0, jnp.float32)] * (7 - len(others))]
+    if backward:
+        rest += [floats(batch, heads, length), q, floats(batch, length, heads, 8)]
+    return (q, k, v, *rest)
+
+
+_FORWARD, _BACKWARD = "dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper"
+_BIAS, _SHARED = dict(variadic_args=(True, True)), floats(1, 8, 16, 12)
+_LENGTHS = jnp.zeros(0, jnp.float32), integers(16, 4, low=1), integers(12, 4, low=1)
+ROWS += (
+    row(_FORWARD, cudnn(), *attended(4, 16, 8, 8)),
+    row(f"{_FORWARD} causal", cudnn(mask="CAUSAL", training=False), *attended(4, 16, 8, 4)),
+    row(f"{_FORWARD} bias", cudnn(**_BIAS), *attended(4, 16, 8, 8, _SHARED)),
+    row(f"{_FORWARD} padded", cudnn(mask="PADDING"), *attended(4, 16, 8, 8, *_LENGTHS)),
+    row(_BACKWARD, cudnn(backward=True), *attended(4, 16, 8, 4, backward=True)),
+    row(f"{_BACKWARD} bias", cudnn(backward=True, **_BIAS), *attended(4, 16, 8, 8, _SHARED, backward=True)),
 )
