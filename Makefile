@@ -16,7 +16,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,examples,viz]'
 	$(BIN)/python -m alpa_lite.intra_op.solvers.compile_kernels
-	$(BIN)/python -m alpa_lite.inter_op.compile_stage_kernels
+	$(BIN)/python -c "from alpa_lite.inter_op.stage_dp import compile_kernels; compile_kernels()"
 	touch $(STAMP)
 
 demo: $(STAMP)
@@ -43,7 +43,7 @@ format: $(STAMP)
 
 # Completion scripts of the command line, after its options have changed.
 completions: $(STAMP)
-	$(BIN)/python -c 'from alpa_lite.cli import completion, entry; completion.write_all(entry.build_parser())'
+	$(BIN)/python -c 'from alpa_lite.cli import entry; entry.write_completions()'
 
 docs: $(STAMP)
 	$(BIN)/mkdocs build --strict

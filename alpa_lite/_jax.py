@@ -13,14 +13,14 @@ import itertools
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import attrgetter
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.extend.source_info_util as source_info_util
@@ -29,9 +29,9 @@ from jax import core as jax_core
 from jax.experimental import serialize_executable
 from jax.extend import core as jex_core
 from jax.interpreters import mlir, partial_eval
-from jax.sharding import Sharding
+from jax.sharding import Mesh, Sharding
 
-from cost_models.untrusted_text import printable
+from cost_models.checks import printable
 
 try:
     from jax._src.lax.parallel import psum_p
@@ -64,9 +64,14 @@ _COUNTS = ("num_consts", "num_carry")
 
 # --- types for annotations --------------------------------------------------------------------------------------------
 
-Var, Literal = jex_core.Var, jex_core.Literal
-ShapedArray: Any = jax_core.ShapedArray
-Jaxpr, ClosedJaxpr, JaxprEqn = jex_core.Jaxpr, jex_core.ClosedJaxpr, jex_core.JaxprEqn
+Var = jex_core.Var
+Literal = jex_core.Literal
+ShapedArray = jax_core.ShapedArray
+Jaxpr = jex_core.Jaxpr
+ClosedJaxpr = jex_core.ClosedJaxpr
+JaxprEqn = jex_core.JaxprEqn
+AnyJaxpr = Jaxpr | ClosedJaxpr
+"""A closed or open jaxpr; JAX 0.11 has one class for both."""
 
 Array = jax.Array | np.ndarray[Any, Any]
 """An array on devices or on the host; code that reads `sharding` or `addressable_shards` takes a `jax.Array`."""
@@ -86,13 +91,27 @@ DType = Any
 Aval = Any
 """The shape and dtype of a value: JAX's classes of avals have no typed base class with these attributes."""
 
+Configuration = tuple[Any, ...]
+"""JAX's settings as `configuration` reads them: parts that are hashable and comparable, of private types."""
 
-def open_jaxpr(jaxpr: Any) -> Any:
+
+def open_jaxpr(jaxpr: AnyJaxpr) -> Jaxpr:
     """Return the open jaxpr of a closed or open one (JAX 0.11 has one class for both)."""
-    return getattr(jaxpr, "jaxpr", jaxpr)
+    return cast(Jaxpr, getattr(jaxpr, "jaxpr", jaxpr))
 
 
-def params_of(eqn: Any) -> dict[str, Any]:
+def with_open_jaxpr(jaxpr: ClosedJaxpr, opened: Jaxpr) -> ClosedJaxpr:
+    """Return a closed jaxpr with another open jaxpr and the same constants."""
+    # Where one class serves for both, the open jaxpr has the constants already.
+    return cast(ClosedJaxpr, opened) if open_jaxpr(jaxpr) is jaxpr else jaxpr.replace(jaxpr=opened)
+
+
+def aval_of(atom: Var | Literal) -> Aval:
+    """Return the aval of a variable or literal of an array, which JAX's annotations take for an abstract value."""
+    return atom.aval
+
+
+def params_of(eqn: JaxprEqn) -> dict[str, Any]:
     """Return the parameters of an equation, with `num_consts` and `num_carry` for a scan in every release.
 
     Since JAX 0.11.2 a scan describes its constants and carried operands by pytrees (`ft_in`) instead of these numbers.
@@ -104,23 +123,29 @@ def params_of(eqn: Any) -> dict[str, Any]:
     return params
 
 
-def consts_of(jaxpr: Any) -> Sequence[Any]:
+def consts_of(jaxpr: AnyJaxpr) -> Sequence[Array]:
     """Return the constants of a closed jaxpr; an open one has none."""
     return tuple(getattr(jaxpr, "consts", ()))
 
 
-def inner_jaxprs(eqn: Any) -> Sequence[Any]:
+def inner_jaxprs(eqn: JaxprEqn) -> Sequence[AnyJaxpr]:
     """Return the jaxprs in the parameters of an equation."""
     return tuple(jex_core.jaxprs_in_params(eqn.params))
 
 
-def prune(jaxpr: Any) -> Any:
+def tuple_like(given: tuple[Any, ...], items: Iterable[Any]) -> tuple[Any, ...]:
+    """Return a tuple of items that is named where the given one is, as those in parameters of equations may be."""
+    make = getattr(given, "_make", None)
+    return tuple(items) if make is None else make(items)
+
+
+def prune(jaxpr: Jaxpr) -> Jaxpr:
     """Return the jaxpr without dead equations; its inputs and outputs do not change."""
     pruned, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
     return pruned
 
 
-def source_line(eqn: Any) -> str:
+def source_line(eqn: JaxprEqn) -> str:
     """Return `file:line (function)` of the user code that an equation comes from, or an empty string if there is none.
 
     For code of a library of layers or optimizers, this is the line of the user's call rather than a line in the
@@ -142,7 +167,7 @@ def source_line(eqn: Any) -> str:
     return line
 
 
-def traceback(eqn: Any) -> Any:
+def traceback(eqn: JaxprEqn) -> Hashable:
     """Return the traceback object of an equation, a cache key: equal tracebacks have the same source line."""
     return eqn.source_info.traceback
 
@@ -171,17 +196,17 @@ def _is_own(line: str) -> bool:
     return line.startswith(_OWN_FOLDER) and not line.startswith(_MODELS_FOLDER)
 
 
-def name_stack(eqn: Any) -> str:
+def name_stack(eqn: JaxprEqn) -> str:
     """Return the name stack of an equation, relative to the enclosing equation."""
     return printable(str(eqn.source_info.name_stack))
 
 
-_extended: dict[str, Any] = {}
+_extended: dict[str, DType] = {}
 """Extended dtypes (of typed PRNG keys) by name. A name cannot be parsed back, so `name_of` records each dtype."""
 
 
 @lru_cache(maxsize=1_000)
-def name_of(dtype: Any) -> str:
+def name_of(dtype: DType) -> str:
     """Return the name of a dtype, which `struct` can convert back to the dtype."""
     if dtype == jax.dtypes.float0:
         return "float0"
@@ -195,11 +220,11 @@ def struct(shape: Sequence[int], dtype: str) -> jax.ShapeDtypeStruct:
     """Return the abstract array of a shape and a dtype given by name, including typed PRNG keys (`key<...>`)."""
     if dtype == "float0":
         return jax.ShapeDtypeStruct(tuple(shape), jax.dtypes.float0)
-    found = _key_dtype(dtype) if dtype.startswith("key<") else jax.numpy.dtype(dtype)
-    return jax.ShapeDtypeStruct(tuple(shape), found)
+    parsed = _key_dtype(dtype) if dtype.startswith("key<") else jax.numpy.dtype(dtype)
+    return jax.ShapeDtypeStruct(tuple(shape), parsed)
 
 
-def _key_dtype(name: str) -> Any:
+def _key_dtype(name: str) -> DType:
     # The name may come from a plan file, before any key of this dtype was traced: record all registered dtypes then.
     if name not in _extended:
         for implementation in _registered_implementations():
@@ -217,29 +242,29 @@ def _registered_implementations() -> Sequence[str]:
 
 
 @lru_cache(maxsize=100)
-def key_implementation(dtype: str) -> Any:
+def key_implementation(dtype: str) -> str | object:
     """Return the `impl` argument of `jax.random.key` for a dtype `key<...>`.
 
     This is a name, or the specification of an implementation that is not registered.
     """
-    found: list[Any] = []
-    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), struct((), dtype))
-    return found[0]
+    implementations: list[object] = []
+    jax.eval_shape(lambda key: implementations.append(jax.random.key_impl(key)), struct((), dtype))
+    return implementations[0]
 
 
-def is_ref(aval: Any) -> bool:
+def is_ref(aval: Aval) -> bool:
     """Return whether an aval is that of a mutable array (`jax.Ref`)."""
     return type(aval).__name__ == "AbstractRef"
 
 
-def discharged(jaxpr: Any) -> Any:
+def discharged(jaxpr: AnyJaxpr) -> ClosedJaxpr:
     """Return a closed jaxpr with the values of mutable arrays in place of those that it makes."""
     from jax._src.state.discharge import discharge_state
 
-    return discharge_state(jaxpr)
+    return discharge_state(cast(ClosedJaxpr, jaxpr))
 
 
-def bind(primitive: Any, params: dict[str, Any], operands: Sequence[Any]) -> list[Any]:
+def bind(primitive: jex_core.Primitive, params: dict[str, Any], operands: Sequence[Array]) -> list[jax.Array]:
     """Apply a primitive to arrays with the parameters of an equation, and return the list of its results."""
     if "ft_in" in params:
         params = {name: value for name, value in params.items() if name not in _COUNTS}
@@ -304,7 +329,7 @@ def sharding_rule(params: Mapping[str, Any]) -> Any | None:
         return None
 
 
-def lowering_platform(device: Any) -> str:
+def lowering_platform(device: Device) -> str:
     """Return the platform that JAX lowers to for a device: "cuda" or "rocm" for a device of platform "gpu"."""
     return getattr(device.client, "_raw_platform", device.client.platform)
 
@@ -324,7 +349,7 @@ _NAMES = (
 _read_others, _read_names = attrgetter(*_OTHERS), attrgetter(*_NAMES)
 
 
-def configuration() -> tuple[Any, ...]:
+def configuration() -> Configuration:
     """Return the parts of JAX's configuration on which a traced and compiled function depends, for comparison.
 
     This runs at every call of a parallel function and takes 1 µs; names are therefore added only by `by_name`.
@@ -334,7 +359,7 @@ def configuration() -> tuple[Any, ...]:
     return _trace_context(), None, _read_others(jax.config)
 
 
-def by_name(configuration: tuple[Any, ...]) -> dict[str, Any]:
+def by_name(configuration: Configuration) -> dict[str, object]:
     """Return a configuration as a dictionary by name, without entries that do not affect a parallel step."""
     values, mesh, others = configuration
     names: Sequence[str] = _NAMES
@@ -343,31 +368,32 @@ def by_name(configuration: tuple[Any, ...]) -> dict[str, Any]:
             names = _trace_context_names()
         except (TypeError, NotImplementedError):  # with an older jaxlib
             names = [f"part {i}" for i in range(len(values))]
-    found = dict(zip(names, values, strict=False)) | dict(zip(_OTHERS, others, strict=True)) | {"mesh": mesh}
-    return {name: value for name, value in found.items() if name not in _WITHOUT_EFFECT}
+    settings = dict(zip(names, values, strict=False)) | dict(zip(_OTHERS, others, strict=True)) | {"mesh": mesh}
+    return {name: value for name, value in settings.items() if name not in _WITHOUT_EFFECT}
 
 
 _NO_MESH = contextlib.nullcontext()
 
 
-def context_mesh() -> Any:
+def context_mesh() -> Mesh | None:
     """Return the mesh that the user has set (`jax.set_mesh`), or None."""
     mesh = jax.sharding.get_mesh()
     return None if mesh.empty else mesh
 
 
-def no_mesh() -> contextlib.AbstractContextManager[Any]:
+def no_mesh() -> contextlib.AbstractContextManager[object]:
     """Return a context in which no mesh is set, for programs on meshes of a plan; takes 1 µs where none is set."""
     return _NO_MESH if jax.sharding.get_abstract_mesh().empty else jax.set_mesh(None)
 
 
-def under_mesh(mesh: Any) -> contextlib.AbstractContextManager[Any]:
+def under_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager[object]:
     """Return a context in which a mesh of `context_mesh` is set, or none if it is None."""
     return no_mesh() if mesh is None else jax.set_mesh(mesh)
 
 
-def context_without_mesh(context: Any) -> Any:
+def context_without_mesh(eqn: JaxprEqn) -> Any:
     """Return the context that JAX sets while it evaluates an equation, without its mesh."""
+    context = eqn.ctx
     mesh = getattr(context, "cur_abstract_mesh", None)
     if mesh is None or mesh.empty:
         return context
@@ -386,64 +412,64 @@ def is_tracing() -> bool:
     return _is_top_level is not None and not _is_top_level()
 
 
-def weak(array: jax.Array, aval: Any) -> jax.Array:
+def weak(array: jax.Array, aval: Aval) -> jax.Array:
     """Return an array of the given weakly typed aval that shares the buffers of `array`, without a copy."""
     try:
         from jax._src.array import ArrayImpl
 
-        sharding, held = array.sharding, array._arrays  # pyright: ignore[reportAttributeAccessIssue]
-        return ArrayImpl(aval, sharding, held, committed=True, _skip_checks=True)
+        sharding, buffers = array.sharding, array._arrays  # pyright: ignore[reportAttributeAccessIssue]
+        return ArrayImpl(aval, sharding, buffers, committed=True, _skip_checks=True)
     except (ImportError, AttributeError, TypeError):  # private: it may move
         return array
 
 
-def addresses(array: jax.Array) -> list[tuple[Any, Any]]:
+def addresses(array: jax.Array) -> list[tuple[Device, int]]:
     """Return the (device, address) of each buffer of an array in this process, without waiting for its computation."""
-    held = blocks(getattr(array, "_base_array", array))  # keys are arrays around arrays
-    return [(*block.devices(), block.unsafe_buffer_pointer()) for block in held]
+    buffers = blocks(getattr(array, "_base_array", array))  # keys are arrays around arrays
+    return [(*block.devices(), block.unsafe_buffer_pointer()) for block in buffers]
 
 
-def compiled(lowered: Any, **options: Any) -> Any:
+def compiled(lowered: jax.stages.Lowered, **options: Any) -> jax.stages.Compiled:
     """Compile a lowered function so that it accepts arrays of sub-byte dtypes.
 
     The input layouts of an executable contain the element size in bits of packed dtypes, and those of arrays do not.
     JAX takes this for a layout mismatch and refuses the call; the layouts of such inputs are therefore removed.
     """
-    made = lowered.compile(**options)
-    _accept_packed(made)
-    return made
+    executable = lowered.compile(**options)
+    _accept_packed(executable)
+    return executable
 
 
-def _accept_packed(compiled: Any) -> None:
+def _accept_packed(compiled: jax.stages.Compiled) -> None:
     executable: Any = getattr(compiled, "_executable", None)  # private: it may move
     layouts: Sequence[Any] = getattr(executable, "_xla_in_layouts", None) or ()
     if any(getattr(layout, "sub_byte_element_size_in_bits", 0) for layout in layouts):
-        known = [None if getattr(layout, "sub_byte_element_size_in_bits", 0) else layout for layout in layouts]
-        executable._xla_in_layouts = known
+        plain = [None if getattr(layout, "sub_byte_element_size_in_bits", 0) else layout for layout in layouts]
+        executable._xla_in_layouts = plain
 
 
-def blocks(array: jax.Array) -> list[Any]:
+def blocks(array: jax.Array) -> list[jax.Array]:
     """Return the single-device array of each device of this process, in the device order of the sharding."""
-    found = getattr(array, "_arrays", None)  # `addressable_shards` looks for the place of each in the whole as well
-    return [shard.data for shard in array.addressable_shards] if found is None else list(found)
+    private = getattr(array, "_arrays", None)  # `addressable_shards` computes the index of each in the whole as well
+    return [shard.data for shard in array.addressable_shards] if private is None else list(private)
 
 
-def copying_to(shardings: Sequence[Sharding]) -> Callable[[Sequence[Any]], list[Any]]:
+def copying_to(shardings: Sequence[Sharding]) -> Callable[[Sequence[jax.Array]], list[jax.Array]]:
     """Return a function that copies arrays to other devices: array i gets `shardings[i]`, block by block.
 
     The arrays must be split in the same way before; each block is copied to the device at the same position.
     `jax.device_put` does the same, but checks this at every call, which takes 50 µs where the copy takes 10 µs.
     """
-    wanted = list(shardings)
+    targets = list(shardings)
     try:
         from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
 
         copy = xla_client.batched_copy_array_to_devices_with_sharding
-        devices = [sharding._internal_device_list.addressable_device_list for sharding in wanted]
-        semantics = [xla_client.ArrayCopySemantics.REUSE_INPUT] * len(wanted)
+        devices = [sharding._internal_device_list.addressable_device_list for sharding in targets]
+        semantics = [xla_client.ArrayCopySemantics.REUSE_INPUT] * len(targets)
     except (ImportError, AttributeError):  # private: it may move
-        return lambda arrays: jax.device_put(list(arrays), wanted)
-    return lambda arrays: copy(list(arrays), devices, wanted, semantics)
+        return lambda arrays: jax.device_put(list(arrays), targets)
+    return lambda arrays: copy(list(arrays), devices, targets, semantics)
 
 
 def own_memory(array: np.ndarray[Any, Any], sharding: Sharding) -> np.ndarray[Any, Any]:
@@ -451,7 +477,7 @@ def own_memory(array: np.ndarray[Any, Any], sharding: Sharding) -> np.ndarray[An
     return np.array(array) if any(device.platform == "cpu" for device in sharding.device_set) else array
 
 
-def put_numpy(array: np.ndarray[Any, Any], sharding: Sharding) -> Any:
+def put_numpy(array: np.ndarray[Any, Any], sharding: Sharding) -> jax.Array:
     """Put a NumPy array on devices, in a quarter of the time of `jax.device_put` if the dtype needs no conversion.
 
     The result never shares memory with the array. On CPU JAX would alias it, and writing to the NumPy array later
@@ -524,7 +550,7 @@ def collectives_at(host: str) -> None:
         if jax.config.jax_cpu_collectives_implementation != "gloo":  # pyright: ignore[reportAttributeAccessIssue]
             return
 
-        def client() -> Any:
+        def client() -> object:
             joined = job()
             made = lib.make_gloo_tcp_collectives(distributed_client=joined.client, hostname=host) if joined else None
             return xla_bridge.make_cpu_client(collectives=made)
@@ -555,12 +581,12 @@ class Packed:
     """A serialized executable: its bytes, its input and output trees, and the devices that it was compiled for."""
 
     data: bytes
-    in_tree: Any
-    out_tree: Any
-    devices: tuple[Any, ...]
+    in_tree: TreeDef
+    out_tree: TreeDef
+    devices: tuple[Device, ...]
 
 
-def packed(compiled: Any, devices: Sequence[Any]) -> Packed | None:
+def packed(compiled: jax.stages.Compiled, devices: Sequence[Device]) -> Packed | None:
     """Serialize a compiled executable for `unpacked`; return None if that is not possible.
 
     An executable that calls back into Python cannot be serialized. Neither is one serialized while JAX's compilation
@@ -576,7 +602,7 @@ def packed(compiled: Any, devices: Sequence[Any]) -> Packed | None:
     return Packed(data=data, in_tree=in_tree, out_tree=out_tree, devices=tuple(devices))
 
 
-def unpacked(packed: Packed, devices: Sequence[Any]) -> Any | None:
+def unpacked(packed: Packed, devices: Sequence[Device]) -> jax.stages.Compiled | None:
     """Load a serialized executable onto other devices of this process without compiling it again.
 
     Return None if that is not possible. JAX's `deserialize_and_load` loads an executable only onto its original
@@ -596,12 +622,12 @@ def unpacked(packed: Packed, devices: Sequence[Any]) -> Any | None:
         unpickler.options = options
         unpickler.devices_by_id = {old.id: new for old, new in zip(packed.devices, devices, strict=True)}
         unloaded, args_info, no_kwargs = unpickler.load()
-        found = jax.stages.Compiled(
+        loaded = jax.stages.Compiled(
             unloaded.load(), [], packed.in_tree.unflatten(args_info), packed.out_tree, no_kwargs=no_kwargs
         )
-        _accept_packed(found)
-        loaded = found.runtime_executable()
-        return found if loaded is not None and loaded.local_devices() == list(devices) else None
+        _accept_packed(loaded)
+        executable = loaded.runtime_executable()
+        return loaded if executable is not None and executable.local_devices() == list(devices) else None
     except Exception:  # all names here are private to JAX; the caller compiles instead
         return None
 

@@ -21,7 +21,7 @@
 
 from typing import Any, TypeVar
 
-from cost_models.untrusted_text import message
+from cost_models.checks import message
 
 
 class AlpaLiteError(Exception):

@@ -1,26 +1,34 @@
 """Text for people: bytes in KiB, MiB, GiB; seconds in s, ms, µs; shares, counts, and shortened source locations.
 
 Errors, tables and pages all use these functions, so that one quantity has one form everywhere.
+
+Whole programs, plans and instruction lists are rendered by `alpa_lite.inspection`, which their packages must not
+import. It registers its functions here as views (`register_views`) when `alpa_lite` is imported, and values look up
+their view by name (`view`).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from enum import Enum, auto
 
 _BYTES = re.compile(r"^(?P<number>\d+(?:\.\d*)?|\.\d+)\s*(?P<prefix>[kMGT]?)(?P<binary>i?)B?$", re.IGNORECASE)
 _PLACE = re.compile(r"(?:[^\s()]*/)?([^\s/():]+/[^\s/():\[\]]+\.\w+:\d+)(?::\d+)?(?: \([^)]*\))?")
 _LOCATION = re.compile(r"^(?P<path>.*?):(?P<line>\d+)(?::\d+)?(?P<rest>.*)$")
 
 
-def show_bytes(num_bytes: float) -> str:
-    """Return a number of bytes with a binary unit: `1536` → `1.5 KiB`."""
-    size = float(num_bytes)
+def show_bytes(num_bytes: float, *, decimals: int | None = None) -> str:
+    """Return a number of bytes with a binary unit: `1536` → `1.50 KiB`.
+
+    decimals     digits after the point, for sentences that compare two sizes; None gives three significant digits
+    """
+    size, digits = float(num_bytes), _decimals if decimals is None else lambda _: decimals
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024.0:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.{_decimals(size)}f} {unit}"
+            return f"{size:.0f} B" if unit == "B" else f"{size:.{digits(size)}f} {unit}"
         size /= 1024.0
-    return f"{size:.{_decimals(size)}f} TiB"
+    return f"{size:.{digits(size)}f} TiB"
 
 
 def read_bytes(text: str) -> float:
@@ -31,12 +39,14 @@ def read_bytes(text: str) -> float:
     match = _BYTES.match(text.strip())
     if match is None:
         return float(text)
+    # "k" and "K" alike; an "i" makes the prefix binary, as disks and networks count in thousands.
     power = "kmgt".find(match["prefix"].lower()) + 1 if match["prefix"] else 0
     return float(match["number"]) * (1024.0 if match["binary"] else 1000.0) ** power
 
 
 def show_seconds(seconds: float) -> str:
     """Return a time with a unit: `0.0123` → `12.3 ms`."""
+    # 0.9995 and not 1: from there on three digits round up to the next unit, and 999.6 ms would read `1000 ms`.
     for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
         if abs(seconds) >= 0.9995 * scale:
             size = seconds / scale
@@ -46,6 +56,7 @@ def show_seconds(seconds: float) -> str:
 
 def show_about(seconds: float) -> str:
     """Return an estimated time, rounded coarsely as the estimate deserves: `43.2` → `45 s`."""
+    # From 57.5 s on, multiples of five would round to 60 s, which is a minute.
     if seconds < 57.5:
         return f"{max(1.0, seconds if seconds < 9.5 else 5 * round(seconds / 5)):.0f} s"
     return f"{seconds / 60:.0f} min" if seconds >= 90 else "1 min"
@@ -113,4 +124,37 @@ def short_sources(text: str) -> str:
 
 
 def _decimals(size: float) -> int:
+    # Three significant digits, so that columns of one unit have about one width; a plain zero needs none.
     return 2 if 0 < abs(size) < 10 else 1 if abs(size) < 100 else 0
+
+
+class View(Enum):
+    """The names of the views that a value can be rendered as."""
+
+    GRAPH_HTML = auto()
+    GRAPH_TEXT = auto()
+    GRAPH_SUMMARY = auto()
+    INSTRUCTIONS_HTML = auto()
+    INSTRUCTIONS_TEXT = auto()
+    INSTRUCTIONS_SUMMARY = auto()
+    PLAN_TEXT = auto()
+    PLAN_PAGE = auto()
+    PLAN_FRAGMENT = auto()
+    PLAN_EXPLANATION = auto()
+    PLAN_TIME = auto()
+    PLAN_MEMORY = auto()
+    PLAN_DIFF = auto()
+
+
+# Filled by `alpa_lite.inspection`; a plain dict suffices, because registering happens once, during the import.
+_views: dict[View, Callable[..., str]] = {}
+
+
+def register_views(views: Mapping[View, Callable[..., str]]) -> None:
+    """Register the functions that render values; each takes the value as its first argument and returns text."""
+    _views.update(views)
+
+
+def view(kind: View, *arguments: object, **options: object) -> str:
+    """Return the value ``arguments[0]`` rendered as this kind of view."""
+    return _views[kind](*arguments, **options)

@@ -5,7 +5,7 @@ plans of the systems that it was compared with, and the best of a grid of manual
 the described cluster. Published measurements are listed next to them (`benchmarks.alpa.fixed_plans`). Plans are
 compared with each other as XLA ran them at the time; a prediction that is compared with a measurement of other software
 assumes that software's execution. TFLOPS per device include recomputation, as in the paper
-(`alpa_lite.cli.models.model_flops`).
+(`alpa_lite.cli.models.alpa_cases`).
 The output ends with the paper's claims that the predictions confirm, and those that they do not.
 """
 

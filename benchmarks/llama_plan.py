@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 
 import alpa_lite as al
-from alpa_lite.cli.models.llama import Llama
+from alpa_lite.cli.models.decoders import Llama
 from alpa_lite.cli.models.train import init_state, make_optimizer, make_train_step
 from alpa_lite.inter_op.stage_costs import free_restriction
 from alpa_lite.intra_op.formulate import Builder
@@ -120,16 +120,8 @@ def measure(model: Llama, options: argparse.Namespace) -> None:
         seconds = math.inf
         if solution.choices is not None:
             with clock.part("price"):
-                priced = price_choice(
-                    view,
-                    builder.catalogue.pricer,
-                    builder.choice(solution.choices),
-                    solution.status,
-                    solution.cost,
-                    solution.bound,
-                    1,
-                    solution.peak_bytes,
-                )
+                choice = builder.choice(solution.choices)
+                priced = price_choice(view, builder.catalogue.pricer, choice, solution, 1)
             seconds = priced.cost.step_seconds(1)
         total = sum(s for name, s in clock.seconds.items() if name != "simplify")
         name = "no limit" if limit is None else f"{limit / 1e9:.0f} GB"

@@ -28,11 +28,9 @@ from rich.table import Table
 import alpa_lite as al
 from alpa_lite.api.doctor import virtual_cpu_environment
 from alpa_lite.cli.demo import progress_line
-from alpa_lite.cli.models.cnn import CNN
-from alpa_lite.cli.models.mlp import MLP
-from alpa_lite.cli.models.optimizers import adam
-from alpa_lite.cli.models.train import init_state, make_train_step
-from alpa_lite.cli.models.transformer import Transformer
+from alpa_lite.cli.models.sequential_networks import CNN, MLP
+from alpa_lite.cli.models.train import Adam, init_state, make_train_step
+from alpa_lite.cli.models.transformer import Computation, Transformer
 from alpa_lite.errors import AlpaLiteError
 from alpa_lite.planners import FSDP, DataParallel, Hybrid, Megatron, Pipeline, Planner
 from alpa_lite.runtime.execute.function import CompiledFunction
@@ -91,11 +89,14 @@ def cases(names: Sequence[str], policies: Sequence[str]) -> list[Case]:
     """Return small models in float32, the dtype in which the CPU backend computes in any case."""
     found: list[Case] = []
     if "transformer" in names:
-        base = Transformer(
-            vocab_size=1024, num_layers=8, hidden=256, num_heads=8, inner=1024, seq_len=256, dtype=jnp.float32
-        )
+        base = Transformer(vocab_size=1024, num_layers=8, hidden=256, num_heads=8, inner=1024, seq_len=256)
         for policy in policies:
-            model = replace(base, recompute=policy, num_segments=2)  # pyright: ignore[reportArgumentType]
+            computation = Computation(
+                recompute=policy,  # pyright: ignore[reportArgumentType]
+                num_segments=2,
+                dtype=jnp.float32,
+            )
+            model = replace(base, computation=computation)
             found.append(Case(name=f"transformer, {policy}", model=model, batch=model.batch_shapes(32)))
     if "MLP" in names:
         shapes = {"inputs": (1024, 256), "targets": (1024, 256)}
@@ -112,7 +113,7 @@ def cases(names: Sequence[str], policies: Sequence[str]) -> list[Case]:
 
 def compiled_plan(case: Case, planner: Planner, num_microbatches: int, cluster: Cluster) -> CompiledFunction:
     """Plan and compile the train step of a case; no arrays are allocated."""
-    optimizer = adam()
+    optimizer = Adam()
     step = make_train_step(case.model.loss_fn, optimizer)
     state = jax.eval_shape(lambda: init_state(case.model.init(jax.random.key(0)), optimizer))
     function = al.parallelize(

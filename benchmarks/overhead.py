@@ -39,7 +39,7 @@ from rich.table import Table
 
 import alpa_lite as al
 from alpa_lite.api.doctor import virtual_environment
-from alpa_lite.cli.models.gpt import GPT
+from alpa_lite.cli.models.decoders import GPT
 from alpa_lite.cli.models.train import init_state, make_optimizer, make_train_step
 from alpa_lite.plan.progress import PhaseTimes, Progress
 from alpa_lite.planners import DataParallel, Hybrid

@@ -33,9 +33,8 @@ from scipy.stats import spearmanr
 import alpa_lite as al
 from alpa_lite.api.doctor import virtual_environment
 from alpa_lite.cli.demo import DemoConfig, progress_line
-from alpa_lite.cli.models.cnn import CNN
-from alpa_lite.cli.models.llama import Llama
-from alpa_lite.cli.models.mlp import MLP
+from alpa_lite.cli.models.decoders import Llama
+from alpa_lite.cli.models.sequential_networks import CNN, MLP
 from alpa_lite.cli.models.train import init_state, make_optimizer, make_train_step
 from alpa_lite.planners import FSDP, Auto, DataParallel, Hybrid, Megatron, Pipeline, Planner
 from alpa_lite.runtime.calibrate.calibrate import calibrate

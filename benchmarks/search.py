@@ -9,7 +9,7 @@ from statistics import median
 
 import numpy as np
 
-from alpa_lite.inter_op.stage_dp import StageTable, solve
+from alpa_lite.inter_op.stage_dp import PipelineTerms, StageTable, solve
 from alpa_lite.sharding.meshes import submesh_kinds
 from alpa_lite.step.clustering import cluster_contiguous
 
@@ -63,7 +63,7 @@ def main() -> None:
         # By first layer, and faster over more links.
         links = np.minimum.outer(kinds, kinds)
         table = replace(table, inflow_seconds=np.linspace(0.0, 0.01, num_layers)[:, None, None] / links)
-        seconds = timed(lambda t=table, d=num_devices: solve(t, num_devices=d, num_microbatches=64))
+        seconds = timed(lambda t=table, d=num_devices: solve(t, PipelineTerms(num_devices=d, num_microbatches=64)))
         print(
             f"stage search {num_layers:5} layers on {num_devices:4} devices, {len(kinds):2} kinds         "
             f"     {seconds:8.3f} s",

@@ -29,7 +29,7 @@ from rich.table import Table
 
 import alpa_lite as al
 from alpa_lite.cli.models.alpa_cases import CASES
-from alpa_lite.cli.models.gpt import GPT
+from alpa_lite.cli.models.decoders import GPT
 from alpa_lite.errors import AlpaLiteError
 from alpa_lite.intra_op.problem import Problem, Solution
 from alpa_lite.intra_op.solvers import Control, Portfolio

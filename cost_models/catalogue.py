@@ -15,12 +15,13 @@ from collections.abc import Collection, Mapping
 from dataclasses import MISSING, fields
 from importlib import resources
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, cast
 
-from cost_models.errors import ClusterError
-from cost_models.hardware import Device
-from cost_models.link import Link
-from cost_models.untrusted_text import parse_json
+from cost_models.checks import ClusterError, JsonObject, parse_json
+from cost_models.hardware import Device, Link
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 _MAX_BYTES, _MAX_VALUES = 2**20, 100_000
 
@@ -110,7 +111,9 @@ def link_from_json(value: object, where: str) -> Link:
     return Link(**values)
 
 
-def check_keys(where: str, values: Mapping[str, Any], cls: type[Any], optional: Collection[str] = ()) -> None:
+def check_keys(
+    where: str, values: Mapping[str, object], cls: type[DataclassInstance], optional: Collection[str] = ()
+) -> None:
     """Raise ClusterError unless the keys of `values` match the fields of `cls`; those in `optional` may be missing."""
     known = {field.name for field in fields(cls)}
     needed = {each.name for each in fields(cls) if each.default is MISSING and each.default_factory is MISSING}
@@ -125,23 +128,23 @@ def check_keys(where: str, values: Mapping[str, Any], cls: type[Any], optional: 
         raise ClusterError(f"{where} lacks {', '.join(missing)}: add them (every quantity is in bytes and seconds).")
 
 
-def require_object(where: str, value: object) -> Mapping[str, Any]:
+def require_object(where: str, value: object) -> JsonObject:
     """Return the value as a mapping.
 
     Raises:
         ClusterError: the value is not a mapping.
     """
     if isinstance(value, Mapping):
-        return cast("Mapping[str, Any]", value)
+        return cast("JsonObject", value)
     raise ClusterError(f"{where} is {value!r}, but a JSON object is needed: give one key for each quantity.")
 
 
-def without_comments(values: Mapping[str, Any]) -> dict[str, Any]:
+def without_comments(values: Mapping[str, object]) -> JsonObject:
     """Return the values without the keys in `COMMENT_KEYS`."""
     return {key: value for key, value in values.items() if key not in COMMENT_KEYS}
 
 
-def read_shipped(folder: str, name: object) -> dict[str, Any]:
+def read_shipped(folder: str, name: object) -> JsonObject:
     """Read the shipped JSON object of a name in `clusters`, `devices` or `links`.
 
     Raises:
@@ -160,7 +163,7 @@ def read_shipped(folder: str, name: object) -> dict[str, Any]:
     return parse_object(f"{folder}/{name.lower()}.json", text)
 
 
-def read_file(path: Path) -> dict[str, Any]:
+def read_file(path: Path) -> JsonObject:
     """Read the JSON object of a cluster file.
 
     Raises:
@@ -176,7 +179,7 @@ def read_file(path: Path) -> dict[str, Any]:
     return parse_object(str(path), text)
 
 
-def parse_object(name: str, text: bytes) -> dict[str, Any]:
+def parse_object(name: str, text: bytes) -> JsonObject:
     """Parse `text` as a JSON object; raise ClusterError, which names the file `name`, if it is not one."""
     try:
         data = parse_json(text, max_bytes=_MAX_BYTES, max_values=_MAX_VALUES)
@@ -184,7 +187,7 @@ def parse_object(name: str, text: bytes) -> dict[str, Any]:
         raise ClusterError(f"The cluster file {name!r} is not JSON that can be used ({error}): correct it.") from error
     if not isinstance(data, dict):
         raise ClusterError(f"The cluster file {name!r} holds no JSON object: start from Cluster.to_json().")
-    return cast("dict[str, Any]", data)
+    return cast("JsonObject", data)
 
 
 def _names(folder: str) -> tuple[str, ...]:
@@ -205,7 +208,7 @@ def _meant(unknown: Collection[str], known: Collection[str]) -> str:
     return f" Did you mean {', '.join(hints)}?" if hints else ""
 
 
-def _check_magnitudes(where: str, values: Mapping[str, Any]) -> None:
+def _check_magnitudes(where: str, values: Mapping[str, object]) -> None:
     for key, plausible in _PLAUSIBLE.items():
         if key in values:
             _check_magnitude(f"{key} of {where}", values[key], plausible)

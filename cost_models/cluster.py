@@ -7,16 +7,17 @@ slice). Hosts may differ: `groups` then describes them, the fields of the cluste
 and `Cluster.at` returns the cluster that a range of its devices sees.
 
 `load_cluster` reads the descriptions that ship in `clusters/*.json` (each value with its source) or a file of the same
-form.
+form. `with_memory`, `with_bandwidth` and `with_times_the_hosts` derive hypothetical clusters from one; where hosts
+differ, the change applies to all host groups.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from cost_models.catalogue import (
     check_keys,
@@ -30,9 +31,8 @@ from cost_models.catalogue import (
     without_comments,
 )
 from cost_models.catalogue import known_clusters as known_clusters
-from cost_models.errors import ClusterError, require_count
-from cost_models.hardware import Device
-from cost_models.link import Link
+from cost_models.checks import ClusterError, JsonObject, require_count
+from cost_models.hardware import Device, Link
 
 #: Algorithms that a collective library may implement (see `schemes`).
 ALGORITHMS = ("ring", "tree", "double_tree", "halving_doubling", "hierarchical")
@@ -166,6 +166,7 @@ class Cluster:
             )
         if not self.groups:
             return self
+        # Groups are consecutive hosts in device order, so that a range of devices meets a range of groups.
         first_host = first_device // self.devices_per_host
         last_host = (first_device + num_devices - 1) // self.devices_per_host
         found, start = list[HostGroup](), 0
@@ -184,9 +185,9 @@ class Cluster:
             groups=(),
         )
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """Return a dict of JSON values from which `from_json` restores the cluster."""
-        data: dict[str, Any] = {}
+        data: JsonObject = {}
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name in _LEFT_OUT_AT_DEFAULT and value == field.default:
@@ -199,7 +200,7 @@ class Cluster:
         return data
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Cluster:
+    def from_json(cls, data: JsonObject) -> Cluster:
         """Build a cluster from the form of `to_json` or of a file in `clusters/`; "sources" and "notes" are ignored.
 
         Raises:
@@ -217,7 +218,7 @@ class Cluster:
             ) from error
 
     @classmethod
-    def _from_values(cls, values: dict[str, Any]) -> Cluster:
+    def _from_values(cls, values: JsonObject) -> Cluster:
         mixed = bool(values.get("groups"))
         check_keys("The cluster", values, cls, optional=("device", "num_hosts", "intra_host") if mixed else ())
         for key in _LINKS:
@@ -264,6 +265,7 @@ def slowest_device(devices: Sequence[Device]) -> Device:
 
 def slowest_link(links: Sequence[Link]) -> Link:
     """Return the link with the lowest rate, given the longest latency, ramp and skew of all links."""
+    # The slowest link sets the pace: a ring waits for its slowest edge.
     base = min(links, key=lambda link: link.bytes_per_second)
     return replace(
         base,
@@ -320,13 +322,13 @@ def cluster_sources(name: str) -> dict[str, str]:
     return {**found, **(cast("Mapping[str, str]", own) if isinstance(own, Mapping) else {})}
 
 
-def _read(name_or_path: str) -> dict[str, Any]:
+def _read(name_or_path: str) -> JsonObject:
     if name_or_path.lower() not in known_clusters() and name_or_path.lower().endswith(".json"):
         return read_file(Path(name_or_path))
     return read_shipped("clusters", name_or_path)
 
 
-def _to_json(value: Any) -> Any:
+def _to_json(value: object) -> object:
     if isinstance(value, Link):
         return value.to_json()
     if isinstance(value, Device):
@@ -340,11 +342,11 @@ def _to_json(value: Any) -> Any:
         parts = {field.name: getattr(value, field.name) for field in fields(value)}
         return {key: _to_json(part) for key, part in parts.items() if part is not None}
     if isinstance(value, tuple):
-        return [_to_json(each) for each in cast("tuple[Any, ...]", value)]
+        return [_to_json(each) for each in cast("tuple[object, ...]", value)]
     return value
 
 
-def _mixed(values: Mapping[str, Any]) -> dict[str, Any]:
+def _mixed(values: JsonObject) -> JsonObject:
     """Parse the groups of a cluster whose hosts differ, and derive the fields that hold for all groups."""
     name = values["name"]
     given = values["groups"]
@@ -372,3 +374,64 @@ def _mixed(values: Mapping[str, Any]) -> dict[str, Any]:
         "device": slowest_device([group.device for group in groups]),
         "intra_host": slowest_link([group.intra_host for group in groups]),
     }
+
+
+def with_memory(cluster: Cluster, memory_bytes: float) -> Cluster:
+    """Return the cluster with `memory_bytes` of usable memory on each device.
+
+    Raises:
+        ClusterError: a number that is not above 0.
+    """
+
+    return _with_devices(cluster, lambda device: replace(device, memory_bytes=float(memory_bytes)))
+
+
+def with_memory_limit(cluster: Cluster, memory_bytes: float) -> Cluster:
+    """Return the cluster with the usable memory of each device limited to `memory_bytes`.
+
+    Raises:
+        ClusterError: a number that is not above 0.
+    """
+    limit = float(memory_bytes)
+    return _with_devices(cluster, lambda device: replace(device, memory_bytes=min(limit, device.memory_bytes)))
+
+
+def with_times_the_hosts(cluster: Cluster, times: int) -> Cluster:
+    """Return the cluster with `times` as many hosts, in each host group."""
+    groups = tuple(replace(group, num_hosts=times * group.num_hosts) for group in cluster.groups)
+    return replace(cluster, num_hosts=times * cluster.num_hosts, groups=groups)
+
+
+def with_bandwidth(cluster: Cluster, scale: float) -> Cluster:
+    """Return the cluster with the bandwidth of all links multiplied by `scale`; latencies are unchanged.
+
+    Raises:
+        ClusterError: a scale that is not above 0.
+    """
+    if not scale > 0:
+        raise ClusterError(f"A bandwidth scale of {scale!r} was given; it must be above 0: 0.5 for half as fast links.")
+
+    def changed(link: Link) -> Link:
+        return replace(link, bandwidth_bytes_per_second=scale * link.bandwidth_bytes_per_second)
+
+    groups = tuple(
+        replace(
+            group,
+            intra_host=changed(group.intra_host),
+            inter_host=None if group.inter_host is None else changed(group.inter_host),
+        )
+        for group in cluster.groups
+    )
+    return replace(
+        cluster,
+        intra_host=changed(cluster.intra_host),
+        inter_host=changed(cluster.inter_host),
+        intra_domain=None if cluster.intra_domain is None else changed(cluster.intra_domain),
+        groups=groups,
+    )
+
+
+def _with_devices(cluster: Cluster, changed: Callable[[Device], Device]) -> Cluster:
+    # The device of the cluster stands for the slowest of its groups, so it changes with them.
+    groups = tuple(replace(group, device=changed(group.device)) for group in cluster.groups)
+    return replace(cluster, device=changed(cluster.device), groups=groups)

@@ -7,9 +7,9 @@
                                   min(num_links * rate inside, hosts * rate that leaves a host)
 
 `schemes` derives the levels with their rates and the schemes, `traffic` the bytes and messages of one algorithm,
-and `link` the time move(b) of b bytes. On a shared processor all members exchange data through shared memory, at one
-barrier, and the processor serves them one after another. Each term is increasing and continuous in bytes, and so are
-sums, minima and maxima of them.
+and `hardware` the time move(b) of b bytes. On a shared processor all members exchange data through shared memory, at
+one barrier, and the processor serves them one after another. Each term is increasing and continuous in bytes, and so
+are sums, minima and maxima of them.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from cost_models.checks import require_amount, require_choice, require_count
 from cost_models.cluster import Cluster
-from cost_models.errors import require_amount, require_choice, require_count
-from cost_models.link import Link, moving_seconds
+from cost_models.hardware import Link, moving_seconds
 from cost_models.schemes import Scheme, levels_of, rate_of_host, schemes
 from cost_models.traffic import (
     Algorithm,
@@ -126,6 +126,7 @@ def all_reduce_seconds(bytes: float, num_devices: int, link: Link, algorithm: Al
     require_amount("The size of an all_reduce", bytes, advice="give the bytes of the buffer on one device")
     require_count("The size of a group", num_devices, advice="count the devices that take part")
     require_choice("The all_reduce algorithm", algorithm, ("auto", *ALL_REDUCE_ALGORITHMS))
+    # Nothing is sent: the formulas would still charge the latency of their rounds.
     if num_devices == 1 or bytes == 0:
         return 0.0
     chosen = ALL_REDUCE_ALGORITHMS.values() if algorithm == "auto" else (ALL_REDUCE_ALGORITHMS[algorithm],)
@@ -151,6 +152,7 @@ def explain_collective(collective: Collective, cluster: Cluster) -> CollectiveCo
     scheme = _cheapest(collective, cluster)
     if scheme is None:
         return CollectiveCost()
+    # Levels stream at the same time, so that the slowest one alone sets the time of the bytes.
     limiting = max(scheme.parts, key=lambda part: part.bandwidth_seconds)
     return CollectiveCost(
         seconds=scheme.seconds,
@@ -198,6 +200,7 @@ def transfer_seconds(
     if bytes == 0:
         return 0.0
     inside = cluster.intra_host
+    # Virtual devices copy through one memory: more pairs share its bandwidth and add none.
     num_lanes = 1 if cluster.shared_processor else num_links
     # Each pair of devices communicates as a group of two.
     rate = num_lanes * inside.rate(2)

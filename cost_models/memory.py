@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-from cost_models.errors import CostModelError, require_amount, require_count
+from cost_models.checks import CostModelError, require_amount, require_count
 
 LayerRecompute = Literal["none", "selective", "full"]
 """What the backward pass recomputes: nothing, the attention core, or the layer from its input."""

@@ -46,9 +46,9 @@ from itertools import product
 from math import log2
 
 from cost_models import traffic
+from cost_models.checks import CostModelError
 from cost_models.cluster import Cluster
-from cost_models.errors import CostModelError
-from cost_models.link import Link, moving_seconds
+from cost_models.hardware import Link, moving_seconds
 from cost_models.traffic import Algorithm, Traffic
 from cost_models.work import CollectiveKind, Group
 
@@ -94,6 +94,7 @@ def levels_of(group: Group, cluster: Cluster, *, all_to_all: bool = False) -> tu
     Raises:
         CostModelError: the group does not fit the cluster.
     """
+    # First, since the levels of a group that does not fit would be priced without any complaint.
     _check_fits(group, cluster)
     per_domain = min(group.num_devices, group.devices_per_host * cluster.hosts_per_domain)
     if group.devices_per_domain is not None and cluster.hosts_per_domain > 1:
@@ -106,10 +107,12 @@ def levels_of(group: Group, cluster: Cluster, *, all_to_all: bool = False) -> tu
         return (bottom,) if group.num_devices > 1 else ()
     found = [bottom]
     if cluster.intra_domain is not None and hosts_in_domain > 1:
-        found.append(_between(group, cluster, cluster.intra_domain, 1, hosts_in_domain, group.num_hosts, "domain"))
+        units = _Units(name="domain", num_hosts=1, num_members=hosts_in_domain, num_units=group.num_hosts)
+        found.append(_between(group, cluster, cluster.intra_domain, units))
     num_units = -(-group.num_devices // per_domain)
     name = "between domains" if cluster.hosts_per_domain > 1 else "between hosts"
-    found.append(_between(group, cluster, cluster.inter_host, hosts_in_domain, num_units, num_units, name))
+    units = _Units(name=name, num_hosts=hosts_in_domain, num_members=num_units, num_units=num_units)
+    found.append(_between(group, cluster, cluster.inter_host, units))
     # A level on which nothing is sent has no part in a scheme.
     return tuple(level for level in found if level.num_members > 1)
 
@@ -141,20 +144,28 @@ def _bottom(group: Group, cluster: Cluster, num_members: int, *, all_to_all: boo
     )
 
 
-def _between(
-    group: Group, cluster: Cluster, link: Link, num_hosts: int, num_members: int, num_units: int, name: str
-) -> Level:
-    """Return a level whose units of `num_hosts` hosts each communicate over `link`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Units:
+    """The units of a level between hosts: `num_hosts` hosts each; the other fields are those of `Level`."""
+
+    name: str
+    num_hosts: int
+    num_members: int
+    num_units: int
+
+
+def _between(group: Group, cluster: Cluster, link: Link, units: _Units) -> Level:
+    """Return a level whose units communicate over `link`."""
     per_host = group.devices_per_host
     rate = rate_of_host(link, cluster, num_senders=per_host, num_concurrent=group.num_concurrent)
     # Bytes pass the links inside a host before they reach its network cards.
     feed = per_host * _bottom(group, cluster, per_host).bytes_per_second
     return Level(
-        name=name,
-        num_members=num_members,
-        num_units=num_units,
+        name=units.name,
+        num_members=units.num_members,
+        num_units=units.num_units,
         link=link,
-        bytes_per_second=num_hosts * min(rate, feed),
+        bytes_per_second=units.num_hosts * min(rate, feed),
         latency_seconds=link.latency_seconds,
     )
 
@@ -258,6 +269,7 @@ def schemes(kind: CollectiveKind, bytes: float, levels: Sequence[Level], algorit
 
 def _neighbours(bytes: float, levels: Sequence[Level]) -> Scheme:
     """Price one shift: one member per host sends to the next host, the others inside; the slowest counts."""
+    # Each member sends one message, on one level only, so that levels do not add up.
     parts = [SchemePart(level, "one message", 1, bytes) for level in levels]
     return Scheme("one message", (max(parts, key=lambda part: part.latency_seconds + part.bandwidth_seconds),))
 

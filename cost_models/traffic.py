@@ -43,7 +43,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cost_models.link import Link, moving_seconds
+from cost_models.hardware import Link, moving_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from cost_models.errors import CostModelError, require_amount, require_choice, require_count
+from cost_models.checks import CostModelError, require_amount, require_choice, require_count
 
 WorkKind = Literal["matmul", "convolution", "attention", "elementwise"]
 # From the type, so that the type checker and the check at run time agree.
@@ -48,6 +48,7 @@ class Product:
     count: float = 1
 
     def __post_init__(self) -> None:
+        # Checked here because a size of 0 would divide by zero in the tiling of a product, far from its cause.
         for what in ("rows", "columns", "depth", "count"):
             value = getattr(self, what)
             require_amount(f"Product.{what}", value, advice="give the sizes of the local blocks", positive=True)
@@ -136,6 +137,7 @@ class Group:
                 f"Group.devices_per_host is {self.devices_per_host}, but the group has only {self.num_devices} "
                 "members: count the members of the group that sit on one host, not the devices of the host."
             )
+        # None leaves the domain to `schemes`, which fills domains with neighbouring hosts.
         domain = self.devices_per_domain
         if domain is None:
             return

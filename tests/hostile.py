@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import alpa_lite as al
-from alpa_lite.cli.plan_command import read_pins
+from alpa_lite.cli.user_files import read_pins
 from alpa_lite.inspection.text.timeline import predicted_timeline
 from alpa_lite.intra_op.problem import Problem, Ragged
 from alpa_lite.intra_op.problem_file import read_problem, write_problem

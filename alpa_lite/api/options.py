@@ -14,14 +14,14 @@ from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.progress import Progress, Say
 from alpa_lite.planners import Auto, Planner
 from alpa_lite.planners.by_name import planner_by_name
-from alpa_lite.planners.replay import Replay
+from alpa_lite.planners.planner import Replay
 from alpa_lite.runtime.calibrate.calibrate import local_cluster
 from alpa_lite.runtime.execute.execute import WATCHDOG_SECONDS, OnHang
 from alpa_lite.schedule.tasks import MOST_MICROBATCHES
 from alpa_lite.step.split import OnNonAdditive
 from alpa_lite.trace.batch import BatchArgnums
+from cost_models.checks import printable
 from cost_models.cluster import Cluster, load_cluster
-from cost_models.untrusted_text import printable
 
 Chosen = TypeVar("Chosen", bound=str)
 

@@ -17,17 +17,24 @@ from typing import Any, Generic, ParamSpec, TypedDict, TypeVar, Unpack, overload
 import jax
 
 from alpa_lite import _jax
-from alpa_lite.api.call_key import CallKey, difference, form_of, key_of_call
+from alpa_lite.api.earlier_calls import (
+    CallKey,
+    difference,
+    fitting_microbatches,
+    form_of,
+    key_of_call,
+    num_shared,
+    planner_with_placement,
+)
 from alpa_lite.api.options import Options, plan_of
 from alpa_lite.api.plan_cache import Cache
-from alpa_lite.api.same_placement import fitting_microbatches, num_shared, planner_with_placement
 from alpa_lite.api.stages import LoweredFunction, PlannedFunction, TracedFunction
 from alpa_lite.errors import AlpaLiteError
 from alpa_lite.inter_op.plan_request import OnInterrupt
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.progress import Progress, Say
 from alpa_lite.planners import Auto, Planner
-from alpa_lite.planners.replay import Replay
+from alpa_lite.planners.planner import Replay
 from alpa_lite.runtime.check.check_report import CheckReport
 from alpa_lite.runtime.check.compare import check_compiled
 from alpa_lite.runtime.execute.execute import WATCHDOG_SECONDS, OnHang
@@ -95,7 +102,7 @@ class ParallelFunction(Generic[P, R]):
         return self.trace(*args, **kwargs).plan().lower()
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run one step; the first call with a new key (see `call_key`) traces, plans, lowers and compiles.
+        """Run one step; the first call with a new key (see `earlier_calls`) traces, plans, lowers and compiles.
 
         While JAX traces or transforms another function (`jax.jit`, `jax.grad`, `jax.vmap`, `jax.eval_shape`, …), and
         under `jax.disable_jit`, it is the plain function.

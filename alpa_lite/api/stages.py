@@ -22,9 +22,8 @@ from typing import Any
 import jax
 
 from alpa_lite import _jax
-from alpa_lite.api.job import check_same_program, planned_together
 from alpa_lite.api.options import Options, check_microbatches, cluster_of, planner_of
-from alpa_lite.api.plan_cache import Cache
+from alpa_lite.api.plan_cache import Cache, check_same_program, planned_together
 from alpa_lite.errors import BatchError, NonAdditiveError
 from alpa_lite.lower.instructions import Program, build_program
 from alpa_lite.lower.planned_step import as_planned, check_fits

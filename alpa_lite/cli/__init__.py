@@ -2,20 +2,20 @@
 
 Comes in: the words after `alpa-lite`. Goes out: text, or JSON with `--json`, and an exit code. Read `entry` first.
 
-plan          plan a train step for a cluster, or compare clusters      `plan_command`
-check         compare a step that runs by its plan with jax.jit         `check_command`
-explain       show a saved plan, or the reasons for part of it          `plan_file_commands`
-diff          show what changes from one plan to another                `plan_file_commands`
-simulate      show the timeline of a plan, predicted or measured        `plan_file_commands`
-solve         solve a file with an intra-op problem                     `solve_command`
+plan          plan a train step for a cluster, or compare clusters      `step_commands`
+check         compare a step that runs by its plan with jax.jit         `step_commands`
+explain       show a saved plan, or the reasons for part of it          `file_commands`
+diff          show what changes from one plan to another                `file_commands`
+simulate      show the timeline of a plan, predicted or measured        `file_commands`
+solve         solve a file with an intra-op problem                     `file_commands`
 calibrate     measure this machine's devices                            `machine_commands`
 doctor        check whether this machine is ready                       `machine_commands`
-launch        run a program as several processes on this machine        `launch_command`
-bench, demo   compare planners; plan, train and compare on this machine `benchmark_commands`, `bench`, `demo`
-completion    print a script that completes these commands in a shell   `completion`
+launch        run a program as several processes on this machine        `machine_commands`
+bench, demo   compare planners; plan, train and compare on this machine `machine_commands`, `bench`, `demo`
+completion    print a script that completes these commands in a shell   `entry`
 
 `alpa-lite COMMAND --help` lists the options of a command. `entry` has the parser of all commands; `command` what they
-share: output and error messages; `exit_codes` how they end.
+share: output and error messages; `user_files` what a user names on the command line; `exit_codes` how commands end.
 """
 
 from __future__ import annotations

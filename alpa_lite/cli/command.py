@@ -20,14 +20,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, cast
 
 from rich.console import Console
 
 from alpa_lite.cli.exit_codes import Exit, reader_left
 from alpa_lite.errors import AlpaLiteError, InfeasibleError
 from cost_models import CostModelError
-from cost_models.untrusted_text import message
+from cost_models.checks import message
+
+if TYPE_CHECKING:
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 VERSION = 1
 """The version of the `--json` schemas; it grows when an entry is removed or changes its meaning."""
@@ -50,7 +53,7 @@ class Command:
     run: Callable[[argparse.Namespace], int]
     add_arguments: Callable[[argparse.ArgumentParser], None] = lambda parser: None
 
-    def add_to(self, commands: Any) -> None:
+    def add_to(self, commands: Subparsers) -> None:
         """Add the parser of this command to the subparsers of argparse; every command has `--json`."""
         parser = commands.add_parser(
             self.name,
@@ -120,6 +123,7 @@ def enveloped(command: str, data: Mapping[str, object]) -> dict[str, object]:
 
 
 def _finite(value: object) -> object:
+    # JSON has no infinity and no NaN, which Python would write nevertheless; `bool` and `int` pass unchanged.
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -209,6 +213,7 @@ _MAX_LINES = 6
 
 def blamed(error: BaseException) -> str:
     """Return the message of an error with the user's lines; "" if no code of the user took part in it."""
+    # Only errors in whose traceback a line of the user stands are the user's; others are defects of this package.
     lines = list(_user_lines(error))
     if not lines:
         return ""
@@ -264,7 +269,9 @@ def run_module(
 
     read: called with each line of its standard output; None lets it write to the output of this process.
     """
+    # The interpreter of this process, which may be one of several environments.
     command = [sys.executable, "-m", name, *arguments]
+    # Without a reader the child writes to the same terminal, and keeps its colours and progress lines.
     output = None if read is None else subprocess.PIPE
     with subprocess.Popen(command, env=dict(environment), stdout=output, text=True) as process:
         try:
@@ -274,9 +281,11 @@ def run_module(
             code = process.wait()
         except KeyboardInterrupt:
             return _interrupted(process)
+        # Anything else that ends this process must not leave a child behind that nobody waits for.
         except BaseException:
             process.kill()
             raise
+    # `Popen` gives a signal as a negative number; shells give 128 plus the signal.
     return code if code >= 0 else 128 - code
 
 

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 import jax
 import numpy as np
@@ -29,20 +28,22 @@ from rich.table import Table
 import alpa_lite as al
 from alpa_lite.api.doctor import virtual_environment
 from alpa_lite.cli.command import Screen, count, ended, positive, run_module
-from alpa_lite.cli.models import source_text as text
-from alpa_lite.cli.models.gpt import GPT
+from alpa_lite.cli.models.batches import load_text, text_batches
+from alpa_lite.cli.models.decoders import GPT
+from alpa_lite.cli.models.model_parts import Tree
 from alpa_lite.cli.models.train import TrainState, init_state, make_optimizer, make_train_step
 from alpa_lite.errors import PlanError
 from alpa_lite.planners import DataParallel, Megatron, Pipeline, Planner
 from alpa_lite.text import show_seconds
 
 Batch = Mapping[str, np.ndarray]
-Step = Callable[[Any, Any], Any]
+Step = Callable[[Tree, Tree], Tree]
 
 #: Seconds between two lines of progress where there is no terminal to redraw a line on.
 _QUIET_SECONDS = 10.0
 
 
+# Small enough to plan, compile and train in two minutes on two cores, large enough for its loss to fall visibly.
 GPT_SMALL = GPT(num_layers=4, hidden=128, num_heads=4, seq_len=64)
 
 
@@ -90,7 +91,7 @@ class DemoResult:
     max_loss_difference: float
     seconds: float
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return plain data for JSON."""
         return {
             "plan": {"name": self.plan.name, "step_seconds": self.plan.prediction.step_seconds},
@@ -104,16 +105,18 @@ class DemoResult:
 def run(config: DemoConfig, console: Console) -> DemoResult:
     """Run all three parts and print them."""
     began = time.perf_counter()
-    model, data = config.model, text.load()
+    model, data = config.model, load_text()
+    # From here to the train step everything is what a user without this package would write.
     optimizer = make_optimizer(config.learning_rate)
     train_step = make_train_step(model.loss_fn, optimizer)
     state = init_state(jax.jit(model.init)(jax.random.key(config.seed)), optimizer)
-    batches = list(text.batches(config.num_steps, config.batch_size, model.seq_len, config.seed, text=data))
+    batches = list(text_batches(config.num_steps, config.batch_size, model.seq_len, config.seed, text=data))
     _introduce(config, state, len(data), console)
 
     console.rule("1. Planning", align="left")
     with progress_line(console) as progress:
         progress("measuring this machine's devices")
+        # Measured once, if there is no calibration of this machine yet.
         cluster = al.local_cluster()
         parallel_step = al.parallelize(train_step, donate_argnums=0, cluster=cluster, progress=progress)
         start = time.perf_counter()
@@ -123,15 +126,19 @@ def run(config: DemoConfig, console: Console) -> DemoResult:
     console.print()
 
     console.rule("2. Training", align="left")
+    # Copied to the host before training: the step donates the state that it is given.
     start_state = jax.device_get(state)
     state, training = train(parallel_step, compiled.place(start_state, batches[0])[0], batches, console)
+    # The solver's own time: `preparing` also includes tracing and compilation.
     planning = compiled.plan.solver.seconds
     training = replace(training, planning_seconds=planning, preparing_seconds=preparing)
     _print_training(training, config, console)
 
     console.rule("3. The same steps under other plans", align="left")
-    rounds = list(text.batches(config.num_rounds, config.batch_size, model.seq_len, config.seed + 1, text=data))
-    rows = compare(config, train_step, compiled, jax.device_get(state), rounds, console)
+    rounds = list(text_batches(config.num_rounds, config.batch_size, model.seq_len, config.seed + 1, text=data))
+    # On the host, as every plan places its own copy, which its first step then gives away.
+    same = Training(step=train_step, state=jax.device_get(state), batches=rounds)
+    rows = compare(config, same, compiled, console)
     difference = max_loss_difference(rows)
     result = DemoResult(
         plan=compiled.plan,
@@ -144,7 +151,7 @@ def run(config: DemoConfig, console: Console) -> DemoResult:
     return result
 
 
-def train(step: Step, state: Any, batches: Sequence[Batch], console: Console) -> tuple[Any, TrainingResult]:
+def train(step: Step, state: Tree, batches: Sequence[Batch], console: Console) -> tuple[Tree, TrainingResult]:
     """Train with a progress bar that shows the loss and the time per step."""
     losses: list[float] = []
     times: list[float] = []
@@ -160,35 +167,44 @@ def train(step: Step, state: Any, batches: Sequence[Batch], console: Console) ->
         for number, batch in enumerate(batches):
             start = time.perf_counter()
             state, metrics = step(state, batch)
+            # Reading the loss waits for the step, so that the time that follows is that of the whole step.
             losses.append(float(metrics["loss"]))
             times.append(time.perf_counter() - start)
             bar.update(task, advance=1, loss=losses[-1], milliseconds=1e3 * statistics.median(times))
+            # A bar cannot be redrawn in a log file, where some lines are enough.
             if not console.is_terminal and (number % 10 == 0 or number + 1 == len(batches)):
                 console.print(f"  step {number + 1:3}  loss {losses[-1]:.3f}  {1e3 * times[-1]:.0f} ms")
     jax.block_until_ready(state)
+    # The median: the first step may compile, and other programs disturb some.
     seconds = statistics.median(times)
     result = TrainingResult(losses=tuple(losses), step_seconds=seconds, planning_seconds=0.0, preparing_seconds=0.0)
     return state, result
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Training:
+    """A training run: its step, the state before the first batch, and the batches."""
+
+    step: Step
+    state: TrainState
+    batches: Sequence[Batch]
+
+
 def compare(
-    config: DemoConfig,
-    train_step: Step,
-    chosen: al.CompiledFunction,
-    state: TrainState,
-    batches: Sequence[Batch],
-    console: Console,
+    config: DemoConfig, training: Training, chosen: al.CompiledFunction, console: Console
 ) -> tuple[Comparison, ...]:
     """Run the same steps from the same state by every plan, one step of each in turn, and time them."""
+    state, batches = training.state, training.batches
+    # The chosen plan comes first and plain jax.jit last: rows are compared with one or the other.
     steps: dict[str, Step] = {chosen.plan.name: chosen}
     predicted: dict[str, float | None] = {chosen.plan.name: chosen.plan.prediction.step_seconds}
-    states: dict[str, Any] = {chosen.plan.name: chosen.place(state, batches[0])[0]}
+    states: dict[str, Tree] = {chosen.plan.name: chosen.place(state, batches[0])[0]}
     compiling: dict[str, float] = {chosen.plan.name: 0.0}
     with progress_line(console) as progress:
         for planner in config.manual:
             start = time.perf_counter()
             function = al.parallelize(
-                train_step,
+                training.step,
                 donate_argnums=0,
                 cluster=chosen.plan.cluster,
                 planner=planner,
@@ -206,7 +222,8 @@ def compare(
         progress("plain jax.jit")
         start = time.perf_counter()
         name = "jax.jit on one device"
-        reference = jax.jit(train_step, donate_argnums=0)
+        reference = jax.jit(training.step, donate_argnums=0)
+        # Compiled ahead of the rounds, as the plans are, so that no round includes compilation.
         on_one = jax.device_put(state, jax.devices()[0])
         steps[name], predicted[name], states[name] = reference.lower(on_one, batches[0]).compile(), None, on_one
         compiling[name] = time.perf_counter() - start
@@ -215,6 +232,7 @@ def compare(
         Comparison(
             name=name,
             predicted_seconds=predicted[name],
+            # The first round is a warm-up; of a single round it is all there is.
             measured_seconds=statistics.median(measured[name][1:] or measured[name]),
             compile_seconds=compiling[name],
             losses=tuple(losses[name]),
@@ -224,7 +242,7 @@ def compare(
 
 
 def _round_robin(
-    steps: Mapping[str, Step], states: dict[str, Any], batches: Sequence[Batch], progress: Callable[[str], None]
+    steps: Mapping[str, Step], states: dict[str, Tree], batches: Sequence[Batch], progress: Callable[[str], None]
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Return seconds and losses of every plan in every round; the first round is a warm-up."""
     measured: dict[str, list[float]] = {name: [] for name in steps}
@@ -234,6 +252,7 @@ def _round_robin(
         for name, step in steps.items():
             start = time.perf_counter()
             states[name], metrics = step(states[name], batch)
+            # JAX dispatches asynchronously: without waiting, only the time of dispatch would be measured.
             jax.block_until_ready((states[name], metrics))
             measured[name].append(time.perf_counter() - start)
             losses[name].append(float(metrics["loss"]))
@@ -242,6 +261,7 @@ def _round_robin(
 
 def max_loss_difference(rows: Sequence[Comparison]) -> float:
     """Return the largest relative difference of any loss from plain `jax.jit` (the last row) in the same round."""
+    # Relative, since losses fall by an order of magnitude during training.
     reference = np.array(rows[-1].losses)
     return max(float(np.max(np.abs(np.array(row.losses) - reference) / np.abs(reference))) for row in rows)
 
@@ -346,12 +366,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_options(parser)
     parser.add_argument("--json", action="store_true", help="print the result as JSON, and everything else to stderr")
     given = parser.parse_args(words)
+    # The number of devices is fixed when JAX starts, which it has in this process; `--devices 0` ends the recursion.
     if given.devices:
         return run_module("alpa_lite.cli.demo", [*words, "--devices", "0"], virtual_environment(given.devices))
     return ended("demo", lambda: _run(given))
 
 
 def _run(given: argparse.Namespace) -> int:
+    # Output that is not a terminal gets a fixed width, so that tables in files do not depend on the caller.
     console = Screen(stderr=given.json, width=None if sys.stdout.isatty() else 120)
     result = run(_config(given), console)
     if given.json:

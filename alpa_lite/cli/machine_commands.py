@@ -1,19 +1,28 @@
-"""`alpa-lite calibrate` and `alpa-lite doctor`: measure and examine this machine."""
+"""Commands that measure, examine or occupy this machine: `calibrate`, `doctor`, `launch`, `bench` and `demo`.
+
+`launch` starts a program as several processes; `bench` and `demo` are programs in processes of their own, which make
+the devices.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import sys
 from pathlib import Path
 
 from rich.console import Console
 
 import alpa_lite as al
 from alpa_lite.api.doctor import diagnose, virtual_environment
-from alpa_lite.cli.command import Command, answer, positive, run_module, seconds
+from alpa_lite.cli.command import Command, answer, enveloped, positive, run_module, seconds
 from alpa_lite.cli.exit_codes import Exit
+from alpa_lite.errors import ExecutionError
 from alpa_lite.inspection.text.progress_bar import CalibrationProgress
 from alpa_lite.inspection.text.tables import Table, render
 from alpa_lite.runtime.calibrate.calibrate import Calibration
+from alpa_lite.runtime.job.launch import GRACE_SECONDS, launch
 from alpa_lite.text import show_seconds
 
 
@@ -24,9 +33,11 @@ def run_calibrate(given: argparse.Namespace) -> int:
         options = ["--seconds", str(given.seconds), *(["--out", str(given.out)] if given.out else [])]
         words = ["calibrate", *options, *(["--json"] if given.json else [])]
         return run_module("alpa_lite.cli", words, virtual_environment(given.devices))
+    # On the error stream, so that `--json` can be piped.
     with CalibrationProgress(Console(stderr=True)) as progress:
         found = al.calibrate(limit_seconds=given.seconds, progress=progress)
     path = found.save(given.out)
+    # Rendering the table takes a moment, which JSON does not need.
     text = "" if given.json else f"{calibration_text(found)}\nWritten to {path}."
     answer(given, text, lambda: {**calibration_data(found), "path": str(path)})
     return Exit.DONE
@@ -94,4 +105,113 @@ DOCTOR = Command(
     example="--json",
     run=run_doctor,
     add_arguments=_doctor_arguments,
+)
+
+
+def run_launch(given: argparse.Namespace) -> int:
+    """Run `runtime.job.launch.launch`; with `--json` the output of the processes goes to the error stream."""
+    # As for `python`: a file, or -m and a module, and then the arguments of the program.
+    program = ["-m", *given.module] if given.module else given.program
+    if not program or program == ["-m"]:
+        raise ExecutionError("There is nothing to launch: give a Python file, or -m and a module.")
+    if not given.module and not Path(program[0]).is_file():
+        raise ExecutionError(
+            f"{program[0]!r} is not a file. Give a Python file, or -m and a module, after the options."
+        )
+    # None leaves the devices to JAX, which on a machine with accelerators finds them.
+    per_process = given.devices_per_process
+    if per_process is not None and per_process < 1:
+        raise ExecutionError(f"--devices-per-process {per_process} was given: each process needs at least one device.")
+    ended = launch(
+        program,
+        num_processes=given.processes,
+        environment=dict(os.environ) if per_process is None else _with_virtual_devices(per_process),
+        port=given.port,
+        grace_seconds=given.grace,
+        # The output must be JSON alone.
+        out=sys.stderr.buffer if given.json else None,
+    )
+    if given.json:
+        answer(given, "", lambda: {"codes": ended.codes, "failed": ended.failed})
+    return ended.code
+
+
+def _with_virtual_devices(count: int) -> dict[str, str]:
+    """Return this environment with virtual CPU devices; flags in XLA_FLAGS that are already set remain."""
+    found = virtual_environment(count)
+    return {**found, "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {found['XLA_FLAGS']}".strip()}
+
+
+def _launch_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--processes", type=int, required=True, metavar="N", help="how many to start")
+    parser.add_argument(
+        "--devices-per-process",
+        type=int,
+        metavar="N",
+        help="give each N virtual CPU devices (default: what JAX finds, the same for all)",
+    )
+    parser.add_argument("--port", type=int, metavar="N", help="of the coordinator on loopback (default: a free one)")
+    parser.add_argument(
+        "--grace",
+        type=float,
+        default=GRACE_SECONDS,
+        metavar="SECONDS",
+        help=f"between asking a process to end and ending it (default: {GRACE_SECONDS:g})",
+    )
+    parser.add_argument(
+        "-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE", help="run a module, with all that follows"
+    )
+    # All that follows belongs to the program, also what looks like an option.
+    parser.add_argument("program", nargs=argparse.REMAINDER, metavar="PROGRAM.py", help="with its arguments")
+
+
+LAUNCH = Command(
+    name="launch",
+    about="run a program as several processes on this machine",
+    example="--processes 4 --devices-per-process 2 train.py --steps 10",
+    run=run_launch,
+    add_arguments=_launch_arguments,
+)
+
+
+def run_benchmark(given: argparse.Namespace) -> int:
+    """Run `alpa_lite.cli.bench` or `alpa_lite.cli.demo` in a new process.
+
+    With `--json`, each line of JSON that the program prints is put into the envelope of the command.
+    """
+
+    # Lines that are no JSON are messages of libraries, and pass unchanged.
+    def wrap(line: str) -> None:
+        print(json.dumps(enveloped(given.command, json.loads(line))) if line.startswith("{") else line, flush=True)
+
+    # A process of its own: this one has loaded JAX, and with it the number of devices is fixed.
+    return run_module(f"alpa_lite.cli.{given.command}", given.words, os.environ, read=wrap if given.json else None)
+
+
+def _bench_arguments(parser: argparse.ArgumentParser) -> None:
+    from alpa_lite.cli.bench.request import add_options
+
+    add_options(parser)
+
+
+def _demo_arguments(parser: argparse.ArgumentParser) -> None:
+    from alpa_lite.cli.demo import add_options
+
+    add_options(parser)
+
+
+BENCH = Command(
+    name="bench",
+    about="planners against each other",
+    example="--model train.py:example --cluster p3.16xlarge",
+    run=run_benchmark,
+    add_arguments=_bench_arguments,
+)
+
+DEMO = Command(
+    name="demo",
+    about="plan, train and compare on this machine",
+    example="--steps 20",
+    run=run_benchmark,
+    add_arguments=_demo_arguments,
 )

@@ -5,7 +5,7 @@ decision (`why/`), and pages and figures (`page/`).
 Read `text/tables` first.
 
 Programs, plans and instruction lists show themselves by the functions that `register` enters into
-`alpa_lite.program.view_registry`. Each function is imported when it is first called: drawing pages and repricing plans
+`alpa_lite.text`. Each function is imported when it is first called: drawing pages and repricing plans
 need modules that planning and running do without.
 """
 
@@ -13,9 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any
 
-from alpa_lite.program.view_registry import View, register_views
+from alpa_lite.text import View, register_views
 
 _FUNCTIONS = {
     View.GRAPH_HTML: ("page.notebook", "graph_html"),
@@ -42,7 +41,7 @@ def register() -> None:
 def _later(module: str, name: str) -> Callable[..., str]:
     """Return a function that imports another one when it is called, and converts its result into text."""
 
-    def show(*arguments: Any, **options: Any) -> str:
+    def show(*arguments: object, **options: object) -> str:
         return str(getattr(import_module(f"alpa_lite.inspection.{module}"), name)(*arguments, **options))
 
     return show

@@ -56,30 +56,43 @@ class PipelineCut:
     layers: Layers
 
 
-def cut_into_stages(
-    request: PlanRequest,
-    microbatches: Sequence[int],
-    count: int,
-    *,
-    by_loops: bool = False,
-    shares: Sequence[float] = (),
-    written_out: bool = False,
-) -> PipelineCut:
-    """Cut the step into `count` stages, with the first of some numbers of micro-batches that works.
+@dataclass(frozen=True, kw_only=True)
+class StageBalance:
+    """The number of stages, and the quantity that they share.
 
-    Stages have about equal FLOPs, or FLOPs in proportion to `shares`, or (`by_loops`) equal numbers of the loops of the
-    forward pass. `written_out`: cut loops into single trips, so that the backward pass of a trip can be split.
+    Attributes:
+        count: number of stages.
+        by_loops: whether stages have equal numbers of the loops of the forward pass, instead of FLOPs.
+        shares: relative FLOPs of each stage; () for equal ones.
+    """
+
+    count: int
+    by_loops: bool = False
+    shares: Sequence[float] = ()
+
+    def check(self) -> None:
+        """Raise `PlanError` unless there are as many positive shares as stages, and loops are not shared."""
+        if self.shares and (len(self.shares) != self.count or min(self.shares) <= 0 or self.by_loops):
+            raise PlanError(
+                f"The shares {tuple(self.shares)} were asked for, but there are {self.count} stages"
+                + (" of equally many loops" if self.by_loops else "")
+                + f'. Give {self.count} numbers above 0, and cut by "flops".'
+            )
+
+
+def cut_into_stages(
+    request: PlanRequest, microbatches: Sequence[int], balance: StageBalance, *, written_out: bool = False
+) -> PipelineCut:
+    """Cut the step into stages, with the first of some numbers of micro-batches that works.
+
+    `written_out`: cut loops into single trips, so that the backward pass of a trip can be split.
 
     Raises:
         PlanError: the model is too short, has other loops, or there are not as many positive shares as stages.
         AlpaLiteError: tracing fails at a number of micro-batches that the user gave.
     """
-    if shares and (len(shares) != count or min(shares) <= 0 or by_loops):
-        raise PlanError(
-            f"The shares {tuple(shares)} were asked for, but there are {count} stages"
-            + (" of equally many loops" if by_loops else "")
-            + f'. Give {count} numbers above 0, and cut by "flops".'
-        )
+    balance.check()
+    count, by_loops = balance.count, balance.by_loops
     if by_loops and count > 1:
         step = request.best_step(microbatches, loop_parts=0)
         if (loops := len(forward_loops(step))) == 0 or loops % count:
@@ -91,7 +104,7 @@ def cut_into_stages(
     if count == 1:
         step = request.best_step(microbatches, loop_parts=0)
         return PipelineCut(step=step, layers=make_layers(step, 1))
-    shares = shares or (1.0,) * count
+    shares = balance.shares or (1.0,) * count
     if written_out:
         step = request.best_step(microbatches, loop_parts=MAX_TRIPS)
         return PipelineCut(step=step, layers=make_layers(step, count, imbalance=IMBALANCE, shares=shares))

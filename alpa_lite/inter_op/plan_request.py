@@ -1,17 +1,31 @@
-"""The request that a planner answers: a step to plan for a cluster, with the options of the search."""
+"""The request that a planner answers: a step to plan for a cluster, with the options of the search.
+
+Pins are the shardings of arguments that the user gives; the search determines the others.
+
+    pins = {"state/params/head": PartitionSpec(None, "model")}
+
+A pin names an argument by its path, or by the end of it (whole components) if that is unique; for each dim None, an
+axis or several axes, as in `jax.sharding.PartitionSpec`. The axes are those of the search: "x" where there is one;
+"replica" and "data" (which split the batch) and "model" where there are several. Only meshes with all pinned axes are
+searched. On a mesh of the user's own (`OnMesh`, `Custom`) they are the user's, and results can be pinned as well.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
-from alpa_lite.errors import BatchError, NonAdditiveError, TraceError
+from alpa_lite.errors import BatchError, NonAdditiveError, PlanError, TraceError
 from alpa_lite.inter_op.workers import Workers
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.progress import Progress
+from alpa_lite.program.ir import Value
 from alpa_lite.program.phases import StepGraph
+from alpa_lite.sharding.specs import Spec, divides
+from cost_models.checks import printable
 from cost_models.cluster import Cluster
 from cost_models.composed import CostModel
 
@@ -88,3 +102,138 @@ class PlanRequest:
                     raise
         # With one micro-batch nothing has to be cut: whatever this raises concerns the step itself.
         return self.step_at(1, loop_parts)
+
+
+AXES = ("x", "replica", "data", "model")
+
+Pins = Mapping[str, Sequence[Any]]
+Axes = Mapping[str, int]
+
+
+def pinned_axes(pins: Pins) -> frozenset[str]:
+    """Return all axes that pins name. Raises `PlanError` for axes that no mesh of the search has."""
+    axes = frozenset(axis for name, dims in pins.items() for dim in _dims(name, dims) for axis in dim)
+    unknown = sorted(axes - {*AXES})
+    if unknown:
+        raise PlanError(f"pins name the mesh axes {unknown}, but those of the search are {', '.join(AXES)}. Use these.")
+    if "x" in axes and len(axes) > 1:
+        raise PlanError(
+            f"pins name the mesh axes {sorted(axes)}, but a mesh has either the axis x alone or some of replica, data"
+            " and model. Use axes of one of the two."
+        )
+    return axes
+
+
+def pinned_specs(step: StepGraph, pins: Pins) -> dict[int, Spec]:
+    """Return the spec of each pinned input of a step's graph, rows of stacked arguments included."""
+    names = {v: step.graph.values[v].name for v in step.graph.inputs}
+    for v, part in zip(step.graph.inputs, step.input_parts, strict=True):
+        if part.rows is not None:  # `name[first:last]`
+            names[v] = names[v].rpartition("[")[0]
+    found: dict[int, Spec] = {}
+    for pin, dims in pins.items():
+        name = _named(pin, names.values())
+        for v in (v for v, other in names.items() if other == name):
+            value, wanted = step.graph.values[v], _dims(pin, dims)
+            if len(wanted) > value.rank:
+                raise PlanError(
+                    f"The pin of {pin!r} has {len(wanted)} dims, but {name} has shape {list(value.shape)}. Give one "
+                    "entry per dim at most."
+                )
+            found[v] = Spec((*wanted, *((),) * (value.rank - len(wanted))))
+    return found
+
+
+def pins_on_mesh(step: StepGraph, pins: Pins, axes: Axes) -> dict[int, Spec]:
+    """Return `pinned_specs` for a mesh with these axes, without axes of one device.
+
+    Raises `PlanError` for other axes, one that a spec names twice, and dims that their devices do not divide.
+    """
+    values = step.graph.values
+    return {v: _on_mesh(values[v].name, values[v], spec, axes) for v, spec in pinned_specs(step, pins).items()}
+
+
+def _on_mesh(name: str, value: Value, spec: Spec, axes: Axes) -> Spec:
+    """Return the spec of a value without the axes of one device. Raises `PlanError` if the value cannot have it."""
+    named = [axis for dim in spec.dims for axis in dim]
+    if unknown := [axis for axis in named if axis not in axes]:
+        raise PlanError(f"The pin of {name} names the axes {unknown}, but the mesh has {list(axes)}.")
+    if len(set(named)) < len(named):
+        raise PlanError(f"The pin {spec} of {name} names an axis twice. Each splits one dim at most.")
+    if not divides(spec, value.shape, axes):
+        raise PlanError(
+            f"The pin {spec} of {name} needs dims that its axes divide ({dict(axes)}), but the shape is "
+            f"{list(value.shape)}. Pin other dims, or pad the array."
+        )
+    # A mesh of the plan has no axes of one device.
+    wide = Spec(tuple(tuple(axis for axis in dim if axes[axis] > 1) for dim in spec.dims))
+    if wide.axes and value.dtype.startswith("key<"):
+        raise PlanError(f"The pin {spec} splits the random keys {name}, which every device holds whole.")
+    return wide
+
+
+class Pinned(NamedTuple):
+    """The given specs of inputs and outputs of a graph."""
+
+    inputs: Mapping[int, Spec]
+    outputs: Mapping[int, Spec]
+
+
+def with_results(step: StepGraph, results: Sequence[str], inputs: Mapping[int, Spec], pins: Pins, axes: Axes) -> Pinned:
+    """Add `pins` of results, on a mesh with these axes, to the given specs of inputs; `results` are the paths by leaf.
+
+    State whose argument has no spec of its own comes in as it goes out. Raises `PlanError` as `pins_on_mesh` does, and
+    if one array would be returned in two specs.
+    """
+    graph, found, taken = step.graph, dict[int, Spec](), dict(inputs)
+    for v, part in zip(graph.outputs, step.output_parts, strict=True):
+        name = results[part.leaf]
+        if name not in pins:
+            continue
+        spec = _of_result(name, graph.values[v], pins[name], axes)
+        if found.setdefault(v, spec) != spec:
+            raise PlanError(f"Result {name!r} is returned twice, in {found[v]} and in {spec}. Give both one spec.")
+        if v in graph.inputs and taken.setdefault(v, spec) != spec:
+            raise PlanError(
+                f"Result {name!r} is an argument that is handed on as it came, in {taken[v]}, but {spec} was asked "
+                "for. Give both one spec."
+            )
+    # The results of one step are the arguments of the next: in the same spec nothing moves between steps.
+    for v in found.keys() & step.aliases.keys():
+        taken.setdefault(step.aliases[v], found[v])
+    return Pinned(taken, {v: s for v, s in found.items() if v not in taken and taken.get(step.aliases.get(v, -1)) != s})
+
+
+def check_results(pins: Pins, results: Sequence[str]) -> None:
+    """Raise `PlanError` for pins of results that do not exist."""
+    if unknown := [name for name in pins if name not in results]:
+        near = get_close_matches(unknown[0], results, n=3, cutoff=0.3) or [*results][:3]
+        raise PlanError(f"There is no result {unknown[0]!r} to pin. Did you mean {', '.join(map(repr, near))}?")
+
+
+def _of_result(name: str, value: Value, pin: Sequence[Any], axes: Axes) -> Spec:
+    wanted = _dims(f"result {name}", pin)
+    if len(wanted) > value.rank:
+        raise PlanError(
+            f"The pin of result {name!r} has {len(wanted)} dims, but its shape is {list(value.shape)}. Give one entry "
+            "per dim at most."
+        )
+    return _on_mesh(f"result {name!r}", value, Spec((*wanted, *((),) * (value.rank - len(wanted)))), axes)
+
+
+def _named(pin: str, names: Iterable[str]) -> str:
+    # Pins may come from a file, and the name ends up in an error or a table.
+    pin, known = printable(pin), dict.fromkeys(filter(None, names))
+    matches = [name for name in known if name == pin] or [name for name in known if name.endswith("/" + pin)]
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        raise PlanError(f"The pin {pin!r} fits {', '.join(matches[:4])}. Give more of the path.")
+    near = get_close_matches(pin, known, n=3, cutoff=0.3) or [*known][:3]
+    raise PlanError(f"There is no argument {pin!r} to pin. Did you mean {', '.join(near)}?")
+
+
+def _dims(name: str, dims: Sequence[Any]) -> tuple[tuple[str, ...], ...]:
+    if isinstance(dims, str):
+        raise PlanError(f"The pin of {name!r} is {dims!r}; give a PartitionSpec, or one entry per dim in a tuple.")
+    return tuple(() if dim is None else (dim,) if isinstance(dim, str) else tuple(dim) for dim in dims)

@@ -16,12 +16,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from itertools import product
 from math import prod
-from typing import Literal
+from types import EllipsisType
+from typing import Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh, SubmeshKind, cluster_kinds, first_submesh, logical_shapes
+from alpa_lite.step.recomputation import Remat
 from cost_models.cluster import Cluster
 
 BATCH_AXES = ("replica", "data")
@@ -30,6 +32,8 @@ BATCH_AXES = ("replica", "data")
 IMBALANCE = 4.0
 """A stage may have at most this many times its devices' share of the work, and at least the inverse of its square."""
 
+
+Scalar = TypeVar("Scalar", bound=np.generic)
 
 StageEquality = Literal["layers", "devices"]
 """The quantity that all stages have equally much of."""
@@ -269,3 +273,57 @@ def _in_one_mesh(space: Space) -> Iterator[NDArray[np.bool_]]:
         for kind, of_kind in enumerate(space.meshes):
             found[kind, : len(of_kind)] = [each == mesh for each in of_kind]
         yield found
+
+
+@dataclass(frozen=True, slots=True)
+class StageConfiguration:
+    """How a stage runs.
+
+    Attributes:
+        shape: number of its logical mesh among those of its kind of submesh.
+        policy: policy of rematerialisation.
+        in_flight: number of micro-batches in flight for which its sharding leaves memory.
+    """
+
+    shape: int
+    policy: Remat
+    in_flight: int
+
+
+@dataclass(frozen=True, slots=True)
+class Configurations:
+    """The configurations of a stage, as the last axis of the search's arrays numbers them.
+
+    Shapes change fastest, then policies, then the micro-batches in flight. Each number of micro-batches in flight has a
+    `block` of the axis.
+    """
+
+    num_shapes: int
+    policies: tuple[Remat, ...]
+    in_flight: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return self.width * len(self.in_flight)
+
+    @property
+    def width(self) -> int:
+        """The number of shapes and policies, which is the size of a block."""
+        return self.num_shapes * len(self.policies)
+
+    def __getitem__(self, number: int) -> StageConfiguration:
+        """Return the configuration with a number."""
+        block, rest = divmod(number, self.width)
+        policy, shape = divmod(rest, self.num_shapes)
+        return StageConfiguration(shape, self.policies[policy], self.in_flight[block])
+
+    def block(self, number: int) -> tuple[EllipsisType, slice]:
+        """Return the index of a block in an array whose last axis numbers configurations."""
+        return (..., slice(number * self.width, (number + 1) * self.width))
+
+    def alike(self, number: int) -> slice:
+        """Return the index, along the last axis, of a configuration and its like with more micro-batches in flight."""
+        return slice(number, None, self.width)
+
+    def repeated(self, of_shapes_and_policies: NDArray[Scalar]) -> NDArray[Scalar]:
+        """Return an array whose last axis numbers shapes and policies, repeated for all configurations."""
+        return np.tile(of_shapes_and_policies, len(self.in_flight))

@@ -21,7 +21,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import NamedTuple
 
 from alpa_lite.errors import PlanError
 from alpa_lite.inter_op.workers import Likely, Workers
@@ -35,6 +35,7 @@ from alpa_lite.intra_op.solvers.solver import ProgramTooLargeError
 from alpa_lite.intra_op.stage import NO_LAYOUT, GivenLayout, StageView, remap
 from alpa_lite.intra_op.strategies import FREE_CHOICE, AxisRole, BatchSplit, Restriction
 from alpa_lite.intra_op.strategy_catalogue import Catalogue
+from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.pricing import Pricer
 from alpa_lite.plan.progress import Progress
 from alpa_lite.program.phases import StepGraph
@@ -68,6 +69,15 @@ class StagePlace:
     last: int
     submesh: Submesh
     mesh: LogicalMesh
+
+    @staticmethod
+    def nth(number: int, num_layers: int, submesh: Submesh, mesh: LogicalMesh) -> StagePlace:
+        """Return the place of a stage, by its number among stages of `num_layers` layers each."""
+        return StagePlace(number * num_layers, (number + 1) * num_layers - 1, submesh, mesh)
+
+    def with_solution(self, solution: StageSolution) -> PlacedStage:
+        """Return the stage with its solution."""
+        return PlacedStage(first=self.first, last=self.last, submesh=self.submesh, mesh=self.mesh, solution=solution)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,51 +166,122 @@ def free_restriction(mesh: LogicalMesh) -> Restriction:
     return Restriction(roles=roles, optimizer=BatchSplit.MAY, parameters=BatchSplit.MAY)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageConstraints:
+    """The restrictions that the shardings of stages obey.
+
+    Attributes:
+        restriction: the use of each mesh axis; None: that of the search (`free_restriction`).
+        pins: given specs of some inputs of the graph.
+        outputs: given specs of some outputs of the graph.
+        keeps_gathered, layout: see `StageView`.
+    """
+
+    restriction: Restriction | None = None
+    pins: Mapping[int, Spec] = field(default_factory=dict[int, Spec])
+    outputs: Mapping[int, Spec] = field(default_factory=dict[int, Spec])
+    keeps_gathered: bool = False
+    layout: GivenLayout = field(default=NO_LAYOUT, repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SolveEffort:
+    """How closely stages are solved, and for how long.
+
+    Attributes:
+        relative_gap: relative gap to which a stage is solved.
+        time_limit_seconds: time limit for a stage.
+        seeks_peaks: whether to minimise the memory of a stage that does not fit, which takes longer than to see that it
+            does not. Without it such solutions have an infinite `peak_bytes`.
+        solver: the solver of intra-op problems; None: the portfolio.
+    """
+
+    relative_gap: float = RELATIVE_GAP
+    time_limit_seconds: float = 60.0
+    seeks_peaks: bool = True
+    solver: IntegerProgram | None = None
+
+    def solver_for(self, gap: float) -> Portfolio | IntegerProgram:
+        """Return the solver that stops at a relative gap."""
+        usual = Portfolio() if self.seeks_peaks else Portfolio(peak_seconds=0.0)
+        return replace(usual if self.solver is None else self.solver, relative_gap=gap)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedTables:
+    """Tables that the costs of several steps fill together.
+
+    Attributes:
+        builders: strategies for each kind of mesh, valid for steps at other sizes too if their restrictions are equal.
+        structures: an object for each structure of a stage so far; stage costs that share it can use each other's
+            solutions.
+    """
+
+    builders: dict[MeshKey, Builders] = field(default_factory=dict[MeshKey, Builders])
+    structures: dict[object, object] = field(default_factory=dict[object, object])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recomputed:
+    """The layers that recompute values in their backward pass; the fields of a `Plan` with the same names.
+
+    Attributes:
+        remat: policy of each layer; () if no layer recomputes anything.
+        traced_layers: with `remat`, the layer of each op of the step without recomputation.
+    """
+
+    remat: tuple[Remat, ...] = ()
+    traced_layers: tuple[int | None, ...] = ()
+
+    def recorded_in(self, plan: Plan) -> Plan:
+        """Return a plan of the step with recomputation that says so."""
+        return replace(plan, remat=self.remat, traced_layers=self.traced_layers) if self.remat else plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Memory:
+    """The stages of one step: their solutions by structure and kind of mesh, their views, and the structure of each."""
+
+    solved: dict[tuple[object, MeshKey], list[SolvedStage]] = field(
+        default_factory=dict[tuple[object, MeshKey], list[SolvedStage]]
+    )
+    views: dict[tuple[int, int], StageView] = field(default_factory=dict[tuple[int, int], StageView])
+    structures: dict[StageView, object] = field(default_factory=dict[StageView, object])
+
+
+class _Given(NamedTuple):
+    """The parts of stage costs that a worker needs in addition to the step: all that a solution depends on."""
+
+    layers: Layers
+    cost_model: CostModel
+    cost_model_for: Callable[[Cluster], CostModel] | None
+    constraints: StageConstraints
+    effort: SolveEffort
+
+
 @dataclass(frozen=True, kw_only=True)
 class StageCosts:
     """Stage costs of one step: stages are solved on demand, and each only once.
 
     Attributes:
-        seeks_peaks: whether to minimise the memory of a stage that does not fit, which takes longer than to see that it
-            does not. Without it such solutions have an infinite `peak_bytes`.
-        solver: the solver of intra-op problems; None: the portfolio.
         cost_model_for: `cost_model_for(cluster)` is the cost model of a part of a cluster whose devices differ.
-        pins: given specs of some inputs of the graph.
-        outputs, keeps_gathered, layout: see `StageView`.
         workers: worker processes that may solve stages before they are needed (`expect`).
-        builders: tables of strategies for each kind of mesh. Steps at other sizes can share them, if their restrictions
-            are equal.
-        structures: an object for each structure of a stage that has occurred; stage costs that share it can use each
-            other's solutions.
-        beside: costs of other steps that share `structures`, whose solutions count here as well.
-        remat, traced_layers: as in `Plan`, of layers that recompute values.
+        beside: costs of other steps with the same `shared` tables, whose solutions count here as well.
+        recomputed: the layers that recompute values.
     """
 
     step: StepGraph
     layers: Layers
     cost_model: CostModel
-    restriction: Restriction | None = None
-    seeks_peaks: bool = True
-    relative_gap: float = RELATIVE_GAP
-    time_limit_seconds: float = 60.0
-    solver: IntegerProgram | None = None
     cost_model_for: Callable[[Cluster], CostModel] | None = None
-    pins: Mapping[int, Spec] = field(default_factory=dict[int, Spec])
-    outputs: Mapping[int, Spec] = field(default_factory=dict[int, Spec])
-    keeps_gathered: bool = False
-    layout: GivenLayout = field(default=NO_LAYOUT, repr=False)
+    constraints: StageConstraints = field(default_factory=StageConstraints)
+    effort: SolveEffort = field(default_factory=SolveEffort)
     progress: Progress = field(default_factory=Progress, repr=False)
     workers: Workers = field(default_factory=Workers, repr=False)
-    builders: dict[MeshKey, Builders] = field(default_factory=dict[MeshKey, Builders], repr=False)
-    structures: dict[object, object] = field(default_factory=dict[object, object], repr=False)
+    shared: SharedTables = field(default_factory=SharedTables, repr=False)
     beside: tuple[StageCosts, ...] = field(default=(), repr=False)
-    remat: tuple[Remat, ...] = ()
-    traced_layers: tuple[int | None, ...] = ()
-    _solved: dict[tuple[object, MeshKey], list[SolvedStage]] = field(
-        default_factory=dict[tuple[object, MeshKey], list[SolvedStage]], repr=False
-    )
-    _views: dict[tuple[int, int], StageView] = field(default_factory=dict[tuple[int, int], StageView], repr=False)
-    _alike: dict[StageView, object] = field(default_factory=dict[StageView, object], repr=False)
+    recomputed: Recomputed = field(default_factory=Recomputed)
+    _memory: _Memory = field(default_factory=_Memory, repr=False)
 
     def solution(
         self, place: StagePlace, *, in_flight: int = 1, limit_bytes: float | None = None, quick: bool = False
@@ -229,7 +310,7 @@ class StageCosts:
                 gap=min(asked.gap, solution.gap),
                 solution=solution,
             )
-            self._solved.setdefault((self._structure(view), kind), []).append(found)
+            self._memory.solved.setdefault((self._structure(view), kind), []).append(found)
             self.progress.did()
         solved = found.solution
         if solved.choice is None:
@@ -247,8 +328,8 @@ class StageCosts:
                 self._builders(asked).of(self._view(asked.first, asked.last)),
                 limit_bytes=asked.limit_bytes if math.isfinite(asked.limit_bytes) else None,
                 in_flight=asked.in_flight,
-                solver=replace(self._solver, relative_gap=asked.gap),
-                time_limit_seconds=self.time_limit_seconds,
+                solver=self.effort.solver_for(asked.gap),
+                time_limit_seconds=self.effort.time_limit_seconds,
             )
         except ProgramTooLargeError as error:
             raise PlanError(
@@ -266,7 +347,7 @@ class StageCosts:
             mesh=place.mesh,
             in_flight=in_flight,
             limit_bytes=self.room_bytes(place.submesh) if limit_bytes is None else limit_bytes,
-            gap=QUICK_GAP if quick else self.relative_gap,
+            gap=QUICK_GAP if quick else self.effort.relative_gap,
         )
 
     def key(self, asked: Question) -> Hashable:
@@ -275,9 +356,9 @@ class StageCosts:
         return id(self.step), id(self.given), structure, kind, asked.in_flight, asked.limit_bytes, asked.gap
 
     @cached_property
-    def given(self) -> dict[str, Any]:
-        """The fields that a worker needs in addition to the step."""
-        return {name: getattr(self, name) for name in _GIVEN}
+    def given(self) -> _Given:
+        """The parts that a worker needs in addition to the step; one object, which each worker is sent once."""
+        return _Given(self.layers, self.cost_model, self.cost_model_for, self.constraints, self.effort)
 
     @property
     def has_rows(self) -> bool:
@@ -297,51 +378,53 @@ class StageCosts:
     def _known(self, view: StageView, kind: MeshKey, asked: Question) -> SolvedStage | None:
         """Return the solution that answers a question, from these costs or those in `beside`."""
         key = (self._structure(view), kind)
-        return answer_among([s for costs in (self, *self.beside) for s in costs._solved.get(key, ())], asked)
-
-    @property
-    def _solver(self) -> Portfolio | IntegerProgram:
-        if self.solver is not None:
-            return self.solver
-        return Portfolio() if self.seeks_peaks else Portfolio(peak_seconds=0.0)
+        return answer_among([s for costs in (self, *self.beside) for s in costs._memory.solved.get(key, ())], asked)
 
     def forget_unsolved(self) -> None:
         """Discard solutions without a sharding that are not proven infeasible, so that they are solved again."""
-        for known in self._solved.values():
+        for known in self._memory.solved.values():
             known[:] = [s for s in known if s.solution.choice is not None or s.solution.status is Status.INFEASIBLE]
 
     def with_pins(self, pins: Mapping[int, Spec]) -> StageCosts:
         """Return the same costs with other pins, and without solutions unless the pins are the same."""
         # Solutions with other pins are of no use, and views hold their pins.
-        return self if pins == self.pins else replace(self, pins=pins, _solved={}, _views={}, _alike={})
+        if pins == self.constraints.pins:
+            return self
+        return replace(self, constraints=replace(self.constraints, pins=pins), _memory=_Memory())
+
+    def solved_with(self, effort: SolveEffort) -> StageCosts:
+        """Return the same costs, solved with another effort from now on; both use the solutions of each other."""
+        return replace(self, effort=effort)
 
     def of_another(self, step: StepGraph, layers: Layers) -> StageCosts:
         """Return the same costs for another step, without solutions."""
-        return replace(self, step=step, layers=layers, _solved={}, _views={}, _alike={})
+        return replace(self, step=step, layers=layers, _memory=_Memory())
 
     def structure_of_layers(self) -> list[object]:
         """Return for each layer an object that stands for its structure, equal for equal layers."""
         return [self._structure(self._view(layer, layer)) for layer in range(self.layers.num_layers)]
 
     def _view(self, first: int, last: int) -> StageView:
-        if (first, last) not in self._views:
-            self._views[first, last] = StageView(
+        views, constraints = self._memory.views, self.constraints
+        if (first, last) not in views:
+            views[first, last] = StageView(
                 step=self.step,
                 layers=self.layers,
                 first=first,
                 last=last,
-                pins=self.pins,
-                outputs=self.outputs,
-                keeps_gathered=self.keeps_gathered,
-                layout=self.layout,
+                pins=constraints.pins,
+                outputs=constraints.outputs,
+                keeps_gathered=constraints.keeps_gathered,
+                layout=constraints.layout,
             )
-        return self._views[first, last]
+        return views[first, last]
 
     def _structure(self, view: StageView) -> object:
         """Return an object that stands for the signature of a view, which takes long to hash."""
-        if view not in self._alike:
-            self._alike[view] = self.structures.setdefault(view.signature, object())
-        return self._alike[view]
+        structures = self._memory.structures
+        if view not in structures:
+            structures[view] = self.shared.structures.setdefault(view.signature, object())
+        return structures[view]
 
     def device(self, submesh: Submesh) -> Device:
         """Return the kind of device of a submesh."""
@@ -373,14 +456,22 @@ class StageCosts:
 
     def _builders(self, place: StagePlace) -> Builders:
         kind, submesh, mesh = self._kind(place), place.submesh, place.mesh
-        if kind not in self.builders:
+        builders = self.shared.builders
+        if kind not in builders:
             model = self._model(submesh)
             # Prices of work do not depend on the submesh: pricers with the same cost model share them.
-            pricers = (known.catalogue.pricer for known in self.builders.values())
+            pricers = (known.catalogue.pricer for known in builders.values())
             alike = next((pricer for pricer in pricers if pricer.cost_model is model), None)
             pricer = alike.elsewhere(submesh, mesh) if alike else Pricer(cost_model=model, submesh=submesh, mesh=mesh)
-            self.builders[kind] = Builders(Catalogue(pricer, self.restriction or free_restriction(mesh)))
-        return self.builders[kind]
+            builders[kind] = Builders(Catalogue(pricer, self.constraints.restriction or free_restriction(mesh)))
+        return builders[kind]
+
+    def least_peak(self, place: StagePlace, *, in_flight: int, limit_bytes: float) -> float:
+        """Return the least peak bytes per device that the solver reaches for a stage that does not fit."""
+        # Solutions so far may come from an effort that does not seek peaks.
+        seeking = self.solved_with(replace(self.effort, seeks_peaks=True))
+        again = replace(seeking, _memory=replace(self._memory, solved={}))
+        return again.solution(place, in_flight=in_flight, limit_bytes=limit_bytes).peak_bytes
 
     def shortage(self, place: StagePlace, *, in_flight: int = 1) -> Shortage:
         """Explain why a stage does not fit, and how much memory it needs."""
@@ -390,23 +481,9 @@ class StageCosts:
     @property
     def solved_within_memory(self) -> list[SolvedStage]:
         """The stages that were solved within a limit of memory."""
-        return [solved for alike in self._solved.values() for solved in alike if math.isfinite(solved.limit_bytes)]
-
-
-_GIVEN = (
-    "layers",
-    "cost_model",
-    "cost_model_for",
-    "restriction",
-    "seeks_peaks",
-    "time_limit_seconds",
-    "solver",
-    "pins",
-    "outputs",
-    "keeps_gathered",
-    "layout",
-)
-"""Fields that a worker needs in addition to the step. Anything that a solution depends on must be one of them."""
+        return [
+            solved for alike in self._memory.solved.values() for solved in alike if math.isfinite(solved.limit_bytes)
+        ]
 
 
 def expect(likely: Iterable[tuple[StageCosts, Question]], *, later: bool = False) -> None:
@@ -415,19 +492,23 @@ def expect(likely: Iterable[tuple[StageCosts, Question]], *, later: bool = False
     for costs, asked in likely:
         workers = costs.workers
         if workers.at_work and not costs.knows(asked):
-            family = workers.number_of(costs.builders)
+            family = workers.number_of(costs.shared)
             questions.setdefault(costs.key(asked), Likely(_solve, (costs.step, costs.given), (family, asked)))
     if workers is not None:
         workers.expect(questions, later=later)
 
 
 def _solve(
-    memory: dict[Any, Any], step: StepGraph, given: dict[str, Any], likely: tuple[int, Question]
+    memory: dict[object, object], step: StepGraph, given: _Given, likely: tuple[int, Question]
 ) -> tuple[Question, StageSolution]:
-    """Answer a question in a worker, which keeps stage costs, and builders by family, in its `memory`."""
+    """Answer a question in a worker, which keeps stage costs, and tables by family, in its `memory`."""
     family, asked = likely
     # The worker keeps every part that it was sent, so that the id stays valid and stands for one set of costs.
     key = id(given)
     if key not in memory:
-        memory[key] = StageCosts(step=step, **given, builders=memory.setdefault(("builders", family), {}))
-    return asked, memory[key].solve(asked)
+        shared = memory.setdefault(("tables", family), SharedTables())
+        assert isinstance(shared, SharedTables)
+        memory[key] = StageCosts(step=step, **given._asdict(), shared=shared)
+    costs = memory[key]
+    assert isinstance(costs, StageCosts)
+    return asked, costs.solve(asked)

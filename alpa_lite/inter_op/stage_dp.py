@@ -29,6 +29,8 @@ F(tau_a) = F(tau_b), or if max(F(tau_b), tau) + (B-1)*tau already reaches the be
 (with tau for the maximum this is Alpa's early stop B*tau >= T*).
 
 Stages that share one processor never overlap; then T* = B * min of the sum of t, which is F(infinity)      `solve`
+
+`compile_kernels` compiles the kernels ahead of their first use (4 s, once).
 """
 
 from __future__ import annotations
@@ -38,7 +40,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import gcd, prod
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,7 +72,7 @@ class StageTable:
     """
 
     seconds: NDArray[np.float64]
-    max_following_stages: NDArray[Any]
+    max_following_stages: NDArray[np.int64]
     submesh_devices: tuple[int, ...]
     submesh_groups: tuple[int | None, ...] = ()
     inflow_seconds: NDArray[np.float64] | None = None
@@ -123,21 +124,40 @@ class StageAssignment:
     configuration: int
 
 
-def devices_by_group(num_devices: int | Sequence[int]) -> tuple[int, ...]:
-    """Return the number of devices of each group; a single number is one group."""
-    return (num_devices,) if isinstance(num_devices, int) else tuple(num_devices)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineTerms:
+    """The conditions under which stages are chosen.
+
+    Attributes:
+        num_devices: devices of each group of the cluster (a number: there is one group); the submeshes of the stages
+            add up to them.
+        num_microbatches: B in the formulas of the module.
+        min_stages, max_stages: limits of the number of stages; no maximum: as many as there are layers.
+        serialized: whether all stages share one processor, so that their times add up.
+    """
+
+    num_devices: int | Sequence[int]
+    num_microbatches: int
+    min_stages: int = 1
+    max_stages: int | None = None
+    serialized: bool = False
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """The number of devices of each group."""
+        return (self.num_devices,) if isinstance(self.num_devices, int) else tuple(self.num_devices)
+
+    def step_seconds(self, times: Sequence[float]) -> float:
+        """Return the seconds of a step whose stages take these times per micro-batch."""
+        total = sum(times)
+        if self.serialized:
+            return self.num_microbatches * total
+        return total + (self.num_microbatches - 1) * max(times)
 
 
-def evaluate(
-    table: StageTable,
-    stages: Sequence[StageAssignment],
-    *,
-    num_devices: int | Sequence[int],
-    num_microbatches: int,
-    serialized: bool,
-) -> float:
+def evaluate(table: StageTable, stages: Sequence[StageAssignment], terms: PipelineTerms) -> float:
     """Return the seconds of a step with these stages; infinite if they do not fit together or into memory."""
-    next_layer, devices = 0, devices_by_group(num_devices)
+    next_layer, devices = 0, terms.devices
     used = Counter[int]()
     times: list[float] = []
     for index, stage in enumerate(stages):
@@ -153,7 +173,7 @@ def evaluate(
             times[-1] += float(table.inflow_seconds[stage.first_layer, stages[index - 1].submesh, stage.submesh])
     if next_layer != table.num_layers or used != Counter(dict(enumerate(devices))):
         return np.inf
-    return num_microbatches * sum(times) if serialized else sum(times) + (num_microbatches - 1) * max(times)
+    return terms.step_seconds(times)
 
 
 def _taken(table: StageTable, submesh: int, devices: tuple[int, ...]) -> dict[int, int]:
@@ -193,34 +213,20 @@ class StageChoice:
     num_evaluated: int = 0
 
 
-def solve(
-    table: StageTable,
-    *,
-    num_devices: int | Sequence[int],
-    num_microbatches: int,
-    min_stages: int = 1,
-    max_stages: int | None = None,
-    early_stop: bool = True,
-    serialized: bool = False,
-    explain: bool = True,
-) -> StageChoice:
+def solve(table: StageTable, terms: PipelineTerms, *, early_stop: bool = True, explain: bool = True) -> StageChoice:
     """Return the stages of least total time that use all devices.
 
     Args:
-        table: what each stage would cost.
-        num_devices: devices of each group of the cluster (a number: there is one group); the submeshes of the stages
-            add up to them.
-        num_microbatches: B in the formulas above.
-        min_stages, max_stages: how many stages; None for as many as there are layers.
+        table: the cost of each possible stage.
+        terms: the devices to use, and limits of the number of stages.
         early_stop: skip bottlenecks that cannot matter; without it each one is tried. The result is the same.
-        serialized: all stages share one processor, so that their times add up.
-        explain: say why where nothing is possible, which takes as long again.
+        explain: give a reason where nothing is possible, which takes as long again.
     """
-    devices = devices_by_group(num_devices)
-    if min(devices, default=0) < 1 or num_microbatches < 1 or min_stages < 1:
+    devices, min_stages, max_stages = terms.devices, terms.min_stages, terms.max_stages
+    if min(devices, default=0) < 1 or terms.num_microbatches < 1 or min_stages < 1:
         raise PlanError(
             f"The stage search needs at least one device, micro-batch and stage, but got {_show(devices)} devices,"
-            f" {num_microbatches} micro-batches and at least {min_stages} stages."
+            f" {terms.num_microbatches} micro-batches and at least {min_stages} stages."
         )
     beyond = [group for group in table.groups if group is not None and group >= len(devices)]
     if beyond:
@@ -247,12 +253,14 @@ def solve(
     if taus.size == 0 or sum_at(taus.size - 1) == np.inf:
         return _infeasible(_why_infeasible(dp) if explain else "")
     # On a shared processor the slowest stage does not matter, and the largest tau restricts nothing.
-    best = taus.size - 1 if serialized else _search(sum_at, taus, num_microbatches, early_stop=early_stop)
+    best = taus.size - 1 if terms.serialized else _search(sum_at, taus, terms.num_microbatches, early_stop=early_stop)
     stages = dp.stages(float(taus[best]))
-    seconds = evaluate(table, stages, num_devices=devices, num_microbatches=num_microbatches, serialized=serialized)
-    status = StageStatus.OPTIMAL
     return StageChoice(
-        stages=stages, seconds=seconds, status=status, num_bottlenecks=taus.size, num_evaluated=len(totals)
+        stages=stages,
+        seconds=evaluate(table, stages, terms),
+        status=StageStatus.OPTIMAL,
+        num_bottlenecks=taus.size,
+        num_evaluated=len(totals),
     )
 
 
@@ -451,3 +459,12 @@ def _why_infeasible(dp: _StageDp) -> str:
         f"No {plan} fit into memory, though some would run without that limit. Use more devices, smaller or more"
         " micro-batches, or fewer stages."
     )
+
+
+def compile_kernels() -> None:
+    """Run every kernel on two layers; numba keeps the compiled code on disk."""
+    shape = (2, 2, 1, 1)
+    table = StageTable(
+        seconds=np.ones(shape), max_following_stages=np.ones(shape, dtype=np.int64), submesh_devices=(1,)
+    )
+    solve(table, PipelineTerms(num_devices=2, num_microbatches=2))

@@ -61,11 +61,25 @@ class BottleneckSums(NamedTuple):
     Attributes:
         values: [R + 1, L + 1, A, states], valid from `low` to `high` and infinite elsewhere.
         low, high: [R + 1, L + 1, A]; high < low where all is infinite.
+        arrives: [L + 1, A], the sender classes that can feed layer i.
+        best: [states], f[s,i,a,:] for one kind of the first stage while it is computed, without the inflow.
     """
 
     values: FloatArray
     low: IntArray
     high: IntArray
+    arrives: NDArray[np.bool_]
+    best: FloatArray
+
+
+class SumsRow(NamedTuple):
+    """The part f[level,i,:,x] of the table with x from `first` to `last`."""
+
+    # Numbers alone: an array in a tuple that is made in a loop would have its references counted there.
+    level: int
+    i: int
+    first: int
+    last: int
 
 
 def empty_sums(arrays: StageArrays) -> BottleneckSums:
@@ -73,7 +87,13 @@ def empty_sums(arrays: StageArrays) -> BottleneckSums:
     num_levels, num_layers = arrays.cheapest.shape[:2]
     shape = (num_levels + 1, num_layers + 1, arrays.inflow.shape[2])
     values = np.empty((*shape, arrays.num_states))
-    return BottleneckSums(values=values, low=np.ones(shape, dtype=np.int64), high=np.zeros(shape, dtype=np.int64))
+    return BottleneckSums(
+        values=values,
+        low=np.ones(shape, dtype=np.int64),
+        high=np.zeros(shape, dtype=np.int64),
+        arrives=np.zeros(shape[1:], dtype=np.bool_),
+        best=np.empty(arrays.num_states),
+    )
 
 
 @kernel
@@ -99,12 +119,11 @@ def fill(arrays: StageArrays, tau: float, sums: BottleneckSums) -> FloatArray:
     sums.low[:], sums.high[:] = 1, 0
     sums.low[0, num_layers] = 0
     sums.values[0, num_layers, :, 0] = 0.0
-    least, most, arrives = _reach(arrays, tau)
-    best = np.empty(arrays.num_states)
+    least, most = _reach(arrays, tau, sums.arrives)
     for level in range(1, num_levels + 1):
         for i in range(num_layers - 1, -1, -1):
             if most[i] >= 0:
-                _fill_row(arrays, tau, sums, level, i, (last - most[i], last - least[i]), arrives[i], best)
+                _fill_row(arrays, tau, sums, SumsRow(level, i, last - most[i], last - least[i]))
     totals = np.full(num_levels + 1, np.inf)
     for level in range(1, num_levels + 1):
         if sums.low[level, 0, 0] <= sums.high[level, 0, 0]:
@@ -113,12 +132,15 @@ def fill(arrays: StageArrays, tau: float, sums: BottleneckSums) -> FloatArray:
 
 
 @kernel
-def _reach(arrays: StageArrays, tau: float) -> tuple[IntArray, IntArray, NDArray[np.bool_]]:
-    """Return the least and the most of x that layers 0..i-1 can take (-1: they cannot), and the classes that feed i."""
+def _reach(arrays: StageArrays, tau: float, arrives: NDArray[np.bool_]) -> tuple[IntArray, IntArray]:
+    """Return the least and the most of x that layers 0..i-1 can take (-1: they cannot).
+
+    `arrives` is filled with the sender classes that can feed each layer.
+    """
     num_layers, num_kinds = arrays.inflow.shape[:2]
     last = arrays.num_states - 1
     least, most = np.full(num_layers + 1, last), np.full(num_layers + 1, -1)
-    arrives = np.zeros((num_layers + 1, arrays.inflow.shape[2]), dtype=np.bool_)
+    arrives[:] = False
     least[0] = most[0] = 0
     # Nobody feeds the first stage; its inflow is 0 for every class.
     arrives[0, 0] = True
@@ -129,7 +151,7 @@ def _reach(arrays: StageArrays, tau: float) -> tuple[IntArray, IntArray, NDArray
                     least[i] = min(least[i], least[j] + arrays.shift[b])
                     most[i] = min(last, max(most[i], most[j] + arrays.shift[b]))
                     arrives[i, arrays.sender[b]] = True
-    return least, most, arrives
+    return least, most
 
 
 @kernel
@@ -141,39 +163,32 @@ def _levels(arrays: StageArrays, level: int) -> tuple[int, int]:
 
 
 @kernel
-def _fill_row(
-    arrays: StageArrays,
-    tau: float,
-    sums: BottleneckSums,
-    level: int,
-    i: int,
-    within: tuple[int, int],
-    arrives: NDArray[np.bool_],
-    best: FloatArray,
-) -> None:
-    """Compute f[level,i,:,:] for x within the bounds."""
-    first, last = within
+def _fill_row(arrays: StageArrays, tau: float, sums: BottleneckSums, row: SumsRow) -> None:
+    """Compute a row of f for all sender classes that can feed it."""
+    level, i, first, last = row
+    arrives = sums.arrives[i]
     for a in range(arrives.size):
         if arrives[a]:
             sums.values[level, i, a, first : last + 1] = np.inf
     for b in range(arrays.shift.size):
-        _through_kind(arrays, tau, sums, level, i, b, within, arrives, best)
+        _through_kind(arrays, tau, sums, row, b)
     for a in range(arrives.size):
         if not arrives[a]:
             continue
         # Tight ranges spare the rows of earlier layers all states that nothing leads to.
-        row = sums.values[level, i, a]
+        values = sums.values[level, i, a]
         low, high = first, last
-        while low <= high and row[low] == np.inf:
+        while low <= high and values[low] == np.inf:
             low += 1
-        while low <= high and row[high] == np.inf:
+        while low <= high and values[high] == np.inf:
             high -= 1
         sums.low[level, i, a], sums.high[level, i, a] = low, high
 
 
 @kernel
-def _range_of(arrays: StageArrays, tau: float, sums: BottleneckSums, level: int, i: int, b: int) -> tuple[int, int]:
-    """Return the range of x with which a first stage from layer i on kind b can occur."""
+def _range_of(arrays: StageArrays, tau: float, sums: BottleneckSums, row: SumsRow, b: int) -> tuple[int, int]:
+    """Return the range of x, within a row, with which its first stage can be on kind b."""
+    level, i = row.level, row.i
     first, last = arrays.num_states, -1
     a, (lowest, highest) = arrays.sender[b], _levels(arrays, level)
     for k in range(i, arrays.cheapest.shape[1]):
@@ -182,31 +197,21 @@ def _range_of(arrays: StageArrays, tau: float, sums: BottleneckSums, level: int,
                 low, high = sums.low[rest, k + 1, a], sums.high[rest, k + 1, a]
                 if low <= high:
                     first, last = min(first, low + arrays.shift[b]), max(last, high + arrays.shift[b])
-    return first, last
+    return max(first, row.first), min(last, row.last)
 
 
 @kernel
-def _through_kind(
-    arrays: StageArrays,
-    tau: float,
-    sums: BottleneckSums,
-    level: int,
-    i: int,
-    b: int,
-    within: tuple[int, int],
-    arrives: NDArray[np.bool_],
-    best: FloatArray,
-) -> None:
-    """Lower f[level,i,:,:] to what is possible with a first stage on kind b."""
-    first, last = _range_of(arrays, tau, sums, level, i, b)
-    first, last = max(first, within[0]), min(last, within[1])
+def _through_kind(arrays: StageArrays, tau: float, sums: BottleneckSums, row: SumsRow, b: int) -> None:
+    """Lower a row of f to the sums that are possible with a first stage on kind b."""
+    level, i, best = row.level, row.i, sums.best
+    first, last = _range_of(arrays, tau, sums, row, b)
     if first > last:
         return
     best[first : last + 1] = np.inf
     lowest, highest = _levels(arrays, level)
     used, before = False, np.inf
     for a in arrays.order[i, b]:
-        if not arrives[a]:
+        if not sums.arrives[i, a]:
             continue
         inflow = arrays.inflow[i, b, a]
         for k in range(i, arrays.cheapest.shape[1]):
@@ -215,30 +220,21 @@ def _through_kind(
             if seconds + inflow <= tau < seconds + before:
                 used = True
                 for rest in range(lowest, highest + 1):
-                    _lower(arrays, sums, rest, k + 1, b, seconds, first, last, best)
+                    _lower(arrays, sums, SumsRow(rest, k + 1, first, last), b, seconds)
         before = inflow
         if used:
-            row = sums.values[level, i, a]
+            values = sums.values[level, i, a]
             for x in range(first, last + 1):
-                row[x] = min(row[x], best[x] + inflow)
+                values[x] = min(values[x], best[x] + inflow)
 
 
 @kernel
-def _lower(
-    arrays: StageArrays,
-    sums: BottleneckSums,
-    level: int,
-    i: int,
-    b: int,
-    seconds: float,
-    first: int,
-    last: int,
-    best: FloatArray,
-) -> None:
-    """Lower best[x] to seconds + f[level,i,a(b),x-shift(b)], for x from first to last."""
+def _lower(arrays: StageArrays, sums: BottleneckSums, after: SumsRow, b: int, seconds: float) -> None:
+    """Lower best[x] to seconds + f[level,i,a(b),x-shift(b)]; level, i and the range of x are those of `after`."""
+    level, i, best = after.level, after.i, sums.best
     a, shift, block = arrays.sender[b], arrays.shift[b], arrays.block[b]
     rest = sums.values[level, i, a]
-    first, last = max(first, sums.low[level, i, a] + shift), min(last, sums.high[level, i, a] + shift)
+    first, last = max(after.first, sums.low[level, i, a] + shift), min(after.last, sums.high[level, i, a] + shift)
     # Kind b takes its devices from one digit of x, which must be at least `shift`: in blocks of x modulo `block`.
     for start in range(first - first % block, last + 1, block):
         for x in range(max(first, start + shift), min(last + 1, start + block)):

@@ -21,9 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from alpa_lite.inter_op.boundaries import least_seconds_of_rows, seconds_of_rows
-from alpa_lite.inter_op.space import Space, StageEquality, equal_parts, number_of_equal, ways
+from alpa_lite.inter_op.space import Configurations, Space, StageEquality, equal_parts, number_of_equal, ways
 from alpa_lite.inter_op.stage_costs import Question, StageCosts, StagePlace, expect
-from alpa_lite.inter_op.stage_dp import StageChoice, StageStatus, StageTable, solve
+from alpa_lite.inter_op.stage_dp import PipelineTerms, StageChoice, StageStatus, StageTable, solve
 from alpa_lite.inter_op.survey import summed
 from alpa_lite.intra_op.problem import Status
 from alpa_lite.intra_op.solve import RELATIVE_GAP, StageSolution
@@ -89,65 +89,114 @@ class StageLimits:
     equal: Collection[StageEquality] = ()
 
 
-class StageSearch:
-    """The stage DP on one step: guesses become costs where its answer depends on them; see the module.
+@dataclass(frozen=True, slots=True)
+class PipelinedBatch:
+    """A schedule, and the number of micro-batches that it runs."""
 
-    A configuration of a stage is a logical shape, a policy of rematerialisation, and how many micro-batches in flight
-    its sharding leaves room for; shapes change first, then policies.
+    schedule: Schedule
+    num_microbatches: int
+
+    def in_flight(self, following: int) -> int:
+        """Return the number of micro-batches in flight on a stage that `following` stages follow."""
+        return self.schedule.in_flight(0, following + 1, self.num_microbatches)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyCosts:
+    """The stage costs of a step under several policies of rematerialisation.
+
+    Attributes:
+        any_number: costs at some number of micro-batches and without a policy, for values that depend on neither.
+        policies: the policies of the search.
+        under: `under(policy, count)` are the costs of all layers, or of `count` equal ones; None: `any_number`.
     """
+
+    any_number: StageCosts
+    policies: tuple[Remat, ...] = (Remat.NONE,)
+    under: Callable[[Remat, int | None], StageCosts] | None = None
+
+    def of(self, policy: Remat, count: int | None) -> StageCosts:
+        """Return the costs of all layers, or of `count` equal ones, under a policy."""
+        return self.any_number if self.under is None else self.under(policy, count)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StageStates:
+    """The costs, bounds and guesses so far: arrays [layers, layers, kinds, configurations], changed by the search.
+
+    Attributes:
+        seconds: per micro-batch; infinite where a stage is impossible.
+        following: how many stages may follow one given its memory; -1 for none.
+        solved: whether `seconds` is a cost.
+        bounded: whether a rough sharding has been solved.
+        least: lower bounds of the seconds, where `bounded`.
+        update_seconds: per step, with the time to move rows, where `solved`.
+    """
+
+    seconds: NDArray[np.float64]
+    following: NDArray[np.int64]
+    solved: NDArray[np.bool_]
+    bounded: NDArray[np.bool_]
+    least: NDArray[np.float64]
+    update_seconds: NDArray[np.float64]
+
+    @staticmethod
+    def unknown(shape: tuple[int, ...]) -> StageStates:
+        """Return arrays without any information."""
+        return StageStates(
+            seconds=np.full(shape, np.inf),
+            following=np.full(shape, -1, dtype=np.int64),
+            solved=np.zeros(shape, dtype=np.bool_),
+            bounded=np.zeros(shape, dtype=np.bool_),
+            least=np.zeros(shape),
+            update_seconds=np.zeros(shape),
+        )
+
+
+class StageSearch:
+    """The stage DP on one step: guesses become costs where its answer depends on them; see the module."""
 
     def __init__(
         self,
-        costs: StageCosts,
-        num_microbatches: int,
-        schedule: Schedule,
+        costs: PolicyCosts,
+        batch: PipelinedBatch,
         space: Space,
         guesses: StageGuesses,
-        *,
         limits: StageLimits = StageLimits(),
-        policies: Sequence[Remat] = (Remat.NONE,),
-        under: Callable[[Remat, int | None], StageCosts] | None = None,
     ) -> None:
-        """Set up the arrays of the search; nothing is solved yet.
-
-        costs      of the layers at any number of micro-batches, for what does not depend on that or the policy
-        policies   the policies of `guesses`
-        under      the costs of all layers, or of so many equal ones, under a policy; None: `costs`
-        """
-        self.costs, self.schedule, self.space = costs, schedule, space
+        """Set up the arrays of the search; nothing is solved yet. `guesses` are for the policies of `costs`."""
+        self.costs, self.batch, self.space = costs, batch, space
         self.inflow_seconds = guesses.inflow_seconds
-        self.num_layers = costs.layers.num_layers
-        self.num_microbatches, self.all_equal = num_microbatches, limits.all_equal
-        self.under, self.policies = under, tuple(policies)
-        self.held = self._levels()
-        self.width = space.most_shapes * len(self.policies)
-        size = (self.num_layers, self.num_layers, len(space.kinds), self.width * len(self.held))
-        self.seconds, self.following = np.full(size, np.inf), np.full(size, -1, dtype=np.int64)
-        self.least, self.bounded = np.zeros(size), np.zeros(size, dtype=np.bool_)
-        self.solved = np.zeros(size, dtype=np.bool_)
-        self.update_seconds, self._shortest_refused = np.zeros(size), math.inf
+        self.num_layers, self.all_equal = costs.any_number.layers.num_layers, limits.all_equal
+        self.configurations = Configurations(space.most_shapes, costs.policies, self._levels())
+        size = (self.num_layers, self.num_layers, len(space.kinds), len(self.configurations))
+        self.states = StageStates.unknown(size)
+        self._shortest_refused = math.inf
         self._possible = guesses.worthwhile
         if self.all_equal:
             self._possible = self._possible & equal_parts(space, self.num_layers)
-        repeats = len(self.policies) * len(self.held)
+        repeats = len(self.configurations) // space.most_shapes
         self._equal = tuple(limits.equal)
         self._at_best = np.repeat(np.moveaxis(guesses.following, 0, -1), space.most_shapes, axis=-1)
         work = np.concatenate([summed(of_layers, self._possible) for of_layers in guesses.layer_seconds], axis=-1)
-        moved = costs.has_rows and not self.all_equal
-        self._least_for_rows = least_seconds_of_rows(costs, space) if moved else np.zeros(self._possible.shape)
-        work += self._least_for_rows[..., None] / num_microbatches
+        moved = costs.any_number.has_rows and not self.all_equal
+        self._least_for_rows = (
+            least_seconds_of_rows(costs.any_number, space) if moved else np.zeros(self._possible.shape)
+        )
+        work += self._least_for_rows[..., None] / batch.num_microbatches
         guessed = self._taking(work, self.inflow_seconds[..., None])
         self._guessed = np.where(self._at_best >= 0, guessed, np.inf)
         self._roomy = np.moveaxis(guesses.roomy, 0, 3).reshape(self._guessed.shape)
         self._best_of = BestStages(
             space=space,
-            cost_model=costs.cost_model,
-            num_microbatches=num_microbatches,
+            cost_model=costs.any_number.cost_model,
+            num_microbatches=batch.num_microbatches,
             ways=[*ways(space, self.num_layers, limits.equal, one_mesh=self.all_equal, repeats=repeats)],
             slower=self._waiting_longer(guesses.slower_seconds),
             num_stages=limits.num_stages,
         )
-        self._before, self._usual = costs.progress.done.get("stages", 0), float(LEAST_SOLVES)
+        self._progress = costs.any_number.progress
+        self._before, self._usual = self._progress.done.get("stages", 0), float(LEAST_SOLVES)
         self._refresh()
 
     def run(self, at_most: float = math.inf, *, further: float = 0.0) -> StageChoice:
@@ -164,8 +213,8 @@ class StageSearch:
             if found.seconds >= at_most:
                 return found
             # Apart from the stages that likely are the best, most of the others turn out to be worse before long.
-            entries = likely if any(not self.solved[entry] for entry in likely) else _entries(found)
-            pending = sorted((e for e in entries if not self.solved[e]), key=lambda e: -self.seconds[e])
+            entries = likely if any(not self.states.solved[entry] for entry in likely) else _entries(found)
+            pending = sorted((e for e in entries if not self.states.solved[e]), key=lambda e: -self.states.seconds[e])
             if not pending:
                 return found
             self._expect(len(entries), len(pending), further, known=min(solved.seconds, at_most) < math.inf)
@@ -173,15 +222,15 @@ class StageSearch:
             self._expect_from_workers(pending[1:])
             self._solve(*pending[0])
             for entry in pending:
-                if not self.solved[entry] and self._knows(*entry):
+                if not self.states.solved[entry] and self._knows(*entry):
                     self._solve(*entry)
             self._refresh()
             solved = self._best_solved()
 
     def _expect_from_workers(self, entries: Sequence[tuple[int, int, int, int]]) -> None:
         """Let workers start on stages that are likely to be solved next: first on bounds, then on costs."""
-        if self.costs.workers.at_work:
-            bounds = [self._question(*entry, quick=True) for entry in entries if not self.bounded[entry]]
+        if self.costs.any_number.workers.at_work:
+            bounds = [self._question(*entry, quick=True) for entry in entries if not self.states.bounded[entry]]
             expect([*bounds, *(self._question(*entry, quick=False) for entry in entries)])
 
     def refuse_updates_like(self, found: StageChoice) -> None:
@@ -191,15 +240,15 @@ class StageSearch:
         """
         self._shortest_refused = self.longest_update(found)
         # Those that are not solved yet are left out once their update is known (`_solve`).
-        self.seconds[self.solved & (self.update_seconds >= self._shortest_refused)] = np.inf
+        self.states.seconds[self.states.solved & (self.states.update_seconds >= self._shortest_refused)] = np.inf
 
     def longest_update(self, found: StageChoice) -> float:
         """Return the longest time of an update among solved stages, with the time to move rows."""
-        return max(float(self.update_seconds[entry]) for entry in _entries(found))
+        return max(float(self.states.update_seconds[entry]) for entry in _entries(found))
 
     def _expect(self, stages: int, pending: int, further: float, *, known: bool) -> None:
         """Report the estimated amount of work left; it is unknown until some stages are `known` by their costs."""
-        progress = self.costs.progress
+        progress = self._progress
         # Solves of this search alone: the count goes on over all numbers of micro-batches.
         done = progress.done.get("stages", 0) - self._before
         self._usual = max(self._usual, SOLVES * stages - self._before * SPARED)
@@ -208,17 +257,17 @@ class StageSearch:
 
     def best_known(self) -> StageChoice:
         """Return the best stages by the costs, bounds and guesses so far."""
-        return self._best_of(self.seconds, self.following)
+        return self._best_of(self.states.seconds, self.states.following)
 
     def best_likely(self) -> StageChoice:
         """Return the best stages by guesses alone, of stages that have the memory that their guess assumes."""
-        return self._best_of(np.tile(self._guessed, len(self.held)), np.tile(self._roomy, len(self.held)))
+        return self._best_of(self.configurations.repeated(self._guessed), self.configurations.repeated(self._roomy))
 
     def why_impossible(self) -> str:
         """Return a sentence that says why there are no such stages even with unlimited memory; empty if there are."""
         # With stages that cost nothing and always fit, only their number and submeshes can be the obstacle.
-        free = np.broadcast_to(np.where(self._possible, 0.0, np.inf)[..., None], self.seconds.shape)
-        most = np.full(self.seconds.shape, self.num_layers)
+        free = np.broadcast_to(np.where(self._possible, 0.0, np.inf)[..., None], self.states.seconds.shape)
+        most = np.full(self.states.seconds.shape, self.num_layers)
         reason = self._best_of.why_impossible(free, most)
         if not reason:
             return ""
@@ -227,19 +276,11 @@ class StageSearch:
         return f"{reason}{asked}{rows}"
 
     def _best_solved(self) -> StageChoice:
-        return self._best_of(np.where(self.solved, self.seconds, np.inf), self.following)
+        return self._best_of(np.where(self.states.solved, self.states.seconds, np.inf), self.states.following)
 
     def mesh(self, kind: int, configuration: int) -> LogicalMesh:
         """Return the logical mesh of a configuration of a kind of submesh."""
-        return self.space.mesh(kind, configuration % self.space.most_shapes)
-
-    def policy(self, configuration: int) -> Remat:
-        """Return the policy of rematerialisation of a configuration."""
-        return self.policies[configuration % self.width // self.space.most_shapes]
-
-    def in_flight(self, configuration: int) -> int:
-        """Return for how many micro-batches in flight the sharding of a configuration leaves memory."""
-        return self.held[configuration // self.width]
+        return self.space.mesh(kind, self.configurations[configuration].shape)
 
     def solution(self, first: int, last: int, kind: int, configuration: int, *, quick: bool = False) -> StageSolution:
         """Return the best sharding of a stage in a configuration, or (`quick`) one with a bound for the best."""
@@ -248,7 +289,7 @@ class StageSearch:
 
     def _knows(self, first: int, last: int, kind: int, configuration: int) -> bool:
         """Return True if `_solve` would only look up an answer."""
-        quick = not self.bounded[first, last, kind, configuration]
+        quick = not self.states.bounded[first, last, kind, configuration]
         costs, asked = self._question(first, last, kind, configuration, quick=quick)
         return costs.knows(asked)
 
@@ -258,7 +299,7 @@ class StageSearch:
         """Return the stage costs for a stage of the search, and the question to ask them."""
         costs, first, last = self._asked(first, last, kind, configuration)
         place = StagePlace(first, last, self.space.submesh(kind), self.mesh(kind, configuration))
-        return costs, costs.question(place, in_flight=self.in_flight(configuration), quick=quick)
+        return costs, costs.question(place, in_flight=self.configurations[configuration].in_flight, quick=quick)
 
     def _asked(self, first: int, last: int, kind: int, configuration: int) -> tuple[StageCosts, int, int]:
         """Return the stage costs for a stage of the search, and its first and last layer in their step."""
@@ -266,48 +307,44 @@ class StageSearch:
         # Equal stages are solved in a step that is cut into as many equal layers, so that each stage is one layer.
         if count is not None:
             first = last = first * count // self.num_layers
-        policy = self.policy(configuration)
-        return (self.costs if self.under is None else self.under(policy, count)), first, last
+        return self.costs.of(self.configurations[configuration].policy, count), first, last
 
-    def _levels(self) -> list[int]:
+    def _levels(self) -> tuple[int, ...]:
         """Return the numbers of micro-batches in flight to solve shardings for: of the last stage, then doubled."""
         # A sharding for more micro-batches in flight is slower. Doubling keeps the number of solves logarithmic.
-        least, most = (self._in_flight(n) for n in (0, self.num_layers - 1))
+        least, most = (self.batch.in_flight(n) for n in (0, self.num_layers - 1))
         levels = [least]
         while levels[-1] < most:
             levels.append(min(2 * levels[-1], most))
-        return levels
-
-    def _in_flight(self, following: int) -> int:
-        """Return the micro-batches in flight on a stage that is followed by so many others."""
-        return self.schedule.in_flight(0, following + 1, self.num_microbatches)
+        return tuple(levels)
 
     def _refresh(self) -> None:
         """Update the seconds of all stages that are not solved: their bounds, or guesses corrected by solved stages."""
         # If several stages took longer on a mesh than guessed, the others are guessed to take as much longer.
         guessed = self._guessed * np.maximum(self._longer_than_guessed(MANY), self._longer_under_other_policies())
-        for level, held in enumerate(self.held):
-            part = np.s_[..., level * self.width : (level + 1) * self.width]
-            open_ = ~self.solved[part]
+        states = self.states
+        for level, in_flight in enumerate(self.configurations.in_flight):
+            part = self.configurations.block(level)
+            open_ = ~states.solved[part]
             # Leaving memory for more micro-batches is never faster. Before it is solved it is taken to cost nothing.
-            lower = np.where(self.bounded[part], np.maximum(self._guessed, self.least[part]), guessed)
+            lower = np.where(states.bounded[part], np.maximum(self._guessed, states.least[part]), guessed)
             lower = lower if level == 0 else np.maximum(lower, self._solved_with_less_room(level))
-            self.seconds[part] = np.where(open_, lower, self.seconds[part])
+            states.seconds[part] = np.where(open_, lower, states.seconds[part])
             # A sharding with the least room may turn out to have room for all.
-            most = np.minimum(self._at_best, self._most_following(held) if level else self.num_layers - 1)
-            self.following[part] = np.where(open_, np.where(np.isfinite(lower), most, -1), self.following[part])
+            most = np.minimum(self._at_best, self._most_following(in_flight) if level else self.num_layers - 1)
+            states.following[part] = np.where(open_, np.where(np.isfinite(lower), most, -1), states.following[part])
 
     def _solved_with_less_room(self, level: int) -> NDArray[np.float64]:
         """Return […, shapes and policies]: the most seconds of a stage solved for fewer in flight; 0 where unknown."""
         found = np.zeros(self._guessed.shape)
         for lower in range(level):
-            part = np.s_[..., lower * self.width : (lower + 1) * self.width]
-            found = np.maximum(found, np.where(self.solved[part], self.seconds[part], 0.0))
+            part = self.configurations.block(lower)
+            found = np.maximum(found, np.where(self.states.solved[part], self.states.seconds[part], 0.0))
         return found
 
-    def _most_following(self, held: int) -> int:
+    def _most_following(self, in_flight: int) -> int:
         """Return the most stages that may follow a stage with memory for so many micro-batches."""
-        return max(n for n in range(self.num_layers) if self._in_flight(n) <= held)
+        return max(n for n in range(self.num_layers) if self.batch.in_flight(n) <= in_flight)
 
     def _taking(self, work: NDArray[np.float64] | float, inflow: NDArray[np.float64] | float) -> NDArray[np.float64]:
         """Return the seconds per micro-batch of stages from their work, dispatches, and transfers in both directions.
@@ -316,13 +353,13 @@ class StageSearch:
         their transfers, with two more only for the part that exceeds half of their work.
         """
         # A forward and a backward task per micro-batch, and one update per step.
-        dispatched = (2 + 1 / self.num_microbatches) * dispatch_seconds(self.space.cluster)
-        waits = np.maximum(0, inflow - 0.5 * work) if self.schedule.overlaps_transfers else 2 * inflow
+        dispatched = (2 + 1 / self.batch.num_microbatches) * dispatch_seconds(self.space.cluster)
+        waits = np.maximum(0, inflow - 0.5 * work) if self.batch.schedule.overlaps_transfers else 2 * inflow
         return np.asarray(dispatched + work + waits)
 
     def _waiting_longer(self, slower: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return [layers, kinds, kinds]: how much longer stages wait for slower transfers; see `_taking`."""
-        if not self.schedule.overlaps_transfers:
+        if not self.batch.schedule.overlaps_transfers:
             return 2 * slower
         # The table has inflow by first layer and kinds alone: the median stage stands for the work that hides it.
         best = self._guessed.min(axis=-1)
@@ -335,8 +372,8 @@ class StageSearch:
 
         It is taken over the stages that lack the memory that their guess assumes.
         """
-        tight = np.tile(self._roomy < 0, len(self.held))
-        ratio = self._longer_than_guessed(1, among=tight).reshape(len(self.space.kinds), len(self.policies), -1)
+        tight = self.configurations.repeated(self._roomy < 0)
+        ratio = self._longer_than_guessed(1, among=tight).reshape(len(self.space.kinds), len(self.costs.policies), -1)
         return np.moveaxis(ratio, 1, 0)
 
     def _longer_than_guessed(self, many: int, among: NDArray[np.bool_] | bool = True) -> NDArray[np.float64]:
@@ -345,11 +382,15 @@ class StageSearch:
         It is 1 where fewer than `many` are known.
         """
         # Guesses do not depend on the micro-batches in flight that a sharding leaves memory for.
-        guessed = np.tile(self._guessed, len(self.held))
-        looked_at = (self.solved | self.bounded) & np.isfinite(self.seconds) & _has_work(guessed) & among
-        ratio = np.divide(self.seconds, guessed, out=np.full(guessed.shape, np.inf), where=looked_at).min(axis=(0, 1))
+        guessed, num_blocks = self.configurations.repeated(self._guessed), len(self.configurations.in_flight)
+        looked_at = (
+            (self.states.solved | self.states.bounded) & np.isfinite(self.states.seconds) & _has_work(guessed) & among
+        )
+        ratio = np.divide(self.states.seconds, guessed, out=np.full(guessed.shape, np.inf), where=looked_at).min(
+            axis=(0, 1)
+        )
         count = looked_at.sum(axis=(0, 1))
-        least, known = (part.reshape(len(self.space.kinds), len(self.held), -1) for part in (ratio, count))
+        least, known = (part.reshape(len(self.space.kinds), num_blocks, -1) for part in (ratio, count))
         enough = (known.sum(axis=1) >= many) & np.isfinite(least.min(axis=1))
         return np.where(enough, np.maximum(least.min(axis=1), 1.0), 1.0)
 
@@ -359,41 +400,43 @@ class StageSearch:
         Only policies under which the stage has memory count, with the fewest micro-batches in flight. The ratio is
         expected under the other policies too, which differ only in what they recompute.
         """
-        part = np.s_[..., : self.width]
-        known = np.where(self.solved[part], self.seconds[part], self.least[part])
+        part = self.configurations.block(0)
+        known = np.where(self.states.solved[part], self.states.seconds[part], self.states.least[part])
         looked_at = np.isfinite(known) & _has_work(self._guessed) & (self._roomy >= 0)
         ratio = np.divide(known, self._guessed, out=np.ones(known.shape), where=looked_at)
         of_shapes = ratio.reshape(*known.shape[:3], -1, self.space.most_shapes).max(axis=3).clip(min=1.0)
-        return np.tile(of_shapes, len(self.policies))
+        return np.tile(of_shapes, len(self.costs.policies))
 
     def _solve(self, first: int, last: int, kind: int, configuration: int) -> None:
         """Replace the guess of a stage by a bound on its cost, or the bound by the cost."""
         entry = (first, last, kind, configuration)
         # A rough solution is much cheaper to find, and its bound rules out most stages.
-        quick = not self.bounded[entry]
+        quick = not self.states.bounded[entry]
         solution = self.solution(*entry, quick=quick)
-        if quick and solution.choice is not None and solution.gap > self.costs.relative_gap:
+        if quick and solution.choice is not None and solution.gap > self.costs.any_number.effort.relative_gap:
             least = self._work(solution, 0.0) * (1 - solution.gap)
-            least += self._least_for_rows[entry[:3]] / self.num_microbatches
-            self.least[entry] = self._taking(least, self.inflow_seconds[first, last, kind])
+            least += self._least_for_rows[entry[:3]] / self.batch.num_microbatches
+            self.states.least[entry] = self._taking(least, self.inflow_seconds[first, last, kind])
             # Marked apart from the bound, which is 0 where the solver ran out of time before it had one.
-            self.bounded[entry] = True
+            self.states.bounded[entry] = True
             return
-        self.solved[entry] = True
-        self.seconds[entry], self.following[entry] = np.inf, -1
+        self.states.solved[entry] = True
+        self.states.seconds[entry], self.states.following[entry] = np.inf, -1
         if solution.status is Status.INFEASIBLE:
             # Stages with more layers or more micro-batches in flight do not fit either.
-            around = np.s_[: first + 1, last:, kind, configuration :: self.width]
-            self.seconds[around], self.following[around], self.solved[around] = np.inf, -1, True
+            around = np.s_[: first + 1, last:, kind, self.configurations.alike(configuration)]
+            self.states.seconds[around], self.states.following[around], self.states.solved[around] = np.inf, -1, True
         for_rows = self._for_rows(*entry, solution)
-        self.update_seconds[entry] = solution.cost.update_seconds + for_rows
-        if solution.choice is not None and self.update_seconds[entry] < self._shortest_refused:
-            self.seconds[entry] = self._taking(self._work(solution, for_rows), self.inflow_seconds[first, last, kind])
-            self.following[entry] = self._stages_that_may_follow(solution, self.space.room_bytes[kind])
+        self.states.update_seconds[entry] = solution.cost.update_seconds + for_rows
+        if solution.choice is not None and self.states.update_seconds[entry] < self._shortest_refused:
+            self.states.seconds[entry] = self._taking(
+                self._work(solution, for_rows), self.inflow_seconds[first, last, kind]
+            )
+            self.states.following[entry] = self._stages_that_may_follow(solution, self.space.room_bytes[kind])
 
     def _work(self, solution: StageSolution, for_rows: float) -> float:
         """Return the seconds per micro-batch of both passes, and its part of the update and of moving rows."""
-        return solution.cost.loop_seconds + (solution.cost.update_seconds + for_rows) / self.num_microbatches
+        return solution.cost.loop_seconds + (solution.cost.update_seconds + for_rows) / self.batch.num_microbatches
 
     def _for_rows(self, first: int, last: int, kind: int, configuration: int, solution: StageSolution) -> float:
         """Return the seconds per step to move rows of stacked arguments, if any move; see `boundaries`."""
@@ -406,7 +449,7 @@ class StageSearch:
     def _stages_that_may_follow(self, solution: StageSolution, room_bytes: float) -> int:
         """Return the most stages that may follow, so that the micro-batches in flight fit here; -1 if none fit."""
         counts = reversed(range(self.num_layers))
-        return next((n for n in counts if solution.cost.bytes_in_flight(self._in_flight(n)) <= room_bytes), -1)
+        return next((n for n in counts if solution.cost.bytes_in_flight(self.batch.in_flight(n)) <= room_bytes), -1)
 
 
 def _entries(found: StageChoice) -> list[tuple[int, int, int, int]]:
@@ -467,11 +510,13 @@ class BestStages:
                 submesh_groups=self.space.groups,
                 inflow_seconds=self.slower,
             ),
-            num_devices=self.space.devices_of_groups,
-            num_microbatches=self.num_microbatches,
-            min_stages=self.num_stages or 1,
-            max_stages=self.num_stages,
-            serialized=self.space.cluster.shared_processor,
+            PipelineTerms(
+                num_devices=self.space.devices_of_groups,
+                num_microbatches=self.num_microbatches,
+                min_stages=self.num_stages or 1,
+                max_stages=self.num_stages,
+                serialized=self.space.cluster.shared_processor,
+            ),
             explain=explain,
         )
 

@@ -146,11 +146,15 @@ def in_flight_within(
 
 
 def _of_ranges(part: FloatArray) -> FloatArray:
-    """Return [layers, layers, …]: sums over layer ranges of [layers, …]; infinite from the first infinite layer on."""
-    # There the differences of cumulative sums are ∞ or ∞ - ∞.
-    ends = np.concatenate([np.zeros((1, *part.shape[1:])), np.cumsum(part, axis=0)])
-    with np.errstate(invalid="ignore"):
-        return np.nan_to_num(ends[None, 1:] - ends[:-1, None], nan=np.inf, posinf=np.inf, neginf=np.inf)
+    """Return [layers, layers, …]: sums over layer ranges of [layers, …]; infinite where a layer of a range is."""
+    # Infinite layers are counted apart: in the cumulative sums they would make all later differences ∞ - ∞.
+    finite = np.isfinite(part)
+    sums, missing = (
+        np.concatenate([np.zeros((1, *part.shape[1:])), np.cumsum(each, axis=0)])
+        for each in (np.where(finite, part, 0.0), ~finite)
+    )
+    complete = missing[None, 1:] == missing[:-1, None]
+    return np.where(complete, sums[None, 1:] - sums[:-1, None], np.inf)
 
 
 def microbatch_size(costs: StageCosts) -> int | None:
@@ -164,13 +168,7 @@ def summed(alone: NDArray[np.float64], possible: NDArray[np.bool_]) -> NDArray[n
 
     They are infinite where a stage is not `possible`, or the seconds of a layer are infinite.
     """
-    finite = np.isfinite(alone)
-    sums, missing = (
-        np.concatenate([np.zeros((1, *alone.shape[1:])), np.cumsum(part, axis=0)])
-        for part in (np.where(finite, alone, 0.0), ~finite)
-    )
-    complete = missing[None, 1:] == missing[:-1, None]
-    return np.where(complete & possible[..., None], sums[None, 1:] - sums[:-1, None], np.inf)
+    return np.where(possible[..., None], _of_ranges(alone), np.inf)
 
 
 Beyond = Literal["as before", "more shared", "all shared"]

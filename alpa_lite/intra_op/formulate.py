@@ -10,7 +10,7 @@ Every node chooses one strategy:
              update reads it; if the update only adds it to other sums of this kind, it may remain
              a partial sum until that addition                                                     (_add_crossing)
 
-All other ops (`leaders`) follow their main operand: their strategies are those of its node (_add_follower). Scalars
+All other ops (`op_choices`) follow their main operand: their strategies are those of its node (_add_follower). Scalars
 that are only added up (a gradient norm) remain partial sums until the last addition, which is never worse (_add_sum).
 An edge prices the resharding from the spec that a node offers to the spec that an op demands:
 
@@ -35,8 +35,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 
 from alpa_lite.intra_op.interning import Recent, SharedArrays
-from alpa_lite.intra_op.layout_constraints import Keeping
-from alpa_lite.intra_op.leaders import Deciding, PartialSums, is_scalar_sum
+from alpa_lite.intra_op.op_choices import Deciding, Keeping, PartialSums, is_scalar_sum
 from alpa_lite.intra_op.problem import Edge, FloatArray, Problem, Usage
 from alpa_lite.intra_op.stage import (
     Choice,
@@ -49,7 +48,7 @@ from alpa_lite.intra_op.stage import (
     StageView,
     placements_of,
 )
-from alpa_lite.intra_op.strategies import AxisRole, BatchSplit, Restriction
+from alpa_lite.intra_op.strategies import AxisRole, BatchSplit, OpUse, Restriction
 from alpa_lite.intra_op.strategy_catalogue import Catalogue, PlacementOptions, SumOptions, batch_factors
 from alpa_lite.intra_op.usages import StageLayout, UsageOf, usages_of
 from alpa_lite.plan.walk import stacked
@@ -276,16 +275,18 @@ class Builder:
 
     def _add_leader(self, at: _LaidOp, rule: Rule) -> None:
         scope, graph, op = at.scope, at.graph, at.op
-        options = self.catalogue.leader(
-            graph,
-            op,
+        # A result that no other op in the loop reads may remain a partial sum at nobody's cost. So may the operand of
+        # an addition, and what a loop adds to a carried value, until the addition or the end of the loop.
+        only_crosses = self.sums.only_crosses(scope, op)
+        may_wait = self.sums.feeds_sum(scope, op) or self._stacks_sums(scope, op)
+        use = OpUse(
             batch_factors=batch_factors(rule, op, self.scopes[scope].batch_dims),
             in_loop=self.sums.in_loop(scope, op),
-            only_crosses=self.sums.only_crosses(scope, op),
-            may_wait=self.sums.feeds_sum(scope, op) or self._stacks_sums(scope, op),
-            accumulates=(scope, op.id) in self.accumulating,
+            keep_partial=only_crosses or may_wait or (scope, op.id) in self.accumulating,
+            # How a crossing sum is scattered is chosen with its accumulator (`Catalogue.sums`), not where it is made.
+            scatter=not only_crosses,
         )
-        options = self.keeping.options(graph, op, options)
+        options = self.keeping.options(graph, op, self.catalogue.leader(graph, op, use))
         node = self._node(self.arrays.product(options.seconds, at.runs))
         self._record(at, node, options)
         self._demand(at, node, options)

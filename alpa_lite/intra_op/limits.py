@@ -213,6 +213,7 @@ def _worst(problem: Problem, choices: Sequence[int]) -> tuple[int | None, tuple[
         return None, ()
     moment = int(times[alive.argmax()])
     starts, ends = problem.usage_times.T
+    # Half-open intervals: what ends at this moment is free already.
     here = np.flatnonzero((starts <= moment) & (moment < ends))
     nodes = problem.usage_nodes[here]
     chosen = np.asarray(choices, dtype=np.intp)[nodes]
@@ -275,6 +276,7 @@ def pareto_front(
     # Bytes are whole numbers, so that the next larger limit is one byte more.
     gaps = _open([_Gap(below=first, above=each, first_bytes=first.limit_bytes + 1.0) for each in points[1:]])
     while gaps and budget.left > 0.0 and (missing := num_points - len(_front(points))) > 0:
+        # The largest rectangle can hide the most, so that it is explored first.
         gap = max(gaps, key=lambda each: each.area)
         gaps.remove(gap)
         # The time is divided evenly among the missing points, with one share in reserve.

@@ -25,8 +25,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from alpa_lite.intra_op.stage import StageView
-from alpa_lite.program.ir import Graph, Op, Wiring, wiring_of
-from alpa_lite.program.memo import memoized
+from alpa_lite.program.ir import Graph, Op, Wiring, memoized, wiring_of
 from alpa_lite.program.phases import Phase
 from alpa_lite.rules.fusion import accesses, is_folded, is_fusible, is_repeatable
 from alpa_lite.rules.op_info import free_values, rule_of_op
@@ -98,7 +97,7 @@ def lives_of(view: StageView, *, fusion: Fusion = "all", fused_attention: bool =
     phases = view.step.phases
     loop_end = max((spans[(), o].end for o in view.ops if phases[o].in_loop), default=0)
     options = _LivenessOptions(fusion=fusion, fused_attention=fused_attention)
-    outer = _LiveScope(view.graph, (), view.ops, spans, end, options, view=view)
+    outer = _LiveScope(view.graph, (), _Timing(spans=spans, options=options), view=view)
     # A value that goes from an operand's buffer straight into a stacked array has an empty lifetime.
     found = [life for life in (*outer.external(), *outer.lives()) if life.start < life.end]
     return Lives(
@@ -110,6 +109,14 @@ def lives_of(view: StageView, *, fusion: Fusion = "all", fused_attention: bool =
 class _LivenessOptions:
     fusion: Fusion
     fused_attention: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Timing:
+    """The time span of each op of a stage, which all of its scopes share, and the options of the analysis."""
+
+    spans: Mapping[tuple[Path, int], LiveSpan]
+    options: _LivenessOptions
 
 
 def _spans(graph: Graph, ops: Sequence[int], path: Path, start: int) -> Iterator[tuple[tuple[Path, int], LiveSpan]]:
@@ -155,21 +162,21 @@ class _LiveScope:
         self,
         graph: Graph,
         path: Path,
-        ops: Sequence[int],
-        spans: Mapping[tuple[Path, int], LiveSpan],
-        end: int,
-        options: _LivenessOptions,
+        timing: _Timing,
         *,
         view: StageView | None = None,
         kept: frozenset[int] = frozenset(),
     ) -> None:
         """Analyse the last uses of all values.
 
-        `end`: the time at which the graph has run once. `kept`: the outputs that live until then. `view`: the stage,
-        for the outermost graph alone.
+        `view`: the stage, for the outermost graph alone; of the body of a loop all ops run. `kept`: the outputs of a
+        body that live until it has run once.
         """
-        self.graph, self.path, self.ops, self.spans, self.end, self.options = graph, path, ops, spans, end, options
-        self.view = view
+        self.graph, self.path, self.view, self.timing = graph, path, view, timing
+        self.spans = timing.spans
+        self.ops = ops = view.ops if view is not None else range(len(graph.ops))
+        self.end = max((self.spans[path, o].end for o in ops), default=0)  # when the graph has run once
+        options = timing.options
         self.here = frozenset(ops)
         self.replaced = _new_state(view) if view is not None else frozenset[int]()
         self.kept = frozenset(graph.outputs) - self.replaced if view is not None else kept
@@ -261,11 +268,10 @@ class _LiveScope:
         """Yield the lifetimes of the values in one trip of a loop, or in each of the branches of a condition."""
         for number, (body, inputs, outputs) in enumerate(zip(op.bodies, wiring.inputs, wiring.outputs, strict=True)):
             path = (*self.path, (op.id, number))
-            end = max((self.spans[path, o.id].end for o in body.ops), default=0)
             kept = frozenset(
                 v for v, r in zip(body.outputs, outputs, strict=True) if r is not None and r not in wiring.stacked
             )
-            inner = _LiveScope(body, path, range(len(body.ops)), self.spans, end, self.options, kept=kept)
+            inner = _LiveScope(body, path, self.timing, kept=kept)
             yield from inner.elements(
                 [v for v, i in zip(body.inputs, inputs, strict=True) if i in wiring.scanned and body.values[v].rank > 0]
             )

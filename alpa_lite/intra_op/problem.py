@@ -22,7 +22,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +34,10 @@ _MAX_TOTAL_BYTES = 2.0**62
 """The largest total of bytes: sums of bytes are computed in 64-bit integers."""
 
 
-def _frozen(array: NDArray[Any]) -> NDArray[Any]:
+_Scalar = TypeVar("_Scalar", bound=np.generic)
+
+
+def _frozen(array: NDArray[_Scalar]) -> NDArray[_Scalar]:
     """Return a read-only view; the caller's own array stays writable."""
     view = array.view()
     view.setflags(write=False)

@@ -143,7 +143,7 @@ def write_problem(problem: Problem, path: str | Path) -> None:
         costs.append([0] * amount.size)
         intervals.append([start, end])
         used.append(_numbers(amount))
-    data: dict[str, Any] = {
+    data: dict[str, object] = {
         "name": Path(path).name.split(".")[0],
         "nodes": {"intervals": intervals, "costs": costs, "usages": used},
         "edges": {"nodes": pairs, "costs": matrices},
@@ -158,7 +158,7 @@ def write_solution(solution: Solution, path: str | Path) -> None:
     _write(Path(path), solution_data(solution))
 
 
-def solution_data(solution: Solution) -> dict[str, Any]:
+def solution_data(solution: Solution) -> dict[str, object]:
     """Return the JSON fields of a solution: choices, cost, bound, gap (null when infinite), status, seconds, solver,
     peak.
     """
@@ -185,7 +185,7 @@ def _numbers(values: FloatArray) -> list[float]:
     return [INFINITY if math.isinf(value) else _number(value) or 0 for value in values.tolist()]
 
 
-def _write(path: Path, data: dict[str, Any]) -> None:
+def _write(path: Path, data: dict[str, object]) -> None:
     opened = gzip.open(path, "wt", encoding="utf-8") if path.suffix == ".gz" else path.open("w", encoding="utf-8")
     with opened as file:
         json.dump(data, file)
@@ -260,7 +260,7 @@ def why_infeasible(path: str | Path, *, time_limit_seconds: float) -> str:
     return explain_infeasible(read_problem(path), time_limit_seconds=time_limit_seconds).sentence()
 
 
-def point_data(point: Point) -> dict[str, Any]:
+def point_data(point: Point) -> dict[str, object]:
     """Return the JSON fields of a point of the front, without its choices."""
     bound = None if math.isinf(point.bound) else point.bound
     return {"peak_bytes": point.peak_bytes, "cost": point.cost, "bound": bound, "status": point.status.value}

@@ -18,6 +18,7 @@ from alpa_lite.intra_op.solvers.solver import Solver
 from alpa_lite.intra_op.stage import Key, StageView
 from alpa_lite.intra_op.usages import UsageOf, stage_lives
 from alpa_lite.program.ir import Graph, Op
+from alpa_lite.text import show_seconds
 
 _NUM_NAMES = 4
 
@@ -59,13 +60,6 @@ class Shortage:
         )
 
 
-def show_seconds(seconds: float) -> str:
-    """Format seconds with three digits, or all digits of a whole number: `1.23 ms`, `45.6 s`, `3446 s`."""
-    if seconds < 1.0:
-        return f"{seconds * 1e3:.3g} ms"
-    return f"{seconds:.3g} s" if seconds < 100.0 else f"{seconds:.0f} s"
-
-
 def explain_shortage(
     builder: Builder,
     *,
@@ -95,6 +89,7 @@ def shortage_of(
     # Without usages there is no peak either.
     if explained.choices is None or explained.time is None:
         return Shortage(explained=explained, when="", values=())
+    # From the usages of the builder, which know the value that each one stands for; the problem knows only nodes.
     held = held_bytes(builder.usages(in_flight), explained.choices, explained.time)
     graphs = [scope.graph for scope in builder.scopes]
     values = [ValueBytes(name=value_name(graphs[s], v), bytes=size) for (s, v), size in held.items() if size > 0.0]

@@ -25,10 +25,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from alpa_lite.intra_op.dominance import drop_dominated
-from alpa_lite.intra_op.memory_rows import RangeMaximum, sum_over_rows
 from alpa_lite.intra_op.problem import Edge, FloatArray, IntArray, Problem, Usage
-from alpa_lite.intra_op.reductions import NodeUsage, UndoStep, Workspace
+from alpa_lite.intra_op.reductions import NodeUsage, RangeMaximum, UndoStep, Workspace, drop_dominated, sum_over_rows
 
 _ROUNDING = 1e-13
 _CHUNK_ENTRIES = 4_000_000
@@ -262,6 +260,7 @@ def _drop_what_cannot_fit(work: Workspace, seen: FloatArray, tick: Tick) -> Floa
     if (base > work.limit_bytes).any():
         work.offset = math.inf
         return base
+    # The base is the same for all nodes: one table answers the many intervals of their usages.
     highest = RangeMaximum(base)
     for node in list(work.costs) if (base > seen).any() else list(work.changed):
         tick()
@@ -313,6 +312,7 @@ def _eliminate_changed(work: Workspace, tables: _MinPlus, tick: Tick, *, max_deg
         for node in changed:
             tick()
             if node in work.costs and len(work.edges[node]) <= max_degree:
+                # With memory the choice would depend on the rows, on which all other nodes have a say.
                 if work.alive_of(node) is None and _is_small(work, node):
                     eliminate(work, node, tables)
 
@@ -327,6 +327,7 @@ def eliminate(work: Workspace, node: int, tables: Callable[..., tuple[FloatArray
     costs = work.costs[node]
     neighbours = tuple(sorted(work.edges[node]))
     if not neighbours:
+        # Nothing else depends on the choice of this node.
         best = costs.argmin()
         work.offset += float(costs[best])
         work.remove_node(node, best=np.array(best), neighbours=())
@@ -337,6 +338,7 @@ def eliminate(work: Workspace, node: int, tables: Callable[..., tuple[FloatArray
         work.remove_node(node, best=joint.argmin(axis=0), neighbours=neighbours)
     else:
         first, second = neighbours
+        # The node's own costs go to one of its two edges, so that the sum over both counts them once.
         left = work.edges[node][first] + costs[:, None]
         table, best = tables(left, work.edges[node][second])
         work.remove_node(node, best=best, neighbours=neighbours)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from alpa_lite.intra_op.formulate import Builder
 from alpa_lite.intra_op.liveness import lives_of
-from alpa_lite.intra_op.problem import Status
+from alpa_lite.intra_op.problem import Solution, Status
 from alpa_lite.intra_op.solvers.portfolio import Portfolio
 from alpa_lite.intra_op.solvers.solver import Solver
 from alpa_lite.intra_op.stage import Choice, StageView
@@ -75,37 +75,27 @@ def solve_stage(
         )
     choice = builder.choice(solution.choices)
     view, pricer = builder.view, builder.catalogue.pricer
-    return price_choice(
-        view, pricer, choice, solution.status, solution.cost, solution.bound, in_flight, solution.peak_bytes
-    )
+    return price_choice(view, pricer, choice, solution, in_flight)
 
 
-def price_choice(
-    view: StageView,
-    pricer: Pricer,
-    choice: Choice,
-    status: Status,
-    objective: float,
-    bound: float,
-    in_flight: int,
-    peak_bytes: float,
-) -> StageSolution:
+def price_choice(view: StageView, pricer: Pricer, choice: Choice, solution: Solution, in_flight: int) -> StageSolution:
     """Price decisions by emitting the tasks of each phase to an `Estimator`.
 
-    `objective`, `bound` (seconds) and `peak_bytes` are those of the integer program.
+    `solution` is the solution of the integer program that `choice` stands for, and `in_flight` the number of
+    micro-batches held at the peak.
     """
     state, sums, activations = _memory(view, pricer, choice)
     parts = {phase: _walk(view, pricer, choice, phase) for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE)}
     seconds = _phase_seconds(pricer, parts)
     runs = view.step.num_microbatches
     # All that the integer program counts at its peak besides state, accumulators and saved values.
-    temporary = max(0.0, peak_bytes - state - sums - in_flight * activations)
+    temporary = max(0.0, solution.peak_bytes - state - sums - in_flight * activations)
     return StageSolution(
         choice=choice,
-        status=status,
-        objective=objective,
-        bound=bound,
-        peak_bytes=peak_bytes,
+        status=solution.status,
+        objective=solution.cost,
+        bound=solution.bound,
+        peak_bytes=solution.peak_bytes,
         cost=StageCost(
             forward_seconds=seconds[Phase.FORWARD],
             backward_seconds=seconds[Phase.BACKWARD],
@@ -156,6 +146,7 @@ def in_two_parts(view: StageView, pricer: Pricer, solution: StageSolution) -> St
     choice = solution.choice
     if choice is None:
         return solution
+    # The first part must compute what the previous stage waits for; all else can follow later, in the bubbles.
     second = weight_gradient_ops(view.step, view.ops)
     backend = pricer.cost_model.backend
     lives = lives_of(view, fusion=backend.fusion, fused_attention=backend.fused_attention)
@@ -193,27 +184,30 @@ def _walk(
     """Price the ops of one phase, or a part of them, as a task of its own."""
     runs = view.step.num_microbatches if phase.in_loop else 1
     estimator = Estimator(pricer, stage=0, phase=phase.value, runs=runs)
-    drive(view, pricer, choice, phase, estimator, part)
+    drive(ChosenStage(view=view, pricer=pricer, choice=choice), phase, estimator, part)
     return estimator
 
 
-def drive(
-    view: StageView,
-    pricer: Pricer,
-    choice: Choice,
-    phase: Phase,
-    machine: Machine[int],
-    part: frozenset[int] | None = None,
-) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChosenStage:
+    """A stage with the choice that was made for it and the pricer of its mesh."""
+
+    view: StageView
+    pricer: Pricer
+    choice: Choice
+
+
+def drive(stage: ChosenStage, phase: Phase, machine: Machine[int], part: frozenset[int] | None = None) -> None:
     """Run the ops of one phase, or a part of them, as one task on a machine such as `Estimator`."""
-    phases = view.step.phases
-    walk = Walk(view.graph, choice.ops, pricer.sizes, machine)
+    view, choice, phases = stage.view, stage.choice, stage.view.step.phases
+    walk = Walk(view.graph, choice.ops, stage.pricer.sizes, machine)
     mine = [o for o in view.ops if phases[o] is phase and (part is None or o in part)]
+    # Every task recomputes what depends on no micro-batch, instead of receiving it from another task.
     repeated = _invariant_needs(view, mine)
     run = repeated.union(mine)
     _enter(walk, view, choice, phase, run)
     if view.keeps_gathered and phase is Phase.BACKWARD:
-        _keep_gathered(walk, view, pricer, choice)
+        _keep_gathered(walk, view, stage.pricer, choice)
     walk.run(o for o in view.ops if o in run)
     _leave(walk, view, choice, phase, run)
 

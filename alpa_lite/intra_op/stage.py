@@ -2,7 +2,7 @@
 
 `StageView` has the ops of a stage in execution order, its inputs and outputs, and the runs of each op. The user may
 constrain the layout of its values: which tensor dim a mesh axis must split, for some or all values of the step
-(`GivenLayout`). `layout_constraints` restricts the strategies of a stage to them.
+(`GivenLayout`). `op_choices` restricts the strategies of a stage to them.
 
 The builder of the intra-op problem records a node and specs for each value (`Offer`) and placements for each op
 (`Placed`, …), from which a solution is decoded (`placements_of`). `Choice` is the decoded solution: specs, placements,
@@ -17,8 +17,7 @@ from functools import cached_property
 from itertools import chain
 
 from alpa_lite.plan.plan import Accumulator, OpPlacement
-from alpa_lite.program.ir import Graph, Op
-from alpa_lite.program.memo import memoized
+from alpa_lite.program.ir import Graph, Op, memoized
 from alpa_lite.program.phases import Phase, StepGraph
 from alpa_lite.rules.op_info import free_ops, free_values, op_class
 from alpa_lite.sharding.specs import Spec
@@ -65,6 +64,7 @@ def _loop_kind(graph: Graph, op: Op) -> tuple[object, ...]:
     """Return a key that is equal for ops whose bodies do the same to the same shapes."""
     literals = tuple([v.literal for v in graph.operands(op)])
     results = tuple([(v.shape, v.dtype) for v in graph.results(op)])
+    # By text, since parameters of control flow hold objects of JAX that do not compare by content.
     params = repr(sorted(op.params.items(), key=lambda p: p[0]))
     return (op.primitive, params, tuple(map(_body_text, op.bodies)), literals, results)
 
@@ -102,6 +102,7 @@ class StageView:
             # Outputs that depend on nothing but inputs (step counters, new keys) are made by the first stage.
             needed.update(v for v in graph.outputs if self.is_invariant_value(v))
         mine = set(chain.from_iterable(map(self.layers.ops_of, range(self.first, self.last + 1))))
+        # Backwards, so that an op is needed as soon as one of its readers is; ids are in execution order.
         for op_id in sorted(mine | free_ops(graph) | set(self.layers.ops_of(None)), reverse=True):
             op = graph.ops[op_id]
             if op_id in mine or not needed.isdisjoint(op.results):
@@ -197,6 +198,7 @@ class StageView:
     @cached_property
     def _invariant_in_loop(self) -> frozenset[int]:
         graph, step, found, needed = self.graph, self.step, set[int](), set[int]()
+        # Backwards: an invariant op is in the loop if a reader is, and readers follow the ops that they read.
         for op_id in reversed(self.ops):
             op = graph.ops[op_id]
             if step.phases[op_id].in_loop or any(r in needed for r in op.results):
@@ -226,10 +228,12 @@ class StageView:
             (local(v), graph.values[v].shape, graph.values[v].dtype, self.step.batch_dims[v], self.lives_here(v))
             for v in self.external
         )
+        # State that is replaced must come back in its own spec, which ties nodes of the problem together.
         aliases = tuple((local(o), local(i)) for o, i in self.step.aliases.items() if o in number and i in number)
         pins = tuple((local(v), self.pins[v]) for v in self.external if v in self.pins)
         pins += tuple((local(v), spec) for v, spec in self.outputs.items())
         pins += (self.keeps_gathered,)
+        # A value that other stages read is kept in memory, and is not recomputed by its readers.
         leaves = tuple(sorted(local(v) for v in self.leaves))
         return (tuple(rows), outer, aliases, leaves, self.step.num_microbatches, pins, self._layout_signature(number))
 
@@ -312,6 +316,7 @@ class PlacedSum:
 
     def placement(self, operands: Sequence[Spec]) -> OpPlacement:
         """Return the placement for operands in these specs."""
+        # An operand that is whole on an axis becomes an addend of one device there, which costs nothing.
         partial = tuple(sorted({axis for spec in operands for axis in spec.partial}))
         return OpPlacement(factors=(), partial=partial, results=(Spec((), partial if self.waits else ()),))
 

@@ -163,27 +163,48 @@ class Restriction:
 FREE_CHOICE = Restriction()
 
 
-def axis_choices(
-    rule: Rule,
-    sizes: Mapping[str, int],
-    batch_factors: frozenset[int],
-    restriction: Restriction,
-    *,
-    in_loop: bool,
-    takes_partial: bool,
-) -> list[tuple[int | None, ...]]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpUse:
+    """The facts about the surroundings of an op that limit its placements.
+
+    batch_factors   the factors of its rule that contain the batch dim
+    in_loop         the op runs once per micro-batch
+    keep_partial    its result may remain a partial sum
+    scatter         a partial sum may be reduce-scattered where it is made
+    """
+
+    batch_factors: frozenset[int] = frozenset()
+    in_loop: bool = True
+    keep_partial: bool = False
+    scatter: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeadingOp:
+    """An op that chooses its own placement; `takes_partial`: its operands may be partial sums if its rule is linear."""
+
+    rule: Rule
+    operands: Sequence[Value]
+    results: Sequence[Value]
+    use: OpUse
+    takes_partial: bool = False
+
+
+def axis_choices(op: LeadingOp, sizes: Mapping[str, int], restriction: Restriction) -> list[tuple[int | None, ...]]:
     """Return the combinations of one choice per mesh axis.
 
     A choice is the factor that the axis splits, None if it is unused, or -1 if operands are partial sums over it.
     Operands with a batch are never partial sums over axes with a role that splits the batch.
     """
+    rule, batch_factors = op.rule, op.use.batch_factors
+    takes_partial = op.takes_partial and bool(linear_group(rule, op.operands))
     per_axis: list[list[int | None]] = []
     for axis in sizes:
         role = restriction.role(axis)
         fits = [f for f in rule.shardable if can_split(rule, f, (axis,), sizes)]
         split_state = restriction.state_split(axis, restriction.optimizer) is not BatchSplit.NEVER
         choices: list[int | None]
-        if in_loop:
+        if op.use.in_loop:
             choices = [*_loop_choices(rule, role, fits, batch_factors)]
         elif role in (AxisRole.MODEL, AxisRole.TENSOR):
             choices = [None, *(f for f in fits if f not in batch_factors)]
@@ -266,24 +287,15 @@ def factor_axes(rule: Rule, combination: Sequence[int | None], sizes: Mapping[st
 
 
 def placements(
-    rule: Rule,
-    operands: Sequence[Value],
-    results: Sequence[Value],
-    sizes: Mapping[str, int],
-    *,
-    batch_factors: frozenset[int] = frozenset(),
-    restriction: Restriction = FREE_CHOICE,
-    in_loop: bool = True,
-    takes_partial: bool = False,
-    keep_partial: bool = False,
-    scatter: bool = True,
+    op: LeadingOp, sizes: Mapping[str, int], restriction: Restriction = FREE_CHOICE
 ) -> tuple[OpPlacement, ...]:
     """Return all placements of a leading op: axis choices × resolutions of its partial sums."""
-    takes_partial = takes_partial and bool(linear_group(rule, operands))
+    rule, results = op.rule, op.results
+    may_scatter = restriction.may_scatter if op.use.scatter else _nowhere
     found: list[OpPlacement] = []
-    choices = axis_choices(rule, sizes, batch_factors, restriction, in_loop=in_loop, takes_partial=takes_partial)
-    for combination in choices:
+    for combination in axis_choices(op, sizes, restriction):
         partial = tuple(a for a, c in zip(sizes, combination, strict=True) if c == -1)
+        # Axes on one factor may be nested in any order that the restriction allows; each gives other blocks.
         in_mesh_order = factor_axes(rule, combination, sizes)
         for factors in product(*(restriction.orders(axes, sizes) for axes in in_mesh_order)):
             bare = OpPlacement(factors=factors, partial=partial)
@@ -292,23 +304,23 @@ def placements(
             if len(results) > 1 or not raw[0].partial:
                 found.append(replace(bare, results=tuple(s.without_partial() for s in raw)))
                 continue
-            shape, allowed = results[0].shape, restriction.may_scatter
-            for target in resolutions(raw[0], shape, sizes, keep=keep_partial, scatter=scatter, allowed=allowed):
+            keep, shape = op.use.keep_partial, results[0].shape
+            for target in resolutions(raw[0], shape, sizes, keep=keep, may_scatter=may_scatter):
                 found.append(replace(bare, results=(target,)))
     return tuple(found)
 
 
+def _nowhere(axis: str) -> bool:
+    del axis
+    return False
+
+
 def resolutions(
-    raw: Spec,
-    shape: tuple[int, ...],
-    sizes: Mapping[str, int],
-    *,
-    keep: bool,
-    scatter: bool,
-    allowed: Callable[[str], bool] = lambda axis: True,
+    raw: Spec, shape: tuple[int, ...], sizes: Mapping[str, int], *, keep: bool, may_scatter: Callable[[str], bool]
 ) -> list[Spec]:
-    """Return the specs that a partial sum may be resolved to: per axis keep, all_reduce, or reduce_scatter onto a
-    dim.
+    """Return the specs that a partial sum may be resolved to: per axis keep, all_reduce, or reduce_scatter onto a dim.
+
+    `may_scatter` tells over which axes it may be scattered.
     """
     specs = [raw]
     for axis in raw.partial:
@@ -318,7 +330,7 @@ def resolutions(
             if keep:
                 extended.append(spec)
             extended.append(Spec(spec.dims, rest))
-            for dim, size in enumerate(shape if scatter and allowed(axis) else ()):
+            for dim, size in enumerate(shape if may_scatter(axis) else ()):
                 dims = spec.dims[:dim] + ((*spec.dims[dim], axis),) + spec.dims[dim + 1 :]
                 if size > 0 and divides(Spec(dims, rest), shape, sizes):
                     extended.append(Spec(dims, rest))

@@ -24,6 +24,8 @@ from alpa_lite.intra_op.strategies import (
     AxisRole,
     BatchSplit,
     Followed,
+    LeadingOp,
+    OpUse,
     Restriction,
     all_specs,
     follow,
@@ -35,7 +37,7 @@ from alpa_lite.plan.pricing import Pricer, cuts_of, has_own_collectives, local_b
 from alpa_lite.plan.walk import PlacedSpecs, placed_specs, replicated_placement
 from alpa_lite.program.ir import ADDITIONS, Graph, Op, Value
 from alpa_lite.rules import Rule
-from alpa_lite.rules.op_info import LayoutClass, op_class, rule_of_op
+from alpa_lite.rules.op_info import OpClass, op_class, rule_of_op
 from alpa_lite.sharding.reshard import SpecGraph, spec_graph
 from alpa_lite.sharding.specs import Spec
 
@@ -129,38 +131,18 @@ class Catalogue:
         roles = (self.restriction.role(axis) for axis in self.sizes)
         return all(size == 1 for size in self.sizes.values()) and all(role is AxisRole.ANY for role in roles)
 
-    def leader(
-        self,
-        graph: Graph,
-        op: Op,
-        *,
-        batch_factors: frozenset[int],
-        in_loop: bool,
-        only_crosses: bool,
-        may_wait: bool,
-        accumulates: bool,
-    ) -> PlacementOptions:
-        """Return the placements of an op that chooses for itself.
-
-        only_crosses   the result is only summed over micro-batches: it may remain a partial sum, and no other op pays
-        may_wait       an addition reads the result: the result may be a partial sum
-        accumulates    a loop adds to a carried value: it may remain a partial sum until the loop ends
-        """
-        key = (self.pricer.price_class(graph, op.id), batch_factors, in_loop, only_crosses, may_wait, accumulates)
+    def leader(self, graph: Graph, op: Op, use: OpUse) -> PlacementOptions:
+        """Return the placements of an op that chooses for itself."""
+        key = (self.pricer.price_class(graph, op.id), use)
         if key not in self._leaders:
-            found = placements(
-                rule_of_op(graph, op.id),
-                graph.operands(op),
-                graph.results(op),
-                self.sizes,
-                batch_factors=batch_factors,
-                restriction=self.restriction,
-                in_loop=in_loop,
+            leading = LeadingOp(
+                rule=rule_of_op(graph, op.id),
+                operands=graph.operands(op),
+                results=graph.results(op),
+                use=use,
                 takes_partial=op.primitive in ADDITIONS,
-                keep_partial=only_crosses or may_wait or accumulates,
-                scatter=not only_crosses,
             )
-            self._leaders[key] = self._options(graph, op, found)
+            self._leaders[key] = self._options(graph, op, placements(leading, self.sizes, self.restriction))
         return self._leaders[key]
 
     def following(
@@ -183,14 +165,14 @@ class Catalogue:
 
     def _way(self, graph: Graph, op: Op, main: int, specs: tuple[Spec, ...], keep_partial: bool) -> _Way:
         """Return how all ops of this op's layout class follow."""
-        layout = op_class(graph, op.id).layout
-        key = (layout, main, self._number(specs), keep_partial)
+        kind = op_class(graph, op.id)
+        key = (kind.layout, main, self._number(specs), keep_partial)
         found = self._ways.get(key)
         if found is None:
             numbers: dict[Spec, int] = {}
             # Strategies of the followed node often share a spec: each distinct one is followed and priced once.
             place = [numbers.setdefault(spec, len(numbers)) for spec in specs]
-            different = [self._followed(graph, op, layout, main, spec, keep_partial) for spec in numbers]
+            different = [self._followed(kind, main, spec, keep_partial) for spec in numbers]
             followed = [different[i] for i in place]
             demanded, made, results = self._columns(op, [f.placement for f in followed], [f.specs for f in followed])
             found = self._ways[key] = _Way(
@@ -204,15 +186,11 @@ class Catalogue:
             )
         return found
 
-    def _followed(
-        self, graph: Graph, op: Op, layout: LayoutClass, main: int, spec: Spec, keep_partial: bool
-    ) -> Followed:
-        key = (layout, main, spec, keep_partial)
+    def _followed(self, kind: OpClass, main: int, spec: Spec, keep_partial: bool) -> Followed:
+        key = (kind.layout, main, spec, keep_partial)
         found = self._follows.get(key)
         if found is None:
-            found = self._follows[key] = follow(
-                op_class(graph, op.id), main, spec, self.sizes, keep_partial=keep_partial
-            )
+            found = self._follows[key] = follow(kind, main, spec, self.sizes, keep_partial=keep_partial)
         return found
 
     def _seconds_of(self, graph: Graph, op: Op, main: int, specs: tuple[Spec, ...], way: _Way) -> FloatArray:
@@ -310,7 +288,7 @@ class Catalogue:
             for stored in dict.fromkeys(offered):
                 if value.rank > 0 and split.intersection(stored.partial):
                     continue
-                targets = resolutions(stored, value.shape, self.sizes, keep=keep_partial, scatter=True, allowed=allowed)
+                targets = resolutions(stored, value.shape, self.sizes, keep=keep_partial, may_scatter=allowed)
                 found += [Accumulator(stored=stored, resolved=r) for r in self.restriction.on_one_dim(targets)]
             may_split = BatchSplit.NEVER if self.restriction.optimizer is BatchSplit.NEVER else BatchSplit.MAY
             found += [Accumulator(stored=s, resolved=s) for s in self.value_specs(value, None, split=may_split)]

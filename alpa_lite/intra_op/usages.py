@@ -121,6 +121,7 @@ class _Collector:
 
     def _sum(self, life: Life) -> Iterator[UsageOf]:
         view, (node, options) = self.layout.view, self.layout.crossings[life.value]
+        # A sum is stored in one spec while the loop adds to it, and resolved to another one for the update.
         key, stored = (0, life.value), Offer(node=node, specs=options.stored)
         readers = [c for c in view.graph.consumers[life.value] if c in view.op_set]
         times = [self.lives.spans[(), c].start for c in readers if view.step.phases[c] is Phase.UPDATE]
@@ -138,6 +139,7 @@ class _Collector:
 
     def _moved(self) -> Iterator[UsageOf]:
         """Yield the copies and the scratch memory of every op."""
+        # Liveness names bodies by their path in the step, the builder by the number of their scope.
         paths = self.layout.paths()
         for key, placed in self.layout.placed.items():
             scope, op_id = key

@@ -1,51 +1,43 @@
 """Compile a task: one `jit` of a `shard_map` whose body runs the planned ops on local blocks.
 
-The body is the walk of `alpa_lite.plan.walk` on a machine that emits JAX operations, so the collectives of the
-executable are those that the plan was priced with: nothing is left to sharding propagation.
+The body is the walk of `alpa_lite.plan.walk` on a machine that emits JAX operations (`local_machine`), so the
+collectives of the executable are those that the plan was priced with: nothing is left to sharding propagation.
 
 A partial sum crosses a task's boundary as an array with one more leading dim that is split over the axes of the sum:
 each device stores its addend (`boundary_spec`).
 
-Sums of gradients are reduced in buckets, one bucket after the other (`Plan.buckets`):
+Tasks that are the same program are recognised, so that one executable serves all: most layers of a pipeline are equal.
 
-    bucket n starts when all of bucket n - 1 is reduced, as on one queue of collectives            (Buckets.held)
+    form(task) = (ports, ops, results), values numbered in the order of their first use           `task_form`
 
-XLA combines reductions that do not wait for each other into one, up to some size. Combining within a bucket is left to
-XLA; every value of a bucket waits for a number computed from the whole bucket before it, so that two buckets stay apart
-on any backend.
-
-An op with side effects (a print or a callback) runs on one device of those that hold its operands, not on each
-(`on_first_device`).
+The form contains everything that `emit_task` reads: for each op its primitive, the equation's parameters, its operands
+and results, its placement, phase and rule; for each value its shape, dtype, batch dim, size in the full batch and the
+phase that makes it; literals by content. It contains no numbers of the traced graph, no names and no source lines. Two
+tasks with equal forms on logical meshes of one shape are traced and lowered once. Objects without comparable content
+(functions among the parameters) are equal only if they are the same object.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+import enum
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, cast
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
-from alpa_lite.lower.block import LocalOp, block_index
-from alpa_lite.lower.run_local import bind_local
+from alpa_lite.lower.local_machine import POSITIONAL, LocalMachine, PlacedTask
 from alpa_lite.lower.slices import Port, TaskSpec, run_parts
-from alpa_lite.lower.waiting import Gathered, once_there
 from alpa_lite.plan.plan import OpPlacement
-from alpa_lite.plan.walk import Application, Walk, body_walk, sharing_axes
+from alpa_lite.plan.walk import Walk
 from alpa_lite.program.equations import Equation
-from alpa_lite.program.ir import Graph, Op, Value, Wiring
-from alpa_lite.program.phases import Combination, Phase, StepGraph, parameters
-from alpa_lite.sharding.specs import Move, Spec, num_shards
-from alpa_lite.trace.local_control_flow import run_control_flow
-
-_POSITIONAL = frozenset(("iota", "random_bits", "random_split"))
+from alpa_lite.program.ir import Graph, Op, Value, wiring_of
+from alpa_lite.program.phases import Combination, StepGraph
+from alpa_lite.rules.op_info import free_values, op_classes
+from alpa_lite.sharding.specs import Spec
 
 TaskFunction = Callable[..., tuple[jax.Array, ...]]
 
@@ -61,211 +53,10 @@ def boundary_shape(shape: tuple[int, ...], spec: Spec, sizes: Mapping[str, int])
     return (prod(sizes[a] for a in spec.partial), *shape) if spec.partial else shape
 
 
-def move(x: jax.Array, step: Move, sizes: Mapping[str, int]) -> jax.Array:
-    """Emit the collective (or local operation) of one step of a resharding, on a device's block `x`."""
-    if step.kind == "all_reduce":
-        return lax.psum(x, step.axis)
-    if step.kind == "reduce_scatter":
-        return lax.psum_scatter(x, step.axis, scatter_dimension=step.dim, tiled=True)
-    if step.kind == "all_gather":
-        return lax.all_gather(x, step.axis, axis=step.dim, tiled=True)
-    if step.kind == "all_to_all":
-        return lax.all_to_all(x, step.axis, split_axis=step.target_dim, concat_axis=step.dim, tiled=True)
-    if step.kind == "permute":
-        return lax.ppermute(x, step.axes, step.pairs)
-    if step.kind == "addend":
-        return jax.numpy.where(lax.axis_index(step.axis) == 0, x, jax.numpy.zeros_like(x))
-    size = x.shape[step.dim] // sizes[step.axis]
-    return lax.dynamic_slice_in_dim(x, lax.axis_index(step.axis) * size, size, step.dim)
-
-
-class LocalMachine:
-    """A machine that emits JAX operations on local blocks; drives a `Walk` inside `shard_map`."""
-
-    def __init__(
-        self,
-        step: StepGraph,
-        equations: Sequence[Equation],
-        sizes: Mapping[str, int],
-        microbatch: jax.Array | int,
-        *,
-        barriers_stay: bool = True,
-        buckets: Sequence[Sequence[int]] = (),
-    ) -> None:
-        """Make a machine for one task on a mesh of the given axis sizes.
-
-        `microbatch`: index of the micro-batch being run. `barriers_stay`: whether XLA keeps optimisation barriers to
-        the end. `buckets`: values of the step that are reduced together, one bucket after the other.
-        """
-        self.step = step
-        self.barriers_stay = barriers_stay
-        self.buckets = Buckets(buckets, barriers_stay=barriers_stay)
-        self.gathered = Gathered(barriers_stay=barriers_stay)
-        self.graph = step.graph  # the graph that runs now: the step or a body
-        self.latest: jax.Array | None = None  # latest float result of the backward pass
-        self.sizes = sizes
-        self.microbatch = microbatch
-        self.equations: dict[Graph, Sequence[Equation]] = {}
-        self._register(step.graph, equations)
-        self.part = 0  # number of phases of the task before this one: their loops may move the same values
-        # How often each resharding was emitted so far; see `reshard`.
-        self.moved: Counter[tuple[Value, tuple[Move, ...]]] = Counter()
-
-    def _register(self, graph: Graph, equations: Sequence[Equation]) -> None:
-        self.equations[graph] = equations
-        for op, equation in zip(graph.ops, equations, strict=True):
-            for body, inner in zip(op.bodies, equation.bodies, strict=True):
-                self._register(body, inner)
-
-    def literal(self, value: Value) -> jax.Array:
-        """Return a NumPy scalar of the right dtype."""
-        # Ops accept it as an array, and it stays a constant of the program.
-        return cast(jax.Array, np.asarray(value.literal, jax.numpy.dtype(value.dtype)))
-
-    def reshard(self, array: jax.Array, value: Value, steps: tuple[Move, ...], op: Op | None) -> jax.Array:
-        """Emit the collectives of a resharding and return the new block.
-
-        A resharding that is repeated (a parameter gathered again for the backward pass) must not be merged with the
-        earlier one by XLA, which drops barriers on some platforms. The n-th repetition therefore runs with n more
-        leading dims of size 1: two collectives of different rank are never common subexpressions.
-        """
-        # The ids of values in bodies repeat those of the step, so the value is also compared by identity.
-        bucketed = op is None and value.id in self.buckets.numbers and value is self.step.graph.values[value.id]
-        array = self.buckets.held(value.id, array) if bucketed else array
-        if op is not None and self._is_parameter(value) and any(step.kind == "all_gather" for step in steps):
-            array = self.gathered.held(array, value.bytes / num_shards(steps[-1].spec, self.sizes))
-        times = self.part + self.moved[value, steps]
-        self.moved[value, steps] += 1
-        array = jax.numpy.reshape(array, (*(1,) * times, *array.shape))
-        for step in steps:
-            array = move(array, step.below(times), self.sizes)
-        array = jax.numpy.reshape(array, array.shape[times:])
-        if bucketed:
-            self.buckets.reduced(value.id, array)
-        return array
-
-    def _is_parameter(self, value: Value) -> bool:
-        """Return True for values that enter the loop, or a trip of a loop in it, without a batch dim."""
-        graph, step = self.graph, self.step
-        if graph is step.graph:
-            return value.id in parameters(step)
-        scope = step.bodies.get(graph)
-        return graph.producer[value.id] is None and (scope is None or scope.batch_dims[value.id] is None)
-
-    def apply(self, application: Application, operands: list[jax.Array]) -> list[jax.Array]:
-        """Bind the op's primitive on local blocks and return the blocks of its results."""
-        graph, op = application.graph, application.op
-        equation = self.equations[graph][op.id]
-        origins, full_shapes = self._positions(graph, op)
-        operands = self._in_micro_batch(op, graph, operands)
-        local = LocalOp(
-            primitive=equation.primitive,
-            params=equation.params,
-            rule=application.rule,
-            operand_shapes=tuple(v.shape for v in graph.operands(op)),
-            result_shapes=tuple(v.shape for v in graph.results(op)),
-            operand_specs=application.operand_specs,
-            result_specs=application.raw_specs,
-            axis_sizes=self.sizes,
-            origins=origins,
-            full_shapes=full_shapes,
-        )
-        if graph is self.step.graph and op.primitive == "optimization_barrier":
-            operands = [self._held_back(v, x) for v, x in zip(op.operands, operands, strict=True)]
-        with jax.named_scope(f"op{op.id}"):
-            axes = sharing_axes(op, self.sizes)
-            if axes:
-                return on_first_device(lambda *xs: bind_local(local, xs), operands, axes, self.sizes)
-            return self._noted(application, bind_local(local, operands))
-
-    def _held_back(self, value: int, array: jax.Array) -> jax.Array:
-        """Return a forward value that the backward pass reads to recompute others, delayed until the backward pass gets
-        there.
-        """
-        producer = self.step.graph.producer[value]
-        is_backward = producer is not None and self.step.phases[producer] is Phase.BACKWARD
-        is_state = producer is None and self.step.batch_dims[value] is None
-        if self.latest is None or is_backward or is_state or not isinstance(array, jax.Array):
-            return array
-        return once_there(array, self.latest, barriers_stay=self.barriers_stay)
-
-    def _noted(self, application: Application, results: list[jax.Array]) -> list[jax.Array]:
-        """Record results of an op for the values that wait for them, and return the results."""
-        self.gathered.read(results)
-        if application.graph is self.step.graph and self.step.phases[application.op.id] is Phase.BACKWARD:
-            floats = [r for r in results if jax.numpy.issubdtype(r.dtype, jax.numpy.floating) and r.size]
-            self.latest = floats[0] if floats else self.latest
-        return results
-
-    def _positions(
-        self, graph: Graph, op: Op
-    ) -> tuple[tuple[tuple[jax.Array | int, ...] | None, ...], tuple[tuple[int, ...] | None, ...]]:
-        """Return the position of this micro-batch's results in the full batch's and the full shapes, None where
-        irrelevant.
-
-        Only ops whose values depend on the position need them.
-        """
-        none = (None,) * len(op.results)
-        step = self.step
-        if step.num_microbatches == 1 or op.primitive not in _POSITIONAL:
-            return none, none
-        # A mean over micro-batches treats each one as a batch of its own, which counts its samples from 0.
-        if step.averaged and op.primitive == "iota":
-            return none, none
-        outermost = graph is step.graph
-        scope = step if outermost else step.bodies.get(graph)
-        dim = scope.batch_dims[op.results[0]] if scope is not None else None
-        if scope is None or dim is None:
-            return none, none
-        shape = graph.values[op.results[0]].shape
-        start = tuple(self.microbatch * n if d == dim else 0 for d, n in enumerate(shape))
-        return (start, *none[1:]), (scope.full_shapes[op.results[0]], *none[1:])
-
-    def _in_micro_batch(self, op: Op, graph: Graph, operands: Sequence[jax.Array]) -> list[jax.Array]:
-        """Return the operands as this micro-batch reads them.
-
-        Operands that count once per step are zero in all micro-batches but the first, and indices into the batch are
-        shifted to the start of the micro-batch.
-        """
-        arrays = list(operands)
-        if op.once:
-            first = jax.numpy.asarray(self.microbatch) == 0
-            arrays = [
-                jax.numpy.where(first, x, jax.numpy.zeros_like(x)) if v in op.once else x
-                for v, x in zip(op.operands, arrays, strict=True)
-            ]
-        if op.own_columns:
-            # The index vectors are the second operand of both gather and scatter.
-            arrays[1] = arrays[1] - self._first_rows(op, graph).astype(arrays[1].dtype)
-        return arrays
-
-    def _first_rows(self, op: Op, graph: Graph) -> jax.Array:
-        """Return for each column of the index vectors the first row of this micro-batch, 0 for columns that index other
-        dims.
-        """
-        numbers = op.params["dimension_numbers"]
-        dims = numbers["start_index_map" if op.primitive == "gather" else "scatter_dims_to_operand_dims"]
-        rows = graph.values[op.operands[0]].shape
-        sizes = [rows[d] if column in op.own_columns else 0 for column, d in enumerate(dims)]
-        return jax.numpy.asarray(self.microbatch) * jax.numpy.asarray(sizes)
-
-    def control_flow(
-        self, application: Application, operands: list[jax.Array], wiring: Wiring, walk: Walk[jax.Array]
-    ) -> list[jax.Array]:
-        """Emit the same control flow on local blocks."""
-        operands = self._in_micro_batch(application.op, self.graph, operands)
-
-        def body(number: int, arrays: Mapping[int, jax.Array]) -> tuple[jax.Array, ...]:
-            # A body has units of its own: the arrays inside are tracers, which must not leak out of it.
-            around = self.graph, self.gathered
-            self.graph = application.op.bodies[number]
-            self.gathered = Gathered(barriers_stay=self.barriers_stay)
-            outputs = body_walk(application, wiring, number, walk, [arrays.get(i, x) for i, x in enumerate(operands)])
-            self.graph, self.gathered = around
-            # Literals are NumPy scalars, but a body must return JAX arrays.
-            return tuple(x if isinstance(x, jax.Array) else jax.numpy.asarray(x) for x in outputs)
-
-        return self._noted(application, run_control_flow(application.op, wiring, body, operands))
+def boundary_layout(value: Value, port: Port, sizes: Mapping[str, int]) -> BoundaryArray:
+    """Return the array that holds a value at a task's boundary."""
+    shape = boundary_shape(value.shape, port.spec, sizes)
+    return BoundaryArray(shape=shape, dtype=value.dtype, spec=boundary_spec(port.spec))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -319,7 +110,7 @@ class Executable:
     task: TaskSpec
     mesh: Mesh
     emitted: Emitted
-    compiled: Any
+    compiled: jax.stages.Compiled
 
     @property
     def function(self) -> TaskFunction:
@@ -342,23 +133,13 @@ class Executable:
         return self.emitted.takes_microbatch
 
 
-def emit_task(
-    task: TaskSpec,
-    step: StepGraph,
-    equations: Sequence[Equation],
-    placements: Mapping[int, OpPlacement],
-    mesh: AbstractMesh,
-    *,
-    name: str,
-    platform: str,
-    donated: Sequence[int] = (),
-) -> Emitted:
+def emit_task(placed: PlacedTask, mesh: AbstractMesh, *, name: str, platform: str) -> Emitted:
     """Return a task as a function. Sums over micro-batches follow the inputs and are returned increased.
 
-    `name`: the name that profilers show. `platform`: the one to lower for, such as "cpu" or "cuda". `donated`: numbers
-    of inputs whose buffers may be reused.
+    `name`: the name that profilers show. `platform`: the one to lower for, such as "cpu" or "cuda".
     """
-    graph, sizes = step.graph, dict(mesh.shape)
+    task, step, sizes = placed.task, placed.step, dict(mesh.shape)
+    graph = step.graph
     accumulate = accumulates(task, step)
     ins = [*task.inputs, *(task.sums if accumulate else ())]
     outs = [*task.outputs, *task.sums]
@@ -368,16 +149,9 @@ def emit_task(
 
     def local(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         microbatch = arrays[-1] if positional else 0
-        machine = LocalMachine(
-            # The CPU backend drops barriers before it eliminates common subexpressions.
-            step,
-            equations,
-            sizes,
-            microbatch,
-            barriers_stay=platform != "cpu",
-            buckets=task.buckets,
-        )
-        walk: Walk[jax.Array] = Walk(graph, placements, sizes, machine)
+        # The CPU backend drops barriers before it eliminates common subexpressions.
+        machine = LocalMachine(placed, sizes, microbatch, barriers_stay=platform != "cpu")
+        walk: Walk[jax.Array] = Walk(graph, placed.placements, sizes, machine)
         # Not strict: sums and the index of the micro-batch follow the inputs. Of a partial sum, each device has one
         # addend, at index 0 of the leading dim.
         for port, array in zip(task.inputs, arrays, strict=False):
@@ -385,6 +159,7 @@ def emit_task(
         for number, _ in enumerate(run_parts(walk, task, step)):
             # Set before the phase runs, since `run_parts` yields a phase when it is about to begin.
             machine.part = number
+        # Reading a value in the spec of its port emits the resharding to it, as the walk of the planner has priced it.
         results = [walk.get(port.value, port.spec) for port in outs]
         if accumulate:
             old = arrays[len(task.inputs) : len(ins)]
@@ -392,6 +167,7 @@ def emit_task(
             added = [(o[0] if p.spec.partial else o) for o, p in zip(old, task.sums, strict=True)]
             triples = zip(task.sums, added, results[first:], strict=True)
             results[first:] = [_combined(step, p.value, old, new, microbatch) for p, old, new in triples]
+        # An output like the others, so that it is ready only when the whole executable has ended.
         token = jax.numpy.zeros((), jax.numpy.int8)
         return (*(r[None] if p.spec.partial else r for r, p in zip(results, outs, strict=True)), token)
 
@@ -409,7 +185,7 @@ def emit_task(
         platform=platform,
         ins=tuple(layouts),
         outs=out_specs,
-        donated=(*donated, *summed),
+        donated=(*placed.donated, *summed),
         takes_microbatch=positional,
     )
 
@@ -426,10 +202,12 @@ def accumulates(task: TaskSpec, step: StepGraph) -> bool:
 def _combined(step: StepGraph, value: int, old: jax.Array, new: jax.Array, microbatch: jax.Array | int) -> jax.Array:
     """Return the combination of all micro-batches up to this one: `old` from those before it, `new` from this one."""
     how = step.combined.get(value)
+    # Values without an entry are sums over the batch, the default.
     if how is None:
         return old + (_part_of_mean(new, step) if step.averaged else new)
     if how is Combination.SAME:
         return new
+    # Only sums can be added up; a maximum over the batch is the maximum over its micro-batches.
     extreme = jax.numpy.maximum if how is Combination.MAX else jax.numpy.minimum
     # Accumulators start as zeros, which are not neutral for a maximum or minimum.
     return jax.numpy.where(jax.numpy.asarray(microbatch) == 0, new, extreme(old, new))
@@ -443,7 +221,7 @@ def _part_of_mean(result: jax.Array, step: StepGraph) -> jax.Array:
 
 def _is_positional(op: Op) -> bool:
     """Return True for ops that depend on the index of the micro-batch, including loops around such ops."""
-    if op.primitive in _POSITIONAL or op.once or op.own_columns:
+    if op.primitive in POSITIONAL or op.once or op.own_columns:
         return True
     return any(_is_positional(o) for body in op.bodies for o in body.ops)
 
@@ -458,59 +236,149 @@ def _named(function: TaskFunction, name: str) -> TaskFunction:
     return run
 
 
-def boundary_layout(value: Value, port: Port, sizes: Mapping[str, int]) -> BoundaryArray:
-    """Return the array that holds a value at a task's boundary."""
-    shape = boundary_shape(value.shape, port.spec, sizes)
-    return BoundaryArray(shape=shape, dtype=value.dtype, spec=boundary_spec(port.spec))
+# --------------------------------------------------------------------------------------------------------- equal tasks
 
 
-class Buckets:
-    """Delays the values of each bucket, so that a task reduces bucket after bucket."""
+def task_form(placed: PlacedTask, sizes: Mapping[str, int]) -> Hashable:
+    """Return a hashable form of a task, equal for two tasks exactly if both are the same program on a mesh of `sizes`.
 
-    def __init__(self, buckets: Sequence[Sequence[int]], *, barriers_stay: bool) -> None:
-        """Number the buckets.
-
-        `buckets`: values of the step's graph. `barriers_stay`: whether XLA keeps optimisation barriers to the end.
-        """
-        self.numbers = {v: number for number, bucket in enumerate(buckets) for v in bucket}
-        self.barriers_stay = barriers_stay
-        self.done: dict[int, jax.Array] = {}  # per bucket, a scalar that depends on all results so far
-
-    def held(self, value: int, array: jax.Array) -> jax.Array:
-        """Return a value that is about to be reduced, delayed until the preceding bucket is reduced."""
-        before = self.done.get(self.numbers[value] - 1)
-        return array if before is None else once_there(array, before, barriers_stay=self.barriers_stay)
-
-    def reduced(self, value: int, result: jax.Array) -> None:
-        """Record the reduced `value`, for which the next bucket waits."""
-        number = self.numbers[value]
-        # One real number that depends on the result, whatever its dtype; complex gradients have a real part.
-        first = lax.reshape(lax.slice(result, (0,) * result.ndim, (1,) * result.ndim), ()).real.astype("float32")
-        self.done[number] = first + self.done[number] if number in self.done else first
-
-
-def on_first_device(
-    run: Callable[..., Sequence[jax.Array]],
-    operands: Sequence[jax.Array],
-    axes: tuple[str, ...],
-    sizes: Mapping[str, int],
-) -> list[jax.Array]:
-    """Return `run(*operands)` as computed on the first device along `axes`, on all devices. Operands must be
-    replicated.
+    See the module docstring.
     """
-    # Only shapes are needed here; running the op for them would cause its effect a second time.
-    shapes = jax.eval_shape(lambda *xs: tuple(run(*xs)), *operands)
-    results = lax.cond(
-        block_index(axes, sizes) == 0,
-        lambda *xs: tuple(run(*xs)),
-        lambda *_: tuple(jnp.zeros(s.shape, s.dtype) for s in shapes),
-        *operands,
+    task, step = placed.task, placed.step
+    form = _Form(placed)
+    # First, so that the number of an input is its position.
+    inputs = tuple([(form.fresh(p.value), p.spec) for p in task.inputs])
+    for op_id in task.ops:
+        form.add(step.graph.ops[op_id])
+    resolved = tuple([(form.number(value), stored, wanted) for value, stored, wanted in task.resolved])
+    buckets = tuple([tuple([form.number(value) for value in bucket]) for bucket in task.buckets])
+    ports = (inputs, form.ports(task.outputs), form.ports(task.sums), resolved, buckets)
+    return tuple(sizes.items()), step.num_microbatches, placed.donated, task.keeps_gathered, ports, tuple(form.ops)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Object:
+    """An object compared by identity. It holds a reference, so that no later object can get the same address."""
+
+    value: object
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Object) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+class _Form:
+    """Builder of a task's form: numbers the values of the task in the order of their first use."""
+
+    def __init__(self, placed: PlacedTask) -> None:
+        step = self.step = placed.step
+        self.graph = step.graph
+        self.equations, self.placements = placed.equations, placed.placements
+        self.free, self.classes = free_values(step.graph), op_classes(step.graph)
+        self.numbers: dict[int, int] = {}
+        self.added: set[int] = set()
+        self.ops: list[Hashable] = []
+
+    def ports(self, ports: Sequence[Port]) -> Hashable:
+        """Return the form of values that leave the task: number, spec and how micro-batches are combined."""
+        return tuple([(self.number(p.value), p.spec, self.step.combined.get(p.value)) for p in ports])
+
+    def fresh(self, v: int) -> Hashable:
+        """Number a value at its first use and return its properties."""
+        # By first use: equal tasks meet their values in the same order, whatever these are called in the traced graph.
+        self.numbers[v] = len(self.numbers)
+        value, producer = self.graph.values[v], self.graph.producer[v]
+        phase = None if producer is None else self.step.phases[producer]
+        free = v in self.free
+        return value.shape, value.dtype, free, phase, self.step.batch_dims[v], self.step.full_shapes[v]
+
+    def number(self, v: int) -> Hashable:
+        """Return the form's reference to a value: its number, or the content of a literal.
+
+        Free values that no op of the task has made so far are added together with their op.
+        """
+        value = self.graph.values[v]
+        if value.literal is not None:
+            return value.dtype, value.shape, content(value.literal)
+        producer = self.graph.producer[v]
+        if v not in self.numbers and producer is not None:
+            self.add(self.graph.ops[producer])
+        return self.numbers[v]
+
+    def add(self, op: Op) -> None:
+        """Add an op, after the ops that produce its operands."""
+        if op.id in self.added:
+            return
+        self.added.add(op.id)
+        operands = tuple([self.number(v) for v in op.operands])
+        results = tuple([self.fresh(v) for v in op.results])
+        # Positions instead of value ids, which differ between equal tasks.
+        once = tuple([v in op.once for v in op.operands])
+        facts = (self.step.phases[op.id], once, op.own_columns, op.effectful)
+        placement = self.placements.get(op.id)
+        placed = None if placement is None else _placed(placement)
+        equation = self.equations[op.id]
+
+        # Two ops in one class share their factor rule, so the class represents the rule in the form.
+        kind = None if op.bodies else self.classes[op.id]
+        bodies = tuple(
+            [_body(b, e, self.step) for b, e in zip(op.bodies, equation.bodies, strict=True)] if op.bodies else ()
+        )
+        self.ops.append((op.primitive, _params(op, equation), operands, results, facts, placed, kind, bodies))
+
+
+def _params(op: Op, equation: Equation) -> Hashable:
+    """Return the parameters that lowering reads. Bodies of known control flow are compared op by op instead."""
+    return content(op.params if wiring_of(op) is not None else equation.params)
+
+
+def _placed(placement: OpPlacement) -> Hashable:
+    """Return a hashable form of a placement, nested bodies included."""
+    bodies = tuple([tuple([(i, _placed(p)) for i, p in sorted(body.items())]) for body in placement.bodies])
+    return placement.factors, placement.partial, placement.results, bodies, placement.body_operands
+
+
+def _body(graph: Graph, equations: Sequence[Equation], step: StepGraph) -> Hashable:
+    """Return a hashable form of a body of control flow; its value numbers are local, so they need no renumbering."""
+    scope = step.bodies.get(graph)
+    scoped = None if scope is None else (scope.full_shapes, scope.batch_dims)
+    values = tuple([(v.shape, v.dtype, content(v.literal)) for v in graph.values])
+    ops = tuple(
+        [
+            (
+                op.primitive,
+                _params(op, equation),
+                op.operands,
+                op.results,
+                op.effectful,
+                op.once,
+                op.own_columns,
+                tuple([_body(b, e, step) for b, e in zip(op.bodies, equation.bodies, strict=True)]),
+            )
+            for op, equation in zip(graph.ops, equations, strict=True)
+        ]
     )
-    return [_shared(x, axes) for x in results]
+    return values, graph.inputs, graph.outputs, ops, scoped
 
 
-def _shared(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Return the sum over devices, of which all but one add zero. Booleans are summed as bytes, which is their size."""
-    if x.size == 0:
-        return x
-    return lax.psum(x.astype(jnp.uint8), axes).astype(x.dtype) if x.dtype == jnp.bool_ else lax.psum(x, axes)
+def content(value: object) -> Hashable:
+    """Return a hashable value that is equal only for equal content; numbers of different types are not equal."""
+    # repr and not ==: 0.0 == -0.0 and 1 == True, but they compile to different programs; nan is equal to nan here.
+    if isinstance(value, (bool, int, float, complex, np.generic)):
+        return type(value), repr(value)
+    if isinstance(value, (tuple, list)):
+        return type(value), tuple([content(item) for item in value])
+    if isinstance(value, Mapping):
+        # By text, since keys may be of types that do not compare.
+        return "mapping", tuple([(key, content(value[key])) for key in sorted(value, key=str)])
+    if isinstance(value, np.ndarray):
+        return "array", value.shape, str(value.dtype), value.tobytes()
+    if value is None or isinstance(value, (str, bytes, enum.Enum)):
+        return value
+    try:
+        hash(value)
+    except TypeError:
+        return _Object(value)
+    return type(value), value

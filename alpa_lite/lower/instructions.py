@@ -1,13 +1,7 @@
 """Build a program: one list of instructions, executed on devices or simulated on a cost model.
 
-    PLACE     a graph input (or its i-th micro-batch) onto the submesh of a stage
-    RUN       a task of a stage
-    SEND      a value from one stage to another, into the spec that the receiver reads
-    ZEROS     fresh accumulators of a stage
-    CONCAT    the micro-batches of an output
-    FREE      buffers that no later instruction reads
-
-A buffer is named by value, stage and micro-batch (None: once per step). The order of the list is the dispatch order; it
+An instruction places an input, runs a task, sends a value, or makes, joins or frees buffers (`InstructionKind`). A
+buffer is named by value, stage and micro-batch (None: once per step). The order of the list is the dispatch order; it
 respects every dependency, because it comes from the linearised schedule.
 
 A `TaskTime` says when one instruction ran; simulation and measurement both return one per instruction.
@@ -17,17 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 from alpa_lite.errors import MismatchError, VerificationError
+from alpa_lite.lower.op_places import TaskRole
 from alpa_lite.lower.slices import Slicer, TaskSpec
 from alpa_lite.plan.plan import Plan
 from alpa_lite.program.ir import Value, item_bytes
 from alpa_lite.program.phases import StepGraph
-from alpa_lite.program.view_registry import View, view
 from alpa_lite.schedule import linearize, validate
 from alpa_lite.sharding.specs import Spec
 from alpa_lite.sharding.transfer import Placement, PlannedTransfer, plan_transfer
+from alpa_lite.text import View, view
 
 SUM = -1
 """The "micro-batch" in the name of an accumulator's buffer."""
@@ -46,6 +42,25 @@ class Buffer:
         return f"%{self.value}@{self.stage}{part}"
 
 
+class InstructionKind(StrEnum):
+    """The kinds of instructions.
+
+    PLACE     put a graph input (or its i-th micro-batch) onto the submesh of a stage
+    RUN       run a task of a stage
+    SEND      send a value from one stage to another, into the spec that the receiver reads
+    ZEROS     make fresh accumulators of a stage
+    CONCAT    join the micro-batches of an output
+    FREE      free buffers that no later instruction reads
+    """
+
+    PLACE = "PLACE"
+    RUN = "RUN"
+    SEND = "SEND"
+    ZEROS = "ZEROS"
+    CONCAT = "CONCAT"
+    FREE = "FREE"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instruction:
     """One instruction; unused fields keep their defaults.
@@ -54,7 +69,7 @@ class Instruction:
     the bytes sent to other devices.
     """
 
-    kind: str
+    kind: InstructionKind
     stage: int
     task: int = -1
     microbatch: int | None = None
@@ -133,17 +148,17 @@ class _ProgramBuilder:
         self.batched = step.num_microbatches > 1
 
     def build(self) -> Program:
-        loop = [t for t in self.tasks if t.kind not in ("update", "step")]
+        loop = [t for t in self.tasks if t.kind.in_loop]
         # With one micro-batch there is nothing to add up: tasks return their sums as outputs.
         if self.batched:
             for number, task in enumerate(self.tasks):
                 if task.sums:
                     sums = tuple(Buffer(p.value, task.stage, SUM) for p in task.sums)
-                    self._emit(Instruction(kind="ZEROS", stage=task.stage, task=number, writes=sums))
+                    self._emit(Instruction(kind=InstructionKind.ZEROS, stage=task.stage, task=number, writes=sums))
         if loop:
             self._loop()
         for number, task in enumerate(self.tasks):
-            if task.kind in ("update", "step"):
+            if not task.kind.in_loop:
                 self._run(number, task, None)
         outputs = tuple(self._output(v) for v in self.graph.outputs)
         specs = tuple(self._output_spec(v) for v in self.graph.outputs)
@@ -158,17 +173,18 @@ class _ProgramBuilder:
         )
 
     def _loop(self) -> None:
+        # A stage has at most one task of each kind in the loop.
         numbers = {(t.stage, t.kind): i for i, t in enumerate(self.tasks)}
         schedule, count, m = self.plan.schedule, len(self.plan.stages), self.step.num_microbatches
         lists = schedule.tasks(count, m)
         # The schedule may be the user's own.
         validate(lists, count, m, in_flight=[schedule.in_flight(stage, count, m) for stage in range(count)])
         for slot in linearize(lists):
-            number = numbers.get((slot.stage, slot.kind.value))
+            number = numbers.get((slot.stage, TaskRole(slot.kind.value)))
             # Where the two passes are one task, it runs at the place of the backward pass, and the forward place stays
             # empty.
             if number is None and slot.kind.sends_back:
-                number = numbers.get((slot.stage, "forward+backward"))
+                number = numbers.get((slot.stage, TaskRole.FORWARD_BACKWARD))
             if number is not None:
                 self._run(number, self.tasks[number], slot.microbatch)
 
@@ -176,6 +192,7 @@ class _ProgramBuilder:
         for buffer in instruction.reads:
             if buffer not in self.written:
                 raise VerificationError(f"{instruction} reads {buffer}, which nothing has written.")
+        # Checked while the list is built: a read before the write would be an undefined buffer on devices.
         self.instructions.append(instruction)
         self.written.update(zip(instruction.writes, self._specs_written(instruction), strict=True))
 
@@ -183,7 +200,7 @@ class _ProgramBuilder:
         if instruction.spec is not None:
             return [instruction.spec]
         task = self.tasks[instruction.task]
-        outputs = task.outputs if instruction.kind == "RUN" else ()
+        outputs = task.outputs if instruction.kind is InstructionKind.RUN else ()
         return [port.spec for port in (*outputs, *task.sums)]
 
     def _run(self, number: int, task: TaskSpec, microbatch: int | None) -> None:
@@ -193,7 +210,7 @@ class _ProgramBuilder:
         outputs = tuple(Buffer(p.value, task.stage, self._index(p.value, microbatch)) for p in task.outputs)
         self._emit(
             Instruction(
-                kind="RUN",
+                kind=InstructionKind.RUN,
                 stage=task.stage,
                 task=number,
                 microbatch=microbatch,
@@ -221,7 +238,7 @@ class _ProgramBuilder:
         producer = graph.producer[value]
         if producer is None:
             return self._fetch_input(value, spec, stage, microbatch)
-        is_update = task.kind == "update"
+        is_update = task.kind is TaskRole.UPDATE
         place = self.slicer.place_of_value(value)
         origin = place.stage if place else stage
         # The update reads a value of the loop as its sum: resolved by an earlier update (None), or still an accumulator
@@ -247,11 +264,13 @@ class _ProgramBuilder:
         # A batch is placed on every stage that reads it. Any other input exists on its home stage alone and is sent
         # from there.
         if self.step.batch_dims[value] is not None or stage == home:
-            self._emit(Instruction(kind="PLACE", stage=stage, microbatch=index, writes=(target,), spec=spec))
+            self._emit(
+                Instruction(kind=InstructionKind.PLACE, stage=stage, microbatch=index, writes=(target,), spec=spec)
+            )
             return target
         source = Buffer(value, home, None)
         if source not in self.written:
-            self._emit(Instruction(kind="PLACE", stage=home, writes=(source,), spec=home_spec))
+            self._emit(Instruction(kind=InstructionKind.PLACE, stage=home, writes=(source,), spec=home_spec))
         return self._send(source, target, spec)
 
     def _send(self, source: Buffer, target: Buffer, spec: Spec) -> Buffer:
@@ -265,7 +284,7 @@ class _ProgramBuilder:
         )
         self._emit(
             Instruction(
-                kind="SEND",
+                kind=InstructionKind.SEND,
                 stage=target.stage,
                 source_stage=source.stage,
                 microbatch=target.microbatch,
@@ -298,7 +317,7 @@ class _ProgramBuilder:
                 buffer = Buffer(value, home, None)
                 if buffer not in self.written:
                     spec = self._home_input_spec(value)
-                    self._emit(Instruction(kind="PLACE", stage=home, writes=(buffer,), spec=spec))
+                    self._emit(Instruction(kind=InstructionKind.PLACE, stage=home, writes=(buffer,), spec=spec))
                 return buffer
             return Buffer(value, home)
         place = self.slicer.place_of_value(value)
@@ -308,7 +327,11 @@ class _ProgramBuilder:
             target = Buffer(value, stage, None)
             self._emit(
                 Instruction(
-                    kind="CONCAT", stage=stage, reads=parts, writes=(target,), spec=self.slicer.output_spec(value)
+                    kind=InstructionKind.CONCAT,
+                    stage=stage,
+                    reads=parts,
+                    writes=(target,),
+                    spec=self.slicer.output_spec(value),
                 )
             )
             return target
@@ -334,7 +357,11 @@ class _ProgramBuilder:
             listed.append(instruction)
             if i in dying:
                 # Sorted by text, since a micro-batch is None or a number, which do not compare.
-                listed.append(Instruction(kind="FREE", stage=instruction.stage, reads=tuple(sorted(dying[i], key=str))))
+                listed.append(
+                    Instruction(
+                        kind=InstructionKind.FREE, stage=instruction.stage, reads=tuple(sorted(dying[i], key=str))
+                    )
+                )
         self.instructions = listed
 
 
@@ -345,7 +372,7 @@ class TaskTime:
     """
 
     stage: int
-    kind: str
+    kind: InstructionKind
     name: str
     microbatch: int | None
     start_seconds: float
@@ -354,7 +381,7 @@ class TaskTime:
     @staticmethod
     def of(program: Program, instruction: Instruction, start_seconds: float, end_seconds: float) -> TaskTime:
         """Return the span of an instruction of a program; times in seconds since the step began."""
-        is_task = instruction.kind == "RUN"
+        is_task = instruction.kind is InstructionKind.RUN
         return TaskTime(
             stage=instruction.stage,
             kind=instruction.kind,

@@ -16,7 +16,7 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from alpa_lite.lower.block import LocalOp, block_index, local_lowering
+from alpa_lite.lower.run_local import LocalOp, block_index, local_lowering
 from alpa_lite.rules.convolution import spatial_dims, windows_of
 
 

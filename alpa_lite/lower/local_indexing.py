@@ -1,4 +1,4 @@
-"""Lower layout ops, gather, scatter and dynamic slices to blocks, and element-wise ops that XLA cannot split.
+"""Lower layout ops, gather, scatter, dynamic slices and random bits to blocks, and ops that XLA cannot split.
 
 Parameters of layout ops that name global sizes are replaced. Along a split dim that indices address, an index i lies on
 this device if offset ≤ i < offset + block, at i - offset. Each mode treats indices outside the *global* bounds as on
@@ -8,6 +8,14 @@ one device:
     PROMISE_IN_BOUNDS    any result is right; treated as CLIP by gather, dropped by scatter
     FILL_OR_DROP         gather: the fill value, from one device, so that the sum over devices holds it once;
                          scatter: no device owns the index
+
+Of random bits each device draws exactly its part of the full array. Element n (in row-major order) of a threefry draw
+is the cipher of the 64-bit counter n under the key
+
+    bits(n) = threefry2x32(key, (n >> 32, n mod 2^32))       64 bits: both words; 32: their xor; fewer: its low bits
+
+so a block needs the counters of its elements only (block_counters). For any other generator each device draws the full
+array and cuts out its block. The full array is that of the full batch when micro-batches draw.
 
 The upper half of an integer product is an operation that XLA cannot yet compile for several devices, so it is computed
 from products of half-words (`mulhi`): with x = x1 · 2^h + x0, y = y1 · 2^h + y0 and words of 2h bits
@@ -21,14 +29,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from functools import partial, reduce
+from math import prod
+from operator import and_
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.extend.random import threefry2x32_p
 from jax.typing import DTypeLike
 
-from alpa_lite.lower.block import LocalOp, block_index, local_lowering
+from alpa_lite.lower.run_local import LocalOp, block_index, local_lowering
 
 
 @local_lowering("mulhi")
@@ -189,17 +200,17 @@ class _Bounds:
         """Return for each index vector whether this device holds its element, and the vector inside the block
         (clipped).
         """
-        here: Any = True
+        within: list[Array] = []  # per split dim, whether the index lies in the block
         columns: list[Array] = []
         for column, dim in enumerate(self.dims):
             local = indices[..., column]
             if op.operand_specs[0].dims[dim] and _addresses_one(op, dim):
                 local = local - op.operand_offset(0, dim)
                 size = op.local_operand(0)[dim]
-                here &= (local >= 0) & (local < size)
+                within.append((local >= 0) & (local < size))
                 local = jnp.clip(local, 0, size - 1)
             columns.append(local)
-        return here, jnp.stack(columns, axis=-1)
+        return reduce(and_, within), jnp.stack(columns, axis=-1)
 
 
 def _addresses_one(op: LocalOp, dim: int) -> bool:
@@ -278,14 +289,123 @@ def dynamic_update_slice(op: LocalOp, operands: Sequence[Array]) -> list[Array]:
     straddled = [d for d in range(operand.ndim) if axes[d] and shape[d] != window[d]]
     if not straddled:
         return op.bind([operand, update, *starts])
-    hit: Any = True
+    hits: list[Array] = []
     for d in straddled:
         place = op.operand_offset(0, d) + jnp.arange(operand.shape[d]) - starts[d]
         inside = (place >= 0) & (place < window[d])
-        hit &= lax.broadcast_in_dim(inside, (operand.shape[d],), (0,)).reshape(
-            [-1 if i == d else 1 for i in range(operand.ndim)]
+        hits.append(
+            lax.broadcast_in_dim(inside, (operand.shape[d],), (0,)).reshape(
+                [-1 if i == d else 1 for i in range(operand.ndim)]
+            )
         )
         update = jnp.take(update, jnp.clip(place, 0, window[d] - 1), axis=d)
         starts[d] = jnp.zeros((), starts[d].dtype)
     current = lax.dynamic_slice(operand, starts, update.shape)
-    return op.bind([operand, jnp.where(hit, update, current), *starts])
+    return op.bind([operand, jnp.where(reduce(and_, hits), update, current), *starts])
+
+
+_WORD = 2**32
+
+
+def block_counters(block: Sequence[int], starts: Sequence[Array | int], full: Sequence[int]) -> tuple[Array, Array]:
+    """Return the (high, low) 32-bit words of the row-major positions of a block's elements in an array of shape `full`.
+
+    The block of shape `block` starts at the position `starts` (integers, traced or not) of the full array.
+    """
+    high = jnp.zeros(tuple(block), jnp.uint32)
+    low = jnp.zeros(tuple(block), jnp.uint32)
+    # Positions below 2^32 have no high word, and its additions are left out.
+    is_wide = prod(full) > _WORD
+    for dim, (size, start) in enumerate(zip(block, starts, strict=True)):
+        index = lax.iota(jnp.uint32, size) + jnp.asarray(start).astype(jnp.uint32)
+        index = lax.broadcast_in_dim(index, tuple(block), (dim,))
+        step_high, step_low = _wide_product(index, prod(full[dim + 1 :]))
+        low = low + step_low
+        if is_wide:
+            # An unsigned sum below one of its addends has wrapped: carry.
+            high = high + step_high + (low < step_low).astype(jnp.uint32)
+    return high, low
+
+
+def _wide_product(x: Array, factor: int) -> tuple[Array, Array]:
+    """Return the (high, low) words of x · factor for 32-bit x and a factor of up to 64 bits, modulo 2^64."""
+    low = x * jnp.uint32(factor % _WORD)
+    x0, x1 = x & jnp.uint32(0xFFFF), x >> jnp.uint32(16)
+    f0, f1 = jnp.uint32(factor & 0xFFFF), jnp.uint32((factor >> 16) & 0xFFFF)
+    sixteen, mask = jnp.uint32(16), jnp.uint32(0xFFFF)
+    # Schoolbook product in 16-bit digits; `middle` cannot overflow.
+    middle = x1 * f0 + ((x0 * f0) >> sixteen)
+    middle_low = x0 * f1 + (middle & mask)
+    high = x1 * f1 + (middle >> sixteen) + (middle_low >> sixteen)
+    return high + x * jnp.uint32(factor >> 32), low
+
+
+@local_lowering("random_bits")
+def random_bits(op: LocalOp, operands: Sequence[Array]) -> list[Array]:
+    """Encrypt the block's counters under each key of the block; other generators draw the full array and cut out the
+    block.
+    """
+    (keys,) = operands
+    if _draws_all(op, 0, keys.ndim):
+        return op.bind(operands)
+    full = _full_shape(op, 0)[keys.ndim :]
+    partitionable = getattr(jax.config, "jax_threefry_partitionable", True)
+    # Only partitionable threefry derives every element from a counter of its own.
+    if str(keys.dtype) != "key<fry>" or not partitionable:
+        return [_own_block(op, 0, op.bind(operands, shape=full)[0], keys.ndim)]
+    shape = op.local_result(0)
+    drawn = range(keys.ndim, len(shape))
+    starts = [op.result_start(0, d) for d in drawn]
+    counters = block_counters(shape[keys.ndim :], starts, full)
+    words = jax.random.key_data(keys)
+
+    def over_block(x: Array, dims: range) -> Array:
+        return lax.broadcast_in_dim(x, shape, tuple(dims))
+
+    first, second = threefry2x32_p.bind(
+        over_block(words[..., 0], range(keys.ndim)),
+        over_block(words[..., 1], range(keys.ndim)),
+        *(over_block(counter, drawn) for counter in counters),
+    )
+    return [_of_width(first, second, op.params["bit_width"])]
+
+
+def _of_width(first: Array, second: Array, bit_width: int) -> Array:
+    """Return random words of `bit_width` bits, from the two words of the cipher, as JAX combines them."""
+    if bit_width == 64:
+        return (first.astype(jnp.uint64) << jnp.uint64(32)) | second.astype(jnp.uint64)
+    return (first ^ second).astype(f"uint{bit_width}")
+
+
+@local_lowering("random_split")
+def random_split(op: LocalOp, operands: Sequence[Array]) -> list[Array]:
+    """Split keys on every device, since they are few, and return the device's own."""
+    (keys,) = operands
+    if _draws_all(op, 0, keys.ndim):
+        return op.bind(operands)
+    return [_own_block(op, 0, op.bind(operands, shape=_full_shape(op, 0)[keys.ndim :])[0], keys.ndim)]
+
+
+@local_lowering("rng_bit_generator")
+def rng_bit_generator(op: LocalOp, operands: Sequence[Array]) -> list[Array]:
+    """Draw the full array and cut out the block: the next key depends on how much is drawn."""
+    if _draws_all(op, 1, 0):
+        return op.bind(operands)
+    key, bits = op.bind(operands, shape=_full_shape(op, 1))
+    return [key, _own_block(op, 1, bits, 0)]
+
+
+def _draws_all(op: LocalOp, index: int, first_drawn: int) -> bool:
+    """Return True if the dims that are drawn are not split and not part of a larger array."""
+    return op.origins[index] is None and not any(op.result_specs[index].dims[first_drawn:])
+
+
+def _full_shape(op: LocalOp, index: int) -> tuple[int, ...]:
+    return op.full_shapes[index] or op.result_shapes[index]
+
+
+def _own_block(op: LocalOp, index: int, full: Array, first_drawn: int) -> Array:
+    """Return the block cut out of the full array; leading dims (a batch of keys) are local already."""
+    shape = op.local_result(index)
+    starts = [op.result_start(index, d) if d >= first_drawn else 0 for d in range(len(shape))]
+    return lax.dynamic_slice(full, [jnp.asarray(s, jnp.int32) for s in starts], shape)

@@ -18,7 +18,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from alpa_lite.errors import VerificationError
-from alpa_lite.lower.block import LocalOp, block_index, local_lowering
+from alpa_lite.lower.run_local import LocalOp, block_index, local_lowering
 from alpa_lite.sharding.specs import Spec
 from alpa_lite.trace.kernels.grid_split import GridAxis, grid_axes
 

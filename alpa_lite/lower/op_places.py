@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from itertools import pairwise
 
 from alpa_lite.errors import PlanError
@@ -24,17 +25,35 @@ from alpa_lite.program.phases import Phase, StepGraph, weight_gradient_ops
 from alpa_lite.rules.fusion import is_fusible
 from alpa_lite.schedule import Task, TaskKind, TaskLists, kinds_of
 
+
+class TaskRole(StrEnum):
+    """The part of a step that a task runs, with the values of `TaskKind` where the schedule has such tasks."""
+
+    STEP = "step"
+    FORWARD = "forward"
+    FORWARD_BACKWARD = "forward+backward"
+    BACKWARD = "backward"
+    INPUT_GRADIENT = "input gradient"
+    WEIGHT_GRADIENT = "weight gradient"
+    UPDATE = "update"
+
+    @property
+    def in_loop(self) -> bool:
+        """True for tasks that run once per micro-batch."""
+        return self not in (TaskRole.STEP, TaskRole.UPDATE)
+
+
 _ORDER = {
-    "step": 0,
-    "forward": 0,
-    "forward+backward": 1,
-    "backward": 2,
-    "input gradient": 2,
-    "weight gradient": 3,
-    "update": 4,
+    TaskRole.STEP: 0,
+    TaskRole.FORWARD: 0,
+    TaskRole.FORWARD_BACKWARD: 1,
+    TaskRole.BACKWARD: 2,
+    TaskRole.INPUT_GRADIENT: 2,
+    TaskRole.WEIGHT_GRADIENT: 3,
+    TaskRole.UPDATE: 4,
 }
 
-_UPDATE = (_ORDER["update"], 0, 0)
+_UPDATE = (_ORDER[TaskRole.UPDATE], 0, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +61,7 @@ class OpPlace:
     """The place of an op of the step: its stage, the kind of its task and, for updates, the wave."""
 
     stage: int
-    kind: str
+    kind: TaskRole
     wave: int = 0
 
     @property
@@ -52,7 +71,7 @@ class OpPlace:
         Backward passes go from the last stage to the first, hence the negated stage.
         """
         number = _ORDER[self.kind]
-        return number, self.wave, -self.stage if number == _ORDER["backward"] else self.stage
+        return number, self.wave, -self.stage if number == _ORDER[TaskRole.BACKWARD] else self.stage
 
 
 def is_whole(plan: Plan) -> bool:
@@ -72,6 +91,7 @@ def places_of(plan: Plan, step: StepGraph) -> tuple[OpPlace | None, ...]:
             f"The schedule {plan.schedule} runs forward passes alone, but {plan.function} computes gradients. Choose"
             " another schedule, such as al.schedule.OneFOneB()."
         )
+    # Read off the tasks of the schedule, and not asked of it, so that a user's own schedule needs no further method.
     in_two = frozenset(stage for stage, found in kinds.items() if TaskKind.WEIGHT_GRADIENT in found)
     in_loop = _InLoop(
         step=step, fused=_fused(lists, len(plan.stages) - 1), in_two=in_two, weights=_weights(plan, step, in_two)
@@ -82,12 +102,12 @@ def places_of(plan: Plan, step: StepGraph) -> tuple[OpPlace | None, ...]:
         if stage is None:
             places.append(None)
         elif is_whole(plan):
-            places.append(OpPlace(stage=stage, kind="step"))
+            places.append(OpPlace(stage=stage, kind=TaskRole.STEP))
         elif step.phases[op].in_loop:
             places.append(OpPlace(stage=stage, kind=in_loop.kind_of(op, stage)))
         else:
             # Ops are in program order, so that the operands of this one have their places.
-            places.append(OpPlace(stage=stage, kind="update", wave=_wave(step, op, stage, places)))
+            places.append(OpPlace(stage=stage, kind=TaskRole.UPDATE, wave=_wave(step, op, stage, places)))
     return tuple(places if is_whole(plan) else _deferred(step, places))
 
 
@@ -104,14 +124,15 @@ class _InLoop:
     in_two: frozenset[int]
     weights: frozenset[int]
 
-    def kind_of(self, op: int, stage: int) -> str:
+    def kind_of(self, op: int, stage: int) -> TaskRole:
         """Return the kind of the task that runs op number `op` of `stage`."""
         if op in self.weights:
-            return TaskKind.WEIGHT_GRADIENT.value
+            return TaskRole.WEIGHT_GRADIENT
         if stage in self.fused:
-            return "forward+backward"
+            return TaskRole.FORWARD_BACKWARD
         phase = self.step.phases[op]
-        return TaskKind.INPUT_GRADIENT.value if phase is Phase.BACKWARD and stage in self.in_two else phase.value
+        in_parts = phase is Phase.BACKWARD and stage in self.in_two
+        return TaskRole.INPUT_GRADIENT if in_parts else TaskRole(phase.value)
 
 
 def _fused(lists: TaskLists, last: int) -> frozenset[int]:
@@ -146,12 +167,13 @@ def _deferred(step: StepGraph, places: Sequence[OpPlace | None]) -> list[OpPlace
     # In reverse order, so that a chain of fusible ops follows its last member into the later task.
     for op in reversed(graph.ops):
         place = found[op.id]
-        if place is None or place.kind == "update" or not is_fusible(graph, op):
+        if place is None or place.kind is TaskRole.UPDATE or not is_fusible(graph, op):
             continue
         readers = {found[c] for r in op.results for c in graph.consumers[r]}
         later = [p for p in readers if p is not None and p.stage == place.stage and place.order < p.order < _UPDATE]
         if not outputs.isdisjoint(op.results) or len(later) < len(readers) or not later:
             continue
+        # Deferring the op sends its operands instead of its results; what is sent or stored anyway costs nothing more.
         more = [v for v in op.operands if graph.values[v].literal is None and not crossing[v]]
         if sum(graph.values[v].bytes for v in more) <= sum(graph.values[r].bytes for r in op.results):
             found[op.id] = min(later, key=lambda p: p.order)
@@ -176,6 +198,7 @@ def _wave(step: StepGraph, op: int, stage: int, places: Sequence[OpPlace | None]
         origin = places[producer] if producer is not None else None
         if origin is not None:
             # A value of another stage's loop is resolved there first, by its update.
-            earlier = origin.wave if origin.kind == "update" else 0
+            earlier = origin.wave if origin.kind is TaskRole.UPDATE else 0
+            # A value of another stage is available only after the wave that computes it, one of this stage within it.
             wave = max(wave, earlier + (origin.stage != stage))
     return wave

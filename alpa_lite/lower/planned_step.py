@@ -43,6 +43,7 @@ def as_planned(step: TracedStep, plan: Plan) -> TracedStep:
     again = rematerialise(own, layers, plan.remat) if plan.remat else None
     if again is None:
         return replace(step, step=own)
+    # The layers of all ops are a fingerprint of the rewriting: other recomputations give other ops or another order.
     if again.of_op != plan.op_layers:
         raise MismatchError(
             f"This plan of {plan.function!r} computes values again, but not those that it would with this version of "

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from alpa_lite.lower.op_places import OpPlace, is_whole, places_of
+from alpa_lite.lower.op_places import OpPlace, TaskRole, is_whole, places_of
 from alpa_lite.plan.plan import Plan, StagePlan
 from alpa_lite.plan.walk import Walk
 from alpa_lite.program.ir import Graph
@@ -33,9 +33,8 @@ class Port:
 class TaskSpec:
     """One executable of a stage.
 
-    kind          "forward", "backward" (or its parts, "input gradient" and "weight gradient"), "forward+backward",
-                  "update" or "step" (the whole step); "forward+backward" holds the input gradient only where the
-                  backward pass is split in two
+    kind          the part of the step; "forward+backward" holds the input gradient only where the backward pass is
+                  split in two
     ops           in order, repeated ones included
     inputs, outputs
     sums          values of the loop that are added up over micro-batches, in the specs in which they are stored
@@ -46,7 +45,7 @@ class TaskSpec:
     """
 
     stage: int
-    kind: str
+    kind: TaskRole
     wave: int = 0
     ops: tuple[int, ...]
     inputs: tuple[Port, ...]
@@ -79,19 +78,20 @@ class Slicer:
 
     def tasks(self) -> tuple[TaskSpec, ...]:
         """Return all tasks, in an order that respects their dependencies within one micro-batch."""
+        # One task for each place that occurs; ops come in program order, so that the members of a place are sorted.
         members: dict[OpPlace, list[int]] = {}
         for op_id, place in enumerate(self.places):
             if place is not None:
                 members.setdefault(place, []).append(op_id)
         # A stage without ops in the update still needs an update task if it returns or sends a sum: it must resolve it.
         for v in self._sums_to_send():
-            members.setdefault(OpPlace(stage=self._stage_of_value(v), kind="update"), [])
+            members.setdefault(OpPlace(stage=self._stage_of_value(v), kind=TaskRole.UPDATE), [])
         for v in self.graph.outputs:
             if self._is_sum(v) and not self.whole:
-                members.setdefault(OpPlace(stage=self._stage_of_value(v), kind="update"), [])
+                members.setdefault(OpPlace(stage=self._stage_of_value(v), kind=TaskRole.UPDATE), [])
             # Any stage could return a value that all can compute: the first one does.
             elif self._is_invariant(v):
-                members.setdefault(OpPlace(stage=0, kind="step" if self.whole else "update"), [])
+                members.setdefault(OpPlace(stage=0, kind=TaskRole.STEP if self.whole else TaskRole.UPDATE), [])
         return tuple(self._task(place, members[place]) for place in sorted(members, key=lambda place: place.order))
 
     # -------------------------------------------------------------------------------------------------- values
@@ -129,7 +129,7 @@ class Slicer:
             return []
         found: list[int] = []
         for op_id, place in enumerate(self.places):
-            if place is None or place.kind != "update":
+            if place is None or place.kind is not TaskRole.UPDATE:
                 continue
             for v in self.graph.ops[op_id].operands:
                 if self._is_sum(v) and self._stage_of_value(v) != place.stage:
@@ -186,7 +186,7 @@ class Slicer:
             inputs.append(Port(value=v, spec=spec))
             if later is not None:
                 resolved.append((v, spec, later))
-        if place.kind == "step":
+        if place.kind is TaskRole.STEP:
             resolved += [(v, sums.stored, sums.resolved) for v, sums in stage.accumulators.items()]
         buckets = self._buckets([v for v, _, _ in resolved])
         # Sums in buckets are resolved bucket by bucket, the others after them.
@@ -194,7 +194,7 @@ class Slicer:
         resolved.sort(key=lambda sums: order.get(sums[0], len(order)))
         computed = {r for op_id in ordered for r in graph.ops[op_id].results if not self.is_repeated(r)}
         computed.update(self._free_outputs(place))
-        in_loop = place.kind not in ("update", "step")
+        in_loop = place.kind.in_loop
         # A sum that only other ops of the loop read is no accumulator.
         sums = [v for v in sorted(computed) if in_loop and self._is_sum(v) and self._read_after_loop(v)]
         outputs = [*self._computed_outputs(place, sorted(computed)), *self._handed_on(place, external, computed)]
@@ -222,7 +222,7 @@ class Slicer:
         Sums leave a task of the loop as outputs only for other tasks of the loop; for the update they leave as `sums`.
         """
         for v in computed:
-            if self._is_sum(v) and place.kind not in ("update", "step"):
+            if self._is_sum(v) and place.kind.in_loop:
                 if self._read_in_loop_elsewhere(v, place):
                     yield Port(value=v, spec=self.home_spec(v))
             elif self._leaves(v, place):
@@ -233,26 +233,26 @@ class Slicer:
 
         These are sums to return or for other updates, and repeated values that are returned.
         """
-        if place.kind not in ("update", "step"):
+        if place.kind.in_loop:
             return
         for v in dict.fromkeys([*external, *self._invariant_outputs(place)]):
             if self._returned_from(v, place) and v not in computed:
                 yield Port(value=v, spec=self.output_spec(v))
-            elif place.kind == "update" and self._is_sum(v) and self._later_readers(v, place):
+            elif place.kind is TaskRole.UPDATE and self._is_sum(v) and self._later_readers(v, place):
                 yield Port(value=v, spec=self.resolved_spec(v))
 
     def _extra_needs(self, place: OpPlace) -> list[int]:
         """Return values that a task must read though none of its ops does: sums to return or send, repeated outputs."""
-        if place.kind == "step":
+        if place.kind is TaskRole.STEP:
             return [*self._invariant_outputs(place), *self._free_outputs(place)]
-        if place.kind != "update" or place.wave:
+        if place.kind is not TaskRole.UPDATE or place.wave:
             return self._free_outputs(place)
         sums = [v for v in self.graph.outputs if self._is_sum(v) and self._stage_of_value(v) == place.stage]
         sums += [v for v in self._sums_to_send() if self._stage_of_value(v) == place.stage]
         return [*dict.fromkeys(sums), *self._invariant_outputs(place), *self._free_outputs(place)]
 
     def _invariant_outputs(self, place: OpPlace) -> list[int]:
-        wanted = place.kind == "step" or (place.kind == "update" and place.stage == 0 and place.wave == 0)
+        wanted = place.kind is TaskRole.STEP or (place.kind is TaskRole.UPDATE and place.stage == 0 and place.wave == 0)
         return [v for v in dict.fromkeys(self.graph.outputs) if wanted and self._is_invariant(v)]
 
     def _free_outputs(self, place: OpPlace) -> list[int]:
@@ -297,7 +297,7 @@ class Slicer:
         # What comes from outside the stage arrives in the spec that the plan gives for it.
         if origin is None or origin.stage != place.stage:
             return stage.inputs.get(v, replicated(self.graph.values[v].rank)), None
-        if place.kind == "update" and self._is_sum(v):
+        if place.kind is TaskRole.UPDATE and self._is_sum(v):
             if place.wave == 0 or not self._read_by_wave_zero(v):
                 stored, resolved = self.stored_spec(v), self.resolved_spec(v)
                 return stored, resolved if stored != resolved else None
@@ -309,14 +309,14 @@ class Slicer:
         stage = self._stage_of_value(v)
         if v in self.graph.outputs or v in self._sums_to_send():
             return True
-        return any(self.places[c] == OpPlace(stage=stage, kind="update") for c in self.graph.consumers[v])
+        return any(self.places[c] == OpPlace(stage=stage, kind=TaskRole.UPDATE) for c in self.graph.consumers[v])
 
     def _read_after_loop(self, v: int) -> bool:
         """Return True if the value is returned or an update reads it."""
         if v in self.graph.outputs or any(self.step.phases[c] is Phase.UPDATE for c in self.graph.consumers[v]):
             return True
         # An update makes free values for itself, and reads what they are made of.
-        return any(place.kind == "update" for place in self._real_readers(v))
+        return any(place.kind is TaskRole.UPDATE for place in self._real_readers(v))
 
     def _real_readers(self, v: int) -> set[OpPlace]:
         """Return the places of the ops that read a value, directly or through repeated ops."""
@@ -335,7 +335,7 @@ class Slicer:
         return found
 
     def _read_in_loop_elsewhere(self, v: int, place: OpPlace) -> bool:
-        return any(p != place and p.kind != "update" for p in self._real_readers(v))
+        return any(p != place and p.kind is not TaskRole.UPDATE for p in self._real_readers(v))
 
     def _leaves(self, v: int, place: OpPlace) -> bool:
         return v in self.graph.outputs or any(p != place for p in self._real_readers(v))
@@ -344,7 +344,7 @@ class Slicer:
         """Return True if this task resolves a sum that other update tasks read."""
         if place.wave or self._stage_of_value(v) != place.stage:
             return False
-        return any(p.kind == "update" and p != place for p in self._real_readers(v))
+        return any(p.kind is TaskRole.UPDATE and p != place for p in self._real_readers(v))
 
     def _leaving_spec(self, v: int, place: OpPlace) -> Spec:
         """Return the spec of an output of a task: the caller's if only the caller reads it, else the spec of its op."""

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from alpa_lite.errors import PlanError
-from cost_models.untrusted_text import parse_json
+from cost_models.checks import parse_json
 
 CHECKSUM = "checksum"
 """The key of the file entry that holds the digest of all other entries."""
@@ -105,6 +105,9 @@ def encode(value: Any) -> Any:
         return {str(key): encode(item) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
         return [encode(item) for item in value]
+    # A member of a `StrEnum` is a str, but of another type than the one that reading expects.
+    if isinstance(value, Enum):
+        return value.value
     return _number(value) if isinstance(value, float) else value
 
 

@@ -39,12 +39,12 @@ from alpa_lite.plan.parts import StagePlan as StagePlan
 from alpa_lite.plan.parts import UndividedDim as UndividedDim
 from alpa_lite.program.ir import Graph
 from alpa_lite.program.phases import StepGraph
-from alpa_lite.program.view_registry import View, view
 from alpa_lite.schedule import Schedule
 from alpa_lite.schedule.tasks import MOST_MICROBATCHES, SpanLike
 from alpa_lite.sharding.meshes import sharing
 from alpa_lite.sharding.specs import Spec
 from alpa_lite.step.recomputation import Remat
+from alpa_lite.text import View, view
 from cost_models.cluster import Cluster
 
 FORMAT = 5

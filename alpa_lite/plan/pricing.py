@@ -19,8 +19,7 @@ from math import prod
 
 from alpa_lite.plan.plan import CollectiveUse, OpPlacement
 from alpa_lite.plan.walk import Application, Walk, body_walk, combination, reduced_axes, sharing_axes
-from alpa_lite.program.ir import Graph, Op, Value, Wiring, item_bytes
-from alpa_lite.program.memo import memoized
+from alpa_lite.program.ir import Graph, Op, Value, Wiring, item_bytes, memoized
 from alpa_lite.rules import Rule
 from alpa_lite.rules.fusion import Access, accesses, on_chip
 from alpa_lite.rules.op_info import OpClass, op_class, rule_of_op

@@ -1,6 +1,6 @@
 """Automatic search: Alpa's two levels for every number of micro-batches that makes sense, and the classic manual plans.
 
-    search       micro-batches, stages, submeshes, logical meshes and shardings together     `joint.JointSearch`
+    search       micro-batches, stages, submeshes, logical meshes and shardings together     `joint_search.JointSearch`
     manual       the classic plans, tuned to the best so far, priced alike                   `manual.ManualPlans`
     best         the fastest of all by their simulated schedules; it carries a lower bound   `Auto.plan`
 
@@ -18,13 +18,13 @@ from typing import Any, Literal
 
 from alpa_lite.errors import AlpaLiteError, ExecutionError, InfeasibleError, PlanError
 from alpa_lite.inter_op.assembly import relative_gap, schedule_for, with_microbatches
-from alpa_lite.inter_op.joint.microbatch_counts import numbers_to_search
-from alpa_lite.inter_op.joint.search import SEARCH_GAP, SEARCH_SECONDS, JointSearch
-from alpa_lite.inter_op.joint.stage_cost_cache import StageCostCache
-from alpa_lite.inter_op.joint.what_would_fit import cheapest_fit, more_hosts, more_microbatches
-from alpa_lite.inter_op.pins import Pins, pinned_axes
-from alpa_lite.inter_op.plan_request import PlanRequest
+from alpa_lite.inter_op.joint_search import SEARCH_GAP, SEARCH_SECONDS, JointSearch
+from alpa_lite.inter_op.microbatch_counts import numbers_to_search
+from alpa_lite.inter_op.plan_request import Pins, PlanRequest, pinned_axes
 from alpa_lite.inter_op.space import Space
+from alpa_lite.inter_op.stage_cost_cache import Layering, StageCostCache
+from alpa_lite.inter_op.stage_costs import SolveEffort
+from alpa_lite.inter_op.what_would_fit import cheapest_fit, more_hosts, more_microbatches
 from alpa_lite.inter_op.work_floor import least_seconds
 from alpa_lite.inter_op.workers import Workers, num_workers
 from alpa_lite.intra_op.solvers.integer_program import IntegerProgram, available_backends
@@ -34,8 +34,7 @@ from alpa_lite.planners.planner import Planner, renamed_options
 from alpa_lite.program.collector import rare_collection
 from alpa_lite.schedule import EagerOneFOneB, GPipe, OneFOneB, Schedule, ZeroBubbleH1
 from alpa_lite.step.recomputation import Remat
-from cost_models.cluster import Cluster
-from cost_models.varied import with_memory_limit
+from cost_models.cluster import Cluster, with_memory_limit
 
 SCHEDULES: tuple[Schedule, ...] = (OneFOneB(), EagerOneFOneB(), ZeroBubbleH1(), GPipe())
 """Schedules of pipelines to try; stages are searched for the first two, and the first of them needs less memory."""
@@ -235,13 +234,19 @@ class Auto(Planner):
             name=self.name,
             steps=StageCostCache(
                 request=request,
-                num_layers=self.num_layers,
-                equal=self.layers,
-                stages=[self.pipeline] if self.pipeline else space.equal_stages,
+                layering=Layering(
+                    num_layers=self.num_layers,
+                    stages=[self.pipeline] if self.pipeline else space.equal_stages,
+                    equal=self.layers,
+                ),
                 pins=self.pins,
-                relative_gap=SEARCH_GAP,
-                time_limit_seconds=SEARCH_SECONDS,
-                solver=self._integer_program(),
+                effort=SolveEffort(
+                    relative_gap=SEARCH_GAP,
+                    time_limit_seconds=SEARCH_SECONDS,
+                    # What does not fit is left out; how far it is from fitting is asked for one stage at the end.
+                    seeks_peaks=False,
+                    solver=self._integer_program(),
+                ),
             ),
             policies=tuple(Remat) if self.remat == "auto" else (Remat(self.remat),),
             num_stages=1 if self.intra_op_only else self.pipeline,

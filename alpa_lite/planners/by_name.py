@@ -10,20 +10,15 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from alpa_lite.errors import PlanError
 from alpa_lite.planners.auto import Auto
-from alpa_lite.planners.convolution_parallel import ConvolutionParallel
-from alpa_lite.planners.data_parallel import DataParallel
-from alpa_lite.planners.deepspeed import DeepSpeed3D
+from alpa_lite.planners.convolution_parallel import ConvolutionParallel, OneWeirdTrick
+from alpa_lite.planners.data_parallel import FSDP, DataParallel, GShard, Zero
 from alpa_lite.planners.grid_search import GridSearch
-from alpa_lite.planners.gshard import GShard
 from alpa_lite.planners.hybrid import Hybrid
-from alpa_lite.planners.megatron import Megatron
+from alpa_lite.planners.megatron import DeepSpeed3D, Megatron
 from alpa_lite.planners.mesh_tensorflow import MeshTensorFlow
 from alpa_lite.planners.on_mesh import OnMesh
-from alpa_lite.planners.one_weird_trick import OneWeirdTrick
-from alpa_lite.planners.pipeline import Pipeline
+from alpa_lite.planners.pipeline import Pipeline, TorchGPipe
 from alpa_lite.planners.planner import Planner
-from alpa_lite.planners.torchgpipe import TorchGPipe
-from alpa_lite.planners.zero import FSDP, Zero
 
 PLANNERS: Mapping[str, type[Planner]] = {
     "auto": Auto,

@@ -1,11 +1,21 @@
-"""Data parallelism: every device holds all parameters and a part of the batch; gradients are summed once per step.
+"""Data parallelism: every device works on a part of the batch; gradients are summed once per step.
 
-With `bucket_bytes` they are summed in buckets, as PyTorch's DistributedDataParallel does, so that the first can be sent
-while the backward pass continues. In the order in which the backward pass makes the gradients, for each dtype:
+`DataParallel` copies all parameters to each device. With `bucket_bytes` gradients are summed in buckets, as PyTorch's
+DistributedDataParallel does, so that the first can be sent while the backward pass continues. In the order in which the
+backward pass makes the gradients, for each dtype:
 
     a bucket takes gradients until it holds `first_bucket_bytes` or more; later ones until `bucket_bytes`   (buckets)
 
 Li et al., PyTorch Distributed (VLDB 2020), section 4.2.
+
+`Zero` splits optimizer state (stage 1, 2) or parameters too (stage 3) over the devices. Stages 1 and 2 differ in how
+gradients are stored between backward pass and update. Here this follows from the costs: a gradient that is
+reduce-scattered into split optimizer state is never whole (stage 2). FSDP is stage 3.
+Rajbhandari et al., ZeRO (SC 2020), section 5.
+
+`GShard` puts experts on different devices, and tokens travel to their experts and back. Each layer with experts has two
+all_to_alls of the dispatched tokens in the forward pass and two in the backward pass; the weights of experts are never
+gathered. Each device holds 1 / `expert` of them. Lepikhin et al., GShard (ICLR 2021), section 3.
 """
 
 from __future__ import annotations
@@ -87,3 +97,103 @@ def buckets(gradients: Iterable[Value], first_bytes: int, bucket_bytes: int) -> 
             done.append(filling.pop(value.dtype))
             held[value.dtype], limits[value.dtype] = 0, bucket_bytes
     return tuple(map(tuple, [*done, *filling.values()]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Zero(Planner):
+    """All devices on one "data" axis, state split over it.
+
+    Attributes:
+        stage: 1 splits the optimizer state, 2 gradient sums too, 3 parameters too.
+    """
+
+    stage: int = 2
+
+    def __post_init__(self) -> None:
+        """Check the stage."""
+        if self.stage not in (1, 2, 3):
+            raise PlanError(f"ZeRO has stages 1, 2 and 3, but stage={self.stage} was given.")
+
+    @property
+    def name(self) -> str:
+        """Name for tables."""
+        return f"ZeRO-{self.stage}"
+
+    def plan(self, request: PlanRequest) -> Plan:
+        """Return the plan. Raises `PlanError` if the batch does not divide."""
+        return replace(Hybrid(data=request.cluster.num_devices, zero=self.stage).plan(request), name=self.name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FSDP(Planner):
+    """Fully sharded data parallelism: ZeRO stage 3.
+
+    A unit, which is gathered at once, is one array of parameters as one op reads it: inside a loop over layers that of
+    one layer. It is gathered before its first reader in each pass and freed after its last, so that parameters are
+    gathered twice per step and micro-batch, and gathered parameters never pile up. With `reshard_after_forward=False`
+    it is gathered once for both passes, and a loop's whole stack of layers is one unit.
+
+    Attributes:
+        replicas: groups of devices that each hold one whole copy (hybrid sharding): inside a group gradients are
+            reduce-scattered, and each device's part is summed over the groups. None: one group.
+        reshard_after_forward: whether gathered parameters are freed after the forward pass. If not, each is gathered
+            once per step and micro-batch, and all that the backward pass reads are held whole until then.
+        hybrid: as many replicas as hosts, so that weights are gathered within a host.
+    """
+
+    replicas: int | None = None
+    hybrid: bool = False
+    reshard_after_forward: bool = True
+
+    def __post_init__(self) -> None:
+        """Check that the replicas are given once."""
+        if self.hybrid and self.replicas is not None:
+            raise PlanError(
+                f"hybrid=True means one replica per host, but replicas={self.replicas} was given. Give one."
+            )
+
+    @property
+    def name(self) -> str:
+        """Name for tables."""
+        replicas = ", one replica per host" if self.hybrid else f", {self.replicas} replicas" * bool(self.replicas)
+        return f"FSDP{replicas}{'' if self.reshard_after_forward else ', kept gathered'}"
+
+    def plan(self, request: PlanRequest) -> Plan:
+        """Return the plan. Raises `PlanError` if the batch or the devices do not divide."""
+        cluster = request.cluster
+        replicas = cluster.num_hosts if self.hybrid else self.replicas or 1
+        hybrid = Hybrid(
+            data=cluster.num_devices,
+            zero=3,
+            replicas=replicas,
+            reshard_after_forward=self.reshard_after_forward,
+        )
+        return replace(hybrid.plan(request), name=self.name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GShard(Planner):
+    """Data parallelism whose devices hold different experts; all other weights are copied.
+
+    The graph tells the dim of experts: weights share it with all arrays of their products.
+
+    Attributes:
+        expert: number of the data-parallel devices that hold different experts; None: all.
+        zero: the parts of the state that are split, as in `Hybrid`.
+    """
+
+    expert: int | None = None
+    zero: int = 0
+
+    @property
+    def name(self) -> str:
+        """Name for tables."""
+        return "GShard" + (f" (ep{self.expert})" if self.expert else "")
+
+    def plan(self, request: PlanRequest) -> Plan:
+        """Return the plan. Raises `PlanError` if the number of experts is 0 or no multiple of `expert`."""
+        total = request.cluster.num_devices
+        expert = self.expert or total
+        # Without it the solver might gather the weights of experts, where that is cheaper than moving tokens.
+        split = {"experts": "expert"}
+        return replace(Hybrid(data=total, expert=expert, zero=self.zero, split=split).plan(request), name=self.name)

@@ -20,8 +20,12 @@ from typing import Literal
 
 from alpa_lite.errors import InfeasibleError, PlanError
 from alpa_lite.inter_op.assembly import StagedStep, assemble, schedule_for
-from alpa_lite.inter_op.joint.stage_cost_cache import policies_of
-from alpa_lite.inter_op.joint.what_would_fit import (
+from alpa_lite.inter_op.loop_cuts import PipelineCut, StageBalance, cut_into_blocks, cut_into_stages
+from alpa_lite.inter_op.plan_request import PlanRequest
+from alpa_lite.inter_op.shared_devices import Together, held_at_peak, solve_together
+from alpa_lite.inter_op.stage_cost_cache import policies_of
+from alpa_lite.inter_op.stage_costs import Recomputed, StageConstraints, StageCosts, StagePlace
+from alpa_lite.inter_op.what_would_fit import (
     Remedy,
     cheapest_fit,
     more_hosts,
@@ -29,10 +33,6 @@ from alpa_lite.inter_op.joint.what_would_fit import (
     show_bytes,
     show_shortage,
 )
-from alpa_lite.inter_op.loop_cuts import PipelineCut, cut_into_blocks, cut_into_stages
-from alpa_lite.inter_op.plan_request import PlanRequest
-from alpa_lite.inter_op.shared_devices import Together, held_at_peak, solve_together
-from alpa_lite.inter_op.stage_costs import PlacedStage, StageCosts, StagePlace
 from alpa_lite.intra_op.solve import StageSolution
 from alpa_lite.intra_op.strategies import AxisRole, BatchSplit, Restriction
 from alpa_lite.plan.plan import Plan
@@ -143,9 +143,12 @@ class Hybrid(Planner):
             layers=layers,
             cost_model=request.cost_model,
             cost_model_for=request.cost_model_for,
-            restriction=self.restriction(),
-            keeps_gathered=not self.reshard_after_forward,
-            layout=weights_layout(step, self.split, places[0][1].axis_sizes),
+            constraints=StageConstraints(
+                restriction=self.restriction(),
+                keeps_gathered=not self.reshard_after_forward,
+                layout=weights_layout(step, self.split, places[0][1].axis_sizes),
+            ),
+            recomputed=Recomputed(remat=remat, traced_layers=traced_layers),
             progress=request.progress,
         )
         # Chunks of one part share its memory, so that they are solved together.
@@ -154,24 +157,21 @@ class Hybrid(Planner):
         for part in reversed(range(self.pipeline)):
             solved |= self._solve(costs, request, *places[part], tasks[part])
         stages = [
-            PlacedStage(first=first, last=last, submesh=submesh, mesh=mesh, solution=solved[i])
+            StagePlace.nth(i, per_stage, submesh, mesh).with_solution(solved[i])
             for i, (submesh, mesh) in zip(range(self.num_stages), cycle(places), strict=False)
-            for first, last in [_layers_of(i, per_stage)]
         ]
         staged = StagedStep(step=step, layers=layers, stages=stages, schedule=schedule)
         plan = assemble(self.name, request, staged, started)
         if not self.reshard_after_forward:
             plan = replace(plan, stages=tuple(replace(stage, keeps_gathered=True) for stage in plan.stages))
-        return replace(plan, remat=remat, traced_layers=traced_layers) if remat else plan
+        return costs.recomputed.recorded_in(plan)
 
     def _cut(self, request: PlanRequest, microbatches: Sequence[int], *, written_out: bool = False) -> PipelineCut:
         """Return the step cut into stages of one layer each."""
         if self.equal in ("layer_flops", "layer_bytes") and self.num_stages > 1:
             return cut_into_blocks(request, microbatches, self.num_stages, self.equal)
-        by_loops = self.equal == "loops"
-        return cut_into_stages(
-            request, microbatches, self.num_stages, by_loops=by_loops, shares=self.shares, written_out=written_out
-        )
+        balance = StageBalance(count=self.num_stages, by_loops=self.equal == "loops", shares=self.shares)
+        return cut_into_stages(request, microbatches, balance, written_out=written_out)
 
     def _check_state(self, request: PlanRequest, meshes: Sequence[LogicalMesh]) -> None:
         """Raise `InfeasibleError` if state alone is too large, before the step is cut into stages."""
@@ -293,7 +293,7 @@ class Hybrid(Planner):
         per_stage, in_two = costs.layers.num_layers // self.num_stages, splits_backward(tasks)
 
         def solve(stage: int, in_flight: int, limit_bytes: float) -> StageSolution:
-            place = StagePlace(*_layers_of(stage, per_stage), submesh, mesh)
+            place = StagePlace.nth(stage, per_stage, submesh, mesh)
             found = costs.solution(place, in_flight=in_flight, limit_bytes=limit_bytes)
             return costs.in_two_parts(place, found) if in_two else found
 
@@ -305,7 +305,7 @@ class Hybrid(Planner):
             lacking = [stage for stage, solution in found.solutions.items() if solution.choice is None]
             why = None
             if lacking:
-                place = StagePlace(*_layers_of(lacking[0], per_stage), submesh, mesh)
+                place = StagePlace.nth(lacking[0], per_stage, submesh, mesh)
                 why = costs.shortage(place, in_flight=held_at_peak(tasks)[lacking[0]])
             problem = f"{problem} {show_shortage(why)}{self._advice(request, costs.step.num_microbatches)}"
         raise InfeasibleError(problem)
@@ -337,11 +337,6 @@ class Hybrid(Planner):
             text = f"tensor parallelism over {wider.tensor} devices (al.planners.Hybrid)"
             changes.append(Remedy(text=text, planner=wider, request=request))
         return cheapest_fit(changes, more_hosts(replace(self, data=None, devices=()), request))
-
-
-def _layers_of(stage: int, per_stage: int) -> tuple[int, int]:
-    """Return the first and the last layer of a stage."""
-    return stage * per_stage, (stage + 1) * per_stage - 1
 
 
 def submeshes_of(cluster: Cluster, sizes: Sequence[int]) -> list[Submesh]:

@@ -16,19 +16,17 @@ from functools import cached_property
 from typing import Any
 
 from alpa_lite.errors import AlpaLiteError, without_frames
-from alpa_lite.inter_op.joint.microbatch_counts import microbatch_numbers
+from alpa_lite.inter_op.microbatch_counts import microbatch_numbers
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.inter_op.work_floor import least_loop_seconds, least_seconds
 from alpa_lite.inter_op.workers import Likely, Workers
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.progress import Progress
-from alpa_lite.planners.data_parallel import DataParallel
-from alpa_lite.planners.gshard import GShard
+from alpa_lite.planners.convolution_parallel import OneWeirdTrick
+from alpa_lite.planners.data_parallel import FSDP, DataParallel, GShard, Zero
 from alpa_lite.planners.megatron import Megatron
-from alpa_lite.planners.one_weird_trick import OneWeirdTrick
 from alpa_lite.planners.pipeline import Pipeline
 from alpa_lite.planners.planner import Planner
-from alpa_lite.planners.zero import FSDP, Zero
 from alpa_lite.program.phases import StepGraph
 
 MANUAL_PLANNERS: tuple[Planner, ...] = (

@@ -32,7 +32,7 @@ from alpa_lite.intra_op.liveness import Lives, Path, lives_of
 from alpa_lite.intra_op.stage import GivenLayout, StageView, Wanted
 from alpa_lite.intra_op.strategies import FREE_CHOICE
 from alpa_lite.plan.plan import Plan
-from alpa_lite.planners.on_mesh import plan_on_mesh
+from alpa_lite.planners.on_mesh import MeshConstraints, plan_on_mesh
 from alpa_lite.planners.planner import Planner
 from alpa_lite.program.ir import Graph
 from alpa_lite.program.phases import StepGraph
@@ -85,7 +85,8 @@ class MeshTensorFlow(Planner):
             within = replace(request, advise=False)
             return least_memory(dims, axes, request.cost_model, lambda each: replace(self, layout=each).plan(within))
         layout = full_layout(step, self._split(step), axes)
-        return plan_on_mesh(self.name, request, self.mesh, restriction=FREE_CHOICE, layout=layout)
+        constraints = MeshConstraints(restriction=FREE_CHOICE, layout=layout)
+        return plan_on_mesh(self.name, request, self.mesh, constraints)
 
     def _pairs(self) -> dict[str, str]:
         if not isinstance(self.layout, str):

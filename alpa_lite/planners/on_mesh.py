@@ -2,26 +2,41 @@
 
 The integer program chooses the sharding of every op on it, as it does for the 1-D and 2-D meshes of the search. With
 axes such as data × fsdp × model this is the mesh for which a GSPMD program would be annotated by hand.
+
+`Custom` plans for the placement that the user already has, as `PartitionSpec`s of arguments and results:
+
+    al.planners.Custom(mesh={"data": 2, "model": 4}, in_specs=(state_specs, P("data")))      as jax.jit(in_shardings=…)
+    al.planners.Custom(mesh=mesh, in_specs=…, out_specs=(state_specs, P()))         … and as jax.jit(out_shardings=…)
+    al.planners.Custom(mesh=mesh, rules=[(r"w_up$", P(None, "model")), (r"w_down$", P("model"))])
+
+It is `OnMesh` with these arrays pinned. The integer program chooses how the ops inside are split, where XLA's
+partitioner would propagate the placement of the arguments. State keeps its placement from step to step, and other
+results are returned in the placement in which they are computed, unless `out_specs` says otherwise.
+
+Trees of `PartitionSpec`s and `NamedSharding`s are read as `jax.jit` reads them. Planning imports no JAX: containers are
+recognised by the types of which pytrees of parameters consist, and everything else is a spec.
 """
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from difflib import get_close_matches
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 from alpa_lite.errors import InfeasibleError, PlanError
 from alpa_lite.inter_op.assembly import StagedStep, assemble
-from alpa_lite.inter_op.joint.what_would_fit import show_bytes, show_shortage
-from alpa_lite.inter_op.pins import Pins, check_results, pins_on_mesh, with_results
-from alpa_lite.inter_op.plan_request import PlanRequest
-from alpa_lite.inter_op.stage_costs import PlacedStage, StageCosts, StagePlace
+from alpa_lite.inter_op.plan_request import Pins, PlanRequest, check_results, pins_on_mesh, with_results
+from alpa_lite.inter_op.stage_costs import StageConstraints, StageCosts, StagePlace
+from alpa_lite.inter_op.what_would_fit import show_bytes, show_shortage
 from alpa_lite.intra_op.stage import NO_LAYOUT, GivenLayout
 from alpa_lite.intra_op.strategies import AxisRole, BatchSplit, Restriction
 from alpa_lite.plan.plan import Plan
 from alpa_lite.planners.planner import Planner
+from alpa_lite.program.phases import StepGraph
 from alpa_lite.schedule import OneFOneB
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh
 from alpa_lite.step.clustering import make_layers
@@ -60,38 +75,46 @@ class OnMesh(Planner):
         check_results(self.outputs, request.results)
         roles = {axis: AxisRole.BATCH for axis in self.batch if self.axes[axis] > 1}
         restriction = Restriction(roles=roles, optimizer=BatchSplit.MAY, parameters=BatchSplit.MAY)
-        return plan_on_mesh(
-            self.name, request, self.axes, restriction=restriction, pins=self.pins, outputs=self.outputs
+        constraints = MeshConstraints(restriction=restriction, pins=self.pins, outputs=self.outputs)
+        return plan_on_mesh(self.name, request, self.axes, constraints)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshConstraints:
+    """The restrictions of a plan on a mesh of given axes.
+
+    Attributes:
+        restriction: the use of each axis.
+        pins, outputs: as in `OnMesh`.
+        layout: constraints on the values of `request.best_step((1,), loop_parts=0)` (`intra_op.stage`).
+    """
+
+    restriction: Restriction
+    pins: Pins = field(default_factory=dict[str, Sequence[Any]])
+    outputs: Pins = field(default_factory=dict[str, Sequence[Any]])
+    layout: GivenLayout = NO_LAYOUT
+
+    def on(self, request: PlanRequest, step: StepGraph, axes: Mapping[str, int]) -> StageConstraints:
+        """Return the constraints on the values of a step. Raises `PlanError` for pins that do not fit."""
+        inputs = pins_on_mesh(step, self.pins, axes)
+        pinned = with_results(step, request.results, inputs, self.outputs, axes)
+        return StageConstraints(
+            restriction=self.restriction, pins=pinned.inputs, outputs=pinned.outputs, layout=self.layout
         )
 
 
-def plan_on_mesh(
-    name: str,
-    request: PlanRequest,
-    axes: Mapping[str, int],
-    *,
-    restriction: Restriction,
-    pins: Pins | None = None,
-    outputs: Pins | None = None,
-    layout: GivenLayout = NO_LAYOUT,
-) -> Plan:
-    """Return a plan of one stage on all devices, which form a mesh of these axes; see `OnMesh.plan`.
-
-    `layout`: constraints on the values of `request.best_step((1,), loop_parts=0)` (`intra_op.stage`).
-    """
+def plan_on_mesh(name: str, request: PlanRequest, axes: Mapping[str, int], constraints: MeshConstraints) -> Plan:
+    """Return a plan of one stage on all devices, which form a mesh of these axes; see `OnMesh.plan`."""
     started = time.perf_counter()
     mesh, cluster = _mesh(name, request, axes), request.cluster
     step = request.best_step((1,), loop_parts=0)
     layers = make_layers(step, 1)
-    pinned = with_results(step, request.results, pins_on_mesh(step, pins or {}, axes), outputs or {}, axes)
+    given = constraints.on(request, step, axes)
     costs = StageCosts(
         step=step,
         layers=layers,
         cost_model=request.cost_model,
-        restriction=restriction,
-        pins=pinned.inputs,
-        outputs=pinned.outputs,
-        layout=layout,
+        constraints=given,
         progress=request.progress,
     )
     submesh = Submesh(first_device=0, num_hosts=cluster.num_hosts, devices_per_host=cluster.devices_per_host)
@@ -104,10 +127,9 @@ def plan_on_mesh(
             f"{cluster.device.name} has {show_bytes(cluster.device.memory_bytes)}. {show_shortage(why)}Use more "
             "micro-batches, more hosts, or al.planners.Auto, which also tries pipelines."
         )
-    stage = PlacedStage(first=0, last=0, submesh=submesh, mesh=mesh, solution=solution)
-    staged = StagedStep(step=step, layers=layers, stages=[stage], schedule=OneFOneB())
+    staged = StagedStep(step=step, layers=layers, stages=[place.with_solution(solution)], schedule=OneFOneB())
     plan = assemble(name, request, staged, started)
-    return replace(plan, stages=(replace(plan.stages[0], outputs=pinned.outputs),))
+    return replace(plan, stages=(replace(plan.stages[0], outputs=given.outputs),))
 
 
 def _mesh(name: str, request: PlanRequest, axes: Mapping[str, int]) -> LogicalMesh:
@@ -124,3 +146,193 @@ def _mesh(name: str, request: PlanRequest, axes: Mapping[str, int]) -> LogicalMe
             f"{name} has {len(wide)} axes. The strategies grow exponentially with their number: use at most 4."
         )
     return LogicalMesh(axis_names=tuple(wide), shape=tuple(wide.values()))
+
+
+class _Given(NamedTuple):
+    """A leaf of a tree of specs."""
+
+    path: str
+    spec: Any
+
+
+def by_path(option: str, tree: Any, paths: Sequence[str], empty: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the specs of arrays by path, from a tree with specs for arrays or for whole subtrees.
+
+    Args:
+        option: name of the option that holds the tree, for messages.
+        tree: tree of specs; None leaves arrays open.
+        paths: paths of all arrays.
+        empty: paths below which there need not be any arrays.
+
+    Raises:
+        PlanError: an entry belongs to no array, or a list has fewer entries than there are arrays.
+    """
+    found: dict[str, Any] = {}
+    for path, spec in _leaves(tree, "", option, paths):
+        # A spec for a subtree holds for all arrays in it, as in `jax.jit`.
+        below = [name for name in paths if _is_in(name, path)]
+        if not below and path not in empty:
+            near = get_close_matches(path, paths, n=3, cutoff=0.3) or [*paths][:3]
+            meant = f"Did you mean {', '.join(near)}?" if near != [""] else "There is one array, and no container."
+            raise PlanError(
+                f"{option} has an entry for {path!r}, but there is no such array. {meant} Write specs as "
+                "PartitionSpec(...): a tuple is a tree."
+            )
+        found |= dict.fromkeys(below, spec)
+    return found
+
+
+def meshes(tree: Any) -> list[dict[str, int]]:
+    """Return the devices per axis of the mesh of each `NamedSharding` in a tree."""
+    children = _children(tree)
+    if children is not None:
+        return [mesh for _, child in children for mesh in meshes(child)]
+    return [dict(tree.mesh.shape)] if _is_sharding(tree) else []
+
+
+def dims_of(name: str, spec: Any) -> tuple[Any, ...]:
+    """Return the dims of a spec, each None, an axis or a tuple of axes. Raises `PlanError` for anything else."""
+    spec = spec.spec if _is_sharding(spec) else spec
+    dims = tuple(spec) if hasattr(spec, "__iter__") and not isinstance(spec, str) else ("?",)
+    entries = [axis for dim in dims for axis in (dim if isinstance(dim, tuple) else (dim,))]
+    plain = all(axis is None or type(axis) is str for axis in entries) and "?" not in entries
+    # Specs of partial sums would lose what makes them partial.
+    if not plain or getattr(spec, "unreduced", None) or getattr(spec, "reduced", None):
+        raise PlanError(
+            f"The spec of {name} is {spec!r}; give a PartitionSpec or a NamedSharding of whole sums, with None, an "
+            "axis or a tuple of axes for each dim. Give None in its place where the planner may choose."
+        )
+    return dims
+
+
+def _is_in(name: str, path: str) -> bool:
+    """Return True if a path is another one or continues it."""
+    return not path or name == path or name.startswith(f"{path}/")
+
+
+def _is_sharding(spec: Any) -> bool:
+    """Return True for a `jax.sharding.NamedSharding`."""
+    return hasattr(spec, "mesh") and hasattr(spec, "spec")
+
+
+def _leaves(tree: Any, path: str, option: str, paths: Sequence[str]) -> Iterator[_Given]:
+    """Yield the specs in a tree, each with its path; None is left out."""
+    children = _children(tree)
+    if tree is None:
+        return
+    if children is None:
+        yield _Given(path, tree)
+        return
+    below = f"{path}/" if path else ""
+    if isinstance(tree, (tuple, list)):
+        # A list that is too short would leave arrays open without a word; entries too many are found by the caller.
+        next_keys = (name.removeprefix(below).partition("/")[0] for name in paths if _is_in(name, path))
+        most = max((int(key) + 1 for key in next_keys if key.isdecimal()), default=0)
+        if len(children) < most:
+            raise PlanError(
+                f"{option} has {len(children)} entries{f' at {path!r}' if path else ''}, but there are arrays in "
+                f"{most}. Give one for each, None where the planner may choose."
+            )
+    for key, child in children:
+        yield from _leaves(child, f"{below}{key}", option, paths)
+
+
+def _children(tree: Any) -> list[tuple[str, Any]] | None:
+    """Return the entries of a container by their keys in paths; None for a leaf."""
+    if isinstance(tree, Mapping):
+        return [(str(key), child) for key, child in cast("Mapping[Any, Any]", tree).items()]
+    # Named tuples before tuples: paths name their fields.
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return list(zip(cast("Any", tree)._fields, cast("tuple[Any, ...]", tree), strict=True))
+    if isinstance(tree, (tuple, list)):
+        return [(str(i), child) for i, child in enumerate(cast("Sequence[Any]", tree))]
+    if is_dataclass(tree) and not isinstance(tree, type):
+        return [(field.name, getattr(tree, field.name)) for field in fields(tree)]
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Custom(Planner):
+    """A plan with given placements of arguments and results.
+
+    Attributes:
+        mesh: devices per axis, or a `jax.sharding.Mesh`, of which only names and sizes count: the devices are those of
+            the cluster in their order. None: the mesh of the `NamedSharding`s.
+        in_specs: a tuple with one entry per positional argument that is not static, or a mapping from argument names.
+            An entry is a `PartitionSpec` or `NamedSharding` for the whole argument, or a tree of such in the structure
+            of the argument or of a prefix of it. None leaves the choice to the planner.
+        out_specs: one such entry for the result of the step. State whose argument has no spec of its own comes in as it
+            is returned.
+        rules: pairs of a regular expression and a `PartitionSpec`: arguments that `in_specs` leaves open, with more
+            than one element, get the spec of the first expression that matches in their path (`state/params/w`).
+        batch: axes that split only the batch and state; see `OnMesh`. The others may split anything.
+    """
+
+    mesh: Any = field(default=None, hash=False)
+    in_specs: Any = field(default=(), hash=False)
+    out_specs: Any = field(default=None, hash=False)
+    rules: Sequence[tuple[str, Any]] = field(default=(), hash=False)
+    batch: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Name for tables."""
+        return "custom"
+
+    def plan(self, request: PlanRequest) -> Plan:
+        """Return the plan. Raises `PlanError` if a spec fits no array, or the mesh does not cover the cluster."""
+        step = request.step_at(1, 0)
+        arrays = {
+            step.graph.values[v].name: step.graph.values[v].num_elements
+            for v, part in zip(step.graph.inputs, step.input_parts, strict=True)
+            if part.leaf < request.num_arguments
+        }
+        trees = self._trees(request)
+        pins = by_path("in_specs", trees, [*arrays], request.arguments)
+        pins |= self._by_rules([name for name, size in arrays.items() if name not in pins and size > 1])
+        returned = by_path("out_specs", self.out_specs, request.results)
+        found = OnMesh(
+            axes=self._axes(trees),
+            batch=self.batch,
+            pins={name: dims_of(name, spec) for name, spec in pins.items()},
+            outputs={name: dims_of(f"result {name}", spec) for name, spec in returned.items()},
+        )
+        return replace(found.plan(request), name=self.name)
+
+    def _trees(self, request: PlanRequest) -> Mapping[str, Any]:
+        """Return the entry of each argument, by its name."""
+        if isinstance(self.in_specs, Mapping):
+            return cast("Mapping[str, Any]", self.in_specs)
+        if not isinstance(self.in_specs, (tuple, list)):
+            raise PlanError(
+                f"in_specs = {self.in_specs!r} was given; give a tuple with one entry per argument, or a mapping from "
+                f"the names {', '.join(request.arguments)}."
+            )
+        entries = cast("Sequence[Any]", self.in_specs)
+        if entries and len(entries) != len(request.arguments):
+            raise PlanError(
+                f"in_specs has {len(entries)} entries, but the step takes {len(request.arguments)} positional "
+                f"arguments ({', '.join(request.arguments)}). Give one for each, None where the planner may choose."
+            )
+        return dict(zip(request.arguments, entries, strict=False))
+
+    def _by_rules(self, names: Sequence[str]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for pattern, spec in self.rules:
+            fitting = [name for name in names if re.search(pattern, name)]
+            # Most likely a mistake in the pattern, which would go unnoticed otherwise.
+            if not fitting:
+                raise PlanError(f"The rule {pattern!r} fits no array that has no spec yet. Take it out, or correct it.")
+            found |= {name: spec for name in fitting if name not in found}
+        return found
+
+    def _axes(self, trees: Mapping[str, Any]) -> Mapping[str, int]:
+        found = meshes((trees, self.out_specs))
+        if self.mesh is not None:
+            found.append(dict(getattr(self.mesh, "shape", self.mesh)))
+        if not found:
+            raise PlanError('Specs need a mesh to name axes of: give mesh={"data": 2, "model": 4}, or NamedShardings.')
+        for other in found[1:]:
+            if other != found[0]:
+                raise PlanError(f"The specs are for meshes {found[0]} and {other}. Give specs for one mesh.")
+        return found[0]

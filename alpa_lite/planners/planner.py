@@ -1,4 +1,4 @@
-"""The base class of planners: a request goes in, a `Plan` comes out."""
+"""The base class of planners, which turn a request into a `Plan`, and the planner that replays a saved plan."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import functools
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
+from alpa_lite.errors import MismatchError
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.plan.plan import Plan
 
@@ -62,3 +64,31 @@ class Planner(ABC):
     @abstractmethod
     def plan(self, request: PlanRequest) -> Plan:
         """Return the plan for a request. Raises `PlanError` (or a subclass) if there is none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replay(Planner):
+    """A saved plan as it is, if it belongs to the step and fits the cluster.
+
+    Attributes:
+        saved: the plan. Functions that take a planner also take a `Plan`, and replay it.
+    """
+
+    saved: Plan
+
+    @property
+    def name(self) -> str:
+        """Name for tables."""
+        return f"replay of {self.saved.name}"
+
+    def plan(self, request: PlanRequest) -> Plan:
+        """Return the plan. Raises `MismatchError` for another function, other shapes or another number of devices."""
+        wanted, count = request.num_microbatches, self.saved.num_microbatches
+        if wanted not in ("auto", count):
+            raise MismatchError(
+                f"This plan is for {count} micro-batches, but num_microbatches={wanted} was given. "
+                "Leave it out, or make a new plan for that number."
+            )
+        step = request.step_at(self.saved.num_microbatches, self.saved.loop_parts)
+        self.saved.verify(step, request.cluster)
+        return self.saved

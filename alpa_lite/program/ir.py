@@ -13,19 +13,53 @@ outputs of its bodies:
 A *carried* result is the last state of an operand that the body passes from iteration to iteration; it has the same
 spec in all of them. All code that looks into bodies (batch tracking, search, pricing, emission) uses `wiring_of` and
 does not depend on the primitive.
+
+`memoized` stores what is derived from a graph in the graph itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property, lru_cache, wraps
 from itertools import pairwise
 from math import prod
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from alpa_lite.errors import VerificationError
-from alpa_lite.program.view_registry import View, view
+from alpa_lite.text import View, view
+
+Subject = TypeVar("Subject")
+Rest = ParamSpec("Rest")
+Answer = TypeVar("Answer")
+
+
+def memoized(
+    function: Callable[Concatenate[Subject, Rest], Answer],
+) -> Callable[Concatenate[Subject, Rest], Answer]:
+    """Cache the results of a function in the `__dict__` of its first argument, keyed by the other arguments.
+
+    The first argument must be immutable and have a `__dict__` (no slots); the others must be hashable. An `lru_cache`
+    is no alternative: unbounded, it would keep every graph alive, and bounded, it would evict results of a large step
+    while they are still needed.
+    """
+    # The name is unique per function, since functions of all modules store their results in the same `__dict__`.
+    name = f"_kept_{function.__module__}.{function.__qualname__}"
+
+    @wraps(function)
+    def answer(subject: Subject, *rest: Rest.args, **options: Rest.kwargs) -> Answer:
+        key = (rest, *options.items()) if options else rest
+        # This is called millions of times per plan: the cache hit is one dictionary look-up inside a `try`.
+        try:
+            return subject.__dict__[name][key]
+        except KeyError:
+            pass
+        known: dict[object, Answer] = subject.__dict__.setdefault(name, {})
+        known[key] = found = function(subject, *rest, **options)
+        return found
+
+    return answer
+
 
 #: Bytes per element of the dtypes whose size does not follow from the digits of their name. JAX stores sub-byte
 #: integers in one byte per element.

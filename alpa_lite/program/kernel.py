@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from types import FunctionType
 from typing import Any, TypeVar, cast
 
@@ -55,7 +56,7 @@ class _Kernel:
 
 @functools.cache
 def _cache_class() -> Any:
-    """Return a subclass of numba's on-disk cache that discards an index it cannot read.
+    """Return a subclass of numba's on-disk cache that discards an index it cannot read, and works on a full disk.
 
     numba unpickles the index of a cache before it compares the time stamp of the source file. An index whose signatures
     name a class that no longer exists would raise `AttributeError` at every call until the user deletes the file.
@@ -71,6 +72,11 @@ def _cache_class() -> Any:
                 self.flush()
                 return None
 
+        def save_overload(self, sig: Any, data: Any) -> None:
+            """Save the compiled function for a signature, unless the disk is full or became read-only."""
+            with suppress(OSError):
+                super().save_overload(sig, data)
+
     return Cache
 
 
@@ -78,7 +84,9 @@ def _compiled(function: FunctionType) -> Any:
     from numba import njit
 
     compiled: Any = njit(nogil=True)(function)
-    compiled._cache = _cache_class()(function)
+    # numba refuses to cache a function where no folder can be written: a read-only package without a home, a zip file.
+    with suppress(RuntimeError):
+        compiled._cache = _cache_class()(function)
     return compiled
 
 

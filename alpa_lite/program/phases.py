@@ -29,8 +29,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from alpa_lite.errors import TraceError
-from alpa_lite.program.ir import Graph, Op
-from alpa_lite.program.memo import memoized
+from alpa_lite.program.ir import Graph, Op, memoized
 
 
 class Phase(Enum):

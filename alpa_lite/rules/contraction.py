@@ -1,20 +1,25 @@
-"""Factor rules of matrix products and linear algebra.
+"""Factor rules of ops that sum over dims or need them whole: products, linear algebra, reductions, sorting, Fourier.
 
     dot_general       ([b,i,k], [b,k,j]) -> ([b,i,j])           reduction={k}
     ragged_dot        ([m,k], [g,k,n], [h]) -> ([m,n])          reduction={k,g}: rows m are sorted by group g
     its gradient      ([k,m], [k,n], [h]) -> ([g,m,n])          reduction={k}:   the contracted rows are sorted by group
     scaled_dot        ([b,i,ks], [b,ks,j], [b,i,k], [b,k,j]) -> ([b,i,j])    reduction={k}: one scale for s numbers
     factorisations    ([b,i,j]) -> ([b,i,j])                    batch dims pass, matrix dims whole
+    reduce_*          ([i,j]) -> ([i])                 reduction={j}, combined by sum, max, min, prod, and, or, xor
+    argmax, argmin    ([i,j]) -> ([i])                 j whole: (value, index) pairs have no collective
+    cumsum, sort, fft ([i,j]) -> ([i,j])               j whole
+    top_k             ([i,j]) -> ([i,k])               j and k whole
 
 FLOPs of a product: 2 · (elements of the result) · (elements contracted).
 """
 
 from __future__ import annotations
 
-from math import gcd, prod
-from typing import Any
+from collections.abc import Iterable, Mapping
+from math import gcd, log2, prod
 
 from alpa_lite.rules.registry import (
+    Combiner,
     Dims,
     FactorKind,
     OpView,
@@ -73,6 +78,7 @@ def scaled_dot(view: OpView) -> Rule:
     lhs, rhs, *scales = view.operands
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = _dot_dims(view.params["dimension_numbers"])
     b = RuleBuilder()
+    # Factors of batch and contracted dims by dim, for the left and for the right operand.
     known: tuple[dict[int, tuple[int, ...]], dict[int, tuple[int, ...]]] = ({}, {})
     for left, right in zip(lhs_batch, rhs_batch, strict=True):
         known[0][left] = known[1][right] = (b.factor(lhs.shape[left]),)
@@ -102,6 +108,7 @@ def scaled_dot(view: OpView) -> Rule:
 def _numbers_per_block(size: int, left: int, right: int) -> int:
     """Return how many numbers of a contracted dim must stay together; a single scale holds for any of them."""
     blocks = [n for n in (left, right) if n > 1]
+    # Both operands must be cut between blocks, whose borders coincide at multiples of the larger block.
     if blocks:
         return size // gcd(*blocks)
     # JAX requires at least two numbers per scale, so that blocks of one number could not run on a device.
@@ -118,7 +125,7 @@ def _scale_factors(b: RuleBuilder, factors: tuple[int, ...], size: int, scales: 
     return factors[:1] if rest == 1 else (factors[0], b.factor(rest, FactorKind.REPLICATED))
 
 
-def _dot_dims(numbers: Any) -> list[list[tuple[int, ...]]]:
+def _dot_dims(numbers: Iterable[Iterable[Iterable[int]]]) -> list[list[tuple[int, ...]]]:
     """Return ((lhs contracted, rhs contracted), (lhs batch, rhs batch)) as plain numbers."""
     return [[ints(dims) for dims in pair] for pair in numbers]
 
@@ -136,6 +143,7 @@ def ragged_dot_general(view: OpView) -> Rule:
     one_of_each = len(lhs_contract) == len(rhs_contract) == len(ragged) == 1
     if not one_of_each or lhs_batch or view.operands[2].rank != 1 or view.params.get("group_offset") is not None:
         return opaque_rule(view)
+    # Where the groups are is what tells the product from its gradient with regard to the matrices.
     if ragged[0] in lhs_contract:
         return _ragged_contracted(view, lhs_contract[0], rhs_contract[0])
     return _ragged_free(view, ragged[0], lhs_contract[0], rhs_contract[0], groups)
@@ -196,6 +204,7 @@ def linear_algebra(view: OpView) -> Rule:
     batch = b.factors(batch_shape)
 
     def dims(shape: tuple[int, ...]) -> Dims:
+        # Some results (info codes, permutations) have the batch alone, or fewer matrix dims.
         head = batch if shape[: len(batch)] == batch_shape else ()
         return (*head, *b.factors(shape[len(head) :], FactorKind.REPLICATED))
 
@@ -215,8 +224,107 @@ def triangular_solve(view: OpView) -> Rule:
     matrix, sides = view.operands
     batch = b.factors(sides.shape[:-2])
     whole = FactorKind.REPLICATED
+    # Each right-hand side is solved by itself, but along the matrix every element depends on those before it.
     rows, columns = (whole, FactorKind.PASS) if view.params["left_side"] else (FactorKind.PASS, whole)
     solved = (*batch, (b.factor(sides.shape[-2], rows),), (b.factor(sides.shape[-1], columns),))
     dims = (*batch, *b.factors(matrix.shape[-2:], whole))
     flops = float(sides.num_elements * matrix.shape[-1])
     return b.build((dims, solved), (solved,), linear=linear_groups(view, (1,)), flops=flops)
+
+
+_COMBINER: Mapping[str, Combiner] = {
+    "reduce_sum": "sum",
+    "reduce_max": "max",
+    "reduce_min": "min",
+    "reduce_prod": "prod",
+    "reduce_and": "and",
+    "reduce_or": "or",
+    "reduce_xor": "xor",
+}
+
+
+def _reduced(view: OpView, axes: frozenset[int], kind: FactorKind) -> tuple[RuleBuilder, Dims, Dims]:
+    b = RuleBuilder()
+    dims = tuple((b.factor(n, kind if d in axes else FactorKind.PASS),) for d, n in enumerate(view.operands[0].shape))
+    return b, dims, tuple(f for d, f in enumerate(dims) if d not in axes)
+
+
+@register_rule(*_COMBINER)
+def reduce_(view: OpView) -> Rule:
+    """Return a rule in which reduced dims are reduction factors and the others pass; only a sum is linear."""
+    b, dims, kept = _reduced(view, frozenset(ints(view.params["axes"])), FactorKind.REDUCTION)
+    linear = linear_groups(view, (0,)) if view.primitive == "reduce_sum" else ()
+    flops = float(view.operands[0].num_elements)
+    return b.build((dims,), (kept,), reduction=_COMBINER[view.primitive], linear=linear, flops=flops)
+
+
+@register_rule("argmax", "argmin")
+def argmax(view: OpView) -> Rule:
+    """Return a rule in which the searched dim is replicated."""
+    # A pair of value and index would have to be reduced together, for which there is no collective.
+    b, dims, kept = _reduced(view, frozenset(ints(view.params["axes"])), FactorKind.REPLICATED)
+    return b.build((dims,), (kept,), flops=float(view.operands[0].num_elements))
+
+
+@register_rule("reduce")
+def reduce_generic(view: OpView) -> Rule:
+    """Return a rule in which reduced dims are replicated: no collective combines by a user-defined function."""
+    b, dims, kept = _reduced(view, frozenset(ints(view.params["dimensions"])), FactorKind.REPLICATED)
+    # Operands come first, then one initial value for each.
+    half = len(view.operands) // 2
+    operands = (*(dims for _ in range(half)), *(() for _ in range(half)))
+    flops = float(sum(v.num_elements for v in view.operands[:half]))
+    return b.build(operands, tuple(kept for _ in view.results), flops=flops)
+
+
+def _along(view: OpView, axes: frozenset[int], *, flops: float, linear: tuple[tuple[int, ...], ...] = ()) -> Rule:
+    """Return a rule in which the dims in `axes` are replicated, and may change size, and all others pass."""
+    b = RuleBuilder()
+    shape = view.operands[0].shape
+    dims = tuple((b.factor(n, FactorKind.REPLICATED if d in axes else FactorKind.PASS),) for d, n in enumerate(shape))
+
+    def matching(other: tuple[int, ...]) -> Dims:
+        return tuple(
+            (b.factor(n, FactorKind.REPLICATED),) if d in axes and n != shape[d] else dims[d]
+            for d, n in enumerate(other)
+        )
+
+    results = tuple(matching(v.shape) for v in view.results)
+    return b.build(tuple(dims for _ in view.operands), results, flops=flops, linear=linear)
+
+
+@register_rule("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
+def cumulative(view: OpView) -> Rule:
+    """Return a rule in which the accumulated dim is replicated."""
+    linear = linear_groups(view, (0,)) if view.primitive == "cumsum" else ()
+    return _along(view, frozenset([view.params["axis"]]), flops=float(view.operands[0].num_elements), linear=linear)
+
+
+@register_rule("sort")
+def sort(view: OpView) -> Rule:
+    """Return a rule in which the sorted dim is replicated; n log2 n comparisons."""
+    axis = int(view.params["dimension"])
+    length = view.operands[0].shape[axis]
+    flops = view.operands[0].num_elements * max(1.0, log2(max(length, 1)))
+    return _along(view, frozenset([axis]), flops=flops)
+
+
+@register_rule("top_k", "approx_top_k")
+def top_k(view: OpView) -> Rule:
+    """Return a rule in which the searched dim and the dim of the k results are replicated."""
+    # The exact and the approximate op name their parameter differently.
+    axis = int(view.params.get("axis", view.params.get("reduction_dimension", -1)))
+    length = view.operands[0].shape[axis]
+    flops = view.operands[0].num_elements * max(1.0, log2(max(length, 1)))
+    return _along(view, frozenset([axis % view.operands[0].rank]), flops=flops)
+
+
+@register_rule("fft")
+def fft(view: OpView) -> Rule:
+    """Return a rule in which the transformed (trailing) dims are replicated; 5 n log2 n operations."""
+    lengths = ints(view.params["fft_lengths"])
+    rank = view.operands[0].rank
+    flops = 5.0 * view.operands[0].num_elements * max(1.0, log2(max(prod(lengths), 1)))
+    axes = frozenset(range(rank - len(lengths), rank))
+    # Both the real and the complex transforms are linear over the reals.
+    return _along(view, axes, flops=flops, linear=linear_groups(view, (0,)))

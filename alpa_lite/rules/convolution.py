@@ -29,16 +29,16 @@ FLOPs: 2 · (elements of the result) · (taps and channels that each sums), with
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import gcd, prod
-from typing import Any
 
 from alpa_lite.rules.registry import (
     Dims,
     FactorKind,
     Halo,
     OpView,
+    Params,
     Rule,
     RuleBuilder,
     ints,
@@ -65,6 +65,7 @@ class Window:
 
     def halo(self, length: int, num_windows: int) -> tuple[int, int] | None:
         """Return how many inputs a block of windows reads before and after its own; None if blocks do not align."""
+        # Block k of the windows must begin where block k of the inputs does, for every k.
         if num_windows * self.stride != length * self.base_dilation:
             return None
         # The last window of a block begins `stride` before the next block and reaches `reach - 1` further, less `low`.
@@ -74,6 +75,7 @@ class Window:
     def padding(self, length: int, num_windows: int, before: int) -> tuple[int, int]:
         """Return the padding of a block of windows on `length` inputs, the first `before` of which are its halo."""
         low = self.low - before * self.base_dilation
+        # From the first tap of the first window to the last tap of the last one.
         covered = (num_windows - 1) * self.stride + self.reach
         return low, covered - low - ((length - 1) * self.base_dilation + 1)
 
@@ -93,7 +95,7 @@ def shared_factor(b: RuleBuilder, one: int, other: int, kind: FactorKind) -> tup
     return first, second
 
 
-def windows_of(params: Mapping[str, Any]) -> list[Window]:
+def windows_of(params: Params) -> list[Window]:
     """Return the windows of a pooling op along each dim, from its parameters."""
     ones = (1,) * len(params["window_dimensions"])
     return [
@@ -119,9 +121,11 @@ def _pooled(
     """Return the factors of a pooled array and of the windows on it, and halos; without `reads` a dim is whole."""
     first, second, halos = list[tuple[int, ...]](), list[tuple[int, ...]](), list[Halo]()
     for dim, (n, m, needed) in enumerate(zip(wide, narrow, reads, strict=True)):
+        # Blocks do not align: windows of a block would read inputs of any number of other blocks.
         if needed is None:
             factors = (b.factor(n, FactorKind.PERMUTATION),), (b.factor(m, FactorKind.PERMUTATION),)
         else:
+            # Windows that tile the array, as in most pooling, read nothing of other blocks: their dims pass.
             found = [(operand, *rows) for operand, *rows in needed if any(rows)]
             factors = shared_factor(b, n, m, FactorKind.PERMUTATION if found else FactorKind.PASS)
             halos += [Halo(operand, dim, factors[0][0], before, after) for operand, before, after in found]
@@ -212,9 +216,7 @@ class SpatialDim:
         return replace(self, window=window, summed=not self.summed)
 
 
-def spatial_dims(
-    params: Mapping[str, Any], specs: Sequence[Sequence[int]], shapes: Sequence[Sequence[int]]
-) -> list[SpatialDim]:
+def spatial_dims(params: Params, specs: Sequence[Sequence[int]], shapes: Sequence[Sequence[int]]) -> list[SpatialDim]:
     """Return the spatial dims of a convolution, in the order of its parameters.
 
     `specs` and `shapes` are those of input, kernel and result; a spec lists dims by role (batch, feature, spatial…).
@@ -250,8 +252,10 @@ def _spatial(b: RuleBuilder, dim: SpatialDim) -> _Mapped:
     """Return the factors of one spatial dim."""
     whole, halo = FactorKind.REPLICATED, dim.halo
     if halo is None:
+        # Without a halo that aligns, a split would move data between arbitrary blocks, as PERMUTATION says.
         lhs, out = ((b.factor(n, FactorKind.PERMUTATION),) for n in (dim.input, dim.result))
         return _Mapped(lhs=lhs, rhs=(b.factor(dim.kernel, whole),), out=out)
+    # Every position of the input is summed over, as the contracted dim of a product is.
     if dim.summed:
         lhs, rhs = shared_factor(b, dim.input, dim.kernel, FactorKind.REDUCTION)
         return _Mapped(lhs=lhs, rhs=rhs, out=(b.factor(dim.result, whole),))
@@ -300,6 +304,7 @@ def conv_general_dilated(view: OpView) -> Rule:
     out = [view.results[0].shape[d] for d in out_spec]
     b = RuleBuilder()
     feature_groups, batch_groups = int(params["feature_group_count"]), int(params["batch_group_count"])
+    # XLA allows groups of features or of batches, but not both in one convolution.
     if feature_groups > 1:
         first, second = _feature_groups(b, feature_groups, lhs[0], lhs[1], rhs[0])
     elif batch_groups > 1:

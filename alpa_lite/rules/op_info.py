@@ -6,8 +6,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from alpa_lite.program.ir import Graph, Op
-from alpa_lite.program.memo import memoized
+from alpa_lite.program.ir import Graph, Op, memoized
 from alpa_lite.rules import OpView, Rule, opaque_rule, rule_of, rule_source, view_of
 
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 from math import prod
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack
 
 from alpa_lite.errors import RuleError
 from alpa_lite.program.ir import Graph, Op, Value
@@ -31,6 +31,12 @@ from cost_models.work import WorkKind
 
 Dims = tuple[tuple[int, ...], ...]
 """The factors of each dim of one tensor, major first."""
+
+Params = Mapping[str, Any]
+"""The static parameters of an op by name, of any type: each primitive of JAX has its own."""
+
+Combiner = Literal["sum", "max", "min", "prod", "and", "or", "xor"]
+"""The reductions that combine partial results of devices."""
 
 
 class FactorKind(Enum):
@@ -49,7 +55,7 @@ class OpView:
     primitive: str
     operands: tuple[Value, ...]
     results: tuple[Value, ...]
-    params: Mapping[str, Any]
+    params: Params
     bodies: tuple[Graph, ...] = ()
 
 
@@ -75,7 +81,7 @@ class Rule:
     results      the same for the results
     sizes        size of each factor
     kinds        kind of each factor
-    reduction    the reduction that combines partial results: sum, max, min, prod, and, or, xor
+    reduction    the reduction that combines partial results
     linear       groups of operands in which the op is jointly linear with the others fixed
     flops        floating-point operations of the whole, unsharded op
     work_kind    the class of work by which cost models price the op
@@ -88,7 +94,7 @@ class Rule:
     results: tuple[Dims, ...]
     sizes: tuple[int, ...]
     kinds: tuple[FactorKind, ...]
-    reduction: str = "sum"
+    reduction: Combiner = "sum"
     linear: tuple[tuple[int, ...], ...] = ()
     flops: float = 0.0
     work_kind: WorkKind = "elementwise"
@@ -99,6 +105,7 @@ class Rule:
     @cached_property
     def shardable(self) -> tuple[int, ...]:
         """The factors of size above 1 that may be split over mesh axes."""
+        # A permuted factor can be split only if its halo says which rows of the neighbours a block needs.
         free = (FactorKind.PASS, FactorKind.REDUCTION)
         fits = (kind in free or self.has_halo(f) for f, kind in enumerate(self.kinds))
         return tuple(f for f, fit in enumerate(fits) if fit and self.sizes[f] > 1)
@@ -144,6 +151,18 @@ class Rule:
         return text
 
 
+class RuleOptions(TypedDict, total=False):
+    """The fields of a rule that have a default; see `Rule`."""
+
+    reduction: Combiner
+    linear: tuple[tuple[int, ...], ...]
+    flops: float
+    work_kind: WorkKind
+    opaque: bool
+    positional: bool
+    halos: tuple[Halo, ...]
+
+
 def _factor_name(index: int) -> str:
     letters = "ijklmnopqrstuvwxyzabcdefgh"
     return letters[index] if index < len(letters) else f"z{index}"
@@ -167,8 +186,8 @@ class RuleBuilder:
         """Add one factor per dim of a shape, and return them as the dims of a tensor."""
         return tuple((self.factor(n, kind),) for n in shape)
 
-    def build(self, operands: tuple[Dims, ...], results: tuple[Dims, ...], **rest: Any) -> Rule:
-        """Return the rule; `rest` may set reduction, linear, flops, work_kind, opaque, positional and halos."""
+    def build(self, operands: tuple[Dims, ...], results: tuple[Dims, ...], **rest: Unpack[RuleOptions]) -> Rule:
+        """Return the rule; `rest` may set the fields of a rule that have a default."""
         return Rule(operands=operands, results=results, sizes=tuple(self.sizes), kinds=tuple(self.kinds), **rest)
 
 
@@ -202,6 +221,7 @@ def linear_groups(view: OpView, *groups: tuple[int, ...]) -> tuple[tuple[int, ..
         literals = {i: view.operands[i].literal for i in group if view.operands[i].literal is not None}
         rest = tuple(i for i in group if i not in literals)
         wraps = any(not view.operands[i].is_float and view.operands[i].dtype != dtype for i in rest)
+        # Adding a literal once per addend would count it as often as there are devices; only zero does no harm.
         if rest and not wraps and all(number == 0 for number in literals.values()):
             kept.append(rest)
     return tuple(kept)
@@ -211,6 +231,7 @@ def aligned(b: RuleBuilder, shape: tuple[int, ...], to: tuple[int, ...], dims: D
     """Return the dims of an operand that broadcasts to the shape `to`, whose dims are `dims`."""
     if not shape:
         return ()
+    # A dim of size 1 that broadcasts holds a factor of its own: it cannot be split where the result is.
     return tuple(f if n == m else (b.factor(n),) for n, m, f in zip(shape, to, dims, strict=True))
 
 
@@ -242,6 +263,7 @@ def register_rule(*primitives: str) -> Callable[[RuleFunction], RuleFunction]:
     def register(function: RuleFunction) -> RuleFunction:
         for primitive in primitives:
             if primitive in _RULES:
+                # A second rule would silently change the plans of other code that uses the primitive.
                 known = _RULES[primitive]
                 raise RuleError(
                     f"The primitive {primitive!r} has a rule already, {known.__module__}.{known.__qualname__}. "

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from functools import lru_cache
 from itertools import permutations
 from math import prod
@@ -75,11 +76,23 @@ def num_shards(spec: Spec, sizes: Mapping[str, int]) -> int:
     return prod(sizes[a] for axes in spec.dims for a in axes)
 
 
+class MoveKind(StrEnum):
+    """The kinds of moves: collectives, and the local operations slice and addend."""
+
+    ALL_REDUCE = "all_reduce"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_GATHER = "all_gather"
+    ALL_TO_ALL = "all_to_all"
+    PERMUTE = "permute"
+    SLICE = "slice"
+    ADDEND = "addend"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
     """One elementary move of a resharding.
 
-    kind           all_reduce, reduce_scatter, all_gather, all_to_all or permute; or slice or addend, which are local
+    kind           the collective or the local operation
     axes           the mesh axis of the move; several for a permute
     dim            the tensor dim that loses (all_gather, all_to_all) or gains (slice, reduce_scatter) the axis
     target_dim     the tensor dim that gains the axis in an all_to_all
@@ -89,7 +102,7 @@ class Move:
                    `cost_models.Collective`
     """
 
-    kind: str
+    kind: MoveKind
     axes: tuple[str, ...]
     dim: int = -1
     target_dim: int = -1
@@ -100,7 +113,7 @@ class Move:
     @property
     def is_local(self) -> bool:
         """True if the move needs no communication."""
-        return self.kind in ("slice", "addend")
+        return self.kind in (MoveKind.SLICE, MoveKind.ADDEND)
 
     @property
     def axis(self) -> str:
@@ -119,24 +132,26 @@ def moves(spec: Spec, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Itera
     The order is deterministic: `SpecGraph.step` identifies a move by its position.
     """
     local, block = 1.0 / num_shards(spec, sizes), local_shape(spec, shape, sizes)
+    # An axis splits one dim at most, or is summed over; a second use would leave blocks undefined.
     used = spec.axes
     for axis in spec.partial:
         rest = tuple(a for a in spec.partial if a != axis)
-        yield Move(kind="all_reduce", axes=(axis,), spec=Spec(spec.dims, rest), bytes_factor=local)
+        yield Move(kind=MoveKind.ALL_REDUCE, axes=(axis,), spec=Spec(spec.dims, rest), bytes_factor=local)
         for dim in _can_split(block, sizes[axis]):
             yield Move(
-                kind="reduce_scatter",
+                kind=MoveKind.REDUCE_SCATTER,
                 axes=(axis,),
                 dim=dim,
                 spec=Spec(_with(spec.dims, dim, (*spec.dims[dim], axis)), rest),
                 bytes_factor=local,
             )
     for axis in (a for a in sizes if a not in used):
+        # A scalar has no dim to slice, and may only become one addend of a partial sum.
         if not shape:
             yield addend(spec, axis)
         for dim in _can_split(block, sizes[axis]):
             yield Move(
-                kind="slice",
+                kind=MoveKind.SLICE,
                 axes=(axis,),
                 dim=dim,
                 spec=Spec(_with(spec.dims, dim, (*spec.dims[dim], axis)), spec.partial),
@@ -148,11 +163,11 @@ def moves(spec: Spec, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Itera
         # Only the minor-most axis: its blocks are adjacent, while a gather along any other axis would interleave them.
         axis, shorter = axes[-1], _with(spec.dims, dim, axes[:-1])
         gathered = Spec(shorter, spec.partial)
-        yield Move(kind="all_gather", axes=(axis,), dim=dim, spec=gathered, bytes_factor=local * sizes[axis])
+        yield Move(kind=MoveKind.ALL_GATHER, axes=(axis,), dim=dim, spec=gathered, bytes_factor=local * sizes[axis])
         for target in _can_split(block, sizes[axis]):
             if target != dim:
                 yield Move(
-                    kind="all_to_all",
+                    kind=MoveKind.ALL_TO_ALL,
                     axes=(axis,),
                     dim=dim,
                     target_dim=target,
@@ -167,7 +182,7 @@ def addend(spec: Spec, axis: str) -> Move:
     """Return the move to a partial sum over an unused axis: all devices but the first along it take zeros."""
     # Sorted, since the order of the axes of a sum means nothing and specs of equal meaning must be equal.
     summed = Spec(spec.dims, tuple(sorted((*spec.partial, axis))))
-    return Move(kind="addend", axes=(axis,), spec=summed, bytes_factor=0.0)
+    return Move(kind=MoveKind.ADDEND, axes=(axis,), spec=summed, bytes_factor=0.0)
 
 
 def rearrangements(spec: Spec, sizes: Mapping[str, int]) -> Iterator[Move]:
@@ -182,7 +197,7 @@ def rearrangements(spec: Spec, sizes: Mapping[str, int]) -> Iterator[Move]:
         if dims != spec.dims:
             changed = tuple((old, new) for old, new in zip(spec.dims, dims, strict=True) if old != new)
             axes, pairs = _permutation(changed, tuple(sizes.items()))
-            yield Move(kind="permute", axes=axes, pairs=pairs, spec=Spec(dims, spec.partial), bytes_factor=local)
+            yield Move(kind=MoveKind.PERMUTE, axes=axes, pairs=pairs, spec=Spec(dims, spec.partial), bytes_factor=local)
 
 
 @lru_cache(maxsize=10_000)
@@ -244,7 +259,7 @@ def sent_bytes_factor(step: Move, sizes: Mapping[str, int]) -> float:
     """Return the bytes that one device sends in a move as a multiple of the array bytes, for ring algorithms."""
     if step.is_local:
         return 0.0
-    if step.kind == "permute":
+    if step.kind is MoveKind.PERMUTE:
         return step.bytes_factor
     n = sizes[step.axis]
     share = {"all_reduce": 2.0, "reduce_scatter": 1.0, "all_gather": 1.0, "all_to_all": 1.0}

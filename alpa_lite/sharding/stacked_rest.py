@@ -60,11 +60,13 @@ def resting(shape: tuple[int, ...], readers: tuple[int, ...], num_devices: tuple
         if (found := _placed(readers, num_devices, rows, size, dim)) is not None
     )
 
+    # During a step a stage holds the rows that it reads, split over all of its devices.
     counts = Counter(readers)
     enough = ENOUGH * max(counts[reader] / num_devices[reader] for reader in counts)
 
     def order(way: Resting) -> tuple[float, ...]:
         away = sum(way.holder_of(row) != reader for row, reader in enumerate(readers))
+        # In rows per device, which bytes are proportional to.
         held = way.rows_per_block / way.group_size
         return max(held, enough), away, held, len(way.holders)
 

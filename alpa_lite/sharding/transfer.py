@@ -29,7 +29,7 @@ from math import prod
 from alpa_lite.errors import PlanError
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh
 from alpa_lite.sharding.reshard import reshard
-from alpa_lite.sharding.specs import Move, Spec, divides, local_shape, moves
+from alpa_lite.sharding.specs import Move, MoveKind, Spec, divides, local_shape, moves
 
 Box = tuple[tuple[int, int], ...]
 """A rectangular part of an array: (start, stop) along each dim."""
@@ -157,6 +157,7 @@ def plan_transfer(
     # Plans may be written by hand, and a wrong spec must not become a wrong transfer.
     for layout in (source, target):
         _check(shape, layout)
+    # On equal meshes collectives move the array, which are faster than separate sends between all pairs.
     same = (source.submesh, source.mesh) == (target.submesh, target.mesh)
     # No steps also if the target is a partial sum that no move leads to; this is refused below.
     steps = reshard(source.spec, target.spec, shape, source.mesh.axis_sizes, item_bytes) if same else None
@@ -169,6 +170,7 @@ def plan_transfer(
             f"An array of shape {shape} is to be sent as the partial sum {target.spec}, but only whole values are sent"
             " between submeshes: let the receiving stage read it in a spec without one."
         )
+    # Sending all addends would send a multiple of the array, and the receivers would have to add them.
     resolve = _resolution(source, shape)
     senders = _BoxSenders(shape, source, resolve[-1].spec if resolve else source.spec, target.submesh, devices_per_host)
     none = ((),) * len(shape)
@@ -218,6 +220,7 @@ def blocks(
         box: list[tuple[int, int]] = []
         for n, axes, parts in zip(shape, spec.dims, extra, strict=True):
             size = n // prod(sizes[a] for a in axes)
+            # Rounded up, since all shards of a JAX array have one shape; the last chunk is then shorter, or empty.
             chunk = _chunk(size, parts, sizes)
             start = min(_number(parts, at, sizes) * chunk, size)
             first = _number(axes, at, sizes) * size
@@ -275,7 +278,7 @@ def _gathers(shape: tuple[int, ...], target: Placement, spread: Sequence[tuple[s
         left[dim] = ()
         dims = tuple((*wanted, *parts) for wanted, parts in zip(target.spec.dims, left, strict=True))
         factor = prod(held) / prod(shape)
-        steps.append(Move(kind="all_gather", axes=axes, dim=dim, spec=Spec(dims), bytes_factor=factor))
+        steps.append(Move(kind=MoveKind.ALL_GATHER, axes=axes, dim=dim, spec=Spec(dims), bytes_factor=factor))
         held[dim] = block[dim]
     return tuple(steps)
 
@@ -288,8 +291,8 @@ def _resolution(source: Placement, shape: tuple[int, ...]) -> tuple[Move, ...]:
     steps, spec, sizes = list[Move](), source.spec, source.mesh.axis_sizes
     for axis in source.spec.partial:
         possible = [step for step in moves(spec, shape, sizes) if step.axes == (axis,)]
-        scattered = (step for step in possible if step.kind == "reduce_scatter")
-        summed = next(step for step in possible if step.kind == "all_reduce")
+        scattered = (step for step in possible if step.kind is MoveKind.REDUCE_SCATTER)
+        summed = next(step for step in possible if step.kind is MoveKind.ALL_REDUCE)
         steps.append(next(scattered, summed))
         spec = steps[-1].spec
     return tuple(steps)
@@ -317,6 +320,7 @@ class _BoxSenders:
         """Return the pieces that cover the box each receiver needs, sorted by receiver and box."""
         if self._are_counterparts(wanted):
             return tuple(Piece(source=i, target=i, box=box) for i, box in enumerate(wanted) if _size(box))
+        # Every part of a box lies in one source block: a piece has one sender, and is one slice of its block.
         parts = [(target, box, held) for target, whole in enumerate(wanted) for held, box in self._overlaps(whole)]
         # Counts elements by device, and by ("host", number) for what leaves a host.
         sent, found = Counter[object](), list[Piece]()

@@ -94,7 +94,7 @@ def program_at(
 ) -> PairedGraph:
     """Return a graph at both sizes with its batch dims, which are memoized on the full graph."""
     memo: dict[tuple[Graph, int], tuple[tuple[int | None, ...], tuple[bool, ...]]]
-    # On the graph itself, as `program.memo` does: the table lives as long as the graph.
+    # On the graph itself, as `program.ir.memoized` does: the table lives as long as the graph.
     memo = full.__dict__.setdefault("_batch_dims_at", {})
     if (small, count) not in memo:
         pairs = zip(full.values, small.values, strict=True)

@@ -14,8 +14,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from enum import StrEnum
 
-from alpa_lite.program.ir import Graph, Op
-from alpa_lite.program.memo import memoized
+from alpa_lite.program.ir import Graph, Op, memoized
 from alpa_lite.program.phases import Phase, StepGraph
 from alpa_lite.rules.op_info import rule_of_op
 

@@ -37,12 +37,12 @@ from alpa_lite.program.phases import (
     with_own_bodies,
     without_gaps,
 )
-from alpa_lite.rules.batch_flow import follow_batch
+from alpa_lite.rules.dims import follow_batch
 from alpa_lite.step.additivity import Proof, prove
 from alpa_lite.step.interpreter import BodyMarks, Marks
 from alpa_lite.step.relations import Refusal, Relation, RelationKind
 from alpa_lite.step.transfer_functions import FOLLOWING
-from alpa_lite.trace.passes.hoist_data_sums import Precomputed, hoist_values, inputs_of_data
+from alpa_lite.trace.passes.code_motion import Precomputed, hoist_values, inputs_of_data
 from alpa_lite.trace.passes.split_stacked import PartedProgram
 from alpa_lite.trace.step_programs import (
     batch_of_one,

@@ -333,6 +333,8 @@ def _advice(leaves: ArgumentLeaves, works: Sequence[_Trial]) -> str:
     if works:
         examples = " or ".join(f"batch_argnums={_named(leaves, trial.dims)}" for trial in works[:2])
         return f"Name the arguments or paths that hold it; the step works at other sizes of {examples}."
+    if not len(leaves):
+        return "Pass the batch as an argument."
     return (
         "Name the arguments or paths that hold it with batch_argnums, or their dim too: a mapping from names to dims. "
         f"The step takes {', '.join(leaves.names[:_SHOWN])}{_more(len(leaves))}."

@@ -24,7 +24,7 @@ import jax
 import numpy as np
 
 from alpa_lite.errors import PlanError, TraceError
-from cost_models.untrusted_text import printable
+from cost_models.checks import printable
 
 Owner = int | str
 """The position of a positional argument, or the name of a keyword argument."""

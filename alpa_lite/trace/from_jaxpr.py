@@ -289,7 +289,7 @@ class _GraphBuilder:
             return [*operands[first : first + num_carry], *rest]
         if name == "scan" and self.num_parts > 1 and id(eqn) not in self.whole and is_over_layers(params):
             return self.scan_in_parts(eqn, operands, at)
-        if name == "while" and _jax.open_jaxpr(params["cond_jaxpr"]).outvars[0].aval.shape:
+        if name == "while" and _jax.aval_of(_jax.open_jaxpr(params["cond_jaxpr"]).outvars[0]).shape:
             return self.call(inserted.while_any_goes_on(eqn), operands, at)
         return self.with_bodies(eqn, params, operands, [v.aval for v in eqn.outvars], at)
 

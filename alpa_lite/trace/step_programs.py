@@ -31,15 +31,15 @@ import jax
 import numpy as np
 
 from alpa_lite import _jax
+from alpa_lite._jax import JaxprEqn
 from alpa_lite.errors import TraceError
 from alpa_lite.program.equations import Equation, GraphWithEquations, plain_params
-from alpa_lite.program.ir import Graph, Op, Value, verify
-from alpa_lite.program.memo import memoized
+from alpa_lite.program.ir import Graph, Op, Value, memoized, verify
 from alpa_lite.program.phases import LeafPart, batch_dims, body_scopes, check_same_structure
 from alpa_lite.trace.alignment import align
 from alpa_lite.trace.from_jaxpr import from_jaxpr, loops_over_samples
 from alpa_lite.trace.kernels.kernel_params import is_kernel, kernel_params
-from alpa_lite.trace.passes.sink_constants import sink_free_values
+from alpa_lite.trace.passes.code_motion import sink_free_values
 from alpa_lite.trace.passes.split_stacked import PartedProgram, part_stacks
 from alpa_lite.trace.trace import Traced
 
@@ -391,10 +391,14 @@ def _alike(jaxpr: Any, other: Any) -> bool:
     a, b = _jax.open_jaxpr(jaxpr), _jax.open_jaxpr(other)
     return len(a.eqns) == len(b.eqns) and all(
         x.primitive is y.primitive
-        and [v.aval.ndim for v in (*x.invars, *x.outvars)] == [v.aval.ndim for v in (*y.invars, *y.outvars)]
+        and _ranks(x) == _ranks(y)
         and all(_alike(i, j) for i, j in zip(_jax.inner_jaxprs(x), _jax.inner_jaxprs(y), strict=True))
         for x, y in zip(a.eqns, b.eqns, strict=True)
     )
+
+
+def _ranks(eqn: JaxprEqn) -> list[int]:
+    return [_jax.aval_of(v).ndim for v in (*eqn.invars, *eqn.outvars)]
 
 
 def over_samples(traced: Traced, loop_parts: int, sizes: tuple[int, int] = _SHOWING) -> frozenset[int]:

@@ -28,9 +28,8 @@ from alpa_lite.trace.batch import (
     without_state,
 )
 from alpa_lite.trace.call import Call, NamedArguments, Owner, Results, argument_name, function_name, is_array
-from alpa_lite.trace.passes.discharge_refs import without_refs
-from alpa_lite.trace.passes.drop_meshes import without_meshes
-from cost_models.untrusted_text import printable
+from alpa_lite.trace.passes.plain_jaxpr import without_meshes, without_refs
+from cost_models.checks import printable
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -71,7 +71,8 @@ def in_loops(case: Case, count: int) -> Case:
     if not isinstance(model, Transformer):
         return case
     periods = model.num_layers // model.period
-    return replace(case, model=replace(model, num_segments=min(count, periods)))
+    computation = replace(model.computation, num_segments=min(count, periods))
+    return replace(case, model=replace(model, computation=computation))
 
 
 def without_recomputation(case: Case) -> Case:

@@ -21,9 +21,9 @@ from dataclasses import dataclass, field, replace
 
 from alpa_lite.errors import InfeasibleError, PlanError
 from alpa_lite.inter_op.assembly import StagedStep, assemble, inflows_between
-from alpa_lite.inter_op.joint.what_would_fit import show_bytes
 from alpa_lite.inter_op.plan_request import PlanRequest
-from alpa_lite.inter_op.stage_costs import PlacedStage, StageCosts, StagePlace
+from alpa_lite.inter_op.stage_costs import PlacedStage, StageConstraints, StageCosts, StagePlace
+from alpa_lite.inter_op.what_would_fit import show_bytes
 from alpa_lite.intra_op.strategies import AxisRole, BatchSplit, Restriction
 from alpa_lite.plan.plan import Plan
 from alpa_lite.planners.planner import Planner
@@ -118,7 +118,7 @@ class GivenStages(Planner):
             step=step,
             layers=layers,
             cost_model=request.cost_model,
-            restriction=self._restriction(),
+            constraints=StageConstraints(restriction=self._restriction()),
             progress=request.progress,
         )
         cluster, kinds = request.cluster, [(stage.hosts, stage.devices_per_host) for stage in self.stages]
@@ -169,14 +169,15 @@ class GivenStages(Planner):
             stage, submesh = self.stages[number], submeshes[number]
             mesh, first = stage.mesh(force_batch=self.force_batch), last - stage.layers + 1
             held = peak_in_flight(tasks[number])
-            solution = costs.solution(StagePlace(first, last, submesh, mesh), in_flight=held)
+            where = StagePlace(first, last, submesh, mesh)
+            solution = costs.solution(where, in_flight=held)
             if solution.choice is None:
                 raise InfeasibleError(
                     f"{self.name} does not fit: stage {number} with {held} micro-batch"
                     f"{'es' if held > 1 else ''} in flight needs "
                     f"{show_bytes(solution.peak_bytes)} per device. Use more micro-batches."
                 )
-            found.append(PlacedStage(first=first, last=last, submesh=submesh, mesh=mesh, solution=solution))
+            found.append(where.with_solution(solution))
             last = first - 1
         return found[::-1]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import alpa_lite as al
 from alpa_lite.api.stages import TracedFunction
-from alpa_lite.cli.bench.planned import described
+from alpa_lite.cli.bench.entries import described
 from alpa_lite.cli.models.alpa_cases import Case
 from alpa_lite.errors import AlpaLiteError
 from alpa_lite.plan.progress import Progress

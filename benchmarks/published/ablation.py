@@ -7,8 +7,7 @@ from dataclasses import replace
 
 from benchmarks.published.predict import Predictor
 from cost_models.cluster import Cluster
-from cost_models.hardware import Backend
-from cost_models.link import Link
+from cost_models.hardware import Backend, Link
 
 
 def _without_fusion(backend: Backend) -> Backend:

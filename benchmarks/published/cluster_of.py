@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from benchmarks.published.row import Row, RowError
 from cost_models.catalogue import known_devices, link_from_json, load_device
 from cost_models.cluster import Cluster
-from cost_models.hardware import Device
-from cost_models.link import Link
+from cost_models.hardware import Device, Link
 
 #: Memory is not what these rows are about: the runs did fit. See `predict.peak_gigabytes` for what the model thinks.
 UNLIMITED_BYTES = 1e15

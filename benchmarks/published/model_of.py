@@ -9,11 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from alpa_lite.cli.models.feed_forward import Experts
-from alpa_lite.cli.models.optimizers import adam
-from alpa_lite.cli.models.resnet import ResNet
-from alpa_lite.cli.models.train import TrainStep, init_state, make_train_step
-from alpa_lite.cli.models.transformer import Transformer
+from alpa_lite.cli.models.skip_networks import ResNet
+from alpa_lite.cli.models.train import Adam, TrainStep, init_state, make_train_step
+from alpa_lite.cli.models.transformer import Architecture, Computation, Encoder, Transformer
+from alpa_lite.cli.models.transformer_layers import Experts
 from benchmarks.published.plan_of import is_recent, recompute_of
 from benchmarks.published.row import Row, RowError
 
@@ -40,8 +39,8 @@ class Training:
 def training_of(row: Row, *, num_segments: int = 1) -> Training:
     """Return the train step of a run with shapes to trace it with; nothing is allocated."""
     model = model_of(row, num_segments=num_segments)
-    mixed = model.dtype != jnp.float32
-    optimizer = adam(weight_decay=0.01, trust_ratio=row.family == "bert", master_weights=mixed)
+    dtype = model.computation.dtype if isinstance(model, Transformer) else model.dtype
+    optimizer = Adam(weight_decay=0.01, trust_ratio=row.family == "bert", master_weights=dtype != jnp.float32)
     state = jax.eval_shape(lambda: init_state(model.init(jax.random.key(0)), optimizer))
     return Training(
         step=make_train_step(model.loss_fn, optimizer),
@@ -70,7 +69,10 @@ def model_of(row: Row, *, num_segments: int = 1) -> Transformer | ResNet:
     forms = [usual]
     if row.family in ("moe", "gpt"):
         # Grok counts the experts of a token, Alpa's tables a quarter of the width.
-        forms += [replace(usual, tied=tied, gated=gated) for tied in (False, True) for gated in (False, True)]
+        kinds = [
+            replace(usual.architecture, tied=tied, gated=gated) for tied in (False, True) for gated in (False, True)
+        ]
+        forms += [replace(usual, architecture=kind) for kind in kinds]
     if row.family == "moe":
         forms += [replace(form, inner=2 * form.inner) for form in forms]
     error = [abs(form.parameter_count() / row.parameters - 1) for form in forms]
@@ -88,28 +90,30 @@ def _transformer(row: Row, dtype: Any, num_segments: int) -> Transformer:
         num_layers=row.layers,
         hidden=row.hidden,
         num_heads=row.heads,
-        num_kv_heads=row.kv_heads,
-        head_dim=_head_dim(row),
         inner=row.inner,
         seq_len=row.seq_len,
-        activation="silu" if row.family == "llama" else "gelu",
-        gated=plain,
-        norm="rms" if plain else "layer",
-        bias=not plain and row.family != "moe",
-        fused=recompute != "alternate" and row.family != "t5",
-        positions="rotary" if row.family == "llama" else "relative" if row.family == "t5" else "learned",
-        tied=row.family in ("gpt", "bert"),
-        objective="masked" if row.family == "bert" else "next_token",
-        num_masked=round(_MASKED_SHARE * row.seq_len) if row.family == "bert" else 20,
+        architecture=Architecture(
+            num_kv_heads=row.kv_heads,
+            head_dim=_head_dim(row),
+            activation="silu" if row.family == "llama" else "gelu",
+            gated=plain,
+            norm="rms" if plain else "layer",
+            bias=not plain and row.family != "moe",
+            positions="rotary" if row.family == "llama" else "relative" if row.family == "t5" else "learned",
+            tied=row.family in ("gpt", "bert"),
+        ),
+        num_masked=round(_MASKED_SHARE * row.seq_len) if row.family == "bert" else None,
         experts=_experts(row),
-        num_encoder_layers=row.encoder_layers,
-        encoder_seq_len=row.encoder_seq_len,
-        num_segments=num_segments,
-        recompute=recompute,
+        encoder=Encoder(num_layers=row.encoder_layers, seq_len=row.encoder_seq_len) if row.encoder_layers else None,
         dropout=0.0 if is_recent(row) else _DROPOUT,
-        narrow=precision_is_narrow(row),
-        dtype=dtype,
-        param_dtype=dtype,
+        computation=Computation(
+            fused=recompute != "alternate" and row.family != "t5",
+            num_segments=num_segments,
+            recompute=recompute,
+            narrow=precision_is_narrow(row),
+            dtype=dtype,
+            param_dtype=dtype,
+        ),
     )
 
 

@@ -25,11 +25,10 @@ from rich.table import Table
 
 import alpa_lite as al
 from alpa_lite.api.stages import TracedFunction
-from alpa_lite.cli.models.feed_forward import Experts
-from alpa_lite.cli.models.optimizers import Transformation, adam, with_master_weights
-from alpa_lite.cli.models.resnet import ResNet
-from alpa_lite.cli.models.train import init_state, make_train_step
-from alpa_lite.cli.models.transformer import Transformer
+from alpa_lite.cli.models.skip_networks import ResNet
+from alpa_lite.cli.models.train import Adam, Transformation, init_state, make_train_step, with_master_weights
+from alpa_lite.cli.models.transformer import Architecture, Computation, Transformer
+from alpa_lite.cli.models.transformer_layers import Experts
 from alpa_lite.planners import Hybrid
 from cost_models.cluster import Cluster
 
@@ -164,20 +163,24 @@ def _training(run: Run) -> tuple[Any, Transformation, Any]:
     if run.family == "Wide-ResNet":
         resnet = ResNet(channels=_RESNET[run.num_devices], width_factor=2, num_classes=1024, norm_batch=1)
         return resnet, optax.sgd(0.1, momentum=0.9, nesterov=True), resnet.batch_shapes(32)
-    common = {"seq_len": 1024, "tied": False, "recompute": "full", "dtype": jnp.float16, "param_dtype": jnp.float16}
+    common = Transformer(
+        seq_len=1024,
+        num_layers=8,
+        architecture=Architecture(tied=False),
+        computation=Computation(recompute="full", dtype=jnp.float16, param_dtype=jnp.float16),
+    )
     if run.family == "GPT":
         hidden, heads = _GPT[run.num_devices]
-        model = Transformer(vocab_size=25600, num_layers=8, hidden=hidden, num_heads=heads, inner=4 * hidden, **common)
-        return model, adam(weight_decay=0.01, master_weights=True), model.batch_shapes(8)
+        model = replace(common, vocab_size=25600, hidden=hidden, num_heads=heads, inner=4 * hidden)
+        return model, Adam(weight_decay=0.01, master_weights=True), model.batch_shapes(8)
     hidden, heads, experts = _MOE[run.num_devices]
-    model = Transformer(
+    model = replace(
+        common,
         vocab_size=51200,
-        num_layers=8,
         hidden=hidden,
         num_heads=heads,
         inner=8 * hidden,
         experts=Experts(num_experts=experts, top_k=2, group_size=1024, every=2),
-        **common,
     )
     return model, with_master_weights(optax.adafactor(1e-2)), model.batch_shapes(8)
 

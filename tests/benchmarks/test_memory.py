@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 import alpa_lite as al
-from alpa_lite.cli.models.mlp import MLP
+from alpa_lite.cli.models.sequential_networks import MLP
 from alpa_lite.planners import DataParallel, Hybrid
 from benchmarks import memory
 from benchmarks.published import peaks

@@ -5,7 +5,7 @@ import pytest
 from rich.console import Console
 
 import alpa_lite as al
-from alpa_lite.cli.models.mlp import MLP
+from alpa_lite.cli.models.sequential_networks import MLP
 from alpa_lite.planners import DataParallel, Megatron
 from benchmarks import ranking
 from benchmarks.ranking import Case, Row

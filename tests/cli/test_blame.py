@@ -4,7 +4,7 @@ import pytest
 
 from alpa_lite.cli.command import blamed, ended
 from alpa_lite.cli.exit_codes import Exit
-from alpa_lite.cli.user_step import load_example
+from alpa_lite.cli.user_files import load_example
 
 
 @pytest.fixture

@@ -19,9 +19,9 @@ import pytest
 import alpa_lite as al
 from alpa_lite import cli
 from alpa_lite.api import plan_cache
-from alpa_lite.cli import benchmark_commands, machine_commands, plan_command, solve_command
+from alpa_lite.cli import file_commands, machine_commands, step_commands
 from alpa_lite.cli.exit_codes import Exit
-from alpa_lite.cli.user_step import load_example
+from alpa_lite.cli.user_files import load_example
 from alpa_lite.runtime.calibrate import calibrate as calibrating
 from tests.cli.schema import documented
 from tests.cli.steps import step_module
@@ -356,7 +356,7 @@ def test_programs_of_the_benchmarks_run_in_processes_of_their_own(monkeypatch, c
         read('{"steps": 5}')
         return 3
 
-    monkeypatch.setattr(benchmark_commands, "run_module", fake)
+    monkeypatch.setattr(machine_commands, "run_module", fake)
     assert cli.main([name, "--steps", "5", "--json"]) == 3
     assert calls == [(f"alpa_lite.cli.{name}", ["--steps", "5", "--json"])]
     assert json.loads(capsys.readouterr().out) == {"schema": f"alpa-lite/{name}", "version": 1, "steps": 5}
@@ -365,7 +365,7 @@ def test_programs_of_the_benchmarks_run_in_processes_of_their_own(monkeypatch, c
 def test_every_planner_has_a_name():
     classes = {value for value in vars(al.planners).values() if isinstance(value, type)}
     planners = {c for c in classes if issubclass(c, al.planners.Planner) and c is not al.planners.Planner}
-    assert planners - {al.planners.Custom, al.planners.Replay} == set(plan_command.PLANNERS.values())
+    assert planners - {al.planners.Custom, al.planners.Replay} == set(step_commands.PLANNERS.values())
 
 
 def test_a_decorated_step_is_planned_as_it_is(tmp_path, monkeypatch):
@@ -468,8 +468,8 @@ def test_solve_ends_with_the_best_so_far_on_interrupt(tmp_path, monkeypatch):
 
         return solve_file_of_package(*args, control=interrupted, **kwargs)
 
-    solve_file_of_package = solve_command.solve_file
-    monkeypatch.setattr(solve_command, "solve_file", solve_file)
+    solve_file_of_package = file_commands.solve_file
+    monkeypatch.setattr(file_commands, "solve_file", solve_file)
     handler = signal.getsignal(signal.SIGINT)
     assert cli.main(["solve", str(path), "--solver", "search", "--timeout", "600", "--out", str(out)]) == 0
     assert signal.getsignal(signal.SIGINT) is handler

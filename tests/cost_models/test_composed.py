@@ -1,6 +1,9 @@
 from dataclasses import FrozenInstanceError, replace
+from math import ceil
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cost_models import (
     Backend,
@@ -10,12 +13,142 @@ from cost_models import (
     ComposedCostModel,
     CostModel,
     CostModelError,
+    Device,
     Group,
     Product,
     Work,
+    WorkKind,
 )
 from cost_models.communication import collective_seconds, transfer_seconds
-from cost_models.compute import compute_seconds
+from cost_models.composed import achieved_fraction, compute_seconds, estimate, sustained_flops
+from cost_models.work import WORK_KINDS
+
+amounts = st.floats(0, 1e18)
+sizes = st.integers(1, 5000)
+kinds = st.sampled_from(WORK_KINDS)
+UNITS = Device(
+    name="four units",
+    memory_bytes=1e9,
+    memory_bandwidth=1e12,
+    peak_flops={"float32": 1e12, "float16": 8e12},
+    launch_seconds=0.0,
+    dispatch_seconds=0.0,
+    num_units=4,
+    tiles=((128, 128),),
+    matrix_efficiency={"float32": 0.5, "float16": 1.0},
+    memory_efficiency=0.5,
+)
+
+
+def product_seconds(rows: int, columns: int, depth: int, count: int = 1, device: Device = UNITS) -> float:
+    product = Product(rows=rows, columns=columns, depth=depth, count=count)
+    return compute_seconds(Work(flops=product.flops, kind="matmul", dtype="float16", product=product), device)
+
+
+def test_a_compute_bound_matmul(cluster: Cluster):
+    work = Work(flops=1e12, bytes=1e6, kind="matmul", dtype="float16")
+    assert compute_seconds(work, cluster.device) == pytest.approx(5e-6 + 1e12 / (0.8 * 100e12))
+
+
+def test_a_memory_bound_matmul(cluster: Cluster):
+    work = Work(flops=1e6, bytes=1e9, kind="matmul", dtype="float16")
+    assert compute_seconds(work, cluster.device) == pytest.approx(5e-6 + 1e9 / (0.8 * 1e12))
+
+
+def test_elementwise_work_runs_on_vector_units_and_is_fused(cluster: Cluster):
+    work = Work(flops=1e12, bytes=1e6, dtype="float16", num_kernels=0)
+    assert compute_seconds(work, cluster.device) == pytest.approx(1e12 / (0.8 * 10e12))
+    assert compute_seconds(Work(bytes=1e9, num_kernels=0), cluster.device) == pytest.approx(1e9 / (0.8 * 1e12))
+
+
+@pytest.mark.parametrize("kind", WORK_KINDS)
+def test_a_kernel_without_work_costs_its_launch(cluster: Cluster, kind: WorkKind):
+    assert compute_seconds(Work(kind=kind), cluster.device) == cluster.device.launch_seconds
+    assert compute_seconds(Work(kind=kind, num_kernels=0), cluster.device) == 0
+    assert achieved_fraction(Work(kind=kind, num_kernels=0), cluster.device) == 0
+
+
+@given(flops=amounts, bytes=amounts, count=st.integers(1, 1000), kind=kinds)
+def test_a_loop_costs_its_trip_count(cluster: Cluster, flops: float, bytes: float, count: int, kind: WorkKind):
+    work = Work(flops=flops, bytes=bytes, kind=kind)
+    assert compute_seconds(work * count, cluster.device) == pytest.approx(count * compute_seconds(work, cluster.device))
+
+
+@given(flops=amounts, bytes=amounts, more=st.floats(1, 10), kind=kinds)
+def test_more_work_never_takes_less(cluster: Cluster, flops: float, bytes: float, more: float, kind: WorkKind):
+    seconds = compute_seconds(Work(flops=flops, bytes=bytes, kind=kind), cluster.device)
+    assert compute_seconds(Work(flops=flops * more, bytes=bytes, kind=kind), cluster.device) >= seconds
+    assert compute_seconds(Work(flops=flops, bytes=bytes * more, kind=kind), cluster.device) >= seconds
+
+
+@given(flops=st.floats(1, 1e17), more=st.floats(1.01, 100))
+def test_small_matmuls_lose(cluster: Cluster, flops: float, more: float):
+    small, large = (
+        achieved_fraction(Work(flops=amount, kind="matmul", dtype="float16"), cluster.device)
+        for amount in (flops, flops * more)
+    )
+    assert 0 < small < large < 0.8
+    formula = 0.8 * flops / (flops + 0.8 * 100e12 * 5e-6)
+    assert small == pytest.approx(formula)
+
+
+def test_each_type_sustains_its_own_part_of_its_peak():
+    assert sustained_flops(Work(kind="matmul", dtype="float16"), UNITS) == 8e12
+    assert sustained_flops(Work(kind="matmul", dtype="float32"), UNITS) == 0.5e12
+    assert sustained_flops(Work(kind="convolution", dtype="float16"), UNITS) == 0.75 * 8e12
+    assert sustained_flops(Work(kind="elementwise", dtype="float16"), UNITS) == 0.5 * 1e12
+
+
+def test_blocks_are_padded_and_the_last_wave_waits():
+    full = product_seconds(256, 256, 4096)
+    assert full == pytest.approx(2 * 256 * 256 * 4096 / 8e12)
+    assert product_seconds(129, 129, 4096) == pytest.approx(full)  # the same four blocks
+    assert product_seconds(256, 257, 4096) == pytest.approx(2 * full)  # six blocks on four units: two waves
+    assert product_seconds(256, 512, 4096) == pytest.approx(2 * full)  # eight: two waves, both full
+
+
+def test_idle_units_share_the_depth_of_few_blocks():
+    one_block = product_seconds(128, 128, 8192)
+    assert one_block == pytest.approx(2 * 128 * 128 * 8192 / 8e12)  # four units, a quarter of the depth each
+    assert product_seconds(128, 128, 256) == pytest.approx(2 * 128 * 128 * 256 / 2e12)  # too short to be shared
+
+
+def test_units_lose_the_depth_that_fills_them():
+    filling = replace(UNITS, fill_depth=64)
+    assert product_seconds(256, 256, 64, device=filling) == pytest.approx(2 * product_seconds(256, 256, 64))
+
+
+def test_small_products_take_small_tiles():
+    both = replace(UNITS, tiles=((128, 128), (32, 32)))
+    small = Product(rows=32, columns=32, depth=4096, count=4)
+    work = Work(flops=small.flops, kind="matmul", dtype="float16", product=small)
+    assert estimate(work, both).tile == (32, 32)
+    assert compute_seconds(work, both) < compute_seconds(work, UNITS) / 8
+    assert product_seconds(4096, 4096, 4096, device=both) == pytest.approx(product_seconds(4096, 4096, 4096))
+
+
+@given(sizes, sizes, sizes, st.integers(1, 64), st.sampled_from(("rows", "columns", "depth", "count")), sizes)
+def test_larger_products_never_take_less(rows: int, columns: int, depth: int, count: int, grown: str, by: int):
+    device = replace(UNITS, tiles=((256, 128), (128, 128), (64, 64)), num_units=7, fill_depth=30)
+    shape = {"rows": rows, "columns": columns, "depth": depth, "count": count}
+    larger = shape | {grown: shape[grown] + by}
+    assert product_seconds(**larger, device=device) >= product_seconds(**shape, device=device) * (1 - 1e-12)
+
+
+@given(sizes, sizes, sizes, st.integers(1, 64))
+def test_a_tile_takes_as_long_as_its_waves(rows: int, columns: int, depth: int, count: int):
+    blocks = count * ceil(rows / 128) * ceil(columns / 128)
+    waves = -(-blocks // 4)
+    if blocks >= 4:
+        assert product_seconds(rows, columns, depth, count) == pytest.approx(waves * 4 * 2 * 128 * 128 * depth / 8e12)
+
+
+@given(amounts, amounts, kinds)
+def test_the_parts_of_an_estimate_make_it_up(flops: float, bytes: float, kind: WorkKind):
+    found = estimate(Work(flops=flops, bytes=bytes, kind=kind), UNITS)
+    assert found.seconds == found.launch_seconds + max(found.arithmetic_seconds, found.traffic_seconds)
+    assert found.limited_by in ("launch", "arithmetic", "memory") and "us: launch" in str(found)
+
 
 WORK = Work(flops=1e12, bytes=1e9, kind="matmul")
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cost_models.catalogue import known_clusters
+from cost_models.checks import ClusterError
 from cost_models.cluster import Cluster, cluster_sources, load_cluster
-from cost_models.errors import ClusterError
 from tests.mutations import damaged, mutated
 
 FILES = Path(__file__).parents[2] / "cost_models" / "clusters"

@@ -15,14 +15,11 @@ import optax
 
 import alpa_lite as al
 from alpa_lite.cli.models.batches import draw_batch
-from alpa_lite.cli.models.bert import BERT
-from alpa_lite.cli.models.cnn import CNN
-from alpa_lite.cli.models.convnet import alexnet, vgg16
-from alpa_lite.cli.models.gpt import GPT
-from alpa_lite.cli.models.mlp import MLP
-from alpa_lite.cli.models.seq2seq import Translator
+from alpa_lite.cli.models.decoders import GPT
+from alpa_lite.cli.models.encoders import BERT, Translator
+from alpa_lite.cli.models.sequential_networks import CNN, MLP, alexnet, vgg16
+from alpa_lite.cli.models.skip_networks import UNet
 from alpa_lite.cli.models.train import TrainState, init_state
-from alpa_lite.cli.models.unet import UNet
 from alpa_lite.planners import FSDP, Auto, DataParallel, Hybrid, Megatron, Pipeline, Planner, Zero
 from alpa_lite.schedule import GPipe, ZeroBubbleH1
 from cost_models.cluster import Cluster

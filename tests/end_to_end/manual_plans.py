@@ -22,11 +22,11 @@ import numpy as np
 
 import alpa_lite as al
 from alpa_lite import planners as p
-from alpa_lite.cli.models.feed_forward import Experts
+from alpa_lite.cli.models.transformer_layers import Experts
 from alpa_lite.schedule import GPipe, Interleaved1F1B
 from tests.end_to_end.cases import MODELS, Training, eager_cluster, make_batch, relative_error
 from tests.end_to_end.collectives import beyond, emitted, handed_over, planned
-from tests.end_to_end.transformers import TINY
+from tests.end_to_end.transformers import TINY, with_architecture
 from tests.end_to_end.transformers import Training as TransformerTraining
 
 PLANNERS: dict[str, tuple[p.Planner, int]] = {
@@ -71,7 +71,9 @@ def _of_training(model: str) -> Case:
 
 
 def _of_transformer(**changes: Any) -> Case:
-    training = TransformerTraining(model=replace(TINY, num_kv_heads=None, num_layers=4, **changes), batch_size=16)
+    training = TransformerTraining(
+        model=replace(with_architecture(TINY, num_kv_heads=None), num_layers=4, **changes), batch_size=16
+    )
     return Case(step=training.step, arguments=training.arguments())
 
 

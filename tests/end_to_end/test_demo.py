@@ -9,7 +9,7 @@ from rich.console import Console
 
 from alpa_lite.cli import demo
 from alpa_lite.cli.command import enveloped
-from alpa_lite.cli.models.gpt import GPT
+from alpa_lite.cli.models.decoders import GPT
 from alpa_lite.planners import DataParallel, Pipeline
 from tests.cli.schema import documented
 

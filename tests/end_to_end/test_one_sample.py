@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import alpa_lite as al
-from alpa_lite.cli.models.transformer import Recompute, Transformer
+from alpa_lite.cli.models.transformer import Computation, Recompute, Transformer
 from alpa_lite.planners import Hybrid, Planner
 from tests.end_to_end.cases import PLANNERS, assert_same, run_both
 
@@ -24,9 +24,8 @@ def _transformer(recompute: Recompute, *, dropout: float = 0.2, seq_len: int = 8
         num_heads=2,
         inner=16,
         seq_len=seq_len,
-        recompute=recompute,
         dropout=dropout,
-        dtype=jnp.float32,
+        computation=Computation(recompute=recompute, dtype=jnp.float32),
     )
 
 

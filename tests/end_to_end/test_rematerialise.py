@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import pytest
 
 import alpa_lite as al
-from alpa_lite.cli.models.gpt import GPT
-from alpa_lite.cli.models.mlp import MLP
+from alpa_lite.cli.models.decoders import GPT
+from alpa_lite.cli.models.sequential_networks import MLP
 from alpa_lite.planners import Auto, Hybrid
 from alpa_lite.schedule import GPipe
 from alpa_lite.step.recomputation import Remat

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import alpa_lite as al
-from alpa_lite.cli.models.optimizers import adam, with_master_weights
+from alpa_lite.cli.models.train import Adam, with_master_weights
 from alpa_lite.intra_op.stage import StageView
 from alpa_lite.planners import Pipeline
 from alpa_lite.program.phases import Phase
@@ -47,7 +47,7 @@ def _averaged() -> optax.GradientTransformation:
 
 
 OPTIMIZERS: dict[str, optax.GradientTransformation] = {
-    "LAMB on copies": adam(1e-2, eps=1e-2, trust_ratio=True, master_weights=True),
+    "LAMB on copies": Adam(1e-2, eps=1e-2, trust_ratio=True, master_weights=True),
     "Adafactor on copies": with_master_weights(optax.adafactor(1e-2, min_dim_size_to_factor=4)),
     "average of old weights": _averaged(),
 }

@@ -18,7 +18,7 @@ import alpa_lite as al
 from alpa_lite import errors
 from alpa_lite.plan.plan import FORMAT
 from alpa_lite.planners import Auto, DataParallel, Hybrid, Megatron, Pipeline, Planner, Zero
-from cost_models.errors import CostModelError
+from cost_models.checks import CostModelError
 from tests.end_to_end.cases import MODELS, eager_cluster, make_batch
 from tests.end_to_end.programs import PARAMS, X, Y, descend, forward, squared
 

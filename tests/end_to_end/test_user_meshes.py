@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import alpa_lite as al
-from alpa_lite.trace.passes.drop_meshes import without_meshes
+from alpa_lite.trace.passes.plain_jaxpr import without_meshes
 
 PLANNERS = {"data_parallel": al.planners.DataParallel(), "pipeline": al.planners.Pipeline(pipeline=2)}
 WEIGHTS = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32) / 3

@@ -13,17 +13,35 @@ import optax
 
 import alpa_lite as al
 from alpa_lite.cli.models.train import TrainStep, init_state, make_train_step
-from alpa_lite.cli.models.transformer import Transformer
+from alpa_lite.cli.models.transformer import Architecture, Computation, Transformer
 from alpa_lite.planners import Planner
 
 #: Large enough that splitting pays on a host of the time, small enough to be planned in a second.
 WIDE = Transformer(
-    vocab_size=512, num_layers=4, hidden=256, num_heads=8, inner=1024, seq_len=128, fused=False, dtype=jnp.float32
+    vocab_size=512,
+    num_layers=4,
+    hidden=256,
+    num_heads=8,
+    inner=1024,
+    seq_len=128,
+    computation=Computation(fused=False, dtype=jnp.float32),
 )
 #: Small enough to be compiled and run.
 TINY = replace(
-    WIDE, vocab_size=32, num_layers=2, hidden=16, num_heads=4, num_kv_heads=2, inner=32, seq_len=8, bias=False
+    WIDE,
+    vocab_size=32,
+    num_layers=2,
+    hidden=16,
+    num_heads=4,
+    inner=32,
+    seq_len=8,
+    architecture=Architecture(num_kv_heads=2, bias=False),
 )
+
+
+def with_architecture(model: Transformer, **changes: Any) -> Transformer:
+    """The model with some options of its architecture changed."""
+    return replace(model, architecture=replace(model.architecture, **changes))
 
 
 @dataclass(frozen=True, kw_only=True)

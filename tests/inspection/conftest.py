@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import alpa_lite as al
-from alpa_lite.cli.models.mlp import MLP
+from alpa_lite.cli.models.sequential_networks import MLP
 from alpa_lite.cli.models.train import init_state, make_optimizer, make_train_step
 from alpa_lite.sharding.specs import Spec
 

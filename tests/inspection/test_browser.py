@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from alpa_lite.inspection.text.parameter_groups import arguments_of, group_arguments
+from alpa_lite.inspection.text.groups import arguments_of, group_arguments
 from alpa_lite.plan.plan import ArrayShape
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh
 from alpa_lite.sharding.specs import Spec

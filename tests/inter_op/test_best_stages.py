@@ -9,7 +9,7 @@ import pytest
 
 import alpa_lite as al
 from alpa_lite.inter_op.space import Space, ways
-from alpa_lite.inter_op.stage_dp import StageStatus, StageTable, solve
+from alpa_lite.inter_op.stage_dp import PipelineTerms, StageStatus, StageTable, solve
 from alpa_lite.inter_op.stage_search import BestStages
 from cost_models.composed import ComposedCostModel
 
@@ -47,10 +47,12 @@ def test_it_is_the_best_of_each_way(seed: int, num_stages: int | None) -> None:
                 submesh_groups=space.groups,
                 inflow_seconds=slower,
             ),
-            num_devices=space.devices_of_groups,
-            num_microbatches=number,
-            min_stages=num_stages or 1,
-            max_stages=num_stages,
+            PipelineTerms(
+                num_devices=space.devices_of_groups,
+                num_microbatches=number,
+                min_stages=num_stages or 1,
+                max_stages=num_stages,
+            ),
         )
         for way in alike
     ]

@@ -11,7 +11,7 @@ import pytest
 
 import alpa_lite as al
 from alpa_lite.errors import PlanError
-from alpa_lite.inter_op.stage_costs import StageCosts, StagePlace
+from alpa_lite.inter_op.stage_costs import SolveEffort, StageCosts, StagePlace
 from alpa_lite.intra_op.solvers.integer_program import IntegerProgram
 from alpa_lite.plan.progress import Progress
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh
@@ -48,7 +48,7 @@ def _costs(memory_bytes: float, solved: list[str]) -> StageCosts:
 
 
 def test_a_stage_too_large_for_the_solver_asked_for_is_told() -> None:
-    costs = replace(_costs(1e9, []), solver=IntegerProgram(max_entries=10))
+    costs = _costs(1e9, []).solved_with(SolveEffort(solver=IntegerProgram(max_entries=10)))
     with pytest.raises(PlanError, match=r"A stage of layers 1 to 1 is too large .* The program has"):
         costs.solution(StagePlace(1, 1, SUBMESH, MESH))
 

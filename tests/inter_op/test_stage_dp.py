@@ -1,4 +1,6 @@
 import math
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -7,15 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alpa_lite.errors import PlanError
-from alpa_lite.inter_op.stage_dp import (
-    BOTTLENECK_GAP,
-    StageAssignment,
-    StageStatus,
-    StageTable,
-    evaluate,
-    solve,
-)
+from alpa_lite.inter_op import stage_dp
+from alpa_lite.inter_op.stage_dp import BOTTLENECK_GAP, PipelineTerms, StageAssignment, StageStatus, StageTable
 from benchmarks.search import random_table
+
+
+def solve(table, *, early_stop=True, **terms):
+    return stage_dp.solve(table, PipelineTerms(**terms), early_stop=early_stop)
+
+
+def evaluate(table, stages, **terms):
+    return stage_dp.evaluate(table, stages, PipelineTerms(**terms))
 
 
 def every_plan(table, devices):
@@ -320,3 +324,18 @@ def test_malformed_tables_and_sizes_are_refused():
         solve(grouped, num_devices=2, num_microbatches=1)
     with pytest.raises(PlanError, match="at least one device, micro-batch and stage"):
         solve(table_of(lambda i, j, m: 1.0), num_devices=1, num_microbatches=0)
+
+
+def test_kernels_compile_ahead():
+    """In a process of its own, where nothing else has compiled them; one run serves tables of any size."""
+    program = """
+from alpa_lite.inter_op import stage_dp, stage_kernels
+from benchmarks.search import random_table
+stage_dp.compile_kernels()
+called = (stage_kernels.cheapest_of, stage_kernels.fill, stage_kernels.trace)
+table = random_table(4, num_configurations=2)
+stage_dp.solve(table, stage_dp.PipelineTerms(num_devices=8, num_microbatches=2, max_stages=2))
+print([(each.__name__, len(each.signatures)) for each in called])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[('cheapest_of', 1), ('fill', 1), ('trace', 1)]"

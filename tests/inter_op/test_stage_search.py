@@ -13,9 +13,9 @@ import pytest
 
 import alpa_lite as al
 from alpa_lite.inter_op.space import Space
-from alpa_lite.inter_op.stage_costs import StageCosts, StagePlace
-from alpa_lite.inter_op.stage_dp import StageChoice, StageTable, solve
-from alpa_lite.inter_op.stage_search import StageGuesses, StageLimits, StageSearch
+from alpa_lite.inter_op.stage_costs import SolveEffort, StageCosts, StagePlace
+from alpa_lite.inter_op.stage_dp import PipelineTerms, StageChoice, StageTable, solve
+from alpa_lite.inter_op.stage_search import PipelinedBatch, PolicyCosts, StageGuesses, StageLimits, StageSearch
 from alpa_lite.inter_op.survey import Profile, Survey
 from alpa_lite.inter_op.workers import Likely, Workers
 from alpa_lite.plan.progress import Progress
@@ -51,7 +51,7 @@ def _search(
     costs = _costs(memory_bytes, solved, workers)
     survey = _survey(costs)
     space, profile = survey.space, survey.profile
-    held = [OneFOneB().in_flight(0, n + 1, NUMBER) for n in range(LAYERS)]
+    held = [PipelinedBatch(OneFOneB(), NUMBER).in_flight(following) for following in range(LAYERS)]
     guesses = StageGuesses(
         layer_seconds=survey.guess(BATCH / NUMBER, NUMBER)[None],
         inflow_seconds=np.full((LAYERS, LAYERS, len(space.kinds)), 1e-5),
@@ -60,19 +60,19 @@ def _search(
         roomy=survey.holds(BATCH / NUMBER, NUMBER, held)[None] - 1,
         worthwhile=space.worthwhile(profile.shares),
     )
-    return StageSearch(costs, NUMBER, OneFOneB(), space, guesses, limits=StageLimits(num_stages=num_stages))
+    batch = PipelinedBatch(OneFOneB(), NUMBER)
+    return StageSearch(PolicyCosts(any_number=costs), batch, space, guesses, StageLimits(num_stages=num_stages))
 
 
 def _best_of_all(
     search: StageSearch, memory_bytes: float, *, updates_below: float = np.inf, num_stages: int | None = None
 ) -> StageChoice:
     """What the stage DP finds when every stage that can occur is solved in every configuration."""
-    shapes = search.space.most_shapes
-    seconds, following = np.full(search.seconds.shape, np.inf), np.full(search.seconds.shape, -1)
+    seconds, following = np.full(search.states.seconds.shape, np.inf), np.full(search.states.seconds.shape, -1)
     useful = search.space.worthwhile(np.full(LAYERS, 1 / LAYERS))
     for first, last, kind in np.argwhere(useful).tolist():
         for configuration in range(seconds.shape[3]):
-            if configuration % shapes >= len(search.space.meshes[kind]):
+            if search.configurations[configuration].shape >= len(search.space.meshes[kind]):
                 continue
             solution = search.solution(first, last, kind, configuration)
             if solution.choice is not None and solution.cost.update_seconds < updates_below:
@@ -81,7 +81,10 @@ def _best_of_all(
                 fits = [n for n in range(LAYERS) if solution.cost.bytes_in_flight(n + 1) <= memory_bytes]
                 following[first, last, kind, configuration] = max(fits, default=-1)
     table = StageTable(seconds=seconds, max_following_stages=following, submesh_devices=search.space.devices)
-    return solve(table, num_devices=LAYERS, num_microbatches=NUMBER, min_stages=num_stages or 1, max_stages=num_stages)
+    terms = PipelineTerms(
+        num_devices=LAYERS, num_microbatches=NUMBER, min_stages=num_stages or 1, max_stages=num_stages
+    )
+    return solve(table, terms)
 
 
 @pytest.mark.parametrize("memory_bytes", [1e9, 28e6, 26e6, 20e6, 16e6, 12e6])
@@ -93,7 +96,7 @@ def test_what_is_found_is_as_good_as_if_all_stages_were_solved(memory_bytes: flo
     if best.stages:
         assert found.seconds == pytest.approx(best.seconds, rel=0.01)
         entries = [(s.first_layer, s.last_layer, s.submesh, s.configuration) for s in found.stages]
-        assert all(search.solved[entry] for entry in entries)
+        assert all(search.states.solved[entry] for entry in entries)
         assert all(search.solution(*entry).choice is not None for entry in entries)
 
 
@@ -102,7 +105,7 @@ def test_few_whole_stages_are_solved() -> None:
     search = _search(1e9, solved)
     surveyed = len(solved)
     search.run()
-    assert len(solved) - surveyed <= (search.following >= 0).sum() / 4
+    assert len(solved) - surveyed <= (search.states.following >= 0).sum() / 4
 
 
 def test_a_search_ends_once_nothing_can_be_fast_enough() -> None:
@@ -117,13 +120,13 @@ def test_a_search_ends_once_nothing_can_be_fast_enough() -> None:
 def test_what_does_not_fit_rules_out_what_holds_more() -> None:
     for memory_bytes in (12e6, 11e6, 10e6, 9e6, 8.5e6):
         search = _search(memory_bytes, [])
-        for entry in map(tuple, np.argwhere(np.isfinite(search.seconds)).tolist()):
-            while not search.solved[entry]:
+        for entry in map(tuple, np.argwhere(np.isfinite(search.states.seconds)).tolist()):
+            while not search.states.solved[entry]:
                 search._solve(*entry)
                 first, last, kind, configuration = entry
-                if search.solved[entry] and search.following[entry] < 0 and first == last:
-                    assert search.solved[: first + 1, last:, kind, configuration].all()
-                    assert np.isinf(search.seconds[: first + 1, last:, kind, configuration]).all()
+                if search.states.solved[entry] and search.states.following[entry] < 0 and first == last:
+                    assert search.states.solved[: first + 1, last:, kind, configuration].all()
+                    assert np.isinf(search.states.seconds[: first + 1, last:, kind, configuration]).all()
                     return
     pytest.fail("a layer was to be too large")
 
@@ -159,10 +162,10 @@ def test_where_a_survey_finds_room_a_stage_takes_no_longer_than_without_a_limit(
 
 def test_one_policy_that_takes_longer_than_guessed_tells_about_the_others() -> None:
     search = _search(1e9, [])
-    first, last, kind, configuration = map(int, np.argwhere(np.isfinite(search.seconds))[0])
-    guessed = search.seconds[first, last, kind].copy()
-    search.solved[first, last, kind, configuration] = True
-    search.seconds[first, last, kind, configuration] *= 3
+    first, last, kind, configuration = map(int, np.argwhere(np.isfinite(search.states.seconds))[0])
+    guessed = search.states.seconds[first, last, kind].copy()
+    search.states.solved[first, last, kind, configuration] = True
+    search.states.seconds[first, last, kind, configuration] *= 3
     factor = search._longer_under_other_policies()[first, last, kind]
     assert factor[configuration] == pytest.approx(3.0)
     assert guessed[configuration] > 0
@@ -174,14 +177,14 @@ def test_one_policy_that_takes_longer_than_guessed_tells_about_the_others() -> N
 def test_what_was_solved_roughly_is_solved_again_for_a_smaller_gap() -> None:
     better = 0
     for memory_bytes in (28e6, 24e6, 20e6, 16e6):
-        rough = replace(_costs(memory_bytes, []), relative_gap=0.5)
-        fresh = replace(_costs(memory_bytes, []), relative_gap=1e-3)
+        rough = _costs(memory_bytes, []).solved_with(SolveEffort(relative_gap=0.5))
+        fresh = _costs(memory_bytes, []).solved_with(SolveEffort(relative_gap=1e-3))
         space = Space.of(rough.cost_model.cluster)
         for first, last, kind in np.argwhere(space.worthwhile(np.full(LAYERS, 1 / LAYERS))).tolist():
             stage = StagePlace(first, last, space.submesh(kind), space.mesh(kind, 0))
             before = rough.solution(stage)
             after, wanted = (
-                replace(rough, relative_gap=1e-3).solution(stage),
+                rough.solved_with(SolveEffort(relative_gap=1e-3)).solution(stage),
                 fresh.solution(stage),
             )
             assert after.objective == pytest.approx(wanted.objective, rel=2e-3)

@@ -14,7 +14,7 @@ import pytest
 import alpa_lite as al
 from alpa_lite.inter_op.space import Space
 from alpa_lite.inter_op.stage_costs import StageCosts
-from alpa_lite.inter_op.survey import Beyond, Profile, Survey
+from alpa_lite.inter_op.survey import Beyond, Profile, Survey, in_flight_within
 from alpa_lite.plan.progress import Progress
 from alpa_lite.step.clustering import make_layers
 from cost_models.cluster import Cluster
@@ -83,3 +83,10 @@ def test_only_what_is_promising_is_looked_at_again(bandwidth: float, again: bool
     _, (first, second) = _surveyed(replace(cluster, inter_host=link), (4, 8))
     assert any("x=16" in text for text in first) and any("x=8" in text for text in second)
     assert any("x=16" in text for text in second) == again
+
+
+def test_a_layer_of_unknown_cost_leaves_ranges_without_it_as_they_are() -> None:
+    """The difference of two infinite cumulative sums would be no number."""
+    fixed = np.array([1.0, np.inf, 2.0, 3.0])[:, None]
+    found = in_flight_within(np.array([5.0]), fixed, np.zeros((4, 1)), np.zeros((4, 1)), [1])[..., 0]
+    assert found[np.triu_indices(4)].tolist() == [1, 0, 0, 0, 0, 0, 0, 1, 1, 1]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import alpa_lite as al
-from alpa_lite.cli.models.llama import Llama
+from alpa_lite.cli.models.decoders import Llama
 from alpa_lite.cli.models.train import init_state, make_optimizer, make_train_step
 from alpa_lite.intra_op.formulate import Builder, Builders
 from alpa_lite.intra_op.solve import StageSolution, solve_stage

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alpa_lite.intra_op.memory_rows import RangeMaximum
 from alpa_lite.intra_op.problem import Edge, Problem, Ragged, Status, Usage, evaluate
+from alpa_lite.intra_op.reductions import RangeMaximum
 from alpa_lite.intra_op.simplify import _min_plus, simplify
 from alpa_lite.intra_op.solvers import BruteForce, Portfolio
 from alpa_lite.intra_op.solvers.highs import Highs

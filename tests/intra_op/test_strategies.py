@@ -13,6 +13,8 @@ from alpa_lite.intra_op.strategies import (
     FREE_CHOICE,
     AxisRole,
     BatchSplit,
+    LeadingOp,
+    OpUse,
     Restriction,
     all_specs,
     axis_choices,
@@ -59,13 +61,25 @@ def _batch_factor(rule: Rule) -> frozenset[int]:
     return frozenset(rule.operands[0][0])
 
 
+def _axis_choices(
+    rule: Rule, sizes: dict[str, int], batch: frozenset[int], restriction: Restriction, *, in_loop: bool
+) -> list[tuple[int | None, ...]]:
+    use = OpUse(batch_factors=batch, in_loop=in_loop)
+    return axis_choices(LeadingOp(rule=rule, operands=(), results=(), use=use), sizes, restriction)
+
+
+def _addition(rule: Rule, operands: tuple[Value, ...], results: tuple[Value, ...]) -> LeadingOp:
+    use = OpUse(keep_partial=True)
+    return LeadingOp(rule=rule, operands=operands, results=results, use=use, takes_partial=True)
+
+
 # --- axis choices -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 def test_axis_choices_are_all_assignments_of_axes_to_factors_that_divide(sizes: dict[str, int]) -> None:
     rule, _, _ = _product()
-    found = axis_choices(rule, sizes, frozenset(), FREE_CHOICE, in_loop=True, takes_partial=False)
+    found = _axis_choices(rule, sizes, frozenset(), FREE_CHOICE, in_loop=True)
     expected = {
         combination
         for combination in itertools.product([None, *range(len(rule.sizes))], repeat=len(sizes))
@@ -81,16 +95,16 @@ def test_batch_axes_split_the_batch_and_nothing_else_in_the_loop() -> None:
     rule, _, _ = _product()
     data = Restriction(roles={"x": AxisRole.BATCH})
     (factor,) = _batch_factor(rule)
-    choices = axis_choices(rule, {"x": 4}, _batch_factor(rule), data, in_loop=True, takes_partial=False)
+    choices = _axis_choices(rule, {"x": 4}, _batch_factor(rule), data, in_loop=True)
     assert choices == [(factor,)]
-    without = axis_choices(rule, {"x": 4}, frozenset(), data, in_loop=True, takes_partial=False)
+    without = _axis_choices(rule, {"x": 4}, frozenset(), data, in_loop=True)
     assert without == [(None,)]
 
 
 def test_model_axes_never_split_the_batch() -> None:
     rule, _, _ = _product()
     model = Restriction(roles={"x": AxisRole.MODEL})
-    choices = axis_choices(rule, {"x": 2}, _batch_factor(rule), model, in_loop=True, takes_partial=False)
+    choices = _axis_choices(rule, {"x": 2}, _batch_factor(rule), model, in_loop=True)
     assert {c for (c,) in choices} == {None, *range(len(rule.sizes))} - _batch_factor(rule)
 
 
@@ -100,7 +114,7 @@ def test_model_axes_never_split_the_batch() -> None:
 def test_batch_axes_split_updates_only_under_zero(split: BatchSplit, free: bool) -> None:
     rule, _, _ = _product()
     zero = Restriction(roles={"x": AxisRole.BATCH}, optimizer=split)
-    choices = axis_choices(rule, {"x": 2}, frozenset(), zero, in_loop=False, takes_partial=False)
+    choices = _axis_choices(rule, {"x": 2}, frozenset(), zero, in_loop=False)
     assert (len(choices) > 1) == free
     assert zero.may_scatter("x") == free and zero.may_scatter("another")
 
@@ -109,8 +123,8 @@ def test_replicas_split_the_batch_and_never_state() -> None:
     rule, _, _ = _product()
     replica = Restriction(roles={"x": AxisRole.REPLICA}, optimizer=BatchSplit.MUST, parameters=BatchSplit.MUST)
     (factor,) = _batch_factor(rule)
-    in_loop = axis_choices(rule, {"x": 4}, _batch_factor(rule), replica, in_loop=True, takes_partial=False)
-    update = axis_choices(rule, {"x": 4}, frozenset(), replica, in_loop=False, takes_partial=False)
+    in_loop = _axis_choices(rule, {"x": 4}, _batch_factor(rule), replica, in_loop=True)
+    update = _axis_choices(rule, {"x": 4}, frozenset(), replica, in_loop=False)
     assert in_loop == [(factor,)] and update == [(None,)]
     assert not replica.may_scatter("x")
 
@@ -118,12 +132,12 @@ def test_replicas_split_the_batch_and_never_state() -> None:
 def test_context_splits_positions_and_never_the_batch() -> None:
     rule, _, _ = _product()
     context = Restriction(roles={"x": AxisRole.CONTEXT})
-    choices = axis_choices(rule, {"x": 2}, _batch_factor(rule), context, in_loop=True, takes_partial=False)
+    choices = _axis_choices(rule, {"x": 2}, _batch_factor(rule), context, in_loop=True)
     positions = rule.operands[0][1][0]
     assert (positions,) in choices and (None,) in choices
     assert not {c for (c,) in choices} & _batch_factor(rule)
     # What has no batch holds no positions either.
-    assert axis_choices(rule, {"x": 2}, frozenset(), context, in_loop=True, takes_partial=False) == [(None,)]
+    assert _axis_choices(rule, {"x": 2}, frozenset(), context, in_loop=True) == [(None,)]
 
 
 def _heads(b: int = 8, s: int = 12, g: int = 4, d: int = 6) -> tuple[Rule, Any, Any]:
@@ -137,11 +151,11 @@ def _heads(b: int = 8, s: int = 12, g: int = 4, d: int = 6) -> tuple[Rule, Any, 
 def test_tensor_axes_split_weights_by_their_dims_and_attention_by_heads() -> None:
     tensor = Restriction(roles={"x": AxisRole.TENSOR})
     rule, _, _ = _product()
-    choices = axis_choices(rule, {"x": 2}, _batch_factor(rule), tensor, in_loop=True, takes_partial=False)
+    choices = _axis_choices(rule, {"x": 2}, _batch_factor(rule), tensor, in_loop=True)
     of_weight = {f for factors in rule.operands[1] for f in factors}
     assert {c for (c,) in choices} == of_weight, "rows or columns of the weight; nothing else, and not whole"
     scores, _, _ = _heads()
-    choices = axis_choices(scores, {"x": 2}, _batch_factor(scores), tensor, in_loop=True, takes_partial=False)
+    choices = _axis_choices(scores, {"x": 2}, _batch_factor(scores), tensor, in_loop=True)
     heads = set(scores.operands[0][2])
     assert {c for (c,) in choices} == heads
 
@@ -149,7 +163,7 @@ def test_tensor_axes_split_weights_by_their_dims_and_attention_by_heads() -> Non
 def test_tensor_axes_that_divide_no_head_are_free_but_for_the_batch() -> None:
     scores, _, _ = _heads(g=3)
     tensor = Restriction(roles={"x": AxisRole.TENSOR})
-    choices = axis_choices(scores, {"x": 2}, _batch_factor(scores), tensor, in_loop=True, takes_partial=False)
+    choices = _axis_choices(scores, {"x": 2}, _batch_factor(scores), tensor, in_loop=True)
     assert (None,) in choices and not {c for (c,) in choices} & _batch_factor(scores)
 
 
@@ -161,21 +175,21 @@ def test_expert_axes_split_the_batch_or_the_experts_that_weights_share_with_toke
         "dot_general", [(8, 4, 6, 12), (4, 12, 4)], [(4, 8, 6, 4)], dimension_numbers=dims,
         preferred_element_type="float32",
     )  # fmt: skip
-    choices = axis_choices(experts, {"x": 2}, _batch_factor(experts), expert, in_loop=True, takes_partial=False)
+    choices = _axis_choices(experts, {"x": 2}, _batch_factor(experts), expert, in_loop=True)
     assert {c for (c,) in choices} == _batch_factor(experts) | set(experts.operands[1][0])
     for dense, _, _ in (_product(), _heads()):
-        choices = axis_choices(dense, {"x": 2}, _batch_factor(dense), expert, in_loop=True, takes_partial=False)
+        choices = _axis_choices(dense, {"x": 2}, _batch_factor(dense), expert, in_loop=True)
         assert {c for (c,) in choices} == _batch_factor(dense)
 
 
 def test_dense_axes_split_samples_and_the_weights_of_products_but_not_of_convolutions() -> None:
     dense = Restriction(roles={"x": AxisRole.DENSE})
     product, _, _ = _product()
-    choices = axis_choices(product, {"x": 2}, _batch_factor(product), dense, in_loop=True, takes_partial=False)
+    choices = _axis_choices(product, {"x": 2}, _batch_factor(product), dense, in_loop=True)
     weights = {f for dim in product.operands[1] for f in dim}
     assert {c for (c,) in choices} == _batch_factor(product) | weights
     convolution = replace(product, work_kind="convolution")
-    choices = axis_choices(convolution, {"x": 2}, _batch_factor(product), dense, in_loop=True, takes_partial=False)
+    choices = _axis_choices(convolution, {"x": 2}, _batch_factor(product), dense, in_loop=True)
     assert {c for (c,) in choices} == _batch_factor(product)
 
 
@@ -209,7 +223,11 @@ def test_sums_that_contractions_leave_may_have_to_be_whole(scatter: bool, role: 
     rule, operands, results = _product(b=8, m=8, k=8, n=8)
     restriction = Restriction(roles={"x": role}, scatter_sums=scatter)
     assert restriction.may_scatter("x") == scatter
-    found = placements(rule, operands, results, {"x": 4}, batch_factors=_batch_factor(rule), restriction=restriction)
+    found = placements(
+        LeadingOp(rule=rule, operands=operands, results=results, use=OpUse(batch_factors=_batch_factor(rule))),
+        {"x": 4},
+        restriction,
+    )
     (k,) = [f for f, kind in enumerate(rule.kinds) if kind is FactorKind.REDUCTION]
     ends = {str(p.results[0]) for p in found if p.factors[k]}
     assert ends == {"[-, -, -]"} | ({"[x, -, -]", "[-, x, -]", "[-, -, x]"} if scatter else set())
@@ -238,7 +256,7 @@ def test_axes_on_one_factor_stay_in_mesh_order() -> None:
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 def test_every_placement_can_be_carried_out_and_none_comes_twice(sizes: dict[str, int], keep: bool) -> None:
     rule, operands, results = _product()
-    found = placements(rule, operands, results, sizes, keep_partial=keep)
+    found = placements(LeadingOp(rule=rule, operands=operands, results=results, use=OpUse(keep_partial=keep)), sizes)
     assert len(set((p.factors, p.partial, p.results) for p in found)) == len(found)
     for p in found:
         for spec, value in zip(operand_specs(rule, operands, p), operands, strict=True):
@@ -253,7 +271,8 @@ def test_a_split_contraction_is_reduced_scattered_or_kept() -> None:
     rule, operands, results = _product(b=8, m=8, k=8, n=8)
     (k,) = [f for f, kind in enumerate(rule.kinds) if kind is FactorKind.REDUCTION]
     for keep, scatter in itertools.product([False, True], repeat=2):
-        found = placements(rule, operands, results, {"x": 4}, keep_partial=keep, scatter=scatter)
+        use = OpUse(keep_partial=keep, scatter=scatter)
+        found = placements(LeadingOp(rule=rule, operands=operands, results=results, use=use), {"x": 4})
         ends = {str(p.results[0]) for p in found if p.factors[k]}
         expected = {"[-, -, -]"}
         expected |= {"[-, -, -]+x"} if keep else set()
@@ -263,22 +282,22 @@ def test_a_split_contraction_is_reduced_scattered_or_kept() -> None:
 
 def test_resolutions_are_the_product_over_axes() -> None:
     raw = Spec(((), ()), ("x", "y"))
-    found = resolutions(raw, (8, 8), {"x": 2, "y": 2}, keep=True, scatter=True)
+    found = resolutions(raw, (8, 8), {"x": 2, "y": 2}, keep=True, may_scatter=lambda _: True)
     # Each axis is kept, summed up, or scattered onto one of two dims.
     assert len(found) == len(set(found)) == 16
-    only = resolutions(raw, (8, 8), {"x": 2, "y": 2}, keep=False, scatter=True, allowed=lambda a: a == "y")
+    only = resolutions(raw, (8, 8), {"x": 2, "y": 2}, keep=False, may_scatter=lambda a: a == "y")
     assert {str(s) for s in only} == {"[-, -]", "[y, -]", "[-, y]"}
 
 
 def test_additions_take_partial_sums_only_jointly() -> None:
     rule, operands, results = _rule("add", [(8, 4), (8, 4)], [(8, 4)])
-    found = placements(rule, operands, results, {"x": 4}, takes_partial=True, keep_partial=True)
+    found = placements(_addition(rule, operands, results), {"x": 4})
     joint = [p for p in found if p.partial]
     assert joint and {p.results[0].partial for p in joint} == {("x",), ()}
     for p in joint:
         assert [s.partial for s in operand_specs(rule, operands, p)] == [("x",), ("x",)]
     product, values, out = _rule("mul", [(8, 4), (8, 4)], [(8, 4)])
-    for p in placements(product, values, out, {"x": 4}, takes_partial=True, keep_partial=True):
+    for p in placements(_addition(product, values, out), {"x": 4}):
         assert sum(bool(s.partial) for s in operand_specs(product, values, p)) <= 1
 
 

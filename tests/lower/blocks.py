@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from alpa_lite.lower.block import LocalOp
-from alpa_lite.lower.run_local import bind_local
+from alpa_lite.lower.run_local import LocalOp, bind_local
 from alpa_lite.rules import FactorKind, Rule
 from alpa_lite.sharding.specs import Spec
 from tests.rules.row import Case

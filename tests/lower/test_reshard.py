@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from alpa_lite.lower.emission import boundary_spec, move
+from alpa_lite.lower.emission import boundary_spec
+from alpa_lite.lower.local_machine import move
 from alpa_lite.sharding.reshard import reshard
 from alpa_lite.sharding.specs import Spec
 from tests.sharding.test_specs import all_specs

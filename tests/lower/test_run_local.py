@@ -12,8 +12,7 @@ import pytest
 from jax.sharding import Mesh
 
 from alpa_lite.errors import VerificationError
-from alpa_lite.lower.block import LocalOp, lowering_of
-from alpa_lite.lower.run_local import bind_local
+from alpa_lite.lower.run_local import LocalOp, bind_local, lowering_of
 from alpa_lite.rules import Rule
 from alpa_lite.sharding.specs import replicated
 from tests.lower.blocks import Placement, assert_blocks_agree, local_op, run_sharded

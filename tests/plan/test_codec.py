@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from alpa_lite.errors import PlanError
 from alpa_lite.plan import codec
 from alpa_lite.plan.codec import CHECKSUM, INLINE, decode, encode, read_file, to_text
-from cost_models.untrusted_text import printable
+from cost_models.checks import printable
 
 
 class Colour(StrEnum):
@@ -194,3 +194,10 @@ def test_a_group_of_fields_is_written_without_a_level_of_its_own(inner: Inner, b
 def test_a_group_that_is_nested_or_incomplete_is_refused(data: Mapping[str, Any], words: str) -> None:
     with pytest.raises(PlanError, match=words):
         decode(Grouped, data)
+
+
+def test_members_of_enums_become_plain_data() -> None:
+    """Also where a field is annotated as a str, of which some callers give members of a `StrEnum`."""
+    data = encode(Inner(whole=1, fraction=1.5, text=Colour.RED, truth=True, colour=Colour.BLUE))
+    assert type(data["text"]) is type(data["colour"]) is str
+    assert decode(Inner, data).text == Colour.RED

@@ -12,9 +12,9 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import alpa_lite as al
-from alpa_lite.cli.bench.targets import find_target
+from alpa_lite.cli.bench.request import find_target
 from alpa_lite.errors import PlanError
-from alpa_lite.inter_op.joint.microbatch_counts import microbatch_numbers
+from alpa_lite.inter_op.microbatch_counts import microbatch_numbers
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.intra_op.solvers.integer_program import available_backends
 from alpa_lite.plan.progress import Progress

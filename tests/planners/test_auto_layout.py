@@ -17,9 +17,9 @@ from alpa_lite.rules.dims import DimClasses, dim_names
 from cost_models.composed import ComposedCostModel
 from tests.end_to_end.cases import assert_same, eager_cluster
 from tests.end_to_end.collectives import emitted, handed_over, planned
-from tests.end_to_end.transformers import TINY, Training
+from tests.end_to_end.transformers import TINY, Training, with_architecture
 
-SMALL = Training(model=replace(TINY, num_kv_heads=None, num_layers=1), batch_size=8)
+SMALL = Training(model=replace(with_architecture(TINY, num_kv_heads=None), num_layers=1), batch_size=8)
 
 
 def _mlp(params: Any, x: Any) -> Any:

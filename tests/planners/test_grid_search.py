@@ -14,9 +14,9 @@ import optax
 import pytest
 
 import alpa_lite as al
-from alpa_lite.cli.models.feed_forward import Experts
-from alpa_lite.cli.models.resnet import ResNet
+from alpa_lite.cli.models.skip_networks import ResNet
 from alpa_lite.cli.models.train import init_state, make_train_step
+from alpa_lite.cli.models.transformer_layers import Experts
 from alpa_lite.inspection.text.tables import alternatives_table
 from alpa_lite.planners import Auto, GridSearch, Hybrid
 from alpa_lite.planners.grid_search import factorisations, microbatch_sizes

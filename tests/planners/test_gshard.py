@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import alpa_lite as al
-from alpa_lite.cli.models.feed_forward import Experts, auxiliary_loss, route
+from alpa_lite.cli.models.transformer_layers import Experts, auxiliary_loss, route
 from alpa_lite.planners import GShard
 from tests.end_to_end.cases import assert_same, eager_cluster
 from tests.end_to_end.collectives import emitted, handed_over, planned

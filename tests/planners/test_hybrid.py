@@ -15,14 +15,17 @@ from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.planners import FSDP, Hybrid, Megatron, Planner
 from alpa_lite.planners.hybrid import submeshes_of
 from alpa_lite.schedule import OneFOneB, ZeroBubbleH1
-from tests.end_to_end.transformers import WIDE, Training, plan, traced
+from tests.end_to_end.transformers import WIDE, Training, plan, traced, with_architecture
 
 TRAINING = Training(model=WIDE, batch_size=64)
 FOUR = replace(al.cluster("p3.16xlarge"), devices_per_host=4)
 #: Bytes of the activations of the whole batch.
 ACTIVATIONS = 4.0 * 64 * 128 * 256
 #: Long sequences, with a quarter of the heads for keys and values.
-LONG = Training(model=replace(WIDE, hidden=4096, num_heads=32, num_kv_heads=8, inner=16384, seq_len=4096), batch_size=8)
+LONG = Training(
+    model=with_architecture(replace(WIDE, hidden=4096, num_heads=32, inner=16384, seq_len=4096), num_kv_heads=8),
+    batch_size=8,
+)
 
 
 def uses(found: al.Plan, *axes: str, phase: str = "") -> list[Any]:

@@ -16,7 +16,7 @@ import alpa_lite as al
 from alpa_lite.planners import Megatron
 from tests.end_to_end.cases import assert_same, eager_cluster
 from tests.end_to_end.collectives import emitted, handed_over, planned
-from tests.end_to_end.transformers import TINY, WIDE, Training, plan
+from tests.end_to_end.transformers import TINY, WIDE, Training, plan, with_architecture
 
 TRAINING = Training(model=WIDE, batch_size=64)
 ACTIVATIONS, TOKENS = 4.0 * 64 * 128 * 256, 4.0 * 64 * 128
@@ -104,7 +104,7 @@ def test_a_chain_of_blocks_has_two_sums_each_less_the_one_that_nobody_reads(
     assert_same(compiled(*arguments), jax.jit(step)(*arguments))
 
 
-SMALL = Training(model=replace(TINY, num_kv_heads=None), batch_size=16)
+SMALL = Training(model=with_architecture(TINY, num_kv_heads=None), batch_size=16)
 
 
 @pytest.mark.parametrize(

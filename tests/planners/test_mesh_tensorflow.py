@@ -15,7 +15,7 @@ import alpa_lite as al
 from alpa_lite.planners import DataParallel, MeshTensorFlow
 from tests.end_to_end.cases import assert_same, eager_cluster
 from tests.end_to_end.collectives import emitted, handed_over, planned
-from tests.end_to_end.transformers import TINY, WIDE, Training, plan
+from tests.end_to_end.transformers import TINY, WIDE, Training, plan, with_architecture
 
 TRAINING = Training(model=WIDE, batch_size=64)
 MEGATRON = "heads:cols;d_ff:cols;vocab:cols"
@@ -70,7 +70,7 @@ def _graph() -> Any:
     return traced(TRAINING).step(1).step.graph
 
 
-SMALL = Training(model=replace(TINY, num_kv_heads=None), batch_size=16)
+SMALL = Training(model=with_architecture(TINY, num_kv_heads=None), batch_size=16)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 from jax import lax
 
 import alpa_lite as al
-from alpa_lite.cli.models.resnet import ResNet
+from alpa_lite.cli.models.skip_networks import ResNet
 from alpa_lite.planners import Auto, DataParallel, Megatron, OneWeirdTrick, OnMesh, PlanRequest
 from cost_models.hardware import Backend
 from tests.end_to_end.cases import assert_same, eager_cluster
@@ -116,7 +116,8 @@ def test_it_is_refused_at_once_where_no_dense_layer_is_larger_than_what_it_reads
 ) -> None:
     """B · (C_in or C_out) < C_in · C_out."""
     solved = list[str]()
-    monkeypatch.setattr("alpa_lite.planners.one_weird_trick.plan_on_mesh", lambda name, *_, **__: solved.append(name))
+    where = "alpa_lite.planners.convolution_parallel.plan_on_mesh"
+    monkeypatch.setattr(where, lambda name, *_, **__: solved.append(name))
     planner = OneWeirdTrick(where_it_pays=True)
     if pays:
         planner.plan(_request(num_samples))
@@ -128,7 +129,7 @@ def test_it_is_refused_at_once_where_no_dense_layer_is_larger_than_what_it_reads
 
 def test_a_small_head_does_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     """A head of 1 % of the weights is larger than what it reads, but all it could save is 1 % of what is sent."""
-    monkeypatch.setattr("alpa_lite.planners.one_weird_trick.plan_on_mesh", lambda *_, **__: pytest.fail("solved"))
+    monkeypatch.setattr("alpa_lite.planners.convolution_parallel.plan_on_mesh", lambda *_, **__: pytest.fail("solved"))
 
     def step(params: Any, x: Any) -> Any:
         def loss(params: Any) -> Any:
@@ -151,7 +152,7 @@ def test_a_small_head_does_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_kernels_that_do_not_fit_are_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("alpa_lite.planners.one_weird_trick.plan_on_mesh", lambda *_, **__: pytest.fail("solved"))
+    monkeypatch.setattr("alpa_lite.planners.convolution_parallel.plan_on_mesh", lambda *_, **__: pytest.fail("solved"))
     host, kernels = al.cluster("p3.16xlarge"), sum(4 * 9 * a * b for a, b in pairwise(CHANNELS))
     small = replace(host, device=replace(host.device, memory_bytes=kernels - 1))
     with pytest.raises(al.errors.InfeasibleError, match="state of convolutions alone, which every device holds whole"):

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import pytest
 
 import alpa_lite as al
-from alpa_lite.cli.models.gpt import GPT
+from alpa_lite.cli.models.decoders import GPT
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.plan.walk import free_values
 from alpa_lite.planners import (
@@ -403,7 +403,7 @@ _ON_A_LAPTOP = """
     import time
     import jax, jax.numpy as jnp, optax
     import alpa_lite as al
-    from alpa_lite.cli.models.gpt import GPT
+    from alpa_lite.cli.models.decoders import GPT
     from alpa_lite.cli.models.train import init_state, make_train_step
 
     model, optimizer = GPT(num_layers=2, hidden=256, seq_len=64, dropout=0.1), optax.adamw(1e-3)

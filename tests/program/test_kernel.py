@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
@@ -53,4 +54,31 @@ def test_compiled_functions_are_loaded_from_disk(tmp_path: Path, monkeypatch: py
         assert module.total(module.PAIR) == 3
         # The class is another one after the second import, but has the same name.
         assert sum(module.total.stats.cache_misses.values()) <= misses
+    sys.modules.pop(path.stem, None)
+
+
+def test_functions_whose_file_has_no_folder_for_a_cache_are_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    path = tmp_path / "module_that_left.py"
+    path.write_text(MODULE.format(name="Pair"))
+    module = importlib.import_module(path.stem)
+    path.unlink()  # to numba this is a module in a zip file
+    assert module.total(module.PAIR) == 3
+    sys.modules.pop(path.stem, None)
+
+
+def test_functions_are_compiled_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from numba.core.caching import FunctionCache
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(FunctionCache, "save_overload", full)
+    monkeypatch.syspath_prepend(tmp_path)
+    path = tmp_path / "module_on_a_full_disk.py"
+    path.write_text(MODULE.format(name="Pair"))
+    module = importlib.import_module(path.stem)
+    assert module.total(module.PAIR) == 3
     sys.modules.pop(path.stem, None)

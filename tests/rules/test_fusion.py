@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 
-from alpa_lite.cli.models.attention import attention_core
+from alpa_lite.cli.models.transformer_layers import Projected, attention_core
 from alpa_lite.program.ir import Graph, Op
 from alpa_lite.rules.fusion import Access, accesses, fusion_groups, is_folded, on_chip
 from alpa_lite.rules.op_info import free_values
@@ -311,11 +311,11 @@ SCORES = BATCH * GROUP * SEQ * RATIO * SEQ
 
 def attention(*, causal: bool, rate: float = 0.0, **options: Any) -> Callable[..., Any]:
     """The core, computed again in the backward pass, between two element-wise ops."""
-    core = jax.checkpoint(attention_core, static_argnums=(4, 6))
+    core = jax.checkpoint(attention_core, static_argnums=(2, 4))
 
     def run(query: Any, key: Any, value: Any) -> Any:
         drawn = jax.random.key(0) if rate else None
-        return jnp.sum(core(jnp.sin(query), key, value, None, causal, drawn, rate) ** 2)
+        return jnp.sum(core(Projected(jnp.sin(query), key, value), None, causal, drawn, rate) ** 2)
 
     return run
 
@@ -373,8 +373,8 @@ def test_only_the_attention_that_is_masked_is_halved() -> None:
     """A decoder attends to what came before, and to all of its encoder."""
 
     def run(query: Any, key: Any, value: Any) -> Any:
-        before = attention_core(query, key, value, None, True).transpose(0, 2, 1, 3, 4)
-        return attention_core(before, key, value, None, False)
+        before = attention_core(Projected(query, key, value), None, True).transpose(0, 2, 1, 3, 4)
+        return attention_core(Projected(before, key, value), None, False)
 
     graph = graph_of(run, (BATCH, SEQ, GROUP, RATIO, DIM), *[(BATCH, SEQ, GROUP, DIM)] * 2)
     first, second = products(graph)[:2], products(graph)[2:]

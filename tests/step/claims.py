@@ -22,8 +22,8 @@ from alpa_lite.program.ir import Graph, wiring_of
 from alpa_lite.step.additivity import Proof, prove
 from alpa_lite.step.relations import Own, Relation, RelationKind
 from alpa_lite.step.split import at_two_sizes, by_micro_batch, merge
-from alpa_lite.trace.local_control_flow import run_control_flow
-from alpa_lite.trace.passes.hoist_data_sums import all_values, hoist_values, inputs_of_data
+from alpa_lite.trace.evaluate import run_control_flow
+from alpa_lite.trace.passes.code_motion import all_values, hoist_values, inputs_of_data
 from alpa_lite.trace.passes.split_stacked import PartedProgram
 from alpa_lite.trace.trace import Traced
 

@@ -17,7 +17,7 @@ from alpa_lite import _jax
 from alpa_lite.errors import BatchError, NonAdditiveError, TraceError
 from alpa_lite.plan.plan import fingerprint
 from alpa_lite.program.phases import Phase, StepGraph
-from alpa_lite.rules.batch_flow import follow_batch
+from alpa_lite.rules.dims import follow_batch
 from alpa_lite.step.split import TracedStep, split_step
 from alpa_lite.trace.trace import trace
 from tests.end_to_end.programs import PARAMS, PROGRAMS, X, Y, descend, forward, squared

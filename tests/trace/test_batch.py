@@ -243,6 +243,8 @@ def test_two_batches_that_are_equally_likely_are_both_proposed_and_work() -> Non
 def test_a_step_without_data_proposes_nothing() -> None:
     problem = trace(lambda p, rate: jax.tree.map(lambda a: a * rate, p), ({"w": _f32(8, 4)}, 0.1)).batch_problem
     assert _suggested(problem) == [] and "The step takes p/w, rate." in problem
+    problem = trace(lambda: jnp.ones(8), ()).batch_problem
+    assert problem == "The batch cannot be found: the function takes no arrays. Pass the batch as an argument."
 
 
 def test_named_arguments_that_disagree() -> None:

@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from alpa_lite.cli.models.transformer import Recompute, Transformer
+from alpa_lite.cli.models.transformer import Computation, Recompute, Transformer
 from alpa_lite.errors import TraceError
 from alpa_lite.inspection.page.notebook import show
 from alpa_lite.program.ir import Graph
 from alpa_lite.program.phases import Phase, StepGraph
 from alpa_lite.step.split import split_step
 from alpa_lite.trace.from_jaxpr import from_jaxpr
-from alpa_lite.trace.passes.sink_constants import sink_free_values
+from alpa_lite.trace.passes.code_motion import sink_free_values
 from alpa_lite.trace.trace import Traced, trace
 
 #: A number of positions that no other dim has.
@@ -30,9 +30,8 @@ def _traced(recompute: Recompute, batch_size: int) -> Traced:
         num_heads=2,
         inner=16,
         seq_len=SEQ_LEN,
-        recompute=recompute,
         dropout=0.2,
-        dtype=jnp.float32,
+        computation=Computation(recompute=recompute, dtype=jnp.float32),
     )
 
     def step(params: Any, batch: Any, key: Any) -> Any:

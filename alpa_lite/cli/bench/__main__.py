@@ -13,16 +13,10 @@ from rich.console import Console
 
 import alpa_lite as al
 from alpa_lite.api.doctor import virtual_environment
-from alpa_lite.cli.bench.bench_options import add_options
-from alpa_lite.cli.bench.chart import ChartError, check_matplotlib, draw
-from alpa_lite.cli.bench.contenders import named_contenders
-from alpa_lite.cli.bench.measured import measured_rows
-from alpa_lite.cli.bench.page import page
-from alpa_lite.cli.bench.planned import Say, planned_entries, traced_target
-from alpa_lite.cli.bench.report import environment_lines, groups, tables
-from alpa_lite.cli.bench.row import Environment, Row, here, json_line
-from alpa_lite.cli.bench.targets import BenchTarget, find_target, named_models
-from alpa_lite.cli.bench.verdict import verdict
+from alpa_lite.cli.bench.entries import Say, contest_of, measured_rows, planned_entries
+from alpa_lite.cli.bench.report import ChartError, check_matplotlib, draw, environment_lines, groups, page, tables
+from alpa_lite.cli.bench.request import BenchTarget, add_options, find_target, named_contenders, named_models
+from alpa_lite.cli.bench.row import Environment, Row, here, json_line, verdict
 from alpa_lite.cli.command import Screen, ended, run_module, writing
 from alpa_lite.cli.demo import progress_line
 from alpa_lite.errors import PlanError
@@ -47,9 +41,8 @@ class Request:
 
 def compare(target: BenchTarget, cluster: Cluster, request: Request, say: Say) -> list[Row]:
     """Return the rows of one model on one cluster."""
-    traced = traced_target(target)
-    contenders = named_contenders(request.planners, cluster)
-    entries = list(planned_entries(target, traced, cluster, contenders, request.counts, say))
+    contest, contenders = contest_of(target, cluster), named_contenders(request.planners, cluster)
+    entries = list(planned_entries(contest, contenders, request.counts, say))
     return measured_rows(target, entries, request.rounds, say) if request.rounds else [entry.row for entry in entries]
 
 
@@ -78,8 +71,11 @@ def _run(arguments: Sequence[str], given: argparse.Namespace) -> int:
             given.out.mkdir(parents=True, exist_ok=True)
     models = named_models(given.model)
     targets = [find_target(name, given.batch) for name in models]
+    # All names are resolved first: a wrong one should not end a comparison that has run for an hour.
     described, counts = _described(given), _counts(given.num_microbatches)
+    # A model that was published with a cluster is priced there, unless the user asks for this machine.
     local = [described is None and bool(given.measure or given.cluster or target.cluster is None) for target in targets]
+    # Only now is it known whether devices are needed; plans for described clusters need none.
     if any(local) and given.devices:
         return _with_devices(arguments, given.devices)
     console = Screen(stderr=given.json, width=None if sys.stdout.isatty() else 120)
@@ -87,6 +83,7 @@ def _run(arguments: Sequence[str], given: argparse.Namespace) -> int:
     with progress_line(console) as say:
         machine = _this_machine(given.calibrate, say) if any(local) else None
         for target, here_too in zip(targets, local, strict=True):
+            # What is planned for another cluster cannot be measured here.
             rounds = given.steps if here_too and not given.simulate else 0
             request = Request(planners=given.planners, counts=counts, rounds=rounds)
             cluster = described or (machine if here_too else target.cluster)
@@ -130,10 +127,12 @@ def _shown(given: argparse.Namespace, rows: Sequence[Row], console: Console, env
     if given.out is not None:
         for path in keep(given.out, rows, environment, console):
             console.print(f"Written to {path}.", markup=False, highlight=False, soft_wrap=True)
+    # The verdicts come last, where a reader of a long output looks.
     verdicts = [verdict(some) for some in groups(rows)]
     for found in verdicts:
         console.print(str(found), markup=False, highlight=False, soft_wrap=True)
     failed = [found for found in verdicts if found.auto is None and found.manual is None]
+    # For continuous integration: a regression of the search then fails the job.
     limit = given.fail_above
     slower = [v for v in verdicts if limit is not None and v.ratio is not None and v.ratio.value > limit]
     for found in slower:
@@ -147,6 +146,7 @@ def keep(folder: Path, rows: Sequence[Row], environment: Environment, console: C
     lines, html = folder / "rows.jsonl", folder / "report.html"
     lines.write_text("".join(json_line(row, environment) + "\n" for row in rows), encoding="utf-8")
     html.write_text(page(rows, environment), encoding="utf-8")
+    # matplotlib is an optional extra; the page has its own charts.
     charts = list[Path]()
     try:
         check_matplotlib()

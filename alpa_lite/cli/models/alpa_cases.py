@@ -9,24 +9,48 @@ Hosts are AWS p3.16xlarge; cases of fewer than eight devices have a part of one.
   factor 32, as its measurements report its parameters; the suites also have another network of about this size.
 
 GPT-175B is the model of Brown et al. 2020 as Narayanan et al. 2021 train it, in bfloat16 and on A100s.
+
+Floating-point operations of one step, counted as Alpa's evaluation counts them.
+
+    GPT    96 T L H^2 (1 + S / 6H) + 6 T H V                                                       `transformer_flops`
+           = 24 forward + 48 backward + 24 computed again, per token, layer and H^2; no embedding lookup
+    MoE    4 L/2 (T H^2 (8 + 4 F) + 4 T S H)                              layers with one MLP      `moe_flops`
+         + 4 L/2 (T H^2 (8 + 8 F) + 4 T S H + 2 T H E + 4 T G + 8 T H G)  layers with experts
+         + 6 T H V
+    WRN    sum over convolutions and the last product of 2 in out taps, × 4; 3 without recomputation  `resnet_flops`
+
+T = tokens of the batch, S = tokens of a sequence, H = width, V = vocabulary, L = layers, E = experts, G = tokens of a
+group, F = inner width / H; taps = pairs of a weight and a pixel that it meets, which padding has none of.
+
+The first two are `compute_gpt_tflops` and `compute_moe_tflops` of alpa-projects/alpa (alpa/util.py) with
+recomputation; 4 is one forward pass, two for the backward pass and one again. For GPT and MoE each measured time with
+its TFLOPS gives the count back (`tests/cli/models/test_alpa_cases.py`). For Wide-ResNet the count was XLA's; the
+measured pairs of sharding alone give the 3, and their memory is that of a step which computes nothing again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 import alpa_lite as al
-from alpa_lite.cli.models.feed_forward import Experts
-from alpa_lite.cli.models.model_flops import resnet_flops, transformer_flops
-from alpa_lite.cli.models.optimizers import Transformation, adam, with_master_weights
-from alpa_lite.cli.models.resnet import ResNet
-from alpa_lite.cli.models.train import TrainState, TrainStep, init_state, make_train_step
-from alpa_lite.cli.models.transformer import Transformer
+from alpa_lite.cli.models.skip_networks import ResNet, block_starts
+from alpa_lite.cli.models.train import (
+    Adam,
+    TrainState,
+    TrainStep,
+    Transformation,
+    init_state,
+    make_train_step,
+    with_master_weights,
+)
+from alpa_lite.cli.models.transformer import Architecture, Computation, Transformer
+from alpa_lite.cli.models.transformer_layers import Experts
 from cost_models.cluster import Cluster
 
 Family = Literal["gpt", "moe", "wrn"]
@@ -56,13 +80,14 @@ class Case:
     @property
     def cluster(self) -> Cluster:
         """The cluster: whole hosts, or a part of one."""
+        # Cases of fewer devices than a host has use a part of one host, with its links.
         host = al.cluster(self.host, num_hosts=1)
         per_host = min(self.num_devices, host.devices_per_host)
         return replace(host, devices_per_host=per_host, num_hosts=self.num_devices // per_host)
 
     @property
     def flops_per_step(self) -> float:
-        """FLOPs per step as the evaluation counts them (`alpa_lite.cli.models.model_flops`), recomputation included."""
+        """FLOPs per step as the evaluation counts them (`transformer_flops`, `resnet_flops`), with recomputation."""
         if isinstance(self.model, ResNet):
             return resnet_flops(self.model, self.global_batch)
         return transformer_flops(self.model, self.global_batch)
@@ -86,6 +111,7 @@ class Case:
         """Return a plain train step."""
         if self._sequences_per_group == 1:
             return make_train_step(self.model.loss_fn, self._optimizer())
+        # Groups are independent of one another, so that the loss is their mean and the step additive over them.
         loss_of_groups = jax.vmap(self.model.loss_fn, in_axes=(None, 0, None))
         return make_train_step(lambda *arguments: jnp.mean(loss_of_groups(*arguments)), self._optimizer())
 
@@ -95,6 +121,7 @@ class Case:
         Tokens of several sequences that are routed together are one sample: [groups, sequences, ...].
         """
         state = jax.eval_shape(lambda: init_state(self.model.init(jax.random.key(0)), self._optimizer()))
+        # A group of tokens that is routed together cannot be split over micro-batches: it is one sample.
         together = self._sequences_per_group
         batch = self.model.batch_shapes(together)
         if together == 1:
@@ -110,7 +137,7 @@ class Case:
 
     def _optimizer(self) -> Transformation:
         if self.family not in ("wrn", "moe"):
-            return adam(weight_decay=0.01, master_weights=True)
+            return Adam(weight_decay=0.01, master_weights=True)
         import optax  # the project runs without it
 
         if self.family == "wrn":
@@ -118,7 +145,7 @@ class Case:
         return with_master_weights(optax.adafactor(1e-2))
 
 
-def gpt(hidden: int, layers: int, heads: int, *, seq_len: int = 1024, dtype: Any = jnp.float16) -> Transformer:
+def gpt(hidden: int, layers: int, heads: int, *, seq_len: int = 1024, dtype: DTypeLike = jnp.float16) -> Transformer:
     """Return a GPT of the evaluation."""
     return Transformer(
         vocab_size=51200,
@@ -127,10 +154,8 @@ def gpt(hidden: int, layers: int, heads: int, *, seq_len: int = 1024, dtype: Any
         num_heads=heads,
         inner=4 * hidden,
         seq_len=seq_len,
-        tied=False,
-        recompute="full",
-        dtype=dtype,
-        param_dtype=dtype,
+        architecture=Architecture(tied=False),
+        computation=Computation(recompute="full", dtype=dtype, param_dtype=dtype),
     )
 
 
@@ -181,6 +206,7 @@ def _published() -> Iterator[Case]:
     tables = {"gpt": _GPT, "moe": _MOE, "wrn": _WRN}
     for family, sizes in tables.items():
         for size, (billions, devices, microbatches, model) in sizes.items():
+            # 1520 is a multiple of the 38 micro-batches of 13B, 1536 is not.
             batch = 1024 if family != "wrn" else 1520 if size == "13B" else 1536
             yield Case(
                 id=f"{family}-{size}",
@@ -216,3 +242,71 @@ LARGER: tuple[Case, ...] = (
     ),
 )
 CASES: Mapping[str, Case] = {case.id: case for case in (*PUBLISHED, *LARGER)}
+
+
+def transformer_flops(model: Transformer, batch_size: int) -> float:
+    """Return the FLOPs of one step of a transformer with full recomputation, with experts or without."""
+    tokens, hidden = batch_size * model.seq_len, model.hidden
+    head = 6.0 * tokens * hidden * model.vocab_size
+    if model.experts is not None:
+        return moe_flops(model, tokens) + head
+    return 96.0 * tokens * model.num_layers * hidden**2 * (1 + model.seq_len / (6 * hidden)) + head
+
+
+def moe_flops(model: Transformer, tokens: int) -> float:
+    """Return the FLOPs of the layers of a transformer in which every second layer has experts."""
+    assert model.experts is not None
+    hidden, experts, inner = model.hidden, model.experts, model.inner / model.hidden
+    attention = 4.0 * tokens * model.seq_len * hidden
+    plain = tokens * hidden**2 * (8 + 4 * inner) + attention
+    routed = tokens * hidden**2 * (8 + 8 * inner) + attention
+    routed += 2.0 * tokens * hidden * experts.num_experts + 4.0 * tokens * experts.group_size
+    routed += 8.0 * tokens * hidden * experts.group_size
+    # Four passes: one forward, two backward, one again; every second layer has experts.
+    return 4 * model.num_layers / 2 * (plain + routed)
+
+
+def resnet_flops(model: ResNet, batch_size: int) -> float:
+    """Return the FLOPs of one step of a residual network: forward, twice as much backward, and recomputation if any."""
+    last = 2.0 * 4 * model.channels * 2 ** (len(model.stage_sizes) - 1) * model.num_classes
+    passes = 4.0 if model.recompute else 3.0
+    return passes * batch_size * (last + sum(convolution.flops for convolution in convolutions(model)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CountedConvolution:
+    """A square convolution of a square image; `stride` 1 keeps the size of the image, 2 halves it."""
+
+    kernel: int
+    inputs: int
+    outputs: int
+    side: int
+    stride: int = 1
+
+    @property
+    def flops(self) -> float:
+        """FLOPs per image: a multiplication and an addition for each pair of a weight and a pixel."""
+        half = self.kernel // 2
+        # Per row or column of pixels: the taps of a square kernel are the square of their sum.
+        met = (range(max(0, at - half), min(self.side, at + half + 1)) for at in range(0, self.side, self.stride))
+        return 2.0 * self.inputs * self.outputs * sum(map(len, met)) ** 2
+
+
+def convolutions(model: ResNet) -> Iterator[CountedConvolution]:
+    """Yield all convolutions for one image, in order."""
+    side, width, number = model.image_size, model.channels, 0
+    yield CountedConvolution(kernel=7, inputs=3, outputs=width, side=side, stride=2)
+    # The stem halves the image, and the pooling behind it once more.
+    side //= 4
+    for stage, size in enumerate(model.stage_sizes):
+        inside, outside = model.channels * 2**stage, 4 * model.channels * 2**stage
+        wide = inside * model.width_factor
+        for _ in range(size):
+            stride = 2 if number > 0 and block_starts(number, model.stage_sizes) else 1
+            yield CountedConvolution(kernel=1, inputs=width, outputs=inside, side=side)
+            yield CountedConvolution(kernel=3, inputs=inside, outputs=wide, side=side, stride=stride)
+            if stride > 1 or width != outside:
+                yield CountedConvolution(kernel=1, inputs=width, outputs=outside, side=side, stride=stride)
+            side //= stride
+            yield CountedConvolution(kernel=1, inputs=wide, outputs=outside, side=side)
+            width, number = outside, number + 1

@@ -1,22 +1,32 @@
-"""Random batches with the shapes and the limits that a model defines: `draw_batch`."""
+"""Batches to train on: random ones for any model, and windows of a text that every machine has.
 
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+- `Model`: the interface of all models; its shapes and limits define a random batch (`draw_batch`);
+- `load_text`: the source files of Python's standard library, byte by byte, so that the vocabulary is the 256 byte
+  values; `text_batches` draws windows of it.
+"""
+
+import os
+import sysconfig
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Protocol
 
 import jax
 import numpy as np
+
+from alpa_lite.cli.models.model_parts import Tree
 
 
 class Model(Protocol):
     """The interface of all models."""
 
     @property
-    def init(self) -> Callable[[jax.Array], Any]:
+    def init(self) -> Callable[[jax.Array], Tree]:
         """Draw the weights."""
         ...
 
     @property
-    def loss_fn(self) -> Callable[..., Any]:
+    def loss_fn(self) -> Callable[..., jax.Array]:
         """The loss function, ``(params, batch, key=None) -> loss``."""
         ...
 
@@ -34,6 +44,7 @@ def draw_batch(model: Model, batch_size: int, seed: int = 0) -> dict[str, np.nda
     """Draw a batch: integers below their limits, loss weights in [0.5, 1.5), other numbers normal."""
     rng, limits = np.random.default_rng(seed), model.limits
 
+    # Names decide, not dtypes: a loss divides by the sum of its weights, which must not come near zero.
     def draw(name: str, shape: jax.ShapeDtypeStruct) -> np.ndarray:
         if name in limits:
             return rng.integers(0, limits[name], shape.shape).astype(shape.dtype)
@@ -42,3 +53,71 @@ def draw_batch(model: Model, batch_size: int, seed: int = 0) -> dict[str, np.nda
         return rng.normal(size=shape.shape).astype(shape.dtype)
 
     return {name: draw(name, shape) for name, shape in model.batch_shapes(batch_size).items()}
+
+
+VOCAB_SIZE = 256
+DEFAULT_MAX_BYTES = 4 << 20
+_SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+
+
+def source_files(root: Path) -> Iterator[Path]:
+    """Yield the ``.py`` files under `root` in sorted order, without installed packages and tests."""
+    for folder, subfolders, files in os.walk(root):
+        # `os.walk` descends into what is left in its own list. Sorted, so that one Python version gives one text.
+        subfolders[:] = sorted(set(subfolders) - _SKIPPED_FOLDERS)
+        for name in sorted(files):
+            if name.endswith(".py"):
+                yield Path(folder) / name
+
+
+def load_text(max_bytes: int = DEFAULT_MAX_BYTES, root: Path | None = None) -> np.ndarray:
+    """Concatenate source files until `max_bytes` are reached; files that cannot be read are skipped.
+
+    Args:
+        max_bytes: length at which the text is cut.
+        root: folder to read; None means Python's standard library.
+
+    Returns:
+        ``[num_bytes]`` uint8, ``num_bytes <= max_bytes``.
+    """
+    chunks: list[bytes] = []
+    missing = max_bytes
+    for path in source_files(Path(sysconfig.get_paths()["stdlib"]) if root is None else root):
+        if missing <= 0:
+            break
+        try:
+            # Cut as it is read, so that the text has exactly the length that was asked for.
+            chunks.append(path.read_bytes()[:missing])
+        except OSError:
+            continue
+        missing -= len(chunks[-1])
+    return np.frombuffer(b"".join(chunks), dtype=np.uint8)
+
+
+def text_batches(
+    num_steps: int, batch_size: int, seq_len: int, seed: int = 0, *, text: np.ndarray | None = None
+) -> Iterator[dict[str, np.ndarray]]:
+    """Draw random windows of the text; the targets are the tokens shifted by one.
+
+    Args:
+        num_steps: number of text_batches to yield.
+        batch_size: windows per batch.
+        seq_len: tokens per window.
+        seed: seed of the random windows; the same seed gives the same text_batches.
+        text: ``[num_bytes]`` bytes to draw from; None means `load_text`.
+
+    Yields:
+        ``{"tokens", "targets"}``, both ``[batch_size, seq_len]`` int32.
+
+    Raises:
+        ValueError: the text is shorter than one window.
+    """
+    data = load_text() if text is None else text
+    if len(data) <= seq_len:
+        raise ValueError(f"The text has {len(data)} bytes; windows of seq_len={seq_len} need {seq_len + 1} or more.")
+    rng = np.random.default_rng(seed)
+    for _ in range(num_steps):
+        # One byte more than a window, whose last target it is.
+        starts = rng.integers(0, len(data) - seq_len, size=batch_size)
+        windows = data[starts[:, None] + np.arange(seq_len + 1)].astype(np.int32)
+        yield {"tokens": windows[:, :-1], "targets": windows[:, 1:]}

@@ -6,18 +6,18 @@
     x_{l+1} = x + feed_forward(norm(x))                                         (`Transformer._layer`)
     logits  = norm(x_L) head                                                    (`Transformer._logits`)
 
-Which options make which published model:
+Which options make which published model (`architecture` unless said otherwise):
 
 - GPT-2, GPT-3, Megatron-LM, MPT: the defaults (MPT: ``bias=False``); Nemotron: ``activation="squared_relu"``,
   ``positions="rotary"``, ``bias=False``, ``tied=False``, grouped queries.
 - Llama 2 and 3: ``gated=True, activation="silu", norm="rms", positions="rotary", bias=False, tied=False``.
-- Grok-1, Mixtral: Llama's with ``experts=Experts(num_experts=8, top_k=2)``.
-- GShard and the MoE of Alpa: ``experts=Experts(num_experts=E, top_k=2, group_size=S, every=2)``. Alpa's `inner` is
-  eight times `hidden` (benchmark/alpa of alpa-projects/alpa, ``intermediate_size=hidden_size * 8``).
-- BERT: ``objective="masked"``, with ``num_masked`` predictions per sequence. Norms stand before attention and MLP as
-  in the others, not behind; the work is the same.
-- T5 1.1: ``num_encoder_layers=L, encoder_seq_len=512, seq_len=128, gated=True, norm="rms", positions="relative",
-  bias=False, tied=False, fused=False``. `num_layers` counts the decoder's.
+- Grok-1, Mixtral: Llama's, and for the model ``experts=Experts(num_experts=8, top_k=2)``.
+- GShard and the MoE of Alpa: for the model ``experts=Experts(num_experts=E, top_k=2, group_size=S, every=2)``. Alpa's
+  `inner` is eight times `hidden` (benchmark/alpa of alpa-projects/alpa, ``intermediate_size=hidden_size * 8``).
+- BERT: for the model ``num_masked``, the predictions per sequence. Norms stand before attention and MLP as in the
+  others, not behind; the work is the same.
+- T5 1.1: ``gated=True, norm="rms", positions="relative", bias=False, tied=False``, for the model ``encoder=Encoder(
+  num_layers=L, seq_len=512), seq_len=128``, and ``Computation(fused=False)``. `num_layers` counts the decoder's.
 
 The stack of layers is written as `num_segments` loops (`lax.scan`) one after the other, so that a pipeline may be cut
 between them; the loops share one body, which JAX traces once. What the backward pass recomputes: see `Recompute`.
@@ -25,20 +25,34 @@ between them; the loops share one body, which JAX traces once. What the backward
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
-from alpa_lite.cli.models.attention import NUM_BUCKETS, Attention, distance_buckets
-from alpa_lite.cli.models.feed_forward import Activation, Experts, FeedForward
-from alpa_lite.cli.models.initial_weights import count, draw, stacked
-from alpa_lite.cli.models.losses import Reduction, cross_entropy, reduce_losses
-from alpa_lite.cli.models.precision import narrow_einsum
-from alpa_lite.cli.models.regularisation import drop
+from alpa_lite.cli.models.model_parts import (
+    Reduction,
+    Tree,
+    count_weights,
+    cross_entropy,
+    draw_weights,
+    drop,
+    reduce_losses,
+    stacked_shapes,
+)
+from alpa_lite.cli.models.transformer_layers import (
+    NUM_BUCKETS,
+    Activation,
+    Attention,
+    Experts,
+    FeedForward,
+    distance_buckets,
+    narrow_einsum,
+)
 
-Params = dict[str, Any]
+Params = dict[str, Tree]
 """``token_embedding`` [vocab, hidden]; ``layers``, one entry per segment: a list of the layers of a period (one layer,
 or `Experts.every` layers) with leaves ``[periods, ...]``; ``final_norm``; where the options ask for them
 ``position_embedding``, ``head``, ``relative_bias``, ``masked_head``, and ``encoder`` with layers, norm and bias."""
@@ -65,30 +79,73 @@ _NAMED: dict[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """The kind of a transformer's layers; the module says which options make which published model.
+
+    Attributes:
+        num_kv_heads: heads of keys and values; None for as many as there are heads of queries.
+        head_dim: width of a head; None for ``hidden / num_heads``.
+        activation: of the feed-forward layers.
+        gated: gated feed-forward layers, which have no bias.
+        norm: with the mean subtracted, or of the root mean square alone.
+        bias: whether projections and layer norms have a bias.
+        positions: learned embeddings, rotary, biases by relative distance (T5), or none.
+        rotary_base: base of the frequencies of rotary positions.
+        tied: use the token embedding, transposed, as the output projection.
+    """
+
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    activation: Activation = "gelu"
+    gated: bool = False
+    norm: Literal["layer", "rms"] = "layer"
+    bias: bool = True
+    positions: Literal["learned", "rotary", "relative", "none"] = "learned"
+    rotary_base: float = 500000.0
+    tied: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Computation:
+    """The form in which a transformer is computed; it changes neither the function nor the number of weights.
+
+    Attributes:
+        fused: queries, keys and values, and both inner projections of gated layers, as one contraction each.
+        num_segments: loops that the layers (of encoder and decoder each) are written as.
+        recompute: what the backward pass computes again.
+        narrow: the projections of the layers compute in eight-bit floating point (`narrow_einsum`).
+        dtype: of activations and of weights where they are used; softmax, norms and loss are computed in float32.
+        param_dtype: of the weights.
+    """
+
+    fused: bool = True
+    num_segments: int = 1
+    recompute: Recompute = "none"
+    narrow: bool = False
+    dtype: DTypeLike = jnp.bfloat16
+    param_dtype: DTypeLike = jnp.float32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encoder:
+    """The encoder that a decoder attends to: its layers, and the tokens per sequence that it reads."""
+
+    num_layers: int
+    seq_len: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Transformer:
-    """Sizes and options; the module says which options make which published model.
+    """Sizes and options of the model.
 
     Attributes:
         inner: width of the feed-forward layers.
         seq_len: tokens per sequence (of the decoder).
-        num_kv_heads: heads of keys and values; None for `num_heads`.
-        head_dim: width of a head; None for ``hidden / num_heads``.
-        gated: gated feed-forward layers, which have no bias.
-        bias: whether projections and layer norms have a bias.
-        fused: queries, keys and values, and both inner projections of gated layers, as one contraction each.
-        positions: learned embeddings, rotary, biases by relative distance (T5), or none.
-        tied: use the token embedding, transposed, as the output projection.
-        objective: predict the next token (causal), or masked tokens and whether two sentences follow each other.
-        num_masked: predictions per sequence of the masked objective, gathered before the output projection.
+        num_masked: predictions per sequence of masked tokens, gathered before the output projection, besides which the
+            model says whether two sentences follow each other; None to predict the next token (causal).
         experts: mixture of experts in place of the feed-forward layers.
-        num_encoder_layers: layers of an encoder that the decoder attends to; 0 for none.
-        encoder_seq_len: tokens per sequence of the encoder.
-        num_segments: loops that the layers (of encoder and decoder each) are written as.
         dropout: rate behind the embedding and each branch, and of attention; masks are drawn only when `loss_fn` is
             given a key.
-        narrow: the projections of the layers compute in eight-bit floating point (`precision.narrow_einsum`).
-        dtype: of activations and of weights where they are used; softmax, norms and loss are computed in float32.
-        param_dtype: of the weights.
     """
 
     vocab_size: int = 256
@@ -97,46 +154,31 @@ class Transformer:
     num_heads: int = 4
     inner: int = 512
     seq_len: int = 128
-    num_kv_heads: int | None = None
-    head_dim: int | None = None
-    activation: Activation = "gelu"
-    gated: bool = False
-    norm: Literal["layer", "rms"] = "layer"
-    bias: bool = True
-    fused: bool = True
-    positions: Literal["learned", "rotary", "relative", "none"] = "learned"
-    rotary_base: float = 500000.0
-    tied: bool = True
-    objective: Literal["next_token", "masked"] = "next_token"
-    num_masked: int = 20
+    architecture: Architecture = Architecture()
+    num_masked: int | None = None
     experts: Experts | None = None
-    num_encoder_layers: int = 0
-    encoder_seq_len: int = 0
-    num_segments: int = 1
-    recompute: Recompute = "none"
+    encoder: Encoder | None = None
     dropout: float = 0.0
-    narrow: bool = False
-    dtype: Any = jnp.bfloat16
-    param_dtype: Any = jnp.float32
+    computation: Computation = Computation()
 
     def __post_init__(self) -> None:
-        kv_heads = self.num_kv_heads or self.num_heads
+        kv_heads = self.architecture.num_kv_heads or self.num_heads
         if self.num_heads % kv_heads:
             raise ValueError(f"num_heads must be a multiple of num_kv_heads; got {self.num_heads} and {kv_heads}.")
-        if self.head_dim is None and self.hidden % self.num_heads:
+        if self.architecture.head_dim is None and self.hidden % self.num_heads:
             raise ValueError(f"Without head_dim, heads divide hidden; got {self.hidden} for {self.num_heads} heads.")
-        if self.num_layers % self.period or self.num_encoder_layers % self.period:
+        stacks = [self.num_layers, *([] if self.encoder is None else [self.encoder.num_layers])]
+        if any(layers % self.period for layers in stacks):
             raise ValueError(
                 f"With experts in one of every {self.period} layers, the layers must be a multiple of it; got "
-                f"{self.num_layers} and an encoder of {self.num_encoder_layers}."
+                f"{' and an encoder of '.join(map(str, stacks))}."
             )
-        stacks = [self.num_layers, *([self.num_encoder_layers] if self.num_encoder_layers else [])]
-        if not 1 <= self.num_segments <= min(stacks) // self.period:
+        if not 1 <= self.computation.num_segments <= min(stacks) // self.period:
             raise ValueError(
                 f"num_segments must lie between 1 and the {min(stacks) // self.period} repetitions of the layers; got "
-                f"{self.num_segments}."
+                f"{self.computation.num_segments}."
             )
-        if self.recompute == "alternate" and self.fused:
+        if self.computation.recompute == "alternate" and self.computation.fused:
             raise ValueError("recompute='alternate' names every projection by itself; got fused=True, set it to False.")
 
     @property
@@ -146,27 +188,28 @@ class Transformer:
 
     def init(self, key: jax.Array) -> Params:
         """Draw the weights: normal(0.02); norms start at one, biases at zero. They do not depend on `num_segments`."""
-        return draw(key, self._shapes(), self.param_dtype, self.num_segments)
+        return draw_weights(key, self._shapes(), self.computation.param_dtype, self.computation.num_segments)
 
     def parameter_count(self) -> int:
         """Return the number of weights."""
-        return count(self._shapes())
+        return count_weights(self._shapes())
 
     def batch_shapes(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """The arrays of a batch of so many sequences, by name; all hold integers.
+        """Return the arrays of a batch of so many sequences as shapes; all hold integers.
 
         Next token: ``tokens`` and ``targets`` ``[batch, seq_len]``, and with an encoder ``inputs``
         ``[batch, encoder_seq_len]``. Masked: ``tokens`` and ``types`` (of the sentence, 0 or 1) ``[batch, seq_len]``,
         ``positions`` and ``targets`` ``[batch, num_masked]``, ``follows`` ``[batch]``.
         """
+        # Shapes of one sequence; the batch is put in front of all of them.
         names = {"tokens": (self.seq_len,)}
-        if self.objective == "masked":
+        if self.num_masked is not None:
             names |= {"types": (self.seq_len,), "positions": (self.num_masked,), "targets": (self.num_masked,)}
             names |= {"follows": ()}
         else:
             names |= {"targets": (self.seq_len,)}
-        if self.num_encoder_layers:
-            names |= {"inputs": (self.encoder_seq_len,)}
+        if self.encoder is not None:
+            names |= {"inputs": (self.encoder.seq_len,)}
         return {name: jax.ShapeDtypeStruct((batch_size, *shape), jnp.int32) for name, shape in names.items()}
 
     @property
@@ -195,104 +238,108 @@ class Transformer:
             reduction: of the loss over all predictions of the batch; the masked objective adds that over the sequences.
         """
         x = self.hidden_states(params, batch, key)
-        if self.objective == "next_token":
+        if self.num_masked is None:
             return reduce_losses(cross_entropy(self._logits(params, x), batch["targets"]), reduction)
-        head = _cast(params["masked_head"], self.dtype)
+        head = _cast(params["masked_head"], self.computation.dtype)
         masked = jnp.take_along_axis(x, batch["positions"][..., None], axis=1)
         masked = self._norm(jax.nn.gelu(masked @ head["w"] + head["b"]), head["norm"])
+        # Only the masked positions are projected to the vocabulary.
         predicted = cross_entropy(self._logits(params, masked) + head["vocab_bias"], batch["targets"])
         pooled = jnp.tanh(x[:, 0] @ head["w_pool"] + head["b_pool"])
         follows = cross_entropy(pooled @ head["w_follows"] + head["b_follows"], batch["follows"])
         return reduce_losses(predicted, reduction) + reduce_losses(follows, reduction)
 
     def hidden_states(self, params: Params, batch: Mapping[str, jax.Array], key: jax.Array | None = None) -> jax.Array:
-        """Output of the last layer, normed: ``[batch, seq_len, hidden]``."""
+        """Return the output of the last layer, normed: ``[batch, seq_len, hidden]``."""
+        # Without dropout no key is split: a step that draws nothing has no random ops, whatever its caller passes.
         keys = None if key is None or self.dropout == 0.0 else jax.random.split(key)
         memory = None
-        if self.num_encoder_layers:
+        if self.encoder is not None:
             inputs = self._embed(params, batch["inputs"])
+            # The decoder gets the first key, whether there is an encoder or not.
             encoder_key = None if keys is None else keys[1]
             memory = self._stack(params["encoder"], inputs, encoder_key, causal=False, memory=None)
         x = self._embed(params, batch["tokens"])
-        if self.objective == "masked":
-            x = x + params["type_embedding"][batch["types"]].astype(self.dtype)
+        if self.num_masked is not None:
+            x = x + params["type_embedding"][batch["types"]].astype(self.computation.dtype)
         key = None if keys is None else keys[0]
-        return self._stack(params, x, key, causal=self.objective == "next_token", memory=memory)
+        return self._stack(params, x, key, causal=self.num_masked is None, memory=memory)
 
     def _embed(self, params: Params, tokens: jax.Array) -> jax.Array:
         """``[batch, seq] -> [batch, seq, hidden]``."""
-        x = params["token_embedding"][tokens].astype(self.dtype)
-        if self.positions == "learned":
-            x = x + params["position_embedding"].astype(self.dtype)[: tokens.shape[1]]
+        x = params["token_embedding"][tokens].astype(self.computation.dtype)
+        if self.architecture.positions == "learned":
+            x = x + params["position_embedding"].astype(self.computation.dtype)[: tokens.shape[1]]
         return x
 
     def _logits(self, params: Params, x: jax.Array) -> jax.Array:
         """``[..., hidden] -> [..., vocab_size]``."""
-        if self.tied:
-            return jnp.einsum("bsh,vh->bsv", x, params["token_embedding"].astype(self.dtype))
-        return jnp.einsum("bsh,hv->bsv", x, params["head"].astype(self.dtype))
+        if self.architecture.tied:
+            return jnp.einsum("bsh,vh->bsv", x, params["token_embedding"].astype(self.computation.dtype))
+        return jnp.einsum("bsh,hv->bsv", x, params["head"].astype(self.computation.dtype))
 
     def _stack(
         self, params: Params, x: jax.Array, key: jax.Array | None, *, causal: bool, memory: jax.Array | None
     ) -> jax.Array:
-        """All layers of the encoder or decoder and the norm behind them, ``[batch, seq, hidden] -> same``."""
+        """Apply all layers of the encoder or decoder and the norm behind them, ``[batch, seq, hidden] -> same``."""
         bias = None
-        if self.positions == "relative":
+        if self.architecture.positions == "relative":
             buckets = distance_buckets(x.shape[1], x.shape[1], causal=causal)
+            # Shared by all layers of a stack, as in T5.
             bias = params["relative_bias"][buckets].transpose(2, 0, 3, 1)
         sizes = [jax.tree.leaves(segment)[0].shape[0] for segment in params["layers"]]
         layer_keys = None
         if key is not None:
             embedding_key, layers_key = jax.random.split(key)
             x = drop(x, embedding_key, self.dropout)
+            # For all layers at once, so that the masks do not depend on the number of segments.
             layer_keys = jax.random.split(layers_key, (sum(sizes), self.period, 5))
-        layer = self._recomputed(lambda x, weights, keys: self._layer(x, weights, keys, causal, bias, memory))
+        context = _Context(causal=causal, bias=bias, memory=memory)
+        layer = self._recomputed(lambda x, weights, keys: self._layer(x, weights, keys, context))
 
-        def period(x: jax.Array, scanned: Any) -> tuple[jax.Array, None]:
+        def period(x: jax.Array, scanned: tuple[list[Params], jax.Array | None]) -> tuple[jax.Array, None]:
             layers, keys = scanned
             for i, weights in enumerate(layers):
                 x = layer(x, weights, None if keys is None else keys[i])
             return x, None
 
+        # Under one `jit` all segments of equal size share a trace.
         start = 0
         run = jax.jit(lambda x, scanned: lax.scan(period, x, scanned)[0])
         for size, segment in zip(sizes, params["layers"], strict=True):
             x = run(x, (segment, None if layer_keys is None else layer_keys[start : start + size]))
             start += size
-        return self._norm(x, _cast(params["final_norm"], self.dtype))
+        return self._norm(x, _cast(params["final_norm"], self.computation.dtype))
 
     def _recomputed(self, layer: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         """Apply the policy of `recompute` to a layer."""
-        if self.recompute in ("none", "selective"):
+        # Selective recomputation is inside of attention (`Attention.recompute_core`).
+        if self.computation.recompute in ("none", "selective"):
             return layer
+        # A policy says which values are saved; all others are computed again.
         policies = jax.checkpoint_policies
         policy = {"dots": policies.dots_saveable, "dots_without_batch": policies.dots_with_no_batch_dims_saveable}.get(
-            self.recompute
+            self.computation.recompute
         )
-        if self.recompute in _NAMED:
-            policy = policies.save_only_these_names(*_NAMED[self.recompute])
+        if self.computation.recompute in _NAMED:
+            policy = policies.save_only_these_names(*_NAMED[self.computation.recompute])
         return jax.checkpoint(layer, policy=policy)
 
-    def _layer(
-        self,
-        x: jax.Array,
-        layer: Params,
-        keys: jax.Array | None,
-        causal: bool,
-        bias: jax.Array | None,
-        memory: jax.Array | None,
-    ) -> jax.Array:
-        """One layer, ``[batch, seq, hidden] -> same``."""
-        weights = _cast(layer, self.dtype)
-        attend = self._attention(causal=causal)
+    def _layer(self, x: jax.Array, layer: Params, keys: jax.Array | None, context: "_Context") -> jax.Array:
+        """Apply one layer, ``[batch, seq, hidden] -> same``."""
+        # Inside the recomputed function: the backward pass converts again instead of keeping the narrow weights.
+        weights = _cast(layer, self.computation.dtype)
+        attend = self._attention(causal=context.causal)
+        # In order: attention's branch, cross attention's branch, feed-forward's, and the weights of either attention.
         drops = (None,) * 5 if keys is None else tuple(keys)
-        attended = attend.apply(self._norm(x, weights["norm1"]), weights["attention"], bias=bias, key=drops[3])
+        attended = attend.apply(self._norm(x, weights["norm1"]), weights["attention"], bias=context.bias, key=drops[3])
         x = x + drop(attended, drops[0], self.dropout)
-        if memory is not None:
+        if context.memory is not None:
             attend = self._attention(causal=False, cross=True)
-            crossed = attend.apply(self._norm(x, weights["norm_cross"]), weights["cross"], memory, key=drops[4])
+            crossed = attend.apply(self._norm(x, weights["norm_cross"]), weights["cross"], context.memory, key=drops[4])
             x = x + drop(crossed, drops[1], self.dropout)
         normed, mlp = self._norm(x, weights["norm2"]), self._feed_forward()
+        # Only the last layer of a period has experts, as its weights say.
         if self.experts is not None and "experts" in weights:
             return x + drop(self.experts.apply(normed, weights["experts"], mlp), drops[2], self.dropout)
         return x + drop(mlp.apply(normed, weights["mlp"]), drops[2], self.dropout)
@@ -301,49 +348,54 @@ class Transformer:
     def _norm(self, x: jax.Array, weights: Mapping[str, jax.Array]) -> jax.Array:
         """Normalise the last dim, in float32: ``[..., hidden] -> [..., hidden]``."""
         x32 = x.astype(jnp.float32)
-        if self.norm == "layer":
+        if self.architecture.norm == "layer":
+            # The rms norm omits the mean (Zhang and Sennrich 2019).
             x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
         normed = x32 * lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + 1e-5)
         scaled = normed.astype(x.dtype) * weights["scale"]
         return scaled + weights["bias"] if "bias" in weights else scaled
 
     def _attention(self, *, causal: bool, cross: bool = False) -> Attention:
+        kind = self.architecture
         return Attention(
             hidden=self.hidden,
             num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads or self.num_heads,
-            head_dim=self.head_dim or self.hidden // self.num_heads,
+            num_kv_heads=kind.num_kv_heads or self.num_heads,
+            head_dim=kind.head_dim or self.hidden // self.num_heads,
             causal=causal,
-            rotary_base=self.rotary_base if self.positions == "rotary" and not cross else None,
-            bias=self.bias,
-            fused=self.fused and not cross,
-            recompute_core=self.recompute == "selective",
+            rotary_base=kind.rotary_base if kind.positions == "rotary" and not cross else None,
+            bias=kind.bias,
+            fused=self.computation.fused and not cross,
+            recompute_core=self.computation.recompute == "selective",
             dropout=self.dropout,
-            einsum=narrow_einsum if self.narrow else jnp.einsum,
+            einsum=narrow_einsum if self.computation.narrow else jnp.einsum,
         )
 
     def _feed_forward(self) -> FeedForward:
+        kind = self.architecture
         return FeedForward(
             hidden=self.hidden,
             inner=self.inner,
-            activation=self.activation,
-            gated=self.gated,
-            bias=self.bias,
-            fused=self.fused,
-            einsum=narrow_einsum if self.narrow else jnp.einsum,
+            activation=kind.activation,
+            gated=kind.gated,
+            bias=kind.bias,
+            fused=self.computation.fused,
+            einsum=narrow_einsum if self.computation.narrow else jnp.einsum,
         )
 
     def _shapes(self) -> Params:
         """Return the shapes of the weights, with the layers not yet split into segments."""
         hidden, norm = self.hidden, self._norm_shapes()
         shapes: Params = {"token_embedding": (self.vocab_size, hidden), **self._stack_shapes(decoder=True)}
-        if self.num_encoder_layers:
+        if self.encoder is not None:
             shapes["encoder"] = self._stack_shapes(decoder=False)
-        if self.positions == "learned":
-            shapes["position_embedding"] = (max(self.seq_len, self.encoder_seq_len), hidden)
-        if not self.tied:
+        if self.architecture.positions == "learned":
+            # Encoder and decoder share the embedding of positions, as they share that of tokens.
+            longest = self.seq_len if self.encoder is None else max(self.seq_len, self.encoder.seq_len)
+            shapes["position_embedding"] = (longest, hidden)
+        if not self.architecture.tied:
             shapes["head"] = (hidden, self.vocab_size)
-        if self.objective == "masked":
+        if self.num_masked is not None:
             shapes["type_embedding"] = (2, hidden)
             shapes["masked_head"] = {
                 "w": (hidden, hidden),
@@ -359,12 +411,12 @@ class Transformer:
 
     def _stack_shapes(self, *, decoder: bool) -> Params:
         """Return ``layers`` with the whole stack in one segment, the final norm, and the bias of its attention."""
-        periods = (self.num_layers if decoder else self.num_encoder_layers) // self.period
+        num_layers = self.num_layers if decoder or self.encoder is None else self.encoder.num_layers
         layers = [self._layer_shapes(i, decoder=decoder) for i in range(self.period)]
-        shapes: Params = {"layers": stacked(layers, periods)}
+        shapes: Params = {"layers": stacked_shapes(layers, num_layers // self.period)}
         shapes["final_norm"] = self._norm_shapes()
-        if self.positions == "relative":
-            heads = self.num_kv_heads or self.num_heads
+        if self.architecture.positions == "relative":
+            heads = self.architecture.num_kv_heads or self.num_heads
             shapes["relative_bias"] = (NUM_BUCKETS, heads, self.num_heads // heads)
         return shapes
 
@@ -372,17 +424,25 @@ class Transformer:
         """Return the shapes of layer number `index` of a period."""
         norm, mlp = self._norm_shapes(), self._feed_forward()
         shapes: Params = {"norm1": norm, "attention": self._attention(causal=False).shapes(), "norm2": norm}
-        if decoder and self.num_encoder_layers:
+        if decoder and self.encoder is not None:
             shapes |= {"norm_cross": norm, "cross": self._attention(causal=False, cross=True).shapes()}
         if self.experts is not None and index == self.period - 1:
             return shapes | {"experts": self.experts.shapes(mlp)}
         return shapes | {"mlp": mlp.shapes()}
 
     def _norm_shapes(self) -> dict[str, tuple[int, ...]]:
-        names = ("scale", "bias") if self.norm == "layer" and self.bias else ("scale",)
+        names = ("scale", "bias") if self.architecture.norm == "layer" and self.architecture.bias else ("scale",)
         return {name: (self.hidden,) for name in names}
 
 
-def _cast(weights: Any, dtype: Any) -> Any:
+class _Context(NamedTuple):
+    """What all layers of a stack share: the mask, the bias of attention by distance, and the encoder's output."""
+
+    causal: bool
+    bias: jax.Array | None
+    memory: jax.Array | None
+
+
+def _cast(weights: Tree, dtype: DTypeLike) -> Tree:
     """Convert all weights to another dtype."""
     return jax.tree.map(lambda w: w.astype(dtype), weights)

@@ -125,6 +125,7 @@ def _stages(stages: Sequence[int]) -> str:
 def _coordinates(place: int, sizes: Mapping[str, int]) -> dict[str, int]:
     """Return a device's coordinates on a logical mesh, whose last axis varies fastest."""
     found: dict[str, int] = {}
+    # From the fastest axis to the slowest: the remainder is the coordinate, the quotient goes on.
     for axis, size in reversed(list(sizes.items())):
         place, found[axis] = divmod(place, size)
     return {axis: found[axis] for axis in sizes}
@@ -133,6 +134,7 @@ def _coordinates(place: int, sizes: Mapping[str, int]) -> dict[str, int]:
 def layers_svg(plan: Plan) -> str:
     """Return all layers in a row, in the colours of their stages; wide ones have their number."""
     count = max(1, plan.num_layers)
+    # One width for all: layers are of about equal work, as the clustering makes them.
     width = _WIDTH / count
     ops = [0] * count
     for layer in plan.op_layers:
@@ -177,6 +179,7 @@ def block_svg(spec: Spec, sizes: Mapping[str, int]) -> str:
     rows, columns = drawn_dims(spec)
     # More lines would merge into one dark area.
     down, across = (min(_MAX_LINES, _parts(spec, dim, sizes)) for dim in (rows, columns))
+    # A vector is drawn flatter than a matrix.
     high = _BLOCK_HEIGHT if rows is not None else _BLOCK_HEIGHT / 3
     top = (_BLOCK_HEIGHT - high) / 2
     lines = "".join(f"M0 {top + high * i / down:.4g}h{_BLOCK_WIDTH:.0f}" for i in range(1, down))
@@ -195,6 +198,7 @@ def drawn_dims(spec: Spec) -> tuple[int | None, int | None]:
     if rank < 2:
         return None, 0 if rank else None
     cut = [dim for dim in range(rank) if spec.dims[dim]]
+    # Split dims before whole ones, and the last ones of both, which are those of the matrix in a stack.
     shown = sorted((*cut[-2:], *[dim for dim in (rank - 1, rank - 2) if dim not in cut])[:2])
     return shown[0], shown[1]
 
@@ -285,6 +289,7 @@ def _merged(bars: Iterable[Bar], scale: float) -> str:
     """Return many bars as one path per kind, rounded to the nearest point."""
     found: dict[str, dict[tuple[int, int, int], None]] = {}
     for bar in bars:
+        # Bars that round to the same place are one: thousands of short tasks then take few elements.
         left, right = round(bar.start_seconds * scale), round(bar.end_seconds * scale)
         found.setdefault(kind_class(bar.kind), {})[bar.row, left, max(right, left + 1)] = None
     return "\n".join(

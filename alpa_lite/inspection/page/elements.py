@@ -49,6 +49,7 @@ def stage_colour(stage: int) -> str:
 
 def colour_rules() -> str:
     """Return the CSS variables and classes; a drawing fills with `var(--c)`."""
+    # `light-dark()` follows the reader's choice without a script, which notebooks remove.
     kinds = "".join(f"  --{kind}: light-dark({light}, {dark});\n" for kind, (light, dark) in KINDS.items())
     stages = "\n".join(
         f".alpa-lite .stage-{number} {{ --c: light-dark({light}, {dark}); }}"
@@ -137,6 +138,7 @@ def table_html(
         for row in table.rows
     )
     note = f"<p>{escape(table.note)}</p>" if table.note else ""
+    # The script finds the tables by this attribute.
     search_in = " data-search" if search else ""
     return (
         f'{title}<div class="scroll"><table aria-label="{escape(table.title)}"{search_in}>\n'

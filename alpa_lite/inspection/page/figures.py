@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib import util
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from alpa_lite.errors import FigureError
 from alpa_lite.inspection.page.drawings import kind_class
@@ -23,6 +23,7 @@ from alpa_lite.schedule.tasks import SpanLike
 from alpa_lite.text import show_bytes, show_count, show_seconds
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _WIDTH = 7.0
@@ -48,7 +49,7 @@ def timeline_figure(
     given |= {name: spans for name, spans in (("simulated", simulated), ("measured", measured)) if spans}
     count = len(plan.stages_together)
     figure = _figure((0.7 + 0.28 * count) * len(given) + 0.5)
-    all_axes: Any = figure.subplots(len(given), 1, sharex=True, squeeze=False)[:, 0]
+    all_axes: list[Axes] = figure.subplots(len(given), 1, sharex=True, squeeze=False)[:, 0].tolist()
     kinds: dict[str, None] = {}
     longest = max(span.end_seconds for spans in given.values() for span in spans)
     scale, unit = _seconds_unit(longest)
@@ -66,7 +67,7 @@ def timeline_figure(
     return figure
 
 
-def _draw_spans(axes: Any, plan: Plan, spans: Sequence[SpanLike], longest: float) -> set[str]:
+def _draw_spans(axes: Axes, plan: Plan, spans: Sequence[SpanLike], longest: float) -> set[str]:
     """Draw the tasks of devices, and transfers as thin lines below; return the kinds that occur."""
     row_of = {stage: row for row, stages in enumerate(plan.stages_together) for stage in stages}
     bars: dict[tuple[str, int], list[tuple[float, float]]] = {}
@@ -131,7 +132,7 @@ def memory_figure(plan: Plan) -> Figure:
     """Draw bytes per device over time, a row per submesh; the capacity is dashed if near. Raises `FigureError`."""
     tracks = memory_over_time(plan)
     figure = _figure(0.6 + max(0.9, 0.55 * len(tracks)))
-    all_axes: Any = figure.subplots(len(tracks), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
+    all_axes: list[Axes] = figure.subplots(len(tracks), 1, sharex=True, sharey=True, squeeze=False)[:, 0].tolist()
     end = max(track.seconds[-1] for track in tracks)
     capacity = min(track.capacity_bytes for track in tracks)
     top = max(track.peak_bytes for track in tracks)
@@ -161,14 +162,14 @@ def _seconds_unit(longest: float) -> tuple[float, str]:
     return next(((s, name) for s, name in ((1.0, "s"), (1e-3, "ms")) if longest >= 2 * s), (1e-6, "µs"))
 
 
-def _legend(figure: Any, kinds: Sequence[str]) -> None:
+def _legend(figure: Figure, kinds: Sequence[str]) -> None:
     from matplotlib.patches import Patch  # an optional extra
 
     handles = [Patch(color=KINDS[kind][0], label=_NAMES[kind]) for kind in kinds]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8, frameon=False)
 
 
-def _figure(height: float) -> Any:
+def _figure(height: float) -> Figure:
     # Not by trying to import it: an error inside of an installed matplotlib should be seen as it is.
     if util.find_spec("matplotlib") is None:
         raise FigureError("Figures are drawn by matplotlib, which is not installed: pip install 'alpa_lite[viz]'.")

@@ -18,7 +18,6 @@ import json
 from collections.abc import Iterable, Sequence
 from html import escape
 from importlib.resources import files
-from typing import Any
 
 from alpa_lite.inspection.page.drawings import cluster_svg, kind_class, layers_svg, timeline_svg
 from alpa_lite.inspection.page.elements import KINDS, STYLE, fragment_html, page_html, table_html
@@ -51,7 +50,7 @@ _KINDS = tuple(KINDS)
 
 def page_data(
     plan: Plan, *, simulated: Sequence[SpanLike] | None = None, measured: Sequence[SpanLike] | None = None
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the data of a plan's page: `lanes` of tasks, one per timeline, and `memory` over the same time."""
     predicted = predicted_timeline(plan)
     listed = {"predicted": predicted.bars, "simulated": simulated, "measured": measured}
@@ -60,6 +59,7 @@ def page_data(
     spans: dict[str, Sequence[SpanLike]] = {name: found for name, found in shown.items() if found}
     # Never zero, since it is the divisor of all times.
     longest = max((span.end_seconds for found in spans.values() for span in found), default=0.0) or 1e-12
+    # One tick for all lanes, so that they share the axis of time.
     tick = longest / TICKS
     return {
         "tick_seconds": tick,
@@ -82,7 +82,7 @@ def _shown(spans: Iterable[SpanLike]) -> list[SpanLike]:
     return [span for span in spans if span.end_seconds > span.start_seconds]
 
 
-def _lane(title: str, spans: Sequence[SpanLike], plan: Plan, tick: float) -> dict[str, Any]:
+def _lane(title: str, spans: Sequence[SpanLike], plan: Plan, tick: float) -> dict[str, object]:
     """Return one timeline: a row per submesh, and below it a row for the transfers to it if there are any."""
     row_of = {stage: row for row, stages in enumerate(plan.stages_together) for stage in stages}
     rows: dict[tuple[int, bool], list[SpanLike]] = {}
@@ -119,12 +119,13 @@ def _words(span: SpanLike) -> str:
     return str(getattr(span, "name", kind)) if kind == "RUN" else kind
 
 
-def _memory(track: MemoryTrack, tick: float) -> dict[str, Any]:
+def _memory(track: MemoryTrack, tick: float) -> dict[str, object]:
     # The scale of the drawing: a plan that does not fit goes above the capacity.
     full = max(track.capacity_bytes, track.peak_bytes, 1.0)
     points = _thinned([(round(t / tick), b) for t, b in zip(track.seconds, track.bytes, strict=True)])
     flat: list[int] = []
     before = 0
+    # Differences are small numbers, which take few characters.
     for time, held in points:
         flat += [time - before, round(held / full * _LEVELS)]
         before = time

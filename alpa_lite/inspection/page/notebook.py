@@ -43,6 +43,7 @@ def _head(graph: Graph, op: Op) -> str:
 
 
 def _operand(graph: Graph, value: int) -> str:
+    # A literal has no producer to look up; its value says more than its number.
     literal = graph.values[value].literal
     return f"%{value}" if literal is None else str(literal)
 
@@ -69,6 +70,7 @@ def graph_table(graph: Graph) -> Table:
     for inside, op in graph.walk():
         numbers[op.primitive] += 1
         sizes[op.primitive] += sum(value.bytes for value in inside.results(op))
+    # By bytes: a few primitives with large results matter more than many with scalars.
     ordered = sorted(numbers, key=lambda name: (-sizes[name], name))
     rows = tuple((name, str(numbers[name]), show_bytes(sizes[name])) for name in ordered[:MAX_ROWS])
     rest = len(ordered) - len(rows)
@@ -103,6 +105,7 @@ def program_summary(program: Program) -> str:
 
 def program_table(program: Program) -> Table:
     """Return a row per task and per pair of stages with transfers, with the number of runs."""
+    # A task runs once per micro-batch, but updates once per step.
     runs: Counter[int] = Counter(i.task for i in program.instructions if i.kind == "RUN")
     rows = [(task.name, str(runs[number]), str(len(task.ops)), "") for number, task in enumerate(program.tasks)]
     sends: dict[tuple[int, int], list[float]] = {}

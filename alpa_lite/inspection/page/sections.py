@@ -20,11 +20,12 @@ from alpa_lite.inspection.page.drawings import (
     stage_names,
 )
 from alpa_lite.inspection.page.elements import KINDS, table_html
-from alpa_lite.inspection.text.collective_groups import AxisUse, axis_uses
-from alpa_lite.inspection.text.parameter_groups import (
+from alpa_lite.inspection.text.groups import (
     Argument,
     ArgumentGroup,
+    AxisUse,
     arguments_of,
+    axis_uses,
     group_arguments,
     is_optimizer_state,
 )
@@ -64,6 +65,7 @@ def parameter_table(plan: Plan) -> str:
     """Return the table of arguments with its controls; "" if the plan names no arguments."""
     arguments = arguments_of(plan)
     groups = [*group_arguments(arguments.plain), *group_arguments(arguments.optimizer)]
+    # Only kinds of sharding that occur, so that no choice empties the table.
     kinds = "".join(f"<option>{kind}</option>" for kind in sorted({sharding_kind(group.spec) for group in groups}))
     head = "".join(f"<th{_MARKS.get(column, '')}>{column}</th>" for column in _COLUMNS)
     rows = "\n".join(_row(plan, group) for group in groups)
@@ -129,6 +131,7 @@ def _bytes_cell(group: ArgumentGroup) -> str:
     shares = sorted({member.num_shards for member in group.members})
     share = " or ".join("all" if number == 1 else f"1/{number}" for number in shares)
     held = {stage: sum(_held(member) for member in group.members if member.stage == stage) for stage in group.stages}
+    # The fullest stage is what must fit; the sum over stages is nobody's memory.
     most = max(held.values())
     known = all(member.block is not None for member in group.members)
     size = f"{show_bytes(most)}<br>" if known else ""
@@ -184,6 +187,7 @@ class Section:
 
 def summary_section(plan: Plan) -> Section:
     """Return the summary: the key numbers, the devices and the layers of each stage."""
+    # The second line repeats the cards below as text, for print.
     first, second, *more = headline(plan)
     batch = "".join(f"<p>{escape(line)}</p>" for line in more)
     cards = "".join(_cards(plan))
@@ -239,6 +243,7 @@ def _cards(plan: Plan) -> list[str]:
 
 def _rate(flops: float, seconds: float) -> str:
     rate = flops / seconds if seconds > 0 else 0.0
+    # Powers of a thousand, as FLOP rates are given everywhere, unlike bytes.
     scale, unit = next(((s, u) for s, u in ((1e12, "T"), (1e9, "G"), (1e6, "M")) if rate >= s), (1e3, "k"))
     return f"{rate / scale:.3g} {unit}FLOP/s"
 
@@ -298,6 +303,7 @@ def timeline_section(
             f"<p>The predicted step of {show_seconds(step)} also includes the time of hosts to start programs and wait "
             f"for each other; its tasks alone end after {show_seconds(makespan)}.</p>"
         )
+    # Simulated and not predicted spans: they come from the same instructions as measured ones.
     if simulated and measured:
         body += table_html(comparison_table(compared(simulated, measured)), heading="h3")
     return Section(id="step", title="One step", body=body)
@@ -324,6 +330,7 @@ def memory_section(plan: Plan, allocated_bytes: Sequence[float] | None = None) -
 def stages_section(plan: Plan) -> Section:
     """Return the table of stages."""
     table = stages_table(plan)
+    # The number of a stage is drawn in its colour, as in all other sections.
     cells = {"stage": lambda text: stage_names([int(text)])}
     return Section(id="stages", title="Stages", body=table_html(table, heading="", cells=cells, search=True))
 
@@ -342,12 +349,14 @@ def communication_section(plan: Plan) -> Section:
         f"</thead><tbody>\n{rows}</tbody></table></div>"
         "<p>Per step, summed over the stages; bytes are the input of each device to the collective.</p>"
     )
+    # Far more rows than a screen has: the page can be searched.
     listed = table_html(collectives_table(plan, MAX_COLLECTIVES), heading="h3", search=True)
     body = (axes if uses else "") + between + (listed if uses else "")
     return Section(id="communication", title="Communication", body=body)
 
 
 def _axis_row(use: AxisUse, most: float) -> str:
+    # Relative to the largest, so that the bars compare axes.
     share = 100 * use.bytes / most if most > 0 else 0.0
     return (
         f'<tr><th scope="row">{escape(use.axis)}</th><td>{escape(use.devices)}</td><td>{escape(use.links)}</td>'
@@ -360,6 +369,7 @@ def _axis_row(use: AxisUse, most: float) -> str:
 def alternatives_section(plan: Plan) -> Section:
     """Return the other plans that were priced, the fastest first."""
     table = alternatives_table(plan)
+    # In the order of the table's rows, to which they are joined below.
     seconds = (plan.prediction.step_seconds, *(found for _, found in plan.alternatives))
     worst = max((found for found in seconds if math.isfinite(found)), default=0.0)
     # The chosen plan is the first of the table, and stays before those that are as fast.

@@ -44,10 +44,12 @@ class PlanningBar:
         self._pace, self._progress = pace or Pace(), Progress()
         self._began, self._furthest = time.perf_counter(), 0.0
         self._over = threading.Event()
+        # A daemon: a planner that fails must not keep the process alive for its bar.
         self._thread = threading.Thread(target=self._draw, daemon=True)
 
     def __call__(self, progress: Progress) -> None:
         """Record a change of the progress."""
+        # Only recorded here, as the planner's thread should not wait for a terminal.
         self._pace(progress)
         self._progress = progress
 
@@ -58,6 +60,7 @@ class PlanningBar:
     def stop(self) -> None:
         """Stop the thread and remove the bar."""
         self._over.set()
+        # Joined, so that nothing is drawn over the output that follows.
         self._thread.join()
 
     def _draw(self) -> None:

@@ -14,8 +14,14 @@ from rich import box
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from alpa_lite.inspection.text.collective_groups import CollectiveGroup, group_collectives
-from alpa_lite.inspection.text.parameter_groups import ArgumentGroup, Arguments, arguments_of, group_arguments
+from alpa_lite.inspection.text.groups import (
+    ArgumentGroup,
+    Arguments,
+    CollectiveGroup,
+    arguments_of,
+    group_arguments,
+    group_collectives,
+)
 from alpa_lite.plan.codec import encode
 from alpa_lite.plan.plan import Plan, StagePlan
 from alpa_lite.text import (
@@ -91,6 +97,7 @@ def headline(plan: Plan) -> tuple[str, ...]:
     """Return two or three lines: the planned function and cluster, the prediction, and the batch if there is one."""
     prediction, solver, cluster = plan.prediction, plan.solver, plan.cluster
     layers = show_count(plan.num_layers, "layer")
+    # Virtual devices: without this word a reader would expect a speed-up.
     shared = ", which share one processor" if cluster.shared_processor else ""
     first = (
         f"{plan.function} on {cluster.name} ({show_count(cluster.num_devices, 'device')}{shared}): {plan.name}, "
@@ -100,6 +107,7 @@ def headline(plan: Plan) -> tuple[str, ...]:
         + (f", rematerialised: {plan.recomputed}" if plan.recomputed else "")
         + (f", gradients in {len(plan.buckets)} buckets" if plan.buckets else "")
     )
+    # The stage with the largest share of its memory: it is the one that would overflow.
     fullest = plan.fullest_stage
     second = (
         f"predicted step {show_seconds(prediction.step_seconds)} · bubble {show_percent(prediction.bubble_fraction)} · "
@@ -145,6 +153,7 @@ def shared_note(plan: Plan) -> str:
 
 
 def _stage_row(plan: Plan, number: int, stage: StagePlan) -> tuple[str, ...]:
+    # Collectives are per step, forward and backward per micro-batch: the note of the table says so.
     uses = [use for use in plan.prediction.collectives if use.stage == number]
     peak = plan.prediction.peak_bytes[number]
     devices = stage.submesh.devices
@@ -165,9 +174,11 @@ def _stage_row(plan: Plan, number: int, stage: StagePlan) -> tuple[str, ...]:
 def parameters_table(plan: Plan, max_rows: int = MAX_PARAMETER_ROWS) -> Table:
     """Return a row per group of parameters (and inputs) with one spec; optimizer state only where its spec differs."""
     arguments = arguments_of(plan)
+    # Optimizer state lies like its parameter in most plans, and would triple the rows.
     groups = (*group_arguments(arguments.plain), *group_arguments(arguments.unlike_parameter))
     rows = [_parameter_row(group) for group in groups[:max_rows]]
     if len(groups) > max_rows:
+        # In the table and not in its note, which is on the optimizer state.
         rows.append((f"… and {len(groups) - max_rows} more", "", "", "", ""))
     return Table(
         title="Parameters and inputs (mesh axes per dim, - where it is whole)",
@@ -179,6 +190,7 @@ def parameters_table(plan: Plan, max_rows: int = MAX_PARAMETER_ROWS) -> Table:
 
 
 def _parameter_row(group: ArgumentGroup) -> tuple[str, ...]:
+    # Stages with other meshes split the same spec into other numbers of blocks.
     shares = sorted({member.num_shards for member in group.members})
     held = " or ".join("all" if n == 1 else f"1/{n}" for n in shares)
     return group.pattern, str(group.spec), f"×{len(group.members)}", show_numbers(group.stages), held
@@ -307,6 +319,7 @@ def plan_summary(plan: Plan) -> dict[str, object]:
                 "state_bytes": stage.cost.state_bytes,
                 "peak_bytes": peak,
                 "capacity_bytes": plan.capacity_bytes(number),
+                # Specs in their written form: readers of JSON should not need the classes of this package.
                 "specs": {name: str(spec) for name, spec in stage.specs.items()},
                 "shapes": {name: str(shape) for name, shape in stage.shapes.items()},
             }
@@ -347,6 +360,7 @@ def render(lines: Iterable[str], tables: Iterable[Table] = ()) -> str:
 
 def rich_table(table: Table) -> RichTable:
     """Return the table for rich, without its note."""
+    # `fold`: long paths and sources are wrapped and never cut, as users copy them.
     rich = RichTable(title=table.title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for column in table.columns:
         rich.add_column(column, justify="right" if column in table.numeric else "left", overflow="fold")

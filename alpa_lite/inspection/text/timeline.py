@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate, pairwise
 from statistics import median
-from typing import Any
+from typing import TypedDict
 
 from alpa_lite.inspection.text.tables import Table, render
 from alpa_lite.plan.plan import Plan, StagePlan
@@ -100,6 +100,7 @@ def predicted_timeline(plan: Plan) -> PredictedTimeline:
     each = dispatch / len(tasks[0]) if whole else dispatch
     # Neighbouring stages on one submesh pass arrays on in place.
     apart = [float(a.submesh != b.submesh) for a, b in pairwise(stages)]
+    # A micro-batch crosses each boundary once per pass: forward, and backward if there is one.
     passes = len(passes_of(tasks[0]))
     transfer = plan.prediction.transfer_seconds / (passes * count * sum(apart)) if any(apart) else 0.0
     timeline = simulate(
@@ -133,9 +134,16 @@ def row_name(stages: Sequence[int]) -> str:
     return ", ".join(map(str, stages))
 
 
+class ChromeTrace(TypedDict):
+    """A trace in the JSON format of chrome://tracing."""
+
+    traceEvents: list[dict[str, object]]
+    displayTimeUnit: str
+
+
 def chrome_trace(
     spans: Iterable[SpanLike] | Timeline | PredictedTimeline, process: str = "step", *, number: int = 1
-) -> dict[str, Any]:
+) -> ChromeTrace:
     """Return spans in the JSON format of chrome://tracing and https://ui.perfetto.dev: a row per stage, microseconds.
 
     A predicted step has a row per submesh. Spans that overlap, as transfers may, are put on further rows of the same
@@ -150,7 +158,7 @@ def chrome_trace(
     rows: dict[int, list[SpanLike]] = {}
     for span in listed:
         rows.setdefault(_row(span), []).append(span)
-    events: list[dict[str, Any]] = [_meta(number, "process_name", process)]
+    events: list[dict[str, object]] = [_meta(number, "process_name", process)]
     for row, members in sorted(rows.items()):
         # Viewers sort rows by number, so transfers come below all tasks.
         does = " receives" if row >= _RECEIVING else ""
@@ -161,7 +169,7 @@ def chrome_trace(
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def overlaid(predicted: Iterable[SpanLike], measured: Iterable[SpanLike]) -> dict[str, Any]:
+def overlaid(predicted: Iterable[SpanLike], measured: Iterable[SpanLike]) -> ChromeTrace:
     """Return one trace with both timelines, one group of rows above the other."""
     traces = (chrome_trace(predicted, "predicted"), chrome_trace(measured, "measured", number=2))
     return {"traceEvents": [event for trace in traces for event in trace["traceEvents"]], "displayTimeUnit": "ms"}
@@ -193,6 +201,7 @@ class TaskComparison:
 def compared(predicted: Sequence[SpanLike], measured: Sequence[SpanLike]) -> tuple[TaskComparison, ...]:
     """Compare the predicted and the measured spans of the same instructions, task by task."""
     groups: dict[str, list[tuple[float, float]]] = {}
+    # Both lists follow the same instructions, in the same order.
     for a, b in zip(predicted, measured, strict=True):
         if a.kind in ("RUN", "SEND"):
             name = f"stage {a.stage} receives" if a.kind == "SEND" else str(getattr(a, "name", a.kind))
@@ -246,6 +255,7 @@ def _event(number: int, row: int, span: SpanLike) -> dict[str, object]:
         "ph": "X",
         "pid": number,
         "tid": row,
+        # The format counts in microseconds.
         "ts": span.start_seconds * 1e6,
         "dur": (span.end_seconds - span.start_seconds) * 1e6,
         "args": {"stage": span.stage, "microbatch": microbatch},
@@ -334,6 +344,7 @@ def memory_over_time(plan: Plan, timeline: PredictedTimeline | None = None) -> t
 
 def _track(plan: Plan, row: int, stages: tuple[int, ...], timeline: PredictedTimeline) -> MemoryTrack:
     bars = [bar for bar in timeline.bars if bar.row == row]
+    # Without a backward pass nothing is saved beyond the task itself, as in inference.
     with_backward = {bar.stage for bar in bars if bar.kind in _BACKWARD}
     changes = [(0.0, sum(plan.stages[s].cost.resident_bytes for s in stages))]
     for bar in bars:
@@ -368,6 +379,7 @@ def _changes(bar: Bar, stage: StagePlan, *, with_backward: bool) -> Iterator[tup
 
 def _steps(changes: Iterable[tuple[float, float]]) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return times and sums, one per time: memory released at a time is available to what starts then."""
+    # Releases sort before allocations of the same time, since they are negative.
     ordered = sorted(changes)
     sums = list(accumulate(change for _, change in ordered))
     last = {seconds: number for number, (seconds, _) in enumerate(ordered)}

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from alpa_lite.inspection.text.collective_groups import group_collectives
+from alpa_lite.inspection.text.groups import group_collectives
 from alpa_lite.inspection.text.tables import Table
 from alpa_lite.inspection.why.repricing import Repricing, placed_stage
 from alpa_lite.inspection.why.stage_problem import Given, StageProblem
@@ -115,6 +115,7 @@ def of_parameters(repricing: Repricing, members: Mapping[int, Sequence[str]]) ->
     tables: list[tuple[int, dict[Spec, Given]]] = []
     chosen: Spec | None = None
     for number, names in members.items():
+        # A stage may store several arrays of one path, as layers of a group do: all of them change together.
         stage, wanted = repricing.stages[number], frozenset(names)
         for v in stage.view.external:
             if stage.view.graph.values[v].name in wanted and stage.view.lives_here(v):
@@ -144,6 +145,7 @@ def of_op(repricing: Repricing, keys: Mapping[int, Key]) -> Alternatives | None:
     Returns None if there is no choice.
     """
     tables = {number: repricing.stages[number].strategies_of_op(key) for number, key in keys.items()}
+    # Equal ops of several stages have equal placements, so that one stage can describe them.
     first, *_ = keys
     common = [placement for placement in tables[first] if all(placement in table for table in tables.values())]
     if len(common) < 2:
@@ -163,6 +165,7 @@ def of_op(repricing: Repricing, keys: Mapping[int, Key]) -> Alternatives | None:
 
 
 def _chosen_placement(stage: StageProblem, options: Mapping[OpPlacement, Given]) -> OpPlacement:
+    # Every placement restricts the same node, that of the op.
     node = next(iter(next(iter(options.values()))))
     return next(p for p, given in options.items() if stage.choices[node] in given[node])
 
@@ -199,9 +202,11 @@ def of_layer(repricing: Repricing, layer: int) -> Alternatives | None:
     plan = repricing.plan
     home = plan.stage_of_layer(layer)
     first, last = plan.stages[home].layers
+    # A stage must keep a layer.
     if first == last:
         return None
     changes = [_GivenStages(what=f"stage {home}", chosen=True, stages={})]
+    # Stages are ranges of layers: only the first layer can go to the stage before, only the last to the one after.
     for other, at_border in ((home - 1, layer == first), (home + 1, layer == last)):
         if not at_border or not 0 <= other < len(plan.stages):
             continue
@@ -219,6 +224,7 @@ def _merged(given: Iterable[Given]) -> Given:
     found: dict[int, frozenset[int]] = {}
     for each in given:
         for node, allowed in each.items():
+            # A node that several arrays restrict may take what all of them allow.
             found[node] = found.get(node, allowed) & allowed
     return found
 
@@ -228,6 +234,7 @@ def _cheapest_changes(repricing: Repricing, changes: Sequence[_GivenStages]) -> 
 
     A single change costs a lookup in the problem's cost vectors, whereas pricing it with the rest free costs a solve.
     """
+    # A solve takes seconds, and a large array may have dozens of specs.
     if len(changes) <= MAX_PRICED:
         return list(changes)
 
@@ -235,6 +242,7 @@ def _cheapest_changes(repricing: Repricing, changes: Sequence[_GivenStages]) -> 
         seconds = 0.0
         for stage, given in change.stages.values():
             for node, allowed in given.items():
+                # An order alone, and no bound: neighbours that would adapt to the change stay as they are.
                 costs = stage.single_change_seconds(node)
                 seconds += min(float(costs[i]) for i in allowed)
         return not change.chosen, seconds
@@ -260,6 +268,7 @@ def _priced(repricing: Repricing, decision: str, chosen: str, changes: Sequence[
             else:
                 rows.append(row)
             progress.did()
+    # The chosen row is the plan's own prediction, and not the stage solved anew, which may be a little better.
     peaks = [plan.prediction.peak_bytes[number] for number in stages]
     first = Alternative(
         what=chosen,
@@ -310,6 +319,7 @@ def _alternative(repricing: Repricing, change: _GivenStages) -> Alternative:
             peak_bytes=None,
             decides=_reason_infeasible(*change.stages[worst], solved[worst]),
         )
+    # The other stages stay as planned, but the step is priced whole: a slower stage may be hidden in a pipeline.
     changed = {number: placed_stage(change.stages[number][0], solution) for number, solution in solved.items()}
     before, after = repricing.as_planned, repricing.predicted(changed)
     # Only the difference of the two predictions counts, so that all rows are relative to the plan's own figure even
@@ -350,6 +360,7 @@ def _deciding_cost(
         "stacked arrays are resharded, as stages no longer agree on the spec of their row blocks": stacks_seconds
     }
     for number, solution in after.items():
+        # Differences by cause: what both have cancels.
         for sign, which in ((-1.0, before[number]), (1.0, solution)):
             changes["compute"] = changes.get("compute", 0.0) + sign * which.compute_seconds
             for group in group_collectives(which.collectives):

@@ -16,11 +16,19 @@ import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from fnmatch import fnmatchcase
 
 from alpa_lite.errors import PlanError
-from alpa_lite.inspection.text.collective_groups import CollectiveGroup, group_collectives
-from alpa_lite.inspection.text.parameter_groups import Argument, ArgumentGroup, Arguments, arguments_of, group_arguments
+from alpa_lite.inspection.text.groups import (
+    Argument,
+    ArgumentGroup,
+    Arguments,
+    CollectiveGroup,
+    arguments_of,
+    group_arguments,
+    group_collectives,
+)
 from alpa_lite.inspection.text.tables import groups_table, render
 from alpa_lite.inspection.why.alternatives import (
     Alternatives,
@@ -45,7 +53,7 @@ from alpa_lite.text import (
     show_percent,
     show_seconds,
 )
-from cost_models.untrusted_text import printable
+from cost_models.checks import printable
 
 
 def deciding_ops(repricing: Repricing, wanted: str) -> dict[int, Key]:
@@ -97,19 +105,29 @@ _NEEDS_THE_STEP = (
 )
 
 
+class SubjectKind(StrEnum):
+    """The kinds of parts of a plan that can be explained."""
+
+    STAGE = "stage"
+    LAYER = "layer"
+    OP = "op"
+    PARAMETER = "parameter"
+    SOURCE = "source"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
     """The explanation of a subject.
 
     subject         the part of the plan that is explained
-    kind            "stage", "layer", "op", "parameter" or "source"
+    kind            the kind of this part
     sentences       the explanation
     collectives     the collectives related to it
     alternatives    the other values of the decision; None if there is no choice, or the plan has no request
     """
 
     subject: str
-    kind: str
+    kind: SubjectKind
     sentences: tuple[str, ...]
     collectives: tuple[CollectiveGroup, ...] = ()
     alternatives: Alternatives | None = None
@@ -150,6 +168,7 @@ def explanation(plan: Plan, subject: str) -> Explanation:
 
 def _explanation(plan: Plan, wanted: str) -> Explanation:
     repricing = Repricing.of(plan, plan.request) if plan.request is not None else None
+    # Numbers first: a path or a line may contain any word, and `stage 1` should not be searched for in them.
     if (match := _NUMBERED.match(wanted.strip())) is not None:
         explained = {"stage": _explain_stage, "layer": _explain_layer, "op": _explain_op}[match["what"]]
         return _with_hint(plan, explained(plan, int(match["number"]), repricing))
@@ -158,6 +177,7 @@ def _explanation(plan: Plan, wanted: str) -> Explanation:
         return _with_hint(plan, _explain_parameter(plan, arguments, group, repricing))
     wanted = wanted.strip()
     uses = [use for use in plan.prediction.collectives if wanted and wanted in _searchable(use)]
+    # An op without a collective may decide too, as one whose operands are moved elsewhere.
     keys = deciding_ops(repricing, wanted) if repricing is not None and wanted else {}
     if uses or keys:
         return _with_hint(plan, _explain_source(plan, wanted, uses, repricing, keys))
@@ -174,11 +194,12 @@ def _explain_stage(plan: Plan, number: int, repricing: Repricing | None) -> Expl
         raise PlanError(f"There is no stage {number}: this plan has {_stage_names(plan)}.")
     stage, cost = plan.stages[number], plan.stages[number].cost
     uses = [use for use in plan.prediction.collectives if use.stage == number]
+    # Times of forward and backward are those of one run of the task.
     per = "per micro-batch" if plan.num_microbatches > 1 else "per step"
     count, seconds = sum(use.count for use in uses), sum(use.seconds * use.count for use in uses)
     return Explanation(
         subject=f"stage {number}",
-        kind="stage",
+        kind=SubjectKind.STAGE,
         sentences=(
             f"{show_layers(*stage.layers).capitalize()} of {plan.num_layers}, on {stage.submesh} of "
             f"{plan.cluster.name} as {stage.mesh_shape}.",
@@ -216,6 +237,7 @@ def _explain_layer(plan: Plan, number: int, repricing: Repricing | None) -> Expl
         sentences.append(f"In the backward pass it computes again: {policy}.")
     if repricing is not None:
         graph = repricing.step.graph
+        # Only what is stored with the layer.
         mine = [graph.values[v] for v, h in zip(graph.inputs, plan.input_layers, strict=True) if h == number]
         named = [value for value in mine if value.name in stage.specs]
         listed = ", ".join(f"{value.name} {stage.specs[value.name]}" for value in named[:_MAX_HINTS])
@@ -224,7 +246,9 @@ def _explain_layer(plan: Plan, number: int, repricing: Repricing | None) -> Expl
     found = None if repricing is None else of_layer(repricing, number)
     if repricing is not None and found is None:
         sentences.append("It is not at a border of its stage with others in it: no single layer can move from here.")
-    return Explanation(subject=f"layer {number}", kind="layer", sentences=tuple(sentences), alternatives=found)
+    return Explanation(
+        subject=f"layer {number}", kind=SubjectKind.LAYER, sentences=tuple(sentences), alternatives=found
+    )
 
 
 def _memory_sentences(plan: Plan, number: int, cost: StageCost) -> tuple[str, ...]:
@@ -266,7 +290,7 @@ def _explain_op(plan: Plan, number: int, repricing: Repricing | None) -> Explana
     found = None if repricing is None else of_op(repricing, {homes[0][0]: (0, number)})
     if repricing is not None and found is None:
         sentences.append("It has no choice of its own: loops are decided by what is in them, scalars by nothing.")
-    return Explanation(subject=f"op {number}", kind="op", sentences=tuple(sentences), alternatives=found)
+    return Explanation(subject=f"op {number}", kind=SubjectKind.OP, sentences=tuple(sentences), alternatives=found)
 
 
 def _explain_parameter(
@@ -287,7 +311,7 @@ def _explain_parameter(
     related = [use for use in uses if not axes or spec.axes & set(use.axis.split("·")) or use.phase == "update"]
     return Explanation(
         subject=group.pattern if len(group.members) == 1 else f"{group.pattern} ({same})",
-        kind="parameter",
+        kind=SubjectKind.PARAMETER,
         sentences=tuple(sentences),
         collectives=group_collectives(related),
         alternatives=None if repricing is None else of_parameters(repricing, _names_by_stage(group)),
@@ -296,9 +320,11 @@ def _explain_parameter(
 
 def _share_sentences(plan: Plan, group: ArgumentGroup) -> list[str]:
     """Return what each device stores of an array, one sentence for all stages that store the same share."""
+    # A model of many equal layers has many stages that store the same share: one sentence for them.
     alike: dict[tuple[str, str], list[int]] = {}
     for number in group.stages:
         member = next(m for m in group.members if m.stage == number)
+        # Shapes are not in plans of earlier versions, while shares always are.
         share = f"1/{member.num_shards} of the bytes" if member.num_shards > 1 else "all bytes"
         if member.shape is not None and member.block is not None:
             share += f", {show_bytes(member.block.bytes)} of {member.shape}"
@@ -321,6 +347,7 @@ def _axis_sentence(plan: Plan, group: ArgumentGroup, uses: Sequence[CollectiveUs
     """Return the cost of collectives over the mesh axes that split the array, and over the others, on its stages."""
     seconds: dict[str, float] = {}
     for use in uses:
+        # Per use and run: `count` is the number of runs per step.
         seconds[use.axis] = seconds.get(use.axis, 0.0) + use.seconds * use.count
     sizes = {axis: size for number in group.stages for axis, size in plan.stages[number].mesh_shape.axis_sizes.items()}
     does = {axis: "splits it" if axis in group.spec.axes else "copies it" for axis in sizes}
@@ -350,12 +377,14 @@ def _explain_source(
     keys: Mapping[int, Key],
 ) -> Explanation:
     groups = group_collectives(uses)
+    # Over all stages, as their devices work at the same time; the share of the step can be above one.
     total = sum(group.seconds for group in groups)
     moved = sum(group.bytes for group in groups)
     lines = sorted({short_source(use.source) for use in uses if use.source})
     found, chosen = None, list[str]()
     if repricing is not None and keys:
         found = of_op(repricing, keys)
+        # The ops of all these stages are equal, so that the first describes all.
         number, key = next(iter(keys.items()))
         _, op = repricing.stages[number].op(key)
         name = f"op {op.id}" if key[0] == 0 else "in a loop"
@@ -363,7 +392,7 @@ def _explain_source(
         chosen = [f"What decides there is {op.primitive} at {short_source(op.source)} ({where})."]
     return Explanation(
         subject=wanted,
-        kind="source",
+        kind=SubjectKind.SOURCE,
         sentences=(
             f"{show_count(sum(g.count for g in groups), 'collective')} per step, {show_bytes(moved)}, "
             f"{show_seconds(total)} of a step of {show_seconds(plan.prediction.step_seconds)}.",

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from alpa_lite.inspection.text.parameter_groups import is_optimizer_state
+from alpa_lite.inspection.text.groups import is_optimizer_state
 from alpa_lite.inspection.text.tables import Table, render
 from alpa_lite.inspection.why.repricing import Repricing
 from alpa_lite.inspection.why.stage_problem import StageProblem
@@ -125,6 +125,7 @@ class MemoryUse:
 
 def _details(stage: StageMemory) -> Table:
     """Return a row per kind of value, with the names of the largest."""
+    # `alive` is sorted by size, so that the first of each kind is its largest.
     kinds: dict[str, list[LiveValues]] = {}
     for each in stage.alive:
         kinds.setdefault(each.kind, []).append(each)
@@ -139,6 +140,7 @@ def _details(stage: StageMemory) -> Table:
         )
         for kind, members in sorted(kinds.items(), key=lambda item: -sum(each.bytes for each in item[1]))
     )
+    # Copies that some choice could avoid are left out of the prediction, but may be made by this plan.
     over, note = stage.alive_bytes - stage.peak_bytes, ""
     if over > _NOTED * stage.peak_bytes:
         note = (
@@ -172,6 +174,7 @@ def memory_use(plan: Plan) -> MemoryUse:
     """Return the peak of each stage, with the values alive at it if the plan has its request."""
     problems: Sequence[StageProblem | None] = [None] * len(plan.stages)
     if plan.request is not None:
+        # Values are known to the problem of a stage alone; a saved plan has only sums.
         problems = Repricing.of(plan, plan.request).stages
     found: list[StageMemory] = []
     for number, (stage, problem) in enumerate(zip(plan.stages, problems, strict=True)):
@@ -205,6 +208,7 @@ def _at_peak(stage: StageProblem) -> tuple[str, tuple[LiveValues, ...]]:
     for usage in usages:
         changes[usage.start] += usage.sizes[0]
         changes[usage.end] -= usage.sizes[0]
+    # A sweep over the ends of intervals: sizes change nowhere else, so that the peak is at one of them.
     time = int(np.argmax(np.cumsum(changes)))
     builder = stage.builder
     lives = stage_lives(builder.view, builder.catalogue)
@@ -236,8 +240,10 @@ def _kind(stage: StageProblem, key: Key, saved: set[int]) -> str:
     if scope:
         return "temporary"
     if v in stage.builder.crossings:
+        # With one micro-batch nothing is summed.
         return "gradient sum" if step.num_microbatches > 1 else "gradient"
     if step.graph.producer[v] is None:
+        # Inputs with a dim of samples; without one they are state.
         if step.batch_dims[v] is not None:
             return "batch"
         return "optimizer state" if is_optimizer_state(step.graph.values[v].name) else "parameter"
@@ -249,6 +255,7 @@ def _name(stage: StageProblem, key: Key) -> str:
     graph = stage.builder.scopes[key[0]].graph
     name = value_name(graph, key[1])
     if graph.producer[key[1]] is None:
+        # `value_name` puts dtype and shape last, whose numbers must stay.
         path, blank, kind = name.rpartition(" ")
         return re.sub(r"(?<![^/_])\d+(?![^/])", "*", path) + blank + kind
     return short_sources(name)

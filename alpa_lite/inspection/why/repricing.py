@@ -93,6 +93,7 @@ class Repricing:
         stage, request = self.plan.stages[number], self.request
         tasks = self._tasks(number)
         cluster, submesh = request.cluster, stage.submesh
+        # Clusters with several kinds of devices price each submesh as a cluster of its own.
         here = cluster.at(submesh.first_device, submesh.num_devices) if cluster.groups else cluster
         in_flight = held_at_peak(tasks).get(number, 1)
         mine = stage.cost.bytes_in_flight(in_flight)
@@ -122,6 +123,7 @@ class Repricing:
         )
 
     def _tasks(self, number: int) -> tuple[Task, ...]:
+        # A submesh may run several stages, and its list of tasks has those of all of them.
         lists = self.plan.schedule.tasks(len(self.plan.stages), self.plan.num_microbatches)
         return next(tasks for tasks in lists if any(task.stage == number for task in tasks))
 
@@ -139,6 +141,7 @@ class Repricing:
         after = self._as_placed(stages, found)
         if after is None or self.stacks_seconds(after) <= self.stacks_seconds({}):
             return found
+        # The specs of an unchanged stage are part of the plan, while those of changed ones are still open.
         others = sorted(set(range(len(self.stages))) - set(stages))
         number = others[-1] if others else max(stages)
         choice = self.placed[number].solution.choice if others else found[number].choice
@@ -168,6 +171,7 @@ class Repricing:
         alike: dict[object, list[int]] = {}
         for number, (stage, given) in stages.items():
             submesh = (stage.submesh.num_hosts, stage.submesh.devices_per_host)
+            # Everything that decides a solution but its memory limit, which `answers` compares.
             key = (stage.view.signature, submesh, stage.mesh, stage.in_two, tuple(sorted(given.items())))
             alike.setdefault(key, []).append(number)
         found: dict[int, StageSolution] = {}

@@ -21,7 +21,7 @@ from alpa_lite.inter_op.stage_costs import free_restriction
 from alpa_lite.intra_op.formulate import Builder
 from alpa_lite.intra_op.interning import SharedArrays
 from alpa_lite.intra_op.problem import Problem, Ragged, Solution, Status
-from alpa_lite.intra_op.solve import StageSolution, drive, in_two_parts, price_choice
+from alpa_lite.intra_op.solve import ChosenStage, StageSolution, drive, in_two_parts, price_choice
 from alpa_lite.intra_op.solvers.portfolio import Portfolio
 from alpa_lite.intra_op.stage import Choice, Key, Offer, Placed, PlacedBodies, PlacedSum, StageView
 from alpa_lite.intra_op.strategies import Restriction
@@ -86,6 +86,7 @@ class StageProblem:
 
     def problem(self, given: Given | None = None, *, limited: bool = True) -> Problem:
         """Return the problem with the restrictions; `limited` keeps the memory limit."""
+        # None drops the rows of memory from the integer program altogether.
         limit = self.limit_bytes if limited else None
         problem = self.builder.problem(limit_bytes=limit, in_flight=self.in_flight)
         if not given:
@@ -99,6 +100,7 @@ class StageProblem:
 
     def solve(self, given: Given | None = None, *, limited: bool = True) -> StageSolution:
         """Return the best choices under the restrictions, priced as they run."""
+        # No search for the smallest peak where nothing fits: `shortage_of` explains what is missing.
         solver = Portfolio(relative_gap=REPRICING_GAP, peak_seconds=0.0)
         found = solver.solve(self.problem(given, limited=limited), time_limit_seconds=SOLVE_SECONDS)
         if found.choices is None:
@@ -117,6 +119,7 @@ class StageProblem:
         stage = self.placed
         assert stage is not None
         choice = Choice(inputs=stage.inputs, ops=stage.ops, accumulators=stage.accumulators)
+        # As the plan predicts it, so that a row of the chosen value has the plan's own memory.
         peak = stage.cost.bytes_in_flight(self.in_flight)
         return self._priced(
             choice,
@@ -132,13 +135,12 @@ class StageProblem:
         )
 
     def _priced(self, choice: Choice, found: Solution) -> StageSolution:
-        priced = price_choice(
-            self.view, self.pricer, choice, found.status, found.cost, found.bound, self.in_flight, found.peak_bytes
-        )
+        priced = price_choice(self.view, self.pricer, choice, found, self.in_flight)
         return in_two_parts(self.view, self.pricer, priced) if self.in_two else priced
 
     def strategies_of_input(self, value: int) -> dict[Spec, Given]:
         """Return, for each spec that an input can have, the restriction that gives it; empty if the spec is fixed."""
+        # Scope 0 is the stage itself; loops inside of it have scopes of their own.
         offer = self.builder.offers[(0, value)]
         return _grouped(offer.node, offer.specs)
 
@@ -189,6 +191,7 @@ class StageProblem:
             placed = self.builder.placed.get((scope, number))
             if isinstance(placed, Placed):
                 _vote(votes, placed.node, placed.options, placement)
+            # A loop has no node: what it reads and returns are nodes, and the ops in it are decided in its scope.
             elif isinstance(placed, PlacedBodies):
                 offers = (
                     *zip(placed.operands, placement.body_operands, strict=True),
@@ -205,6 +208,7 @@ class StageProblem:
         builder, choices = self.builder, self.choices
 
         def chosen(offer: Offer) -> Offer:
+            # Cut down to the chosen strategy, usages follow by the code that also formulates the problem.
             return Offer(node=offer.node, specs=(offer.specs[choices[offer.node]],))
 
         placed = dict[Key, Placed | PlacedSum | PlacedBodies]()
@@ -239,6 +243,7 @@ class StageProblem:
         problem = self.problem(limited=False)
         costs = problem.node_costs[node].copy()
         for edge in problem.edges:
+            # A row or a column of the edge's matrix, at the neighbour's choice.
             if edge.source == node:
                 costs += edge.costs[:, self.choices[edge.target]]
             elif edge.target == node:
@@ -320,6 +325,7 @@ class Ledger:
         # The estimator only adds up, so the cost of an op is a difference.
         seconds, flops = estimator.compute_seconds, estimator.flops
         made = estimator.apply(application, operands)
+        # Trips of the loops around the op, and runs of the task in a step.
         times = estimator.trips * estimator.runs
         work = estimator.pricer.op_work(application.graph, op, application.placement)
         self.entries.append(
@@ -346,8 +352,9 @@ def entries_of(stage: StageProblem, opaque: Collection[str]) -> list[Entry]:
     choice, found = stage.as_planned.choice, list[Entry]()
     assert choice is not None
     for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE):
+        # Forward and backward run once per micro-batch, the update once per step.
         runs = stage.view.step.num_microbatches if phase.in_loop else 1
         ledger = Ledger(Estimator(stage.pricer, stage=0, phase=phase.value, runs=runs), opaque)
-        drive(stage.view, stage.pricer, choice, phase, ledger)
+        drive(ChosenStage(view=stage.view, pricer=stage.pricer, choice=choice), phase, ledger)
         found += ledger.entries
     return found

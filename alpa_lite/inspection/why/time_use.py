@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
 
-from alpa_lite.inspection.text.collective_groups import CollectiveGroup, crosses_hosts, group_collectives
-from alpa_lite.inspection.text.parameter_groups import arguments_of
+from alpa_lite.inspection.text.groups import CollectiveGroup, arguments_of, crosses_hosts, group_collectives
 from alpa_lite.inspection.text.tables import Table, render
 from alpa_lite.inspection.why.repricing import Repricing
 from alpa_lite.inspection.why.stage_problem import OPAQUE, PASSES, Entry, entries_of
@@ -56,6 +56,7 @@ def advice_on_compute(plan: Plan, step: StepGraph, what: str, spent: Spent) -> s
 def _on_products(plan: Plan, spent: Spent) -> str:
     device = plan.cluster.device
     peak = device.peak(spent.dtype)
+    # The peak and not an expected rate: the reader can compare it with the data sheet.
     reached = spent.flops / (spent.seconds * peak) if spent.seconds > 0 else 0.0
     # Of the peak rates, as nobody knows what the same product would reach in another type.
     gain = device.peak("bfloat16") / peak
@@ -78,6 +79,7 @@ def _on_passes(plan: Plan, step: StepGraph, spent: Spent) -> str:
     moved = f"{show_bytes(spent.bytes)} through memory at {show_percent(min(1.0, rate))} of its bandwidth"
     if spent.phases == ("update",):
         return f"{moved}: {_on_state(plan, step)}narrower types make it shorter"
+    # Kernels that stream long arrays reach most of the bandwidth; far below that, their start takes most of the time.
     if rate < _LOW / 2:
         return f"{moved}, in many short kernels: {_fewer(plan)}a larger batch or fewer devices make them longer"
     return f"{moved}: narrower types, or fewer arrays written between kernels"
@@ -93,6 +95,7 @@ def _on_state(plan: Plan, step: StepGraph) -> str:
     whole = held = 0
     for argument in arguments_of(plan).all:
         devices = plan.stages[argument.stage].submesh.num_devices
+        # On one device nothing can be split.
         if argument.name in updated and devices > 1 and argument.shape is not None and argument.block is not None:
             whole += argument.shape.bytes
             held += devices * argument.block.bytes
@@ -109,6 +112,7 @@ def advice_on_collective(plan: Plan, group: CollectiveGroup) -> str:
     per_host = plan.cluster.devices_per_host
     far = any(crosses_hosts(plan.stages[number], group.axis, per_host) for number in group.stages)
     hosts = "; its devices span hosts" if far else ""
+    # Once per step and not per micro-batch, which calls for other advice.
     if group.phase == "update":
         return f"{each} each{hosts}; {_ON_UPDATE.get(group.kind, _ELSE)}"
     where = group.source.split(" ")[0] or group.kind
@@ -163,6 +167,7 @@ def advice_on_waiting(plan: Plan) -> str:
 
 def bubble_at(plan: Plan, num_microbatches: int) -> float:
     """Return the bubble fraction of the plan's schedule with the same work in `num_microbatches` micro-batches."""
+    # The same work in total: each micro-batch is smaller as there are more of them.
     part = plan.num_microbatches / num_microbatches
     timeline = simulate(
         plan.schedule.tasks(len(plan.stages), num_microbatches),
@@ -177,11 +182,21 @@ MAX_ITEMS = 10
 """The number of rows of the text; the data have all."""
 
 
+class TimeCause(StrEnum):
+    """The kinds of causes of time; tasks are causes only where the ops of the step are not available."""
+
+    COMPUTE = "compute"
+    TASK = "task"
+    COLLECTIVE = "collective"
+    TRANSFER = "transfer"
+    WAITING = "waiting"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeItem:
     """One cause of time.
 
-    kind          "compute", "task" (without the step), "collective", "transfer" or "waiting"
+    kind          the kind of cause
     what          the cause in words
     source        the user's source line; "" if it belongs to none
     stages        the stages concerned
@@ -190,7 +205,7 @@ class TimeItem:
     suggestion    how to reduce it; may be ""
     """
 
-    kind: str
+    kind: TimeCause
     what: str
     source: str
     stages: tuple[int, ...]
@@ -228,6 +243,7 @@ class TimeUse:
             f" {part(self.compute_seconds)}, communicates for {part(self.collective_seconds)}, of which nothing hides"
             f" {part(self.exposed_seconds)}, and waits for {part(self.waiting_seconds)}.",
         ]
+        # A plan from a file has no step, and without it no ops.
         if not self.by_line:
             lines.append("The time by source line is available with the step: al.plan(step, *args, planner=plan).")
         shown, rest = self.items[:MAX_ITEMS], self.items[MAX_ITEMS:]
@@ -255,6 +271,7 @@ class TimeUse:
 
 def time_use(plan: Plan) -> TimeUse:
     """Return the time of a step by cause, the longest first."""
+    # By its share of the devices, so that the rows of an average device add up over stages.
     weights = [stage.submesh.num_devices / plan.cluster.num_devices for stage in plan.stages]
     busy = sum(
         weight * stage.cost.step_seconds(plan.num_microbatches)
@@ -268,6 +285,7 @@ def time_use(plan: Plan) -> TimeUse:
     else:
         compute = _compute_of_phases(plan, weights)
         total = max(0.0, busy - in_all)
+    # What is left of the step after all tasks; rounding may make it negative.
     waiting = max(0.0, step - busy)
     items = [*compute, *collectives, *_waiting_items(plan, waiting)]
     return TimeUse(
@@ -290,6 +308,7 @@ def _compute(plan: Plan, weights: Sequence[float]) -> list[TimeItem]:
     groups: dict[tuple[str, str], list[tuple[int, Entry]]] = {}
     for number, stage in enumerate(repricing.stages):
         for entry in entries_of(stage, opaque):
+            # A line is one cause in every stage and layer that runs it.
             groups.setdefault((entry.source, entry.what), []).append((number, entry))
     found: list[TimeItem] = []
     for (source, what), members in groups.items():
@@ -303,7 +322,7 @@ def _compute(plan: Plan, weights: Sequence[float]) -> list[TimeItem]:
         )
         found.append(
             TimeItem(
-                kind="compute",
+                kind=TimeCause.COMPUTE,
                 what=f"{what}, {', '.join(spent.phases)}",
                 source=source,
                 stages=tuple(sorted({n for n, _ in members})),
@@ -328,7 +347,7 @@ def _compute_of_phases(plan: Plan, weights: Sequence[float]) -> list[TimeItem]:
         for phase, seconds in parts:
             found.append(
                 TimeItem(
-                    kind="task",
+                    kind=TimeCause.TASK,
                     what=f"{phase} of stage {number}, collectives included",
                     source="",
                     stages=(number,),
@@ -345,7 +364,7 @@ def _collectives(plan: Plan, weights: Sequence[float]) -> list[TimeItem]:
     uses = (replace(use, seconds=weights[use.stage] * use.seconds) for use in plan.prediction.collectives)
     return [
         TimeItem(
-            kind="collective",
+            kind=TimeCause.COLLECTIVE,
             what=f"{group.kind} over {group.axis}, {group.phase}",
             source=group.source,
             stages=group.stages,
@@ -364,11 +383,12 @@ def _waiting_items(plan: Plan, waiting: float) -> list[TimeItem]:
     if boundaries and plan.prediction.transfer_seconds > 0:
         found.append(
             TimeItem(
-                kind="transfer",
+                kind=TimeCause.TRANSFER,
                 what="transfers between stages",
                 source="",
                 stages=everywhere,
                 phases=passes_of(plan.schedule.tasks(len(plan.stages), plan.num_microbatches)[0]),
+                # The sum over all boundaries, of which a stage has about one.
                 seconds=plan.prediction.transfer_seconds / boundaries,
                 suggestion=advice_on_transfers(plan),
             )
@@ -376,7 +396,7 @@ def _waiting_items(plan: Plan, waiting: float) -> list[TimeItem]:
     what = "waiting for other stages" if boundaries else "starting programs, and waiting for the slowest host"
     found.append(
         TimeItem(
-            kind="waiting",
+            kind=TimeCause.WAITING,
             what=what,
             source="",
             stages=everywhere,

@@ -10,18 +10,18 @@ The answer is the feasible k of least cost; all arrays have one entry per k.
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass
 
 import numpy as np
 
 from alpa_lite.intra_op.problem import FloatArray, IntArray, Problem, Solution, Status
-from alpa_lite.intra_op.solvers.solver import Control, Solver, no_solution, solution_of
+from alpa_lite.intra_op.solvers.solver import Attempt, Control, Solver, no_solution, solution_of
 
 
 def _all_choices(problem: Problem, count: int) -> list[IntArray]:
     index = np.arange(count, dtype=np.intp)
     columns: list[IntArray] = []
+    # The last node changes fastest, as the digits of a number do.
     for size in reversed(problem.num_strategies):
         index, column = np.divmod(index, size)
         columns.append(column)
@@ -60,7 +60,7 @@ class BruteForce(Solver):
 
         Raises ValueError when there are more combinations than that.
         """
-        started = time.perf_counter()
+        attempt = Attempt(solver=self.name)
         count = math.prod(problem.num_strategies)
         if count > self.max_combinations:
             raise ValueError(
@@ -75,7 +75,7 @@ class BruteForce(Solver):
         feasible = finite & (peaks <= limit)
         if not feasible.any():
             smallest = float(peaks[finite].min()) if finite.any() else math.inf
-            return no_solution(status=Status.INFEASIBLE, started=started, solver=self.name, peak_bytes=smallest)
+            return no_solution(attempt, status=Status.INFEASIBLE, peak_bytes=smallest)
         best = int(np.where(feasible, costs, math.inf).argmin())
         answer = [int(column[best]) for column in choices]
-        return solution_of(problem, answer, bound=float(costs[best]), started=started, solver=self.name, proven=True)
+        return solution_of(problem, answer, attempt, bound=float(costs[best]), proven=True)

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from alpa_lite.intra_op.dominance import drop_dominated
 from alpa_lite.intra_op.problem import Edge, Problem, Usage
-from alpa_lite.intra_op.reductions import Workspace
+from alpa_lite.intra_op.reductions import Workspace, drop_dominated
 from alpa_lite.intra_op.solvers.dual import Dual
 from alpa_lite.intra_op.solvers.elimination import cheapest_choices, elimination_plan
 from alpa_lite.intra_op.solvers.flat_problem import flat_problem

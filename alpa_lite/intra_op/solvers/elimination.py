@@ -8,14 +8,25 @@
 
 The time is proportional to the entries of all J_v, the memory to those of all M_v. Memory limits are ignored: the
 answer is optimal if it happens to satisfy the limit, since leaving a constraint out can only lower the optimum.
+
+The numba kernels fill all tables of one problem, which are small and many, one after the other:
+
+    values[k]     the costs of nodes and edges, followed by space for each M_v
+    J_v           the sum of v's tables t over (v, *N_v): values[table_offset[t] + sum of axis a's strategy * stride]
+
+Most axes have few strategies, so entries are added up one by one: rows are too short for vectorisation to pay.
 """
+
+# Kernels are typed for readers. Pyright cannot infer the types of functions that numba compiles, nor of array elements.
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUntypedFunctionDecorator=false
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false, reportReturnType=false
+# pyright: reportArgumentType=false
 
 from __future__ import annotations
 
 import heapq
 import itertools
 import math
-import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,11 +34,12 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from alpa_lite.errors import AlpaLiteError
 from alpa_lite.intra_op.problem import FloatArray, IntArray, Problem, Solution, Status, evaluate
-from alpa_lite.intra_op.solvers.elimination_kernel import FlatTables, eliminate_all
 from alpa_lite.intra_op.solvers.solver import (
+    Attempt,
     Clock,
     Control,
     Solver,
@@ -36,6 +48,84 @@ from alpa_lite.intra_op.solvers.solver import (
     run_attended,
     solution_of,
 )
+from alpa_lite.program.kernel import kernel
+
+
+class FlatTables(NamedTuple):
+    """The tables in elimination order k: the node, its neighbours, its tables and its M_k.
+
+    ``start`` arrays have one entry more than there are nodes. ``strides`` has, for each table, one entry for the node
+    and one for each of its neighbours: 0 where the table does not depend on it. ``message_start[k]`` is the offset of
+    M_k in ``values``.
+    """
+
+    sizes: IntArray
+    order: IntArray
+    scope_start: IntArray
+    scope_node: IntArray
+    table_start: IntArray
+    table_offset: IntArray
+    strides: IntArray
+    message_start: IntArray
+
+
+@kernel
+def eliminate_all(
+    layout: FlatTables, values: FloatArray, best: NDArray[np.int32], choices: IntArray, halt: IntArray
+) -> float:
+    """Fill in each M, write the cheapest choices, and return their cost: inf where every choice is forbidden.
+
+    ``best`` receives, for each entry of each M, the first minimising strategy. After a ``halt`` the result is nan,
+    without choices.
+    """
+    total, stride = 0.0, 0
+    for turn in range(layout.order.size):
+        if halt[0]:
+            return np.nan
+        stride = _minimise(layout, values, best, turn, stride)
+        if layout.scope_start[turn] == layout.scope_start[turn + 1]:
+            # A table without arguments is the optimum of a connected component.
+            total += values[layout.message_start[turn]]
+    # In reverse: the neighbours in a node's scope are eliminated after it, so that their choices are made already.
+    for turn in range(layout.order.size - 1, -1, -1):
+        entry = 0
+        for axis in range(layout.scope_start[turn], layout.scope_start[turn + 1]):
+            node = layout.scope_node[axis]
+            entry = entry * layout.sizes[node] + choices[node]
+        choices[layout.order[turn]] = best[layout.message_start[turn] - layout.message_start[0] + entry]
+    return total
+
+
+@kernel
+def _minimise(layout: FlatTables, values: FloatArray, best: NDArray[np.int32], turn: int, stride: int) -> int:
+    """Fill in one M.
+
+    ``stride`` is the offset of the strides of its tables; the result is the offset for the next node.
+    """
+    scope = layout.scope_node[layout.scope_start[turn] : layout.scope_start[turn + 1]]
+    offsets = layout.table_offset[layout.table_start[turn] : layout.table_start[turn + 1]].copy()
+    strides = layout.strides[stride : stride + offsets.size * (scope.size + 1)].reshape(offsets.size, scope.size + 1)
+    at = np.zeros(scope.size, dtype=np.int64)  # the strategies of the neighbours
+    for entry in range(layout.message_start[turn], layout.message_start[turn + 1]):
+        least, where = np.inf, 0
+        for i in range(layout.sizes[layout.order[turn]]):
+            joint = 0.0
+            for table in range(offsets.size):
+                joint += values[offsets[table] + i * strides[table, 0]]
+            if joint < least:
+                least, where = joint, i
+        values[entry], best[entry - layout.message_start[0]] = least, where
+        for axis in range(scope.size - 1, -1, -1):  # advance to the next entry like an odometer
+            at[axis] += 1
+            wrapped = at[axis] == layout.sizes[scope[axis]]
+            step = 1 - at[axis] if wrapped else 1
+            for table in range(offsets.size):
+                offsets[table] += step * strides[table, axis + 1]
+            if not wrapped:
+                break
+            at[axis] = 0
+    return stride + strides.size
+
 
 Scope = tuple[int, ...]
 Adjacency = dict[int, set[int]]
@@ -88,6 +178,7 @@ class EliminationPlan:
         message_start = [end]
         for scope in self.scopes:
             if scope:
+                # M_v is a table over its scope like any other, read by the first of these nodes to be eliminated.
                 tables[min(scope, key=turn.__getitem__)].append((end, scope))
             end += math.prod(sizes[node] for node in scope)
             message_start.append(end)
@@ -138,12 +229,14 @@ def elimination_plan(
 
     An order is abandoned as soon as one of its tables, or all together, exceed the maxima; its plan has inf entries.
     """
+    # Neither rule is better on all problems, and planning takes little of the time of an elimination.
     plans = [_greedy_plan(problem, rank, max_table_entries, max_total_entries) for rank in (_table_entries, _fill)]
     return min(plans, key=lambda plan: plan.total_entries)
 
 
 def _table_entries(node: int, adjacency: Adjacency, sizes: Scope, most: float = math.inf) -> float:
     """Return the entries of the table for eliminating ``node``, or inf for more than ``most``."""
+    # Before the product, which takes time in the number of neighbours and is computed very often.
     if len(adjacency[node]) > _MOST_NEIGHBOURS:
         return math.inf
     entries = float(sizes[node])
@@ -205,6 +298,7 @@ def _greedy_plan(
         scopes.append(tuple(sorted(neighbours)))
         for other in neighbours:
             adjacency[other].discard(node)
+        # Only these ranks change; ranking all nodes again would take quadratic time.
         for other in _connect(neighbours, adjacency):
             value = rank(other, adjacency, sizes, max_table)
             if value != ranks[other]:
@@ -276,7 +370,7 @@ class Elimination(Solver):
 
         Raises TooWide when the tables would exceed the caps, and when the best choices overrun the memory limit.
         """
-        started = time.perf_counter()
+        attempt = Attempt(solver=self.name)
         clock = Clock(seconds=time_limit_seconds, control=control or Control())
         plan = self.plan(problem)
         if not self.fits(plan):
@@ -286,13 +380,13 @@ class Elimination(Solver):
             )
         found = cheapest_choices(plan, problem.node_costs.values, problem.edge_costs.values, over=clock.over)
         if found is None:
-            return no_solution(status=Status.TIME_LIMIT, started=started, solver=self.name)
+            return no_solution(attempt, status=Status.TIME_LIMIT)
         choices, cost = found
         if math.isinf(cost):
-            return no_solution(status=Status.INFEASIBLE, started=started, solver=self.name)
+            return no_solution(attempt, status=Status.INFEASIBLE)
         if not evaluate(problem, choices).feasible:
             raise TooWide(
                 "The cheapest choices overrun the memory limit, which Elimination cannot see; use IntegerProgram or "
                 "Portfolio."
             )
-        return solution_of(problem, choices, bound=cost, started=started, solver=self.name, proven=True)
+        return solution_of(problem, choices, attempt, bound=cost, proven=True)

@@ -21,8 +21,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from alpa_lite.intra_op.memory_rows import binding_times, sum_over_rows
 from alpa_lite.intra_op.problem import FloatArray, IntArray, Problem
+from alpa_lite.intra_op.reductions import binding_times, sum_over_rows
 from alpa_lite.program.kernel import kernel
 
 

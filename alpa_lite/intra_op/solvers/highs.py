@@ -24,14 +24,17 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from alpa_lite.intra_op.memory_rows import binding_times, sum_over_rows
 from alpa_lite.intra_op.problem import FloatArray, IntArray, Problem, Solution, Status, evaluate
+from alpa_lite.intra_op.reductions import binding_times, sum_over_rows
 from alpa_lite.intra_op.solvers.integer_program import leanest_choices
-from alpa_lite.intra_op.solvers.solver import Control, Solver, no_solution, solution_of
+from alpa_lite.intra_op.solvers.solver import Attempt, Control, Solver, no_solution, solution_of
+
+if TYPE_CHECKING:
+    import highspy
 
 _LARGEST_COST = 1e4
 _TOLERANCE = 1e-9
@@ -51,7 +54,7 @@ class _HighsModel:
     """The program inside HiGHS; its objective times ``scale`` plus ``offset`` is in seconds."""
 
     problem: Problem
-    highs: Any
+    highs: highspy.Highs
     scale: float
     offset: float
     times: IntArray
@@ -86,7 +89,7 @@ def _program(problem: Problem) -> _HighsModel | None:
     # Never zero, even if all costs are equal.
     scale = max(float(costs[allowed].max(initial=0.0)) / _LARGEST_COST, np.finfo(float).tiny * 1e9)
     matrix = _matrix(problem, edge, finite - problem.edge_costs.starts[edge])
-    right = np.where(np.arange(matrix.shape[0]) < problem.num_nodes, 1.0, 0.0)
+    right = np.where(np.arange(matrix.num_rows) < problem.num_nodes, 1.0, 0.0)
     times = binding_times(problem)
     first = problem.node_costs.starts[problem.usage_nodes] - problem.usage_bytes.starts[:-1]
     return _HighsModel(
@@ -100,7 +103,17 @@ def _program(problem: Problem) -> _HighsModel | None:
     )
 
 
-def _matrix(problem: Problem, edge: IntArray, entry: IntArray) -> Any:
+class _Columns(NamedTuple):
+    """A sparse matrix by columns: the entries of column c are those from ``starts[c]`` to ``starts[c + 1]``."""
+
+    num_rows: int
+    num_columns: int
+    starts: IntArray
+    rows: IntArray
+    values: FloatArray
+
+
+def _matrix(problem: Problem, edge: IntArray, entry: IntArray) -> _Columns:
     """Return the constraint matrix: one-hot rows, then for every edge one row per strategy of its source and of its
     target.
 
@@ -126,10 +139,13 @@ def _matrix(problem: Problem, edge: IntArray, entry: IntArray) -> Any:
         columns.append(starts[nodes][owner] + strategy)
         values.append(np.full(owner.size, -1.0))
     shape = (problem.num_nodes + int(ends.sum()), int(starts[-1]) + edge.size)
-    return sparse.csc_matrix((np.concatenate(values), (np.concatenate(rows), np.concatenate(columns))), shape=shape)
+    matrix: Any = sparse.csc_matrix(
+        (np.concatenate(values), (np.concatenate(rows), np.concatenate(columns))), shape=shape
+    )
+    return _Columns(*shape, starts=matrix.indptr, rows=matrix.indices, values=matrix.data)
 
 
-def _pass(matrix: Any, costs: FloatArray, upper: FloatArray, right: FloatArray) -> Any:
+def _pass(matrix: _Columns, costs: FloatArray, upper: FloatArray, right: FloatArray) -> highspy.Highs:
     """Return a HiGHS object with the linear program."""
     import highspy
 
@@ -139,13 +155,13 @@ def _pass(matrix: Any, costs: FloatArray, upper: FloatArray, right: FloatArray) 
     for name in ("mip_feasibility_tolerance", "primal_feasibility_tolerance", "dual_feasibility_tolerance"):
         highs.setOptionValue(name, _TOLERANCE)
     program = highspy.HighsLp()
-    program.num_row_, program.num_col_ = matrix.shape
+    program.num_row_, program.num_col_ = matrix.num_rows, matrix.num_columns
     program.col_cost_, program.col_upper_ = costs, upper
     program.col_lower_ = np.zeros(costs.size)
     program.row_lower_ = program.row_upper_ = right
     program.a_matrix_.format_ = highspy.MatrixFormat.kColwise
-    program.a_matrix_.start_, program.a_matrix_.index_ = matrix.indptr, matrix.indices
-    program.a_matrix_.value_ = matrix.data
+    program.a_matrix_.start_, program.a_matrix_.index_ = matrix.starts, matrix.rows
+    program.a_matrix_.value_ = matrix.values
     highs.passModel(program)
     return highs
 
@@ -197,7 +213,7 @@ def _cut_off(program: _HighsModel, choices: Sequence[int]) -> None:
         program.highs.addRow(-highspy.kHighsInf, chosen.size - 1.0, chosen.size, chosen, np.ones(chosen.size))
 
 
-def _run_stoppable(highs: Any, control: Control) -> None:
+def _run_stoppable(highs: highspy.Highs, control: Control) -> None:
     """Run HiGHS on a thread of its own, so that this one receives signals, and cancel it when the control says stop."""
     # Otherwise `cancelSolve` has no effect.
     highs.HandleUserInterrupt = True
@@ -248,19 +264,24 @@ class Highs(Solver):
         start: Sequence[int] | None = None,
     ) -> Solution:
         """Solve as ``solve`` does, but without the smallest peak when nothing fits."""
-        started = time.perf_counter()
+        attempt = Attempt(solver=self.name)
         control = control or Control()
         if problem.num_nodes == 0:
-            return solution_of(problem, (), bound=0.0, started=started, solver=self.name)
+            return solution_of(problem, (), attempt, bound=0.0)
         program = _program(problem)
+        # A node or an edge without a finite entry needs no solver to be infeasible.
         if program is None:
-            return no_solution(status=Status.INFEASIBLE, started=started, solver=self.name)
-        if time.perf_counter() - started > time_limit_seconds or control.stop():
-            return no_solution(status=Status.TIME_LIMIT, started=started, solver=self.name)
+            return no_solution(attempt, status=Status.INFEASIBLE)
+        if attempt.seconds > time_limit_seconds or control.stop():
+            return no_solution(attempt, status=Status.TIME_LIMIT)
         return _HighsRun(
-            solver=self, program=program, control=control, started=started, deadline=started + time_limit_seconds,
+            solver=self,
+            program=program,
+            control=control,
+            attempt=attempt,
+            deadline=attempt.started + time_limit_seconds,
             start=start,
-        ).solve()  # fmt: skip
+        ).solve()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -269,7 +290,7 @@ class _Ended:
     seconds.
     """
 
-    status: Any
+    status: highspy.HighsModelStatus
     values: FloatArray
     objective: float
     dual_bound: float
@@ -282,7 +303,7 @@ class _HighsRun:
     solver: Highs
     program: _HighsModel
     control: Control
-    started: float
+    attempt: Attempt
     deadline: float
     start: Sequence[int] | None
     bound: float = -math.inf
@@ -368,11 +389,14 @@ class _HighsRun:
 
     def _answer(self, choices: Sequence[int], *, proven: bool) -> Solution:
         return solution_of(
-            self.program.problem, choices, bound=self.bound, started=self.started, solver=self.solver.name,
+            self.program.problem,
+            choices,
+            self.attempt,
+            bound=self.bound,
             proven=proven,
         )  # fmt: skip
 
-    def _without_choices(self, status: Any) -> Solution:
+    def _without_choices(self, status: highspy.HighsModelStatus) -> Solution:
         import highspy
 
         ended = highspy.HighsModelStatus
@@ -381,8 +405,7 @@ class _HighsRun:
         if not infeasible and self.start is not None and evaluate(self.program.problem, self.start).feasible:
             return self._answer(self.start, proven=False)
         return no_solution(
+            self.attempt,
             status=Status.INFEASIBLE if infeasible else Status.TIME_LIMIT,
-            started=self.started,
-            solver=self.solver.name,
             bound=self.bound,
         )

@@ -76,6 +76,7 @@ def recombine(problem: Problem, flat: Flat, first: IntArray, second: IntArray) -
 
     Both must have finite cost, and ``first`` must be within the limit.
     """
+    # Parts that no edge joins change the cost independently, so that each can be taken or left by itself.
     parts = _parts(problem, first != second)
     gains = _gains(problem, first, second, parts)
     result, overrun = first.copy(), overrun_of(flat, first)

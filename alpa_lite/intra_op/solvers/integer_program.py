@@ -33,9 +33,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from alpa_lite.intra_op.memory_rows import MemoryRow, binding_times, maximal_rows, memory_rows
 from alpa_lite.intra_op.problem import Edge, FloatArray, Problem, Solution, Status, evaluate
-from alpa_lite.intra_op.solvers.solver import Control, ProgramTooLargeError, Solver, no_solution, solution_of
+from alpa_lite.intra_op.reductions import MemoryRow, binding_times, maximal_rows, memory_rows
+from alpa_lite.intra_op.solvers.solver import Attempt, Control, ProgramTooLargeError, Solver, no_solution, solution_of
 
 if TYPE_CHECKING:
     # PuLP and HiGHS take 0.1 s to import, and few runs need this solver: the functions below import them.
@@ -299,7 +299,7 @@ class IntegerProgram(Solver):
 
         Raises ProgramTooLargeError for a larger program than ``max_entries`` allows.
         """
-        started = time.perf_counter()
+        attempt = Attempt(solver=self.name)
         if (entries := _num_entries(problem)) > self.max_entries:
             raise ProgramTooLargeError(
                 f"The program has {entries:.3g} terms and IntegerProgram writes down at most {self.max_entries:.3g}; "
@@ -307,24 +307,24 @@ class IntegerProgram(Solver):
             )
         rows = memory_rows(problem)
         if not problem.node_costs:
-            return solution_of(problem, (), bound=0.0, started=started, solver=self.name)
+            return solution_of(problem, (), attempt, bound=0.0)
         model = _build(problem)
         if model is None:
-            return no_solution(status=Status.INFEASIBLE, started=started, solver=self.name)
+            return no_solution(attempt, status=Status.INFEASIBLE)
         for row in rows:
             _memory_row(model, row, problem.limit_bytes or 0.0)
-        run = self._run_exactly(problem, model, rows, deadline=started + time_limit_seconds)
+        run = self._run_exactly(problem, model, rows, deadline=attempt.started + time_limit_seconds)
         bound = run.bound * model.scale + model.offset
         if run.choices is not None:
             # With a gap, HiGHS calls an answer optimal that lies within it.
             proven = run.optimal and (self.relative_gap == 0.0 or self.backend != _HIGHS)
-            return solution_of(problem, run.choices, bound=bound, started=started, solver=self.name, proven=proven)
+            return solution_of(problem, run.choices, attempt, bound=bound, proven=proven)
         if not run.infeasible:
-            return no_solution(status=Status.TIME_LIMIT, started=started, solver=self.name, bound=bound)
-        left = time_limit_seconds - (time.perf_counter() - started)
+            return no_solution(attempt, status=Status.TIME_LIMIT, bound=bound)
+        left = time_limit_seconds - attempt.seconds
         leanest = leanest_choices(problem, time_limit_seconds=left) if rows else None
         peak_bytes = math.inf if leanest is None else evaluate(problem, leanest).peak_bytes
-        return no_solution(status=Status.INFEASIBLE, started=started, solver=self.name, peak_bytes=peak_bytes)
+        return no_solution(attempt, status=Status.INFEASIBLE, peak_bytes=peak_bytes)
 
     def _run_exactly(
         self,

@@ -74,6 +74,7 @@ class PricedSearch:
             self._round(clock)
 
     def _begin(self, clock: Clock) -> None:
+        # Usage changes at starts and ends alone: a price for each interval between them covers all times.
         self._prices = np.zeros(np.unique(self.problem.usage_times).size)
         # At equal prices and without costs, choices of few bytes and short lives come first, which are likely to fit.
         if self._cheapest(np.ones(self._prices.size), clock, costs_count=False) is None:
@@ -140,7 +141,9 @@ class PricedSearch:
             bounds=[(None, None), *[(0.0, highest * unit)] * priced.size],
             method="highs",
         )
+        # Times that no choices have overrun need no price, and would only enlarge the linear program.
         prices = np.zeros(overruns.shape[1])
+        # Without a solution of the linear program all prices are zero, as in the first round.
         if found.x is not None:
             prices[priced] = found.x[1:] / unit
         return prices
@@ -241,6 +244,7 @@ def prove_leanest(problem: Problem, found: Leanest, *, solve: Solve, time_limit_
     while found.choices is not None and found.bound_bytes < found.peak_bytes:
         left = deadline - time.perf_counter()
         less = solve(replace(allowed, limit_bytes=found.peak_bytes - 1.0), left) if left > 0.0 else None
+        # Peaks are whole bytes, so that nothing lies between the limit that is ruled out and the peak that was reached.
         if less is not None and less.status is Status.INFEASIBLE:
             return replace(found, bound_bytes=found.peak_bytes)
         leaner = found if less is None or less.choices is None else _leaner(allowed, found, less.choices)

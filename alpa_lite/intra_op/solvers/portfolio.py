@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -44,6 +43,7 @@ from alpa_lite.intra_op.solvers.memory_search import PricedSearch, smallest_peak
 from alpa_lite.intra_op.solvers.neighbourhood import Neighbourhood
 from alpa_lite.intra_op.solvers.rounds import Rounds, RoundSearch
 from alpa_lite.intra_op.solvers.solver import (
+    Attempt,
     Clock,
     Control,
     Solver,
@@ -53,7 +53,7 @@ from alpa_lite.intra_op.solvers.solver import (
     run_attended,
     solution_of,
 )
-from alpa_lite.program.memo import memoized
+from alpa_lite.program.ir import memoized
 
 _BLOCKS = 500
 _COOLING = 1e-3
@@ -179,7 +179,7 @@ class Portfolio(Solver):
         reduced = _simplified(problem, clock, early if takes > _HASTE_SHARE * clock.left else None)
         clock.report(f"reduced from {problem.num_nodes} to {reduced.problem.num_nodes} nodes")
         if math.isinf(reduced.offset):
-            return no_solution(status=Status.INFEASIBLE, started=clock.started, solver=self.name)
+            return no_solution(Attempt(solver=self.name, started=clock.started), status=Status.INFEASIBLE)
         if clock.over() and (hasty or takes > _LEAST_SECONDS):
             return hasty[0] if hasty else self._in_haste(problem, clock)
         found = self._restored(problem, reduced, self._solve_parts(reduced.problem, clock.inside(reduced.offset)))
@@ -192,7 +192,7 @@ class Portfolio(Solver):
 
     def _in_haste(self, problem: Problem, clock: Clock) -> Solution:
         """Return choices within the limit without a bound, or no choices."""
-        nothing = no_solution(status=Status.TIME_LIMIT, started=clock.started, solver=self.name)
+        nothing = no_solution(Attempt(solver=self.name, started=clock.started), status=Status.TIME_LIMIT)
         if clock.control.stop():
             return nothing
         seconds = max(_HASTE_SHARE * clock.left, _LEAST_SECONDS)
@@ -251,20 +251,20 @@ class Portfolio(Solver):
 
     def _eliminate(self, problem: Problem, plan: EliminationPlan, clock: Clock) -> Solution:
         """Eliminate without the limit, if the tables are small: the result is the answer if it fits, else a bound."""
-        started = time.perf_counter()
+        attempt = Attempt(solver=self.name)
         if not self.elimination.fits(plan):
-            return no_solution(status=Status.TIME_LIMIT, started=started, solver=self.name)
+            return no_solution(attempt, status=Status.TIME_LIMIT)
         choices = _cheapest_of(problem, plan, clock)
         if choices is None:
-            return no_solution(status=Status.TIME_LIMIT, started=started, solver=self.name)
+            return no_solution(attempt, status=Status.TIME_LIMIT)
         found = evaluate(problem, choices)
         if math.isinf(found.cost):
-            return no_solution(status=Status.INFEASIBLE, started=started, solver=self.name)
+            return no_solution(attempt, status=Status.INFEASIBLE)
         # Dropping the limit can only lower the optimum, so that choices which fit anyway are optimal.
         if found.feasible:
             return self._answer(problem, choices, bound=found.cost, proven=True)
         # The status of a solution with a bound and without choices.
-        return no_solution(status=Status.TIME_LIMIT, started=started, solver=self.name, bound=found.cost)
+        return no_solution(attempt, status=Status.TIME_LIMIT, bound=found.cost)
 
     def _priced(self, problem: Problem, plan: EliminationPlan, free: Solution, clock: Clock) -> Solution:
         """Search by prices on memory; return ``free`` if the tables are large."""
@@ -278,8 +278,7 @@ class Portfolio(Solver):
         return self._answer(problem, search.choices, bound=min(bound, search.cost), proven=False)
 
     def _answer(self, problem: Problem, choices: Sequence[int], *, bound: float, proven: bool) -> Solution:
-        started = time.perf_counter()
-        return solution_of(problem, choices, bound=bound, started=started, solver=self.name, proven=proven)
+        return solution_of(problem, choices, Attempt(solver=self.name), bound=bound, proven=proven)
 
     def _restored(self, problem: Problem, reduced: Simplified, inner: Solution) -> Solution:
         """Return the solution of the reduced problem as a solution of ``problem``."""

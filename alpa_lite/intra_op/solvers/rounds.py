@@ -36,6 +36,7 @@ from alpa_lite.intra_op.solvers.highs import Highs
 from alpa_lite.intra_op.solvers.improvements import ExactBlocks, recombine
 from alpa_lite.intra_op.solvers.neighbourhood import Neighbourhood
 from alpa_lite.intra_op.solvers.solver import (
+    Attempt,
     Clock,
     closes,
     cost_span,
@@ -180,6 +181,7 @@ class RoundSearch:
         self._core = self._prepare(self.problem)
         if first is not None and first.choices is not None:
             self._offer(np.array(first.choices))
+        # Threads suffice: the kernels release the interpreter lock.
         with ThreadPoolExecutor(max(1, self.options.num_threads)) as pool:
             number = 0
             while not self._ends(number):
@@ -194,6 +196,7 @@ class RoundSearch:
         rounds = self.options.max_rounds
         if self._is_infeasible() or (rounds is not None and number >= rounds):
             return True
+        # Compared only with a finite cost: inf - inf would be no number.
         near = self.cost - self.bound <= self.relative_gap * abs(self.cost) if math.isfinite(self.cost) else False
         return near or closes(self.bound, self.cost) or self._over()
 
@@ -211,9 +214,9 @@ class RoundSearch:
     def _solution(self) -> Solution:
         started = self.clock.started
         if self.choices is not None:
-            return solution_of(self.problem, self.choices, bound=self.bound, started=started, solver=_NAME)
+            return solution_of(self.problem, self.choices, Attempt(solver=_NAME, started=started), bound=self.bound)
         status = Status.INFEASIBLE if self._is_infeasible() else Status.TIME_LIMIT
-        return no_solution(status=status, started=started, solver=_NAME, bound=self.bound)
+        return no_solution(Attempt(solver=_NAME, started=started), status=status, bound=self.bound)
 
     # ------------------------------------------------------------------------------------------------ the core
 
@@ -251,6 +254,7 @@ class RoundSearch:
     def _lift(self, choices: IntArray) -> tuple[int, ...]:
         """Return choices of the core as choices of the problem."""
         lifted = tuple(choices.tolist())
+        # Each fixing reduced the problem that the one before it left.
         for reduced in reversed(self._reduced):
             lifted = reduced.restore(lifted)
         return lifted
@@ -270,6 +274,7 @@ class RoundSearch:
         if not core.dual.converged:
             jobs.append(self._bounding(number))
         before, improved = self.cost, list[IntArray]()
+        # The first round only bounds: searches start from the decoding and the prices of the dual.
         if math.isfinite(core.dual.bound):
             free = max(1, self.options.num_threads - len(jobs))
             if self.options.exact and self._idle >= _IDLE_ROUNDS and number >= core.exact.next_round:

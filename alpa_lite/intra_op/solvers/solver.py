@@ -85,9 +85,11 @@ def run_attended(
     ``halt[0]`` becomes 1 once ``over`` returns True: compiled loops poll it, and end with what they have.
     """
     running = [pool.submit(job) for job in jobs]
+    # The main thread must wake up, since Python delivers signals (Ctrl-C) to it alone and between its own steps.
     while wait(running, timeout=_POLL_SECONDS).not_done:
         if over():
             halt[0] = 1
+    # Only now, so that all jobs have ended before an exception leaves: they write to shared arrays.
     for done in running:
         done.result()
 
@@ -122,16 +124,31 @@ def closes(bound: float, cost: float) -> bool:
     return math.isfinite(bound) and bound >= cost - PROOF_TOLERANCE * max(abs(cost), abs(bound))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """One call of a solver: its name, and the ``time.perf_counter()`` at which it began."""
+
+    solver: str
+    started: float = field(default_factory=time.perf_counter)
+
+    @property
+    def seconds(self) -> float:
+        """The seconds since it began."""
+        return time.perf_counter() - self.started
+
+
 def solution_of(
-    problem: Problem, choices: Sequence[int], *, bound: float, started: float, solver: str, proven: bool = False
+    problem: Problem, choices: Sequence[int], attempt: Attempt, *, bound: float, proven: bool = False
 ) -> Solution:
     """Return a solution priced by ``evaluate``; OPTIMAL if ``proven`` or if the bound meets the cost.
 
-    ``started`` is ``time.perf_counter()`` when the solve began. Raises VerificationError if the choices are infeasible.
+    Raises VerificationError if the choices are infeasible.
     """
     priced = evaluate(problem, choices)
     if not priced.feasible:
-        raise VerificationError(f"{solver} chose what is not feasible: {priced}. This is a defect, please report it.")
+        raise VerificationError(
+            f"{attempt.solver} chose what is not feasible: {priced}. This is a defect, please report it."
+        )
     optimal = proven or closes(bound, priced.cost)
     return Solution(
         choices=tuple(int(choice) for choice in choices),
@@ -139,14 +156,14 @@ def solution_of(
         status=Status.OPTIMAL if optimal else Status.FEASIBLE,
         # Rounding may lift a solver's bound above the cost of its own optimum.
         bound=min(bound, priced.cost),
-        seconds=time.perf_counter() - started,
-        solver=solver,
+        seconds=attempt.seconds,
+        solver=attempt.solver,
         peak_bytes=priced.peak_bytes,
     )
 
 
 def no_solution(
-    *, status: Status, started: float, solver: str, bound: float = -math.inf, peak_bytes: float = math.inf
+    attempt: Attempt, *, status: Status, bound: float = -math.inf, peak_bytes: float = math.inf
 ) -> Solution:
     """Return a solution without choices: INFEASIBLE (bound inf) or TIME_LIMIT."""
     return Solution(
@@ -155,8 +172,8 @@ def no_solution(
         status=status,
         # The minimum over no choices at all.
         bound=math.inf if status is Status.INFEASIBLE else bound,
-        seconds=time.perf_counter() - started,
-        solver=solver,
+        seconds=attempt.seconds,
+        solver=attempt.solver,
         peak_bytes=peak_bytes,
     )
 

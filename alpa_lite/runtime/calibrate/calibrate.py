@@ -53,10 +53,9 @@ from alpa_lite.runtime.calibrate.probes import (
 from alpa_lite.runtime.calibrate.timing import Stopwatch, TimedProgram, Timing, num_samples, time_programs
 from alpa_lite.runtime.job.consensus import agreed_data, agreed_number
 from alpa_lite.runtime.job.processes import host_rows
+from cost_models.checks import ClusterError
 from cost_models.cluster import Cluster, cluster_sources, load_cluster
-from cost_models.errors import ClusterError
-from cost_models.hardware import Device
-from cost_models.link import Link
+from cost_models.hardware import Device, Link
 
 #: Raised when the measured constants come to mean something else.
 _VERSION = 1

@@ -36,7 +36,7 @@ from alpa_lite.errors import CheckpointError
 from alpa_lite.runtime.checkpoint import disk
 from alpa_lite.runtime.checkpoint.checksums import LIST, OLD, list_kind, read_list
 from alpa_lite.runtime.checkpoint.lease import Lease
-from cost_models.untrusted_text import excerpt, parse_json
+from cost_models.checks import excerpt, parse_json
 
 RECORD = "alpa_lite_checkpoint.json"
 """Name of the file."""

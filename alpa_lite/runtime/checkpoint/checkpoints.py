@@ -46,7 +46,7 @@ from alpa_lite.runtime.job.activity import busy
 from alpa_lite.runtime.job.consensus import Stopping, agreed_data, everywhere, reason_of, shared_error
 from alpa_lite.runtime.job.launched import summary
 from alpa_lite.runtime.job.shutdown import leaving
-from cost_models.untrusted_text import excerpt
+from cost_models.checks import excerpt
 
 _SHOWN = 3
 _SHOWN_STEPS = 20

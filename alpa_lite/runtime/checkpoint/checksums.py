@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from alpa_lite.runtime.checkpoint import disk
-from cost_models.untrusted_text import excerpt
+from cost_models.checks import excerpt
 
 LIST = "SHA256SUMS"
 """The file with the digests; those of a subfolder are in `SHA256SUMS.<its name>` until the whole list is written."""

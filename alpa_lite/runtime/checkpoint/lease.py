@@ -28,7 +28,7 @@ from pathlib import Path
 
 from alpa_lite.errors import CheckpointError
 from alpa_lite.runtime.checkpoint import disk
-from cost_models.untrusted_text import excerpt, parse_json
+from cost_models.checks import excerpt, parse_json
 
 BEAT_SECONDS = 10.0
 """Seconds between two signs of life of an owner."""

@@ -31,7 +31,7 @@ from alpa_lite.runtime.checkpoint import disk
 from alpa_lite.runtime.checkpoint.checksums import LIST, write_checksums, write_part
 from alpa_lite.runtime.checkpoint.saved_leaves import Leaf, Wanted
 from alpa_lite.runtime.job.consensus import ConsequenceError
-from cost_models.untrusted_text import excerpt, parse_json
+from cost_models.checks import excerpt, parse_json
 
 _CHUNK_BYTES = 16 * 2**20  # upper bound on the bytes read for a small part of a large array
 _REPLICAS_SHARE_FROM = 2**20  # size in bytes from which replicas of a shard each write a part of it

@@ -32,7 +32,7 @@ from alpa_lite.errors import CheckpointError
 from alpa_lite.runtime.checkpoint.checkpoint_folder import files_of, is_own
 from alpa_lite.runtime.checkpoint.disk import read_bounded
 from alpa_lite.trace.trace import unique
-from cost_models.untrusted_text import excerpt, parse_json
+from cost_models.checks import excerpt, parse_json
 
 FORMAT = 1
 """Version of the description of the arrays in a checkpoint."""

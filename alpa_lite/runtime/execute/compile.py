@@ -1,6 +1,6 @@
 """Compile all executables of a step before it first runs: equal units once, and one compilation per core at a time.
 
-    group     units of one form (lower.same_task) are traced and lowered once                   `precompile`
+    group     units of one form (lower.emission)  are traced and lowered once                   `precompile`
     compile   one executable per group, for the devices of its first unit                       `_compile_first`
     load      the same executable on the devices of the others, without XLA compiling it again  `_load_or_compile`
 
@@ -29,9 +29,9 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from alpa_lite import _jax
 from alpa_lite._jax import Device
 from alpa_lite.errors import ExecutionError
-from alpa_lite.lower.emission import BoundaryArray, Emitted, boundary_layout, boundary_spec, emit_task
+from alpa_lite.lower.emission import BoundaryArray, Emitted, boundary_layout, boundary_spec, emit_task, task_form
 from alpa_lite.lower.instructions import Buffer, Program
-from alpa_lite.lower.same_task import task_form
+from alpa_lite.lower.local_machine import PlacedTask
 from alpa_lite.lower.slices import TaskSpec
 from alpa_lite.plan.plan import Plan
 from alpa_lite.program.equations import Equation
@@ -50,12 +50,13 @@ def task_units(
     """Return the tasks of a program, in order. `donated`: per task the inputs that are donated."""
     units: list[CompileUnit] = []
     for number, task in enumerate(program.tasks):
-        mesh, placements, given = meshes[task.stage], plan.stages[task.stage].ops, donated.get(number, ())
-        form = task_form(task, step, equations, placements, dict(mesh.shape), given)
-        platform = _jax.lowering_platform(mesh.devices.flat[0])
-        emit = partial(
-            emit_task, task, step, equations, placements, mesh.abstract_mesh, platform=platform, donated=given
+        mesh, given = meshes[task.stage], tuple(donated.get(number, ()))
+        placed = PlacedTask(
+            task=task, step=step, equations=equations, placements=plan.stages[task.stage].ops, donated=given
         )
+        form = task_form(placed, dict(mesh.shape))
+        platform = _jax.lowering_platform(mesh.devices.flat[0])
+        emit = partial(emit_task, placed, mesh.abstract_mesh, platform=platform)
         units.append(CompileUnit(name=task.name, mesh=mesh, form=form, emit=emit))
     return units
 
@@ -69,10 +70,10 @@ def lowered_tasks(
     for task in program.tasks:
         stage = plan.stages[task.stage]
         mesh = AbstractMesh(stage.mesh_shape.shape, stage.mesh_shape.axis_names)
-        form = mesh, task_form(task, step, equations, stage.ops, dict(mesh.shape), ())
+        placed = PlacedTask(task=task, step=step, equations=equations, placements=stage.ops)
+        form = mesh, task_form(placed, dict(mesh.shape))
         if form not in lowered:
-            emitted = emit_task(task, step, equations, stage.ops, mesh, name=task.name, platform=platform)
-            lowered[form] = emitted.lower()
+            lowered[form] = emit_task(placed, mesh, name=task.name, platform=platform).lower()
         found.append((task, lowered[form]))
     return found
 

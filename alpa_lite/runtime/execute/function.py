@@ -30,7 +30,7 @@ from alpa_lite.runtime.job.processes import all_here, any_here, devices_of, hand
 from alpa_lite.step.split import TracedStep
 from alpa_lite.trace.call import Call
 from alpa_lite.trace.trace import Traced, aval_of
-from cost_models.untrusted_text import printable
+from cost_models.checks import printable
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

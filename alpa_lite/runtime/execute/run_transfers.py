@@ -22,8 +22,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
 from alpa_lite._jax import Device
-from alpa_lite.lower.emission import boundary_shape, boundary_spec, move
+from alpa_lite.lower.emission import boundary_shape, boundary_spec
 from alpa_lite.lower.instructions import Buffer, Program
+from alpa_lite.lower.local_machine import move
 from alpa_lite.program.phases import StepGraph
 from alpa_lite.runtime.execute.crossing import Course, Crossing, Hand, LaunchObserver, Message, compiled
 from alpa_lite.runtime.execute.exchange import Blanks, token

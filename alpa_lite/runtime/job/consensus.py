@@ -49,7 +49,7 @@ from alpa_lite.runtime.job.shutdown import (
     roll_call,
     say,
 )
-from cost_models.untrusted_text import excerpt
+from cost_models.checks import excerpt
 
 FIRST_WORD_SECONDS = 30.0
 """Seconds of waiting for another process after which it is reported on stderr; again after twice as long, and so on."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from alpa_lite.cli.models.transformer import Transformer
+from alpa_lite.cli.models.transformer import Architecture, Encoder, Transformer
 from benchmarks.published.model_of import model_of, training_of
 from benchmarks.published.row import RowError
 from tests.benchmarks.published.runs import row
@@ -22,19 +23,23 @@ def transformer(**changes: Any) -> Transformer:
 
 def test_families_have_their_usual_forms() -> None:
     gpt, llama, bert = (transformer(family=name) for name in ("gpt", "llama", "bert"))
-    assert (gpt.gated, gpt.norm, gpt.positions, gpt.tied, gpt.bias) == (False, "layer", "learned", True, True)
-    assert (llama.gated, llama.norm, llama.positions, llama.tied, llama.bias) == (True, "rms", "rotary", False, False)
-    assert bert.objective == "masked" and bert.num_masked == 19  # 15 % of 128
+    assert gpt.architecture == Architecture(num_kv_heads=gpt.num_heads, head_dim=gpt.hidden // gpt.num_heads)
+    llama_like = replace(
+        gpt.architecture, gated=True, activation="silu", norm="rms", positions="rotary", bias=False, tied=False
+    )
+    assert llama.architecture == llama_like
+    assert bert.num_masked == 19  # 15 % of 128
     t5 = transformer(family="t5", layers="2+4", seq_len="64+32")
-    assert (t5.num_encoder_layers, t5.num_layers, t5.encoder_seq_len, t5.seq_len) == (2, 4, 64, 32)
-    assert t5.positions == "relative" and not t5.fused
+    assert (t5.encoder, t5.num_layers, t5.seq_len) == (Encoder(num_layers=2, seq_len=64), 4, 32)
+    assert t5.architecture.positions == "relative" and not t5.computation.fused
 
 
 def test_the_stated_size_decides_what_tables_leave_out() -> None:
     plain = transformer()
     gated = transformer(params_B=(plain.parameter_count() + 4 * 256 * 1024) / 1e9)
     untied = transformer(params_B=(plain.parameter_count() + 256 * 1024) / 1e9)
-    assert gated.gated and gated.tied and not untied.gated and not untied.tied
+    assert gated.architecture.gated and gated.architecture.tied
+    assert not untied.architecture.gated and not untied.architecture.tied
     # A size that no form has is somebody's rounding: the usual form stays.
     assert transformer(params_B=1.0) == plain
     assert transformer(params_B=1.01 * plain.parameter_count() / 1e9) == plain
@@ -45,13 +50,13 @@ def test_experts_and_narrow_numbers() -> None:
     assert mixture.experts is not None
     assert (mixture.experts.num_experts, mixture.experts.every, mixture.experts.group_size) == (4, 2, 64)
     eight = transformer(precision="fp8")
-    assert eight.narrow and eight.dtype == jnp.bfloat16
-    assert transformer(precision="fp32").dtype == jnp.float32
+    assert eight.computation.narrow and eight.computation.dtype == jnp.bfloat16
+    assert transformer(precision="fp32").computation.dtype == jnp.float32
 
 
 def test_notes_may_state_the_width_of_heads() -> None:
-    assert transformer(notes="head dim 64; tuned").head_dim == 64
-    assert transformer().head_dim == 32
+    assert transformer(notes="head dim 64; tuned").architecture.head_dim == 64
+    assert transformer().architecture.head_dim == 32
 
 
 def test_dropout_belongs_to_float16() -> None:

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 import alpa_lite as al
-from alpa_lite.cli.bench.contenders import named_contenders
-from alpa_lite.cli.bench.planned import PlannedEntry, planned_entries, traced_target
-from alpa_lite.cli.bench.row import Environment, Row
-from alpa_lite.cli.bench.targets import BenchTarget, find_target
+from alpa_lite.cli.bench.entries import PlannedEntry, contest_of, planned_entries
+from alpa_lite.cli.bench.request import BenchTarget, find_target, named_contenders
+from alpa_lite.cli.bench.row import Environment, Row, row_of_data
 
 CLUSTER = al.cluster("p3.16xlarge")
 ENVIRONMENT = Environment(git="abc", versions={"jax": "1"}, machine="a <machine>")
@@ -40,13 +39,13 @@ MADE_UP: dict[str, Any] = {
 @pytest.fixture
 def row() -> Callable[..., Row]:
     """Makes a row."""
-    return lambda **changes: Row(**{**MADE_UP, **changes})
+    return lambda **changes: row_of_data({**MADE_UP, **changes})
 
 
 @pytest.fixture
 def auto_row() -> Callable[..., Row]:
     """Makes a row of the search."""
-    return lambda **changes: Row(**{**MADE_UP, "planner": "auto", "searched": True, "auto": True, **changes})
+    return lambda **changes: row_of_data({**MADE_UP, "planner": "auto", "searched": True, "auto": True, **changes})
 
 
 @pytest.fixture(scope="session")
@@ -59,4 +58,4 @@ def target() -> BenchTarget:
 def entries(target: BenchTarget) -> list[PlannedEntry]:
     """Its plans: two alike, and one that cannot be made."""
     contenders = named_contenders("auto:intra_op_only=1,data_parallel,pipeline,hybrid:data=8,hybrid:data=3", CLUSTER)
-    return list(planned_entries(target, traced_target(target), CLUSTER, contenders, ["auto"], lambda _: None))
+    return list(planned_entries(contest_of(target, CLUSTER), contenders, ["auto"], lambda _: None))

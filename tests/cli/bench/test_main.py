@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from alpa_lite import cli
-from alpa_lite.cli import benchmark_commands
+from alpa_lite.cli import machine_commands
 from alpa_lite.cli.bench import __main__ as bench
-from alpa_lite.cli.bench import chart
+from alpa_lite.cli.bench import report
+from alpa_lite.cli.bench.request import ALPA, ZOO, named_models
 from alpa_lite.cli.bench.row import row_of_line
-from alpa_lite.cli.bench.targets import ALPA, ZOO, named_models
 from tests.cli.schema import names_of
 from tests.inspection.page.test_html import parse
 
@@ -37,7 +37,7 @@ def test_it_prices_prints_and_keeps(capsys, tmp_path):
     assert "degrees whose product is 8" in " ".join(out.split())
     rows = [row_of_line(line) for line in (tmp_path / "kept" / "rows.jsonl").read_text().splitlines()]
     assert [bool(row.reason) for row in rows] == [False, False, True]
-    assert rows[0].predicted_step_seconds <= rows[1].predicted_step_seconds and rows[0].measured_step_seconds is None
+    assert rows[0].predicted_seconds <= rows[1].predicted_seconds and rows[0].run is None
     parse((tmp_path / "kept" / "report.html").read_text())
     assert (tmp_path / "kept" / "mlp-tiny.png").exists()
 
@@ -50,7 +50,7 @@ def test_lines_of_json_are_all_that_stands_on_the_standard_output(capsys):
 
 
 def test_without_matplotlib_there_are_no_charts(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(chart.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(report.util, "find_spec", lambda name: None)
     code, out, _ = run(capsys, *PRICED, "--out", str(tmp_path))
     assert code == 0 and "alpa_lite[viz]" in out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "rows.jsonl"]
@@ -76,8 +76,8 @@ def test_plans_are_measured_here(capsys, devices, tmp_path, monkeypatch):
         ],
     )
     rows = [row_of_line(line) for line in out.splitlines()]
-    assert code == 0 and all(len(row.measured_samples) == 2 for row in rows)
-    assert rows[1].same_as == "data parallel" and rows[0].cluster.startswith("local")
+    assert code == 0 and all(len(row.run.samples) == 2 for row in rows)
+    assert rows[1].run.same_as == "data parallel" and rows[0].cluster.startswith("local")
 
 
 def test_a_search_that_is_slower_than_allowed_fails(capsys):
@@ -123,7 +123,7 @@ def test_numbers_of_microbatches_are_contenders_of_their_own(capsys):
     arguments = [*PRICED[:4], "--planners", "data_parallel", "--num-microbatches", "auto,4", "--batch", "32", "--json"]
     rows = [row_of_line(line) for line in run(capsys, *arguments)[1].splitlines()]
     assert [row.planner for row in rows] == ["data parallel", "data parallel, 4 micro-batches"]
-    assert rows[1].num_microbatches == 4 and rows[0].batch_size == 32
+    assert rows[1].price.num_microbatches == 4 and rows[0].batch_size == 32
 
 
 @pytest.fixture
@@ -136,7 +136,7 @@ def started(monkeypatch):
         return 7
 
     monkeypatch.setattr(bench, "run_module", start)
-    monkeypatch.setattr(benchmark_commands, "run_module", start)
+    monkeypatch.setattr(machine_commands, "run_module", start)
     return found
 
 
@@ -152,7 +152,7 @@ def test_models_of_alpas_evaluation_are_priced_where_they_were_run(capsys, monke
     code, out, _ = run(capsys, "--model", "wrn-250M", "--planners", "data_parallel", "--json")
     assert code == 0
     row = row_of_line(out.splitlines()[0])
-    assert row.num_devices == 1 and row.predicted_tflops_per_device > 0
+    assert row.num_devices == 1 and row.price.tflops_per_device > 0
 
 
 def test_the_command_line_starts_it_in_a_process_of_its_own(started):

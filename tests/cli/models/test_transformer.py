@@ -9,12 +9,10 @@ import numpy as np
 import pytest
 
 import alpa_lite as al
-from alpa_lite.cli.models.feed_forward import Experts
-from alpa_lite.cli.models.gpt import GPT
-from alpa_lite.cli.models.llama import Llama
-from alpa_lite.cli.models.optimizers import adam
-from alpa_lite.cli.models.train import init_state, make_train_step
-from alpa_lite.cli.models.transformer import Transformer
+from alpa_lite.cli.models.decoders import GPT, Llama
+from alpa_lite.cli.models.train import Adam, init_state, make_train_step
+from alpa_lite.cli.models.transformer import Architecture, Computation, Encoder, Transformer
+from alpa_lite.cli.models.transformer_layers import Experts
 from tests.cli.models.draws import drawn
 
 
@@ -23,18 +21,40 @@ def make_key(seed):
 
 
 TINY = Transformer(
-    vocab_size=64, num_layers=4, hidden=16, num_heads=4, inner=24, seq_len=8, num_masked=3, dtype=jnp.float32
+    vocab_size=64,
+    num_layers=4,
+    hidden=16,
+    num_heads=4,
+    inner=24,
+    seq_len=8,
+    computation=Computation(dtype=jnp.float32),
 )
 LLAMA = replace(
-    TINY, num_kv_heads=2, gated=True, activation="silu", norm="rms", positions="rotary", bias=False, tied=False
+    TINY,
+    architecture=Architecture(
+        num_kv_heads=2, gated=True, activation="silu", norm="rms", positions="rotary", bias=False, tied=False
+    ),
 )
+
+
+def computed(model, **changes):
+    return replace(model, computation=replace(model.computation, **changes))
+
+
 FAMILIES = {
     "gpt": TINY,
     "llama": LLAMA,
-    "bert": replace(TINY, objective="masked"),
+    "bert": replace(TINY, num_masked=3),
     "moe": replace(TINY, experts=Experts(num_experts=4, group_size=8, capacity_factor=2.0, every=2)),
     "grok": replace(LLAMA, experts=Experts(num_experts=4, group_size=4, capacity_factor=2.0)),
-    "t5": replace(LLAMA, positions="relative", fused=False, num_encoder_layers=4, encoder_seq_len=10),
+    "t5": computed(
+        replace(
+            LLAMA,
+            architecture=replace(LLAMA.architecture, positions="relative"),
+            encoder=Encoder(num_layers=4, seq_len=10),
+        ),
+        fused=False,
+    ),
 }
 
 
@@ -95,7 +115,7 @@ def test_every_weight_is_used(name):
 @pytest.mark.parametrize("name, sizes", [("moe", [1, 1]), ("t5", [2, 2])])
 def test_segments_change_nothing(name, sizes):
     model, params, batch, (loss, grads) = solved(name)
-    model, parts = replace(model, num_segments=len(sizes)), cut(params, sizes)
+    model, parts = computed(model, num_segments=len(sizes)), cut(params, sizes)
     shapes = jax.eval_shape(model.init, make_key(0))
     assert jax.tree.map(np.shape, parts) == jax.tree.map(lambda s: s.shape, shapes)
     cut_loss, cut_grads = loss_and_grads(model, parts, batch)
@@ -115,7 +135,7 @@ def test_segments_change_nothing(name, sizes):
 )
 def test_recomputation_changes_nothing(name, recompute):
     model, params, batch, (loss, grads) = solved(name)
-    again_loss, again_grads = loss_and_grads(replace(model, recompute=recompute), params, batch)
+    again_loss, again_grads = loss_and_grads(computed(model, recompute=recompute), params, batch)
     np.testing.assert_allclose(again_loss, loss, rtol=1e-5)
     assert_close(again_grads, grads)
 
@@ -146,7 +166,7 @@ def contractions(jaxpr):
     ],
 )
 def test_recomputation_repeats_what_it_says(recompute, again):
-    model = replace(LLAMA, fused=False, recompute=recompute)
+    model = computed(LLAMA, fused=False, recompute=recompute)
     params = jax.eval_shape(model.init, make_key(0))
     closed = jax.make_jaxpr(jax.value_and_grad(model.loss_fn))(params, model.batch_shapes(2))
     # Per layer 4 projections, scores, weighted sum, 3 of the MLP; logits; each twice more in the backward pass.
@@ -179,7 +199,7 @@ def test_is_the_llama():
         vocab_size=64, num_layers=2, num_heads=4, num_kv_heads=2, hidden=16, inner=24, seq_len=8, scan_layers=True,
         dtype=jnp.float32,
     )  # fmt: skip
-    model = replace(LLAMA, num_layers=2, fused=False)
+    model = computed(replace(LLAMA, num_layers=2), fused=False)
     theirs = drawn(llama.init, 0.1)  # attention is not uniform
     w = theirs["layers"]
     layer = {
@@ -220,11 +240,13 @@ def test_dropout_needs_a_key():
     np.testing.assert_allclose(loss_fn(params, batch), jax.jit(TINY.loss_fn)(params, batch), rtol=1e-6)
     key = make_key(0)
     assert loss_fn(params, batch, key) != loss_fn(params, batch, make_key(1))
-    segments = jax.jit(replace(model, num_segments=3).loss_fn)(cut(params, [1, 2, 1]), batch, key)
+    segments = jax.jit(computed(model, num_segments=3).loss_fn)(cut(params, [1, 2, 1]), batch, key)
     np.testing.assert_allclose(segments, loss_fn(params, batch, key), rtol=1e-5)
 
 
-LLAMA_3 = replace(LLAMA, vocab_size=128256, num_heads=32, num_kv_heads=8, hidden=4096)
+LLAMA_3 = replace(
+    LLAMA, vocab_size=128256, num_heads=32, hidden=4096, architecture=replace(LLAMA.architecture, num_kv_heads=8)
+)
 
 
 @pytest.mark.parametrize(
@@ -241,16 +263,18 @@ LLAMA_3 = replace(LLAMA, vocab_size=128256, num_heads=32, num_kv_heads=8, hidden
         # xai-org/grok-1
         (
             replace(
-                LLAMA, vocab_size=131072, num_layers=64, hidden=6144, num_heads=48, num_kv_heads=8, inner=32768,
-                tied=True, experts=Experts(num_experts=8),
+                LLAMA, architecture=replace(LLAMA.architecture, num_kv_heads=8, tied=True),
+                vocab_size=131072, num_layers=64, hidden=6144, num_heads=48,
+                inner=32768, experts=Experts(num_experts=8),
             ),
             315.7,
         ),
         # google/t5-v1_1-xl, config.json
         (
             replace(
-                FAMILIES["t5"], vocab_size=32128, num_layers=24, num_encoder_layers=24, hidden=2048, num_heads=32,
-                num_kv_heads=32, inner=5120,
+                FAMILIES["t5"], vocab_size=32128, num_layers=24,
+                architecture=replace(FAMILIES["t5"].architecture, num_kv_heads=32),
+                encoder=Encoder(num_layers=24, seq_len=10), hidden=2048, num_heads=32, inner=5120,
             ),
             2.850,
         ),
@@ -281,17 +305,23 @@ def test_published_sizes(model, billions):
 def test_head_width_is_free():
     # MaxText, base.yml of December 2023: 8192 wide attention in a model of width 5120
     model = Transformer(
-        vocab_size=32768, num_layers=32, hidden=5120, num_heads=32, head_dim=256, inner=32768, seq_len=2048, bias=False
+        vocab_size=32768,
+        num_layers=32,
+        hidden=5120,
+        num_heads=32,
+        inner=32768,
+        seq_len=2048,
+        architecture=Architecture(head_dim=256, bias=False),
     )
     assert model.parameter_count() / 1e9 == pytest.approx(16.28, rel=1e-3)
 
 
 def test_large_steps_trace_without_arrays():
     model = Transformer(
-        vocab_size=51200, num_layers=24, hidden=20480, num_heads=128, inner=81920, seq_len=2048, num_segments=24,
-        recompute="full",
+        vocab_size=51200, num_layers=24, hidden=20480, num_heads=128, inner=81920, seq_len=2048,
+        computation=Computation(num_segments=24, recompute="full"),
     )  # fmt: skip
-    optimizer = adam()
+    optimizer = Adam()
     state = jax.eval_shape(lambda: init_state(model.init(make_key(0)), optimizer))
     closed = jax.make_jaxpr(make_train_step(model.loss_fn, optimizer))(state, model.batch_shapes(8))
     bodies = [e.params["jaxpr"] for e in closed.jaxpr.eqns if e.primitive.name == "jit" and holds_scan(e)]
@@ -319,8 +349,8 @@ DATA, TENSOR = al.planners.DataParallel(), al.planners.Hybrid(tensor=2)
     ],
 )
 def test_steps_can_be_planned(name, planner):
-    model = replace(FAMILIES[name], recompute="full", num_segments=2)
-    optimizer = adam()
+    model = computed(FAMILIES[name], recompute="full", num_segments=2)
+    optimizer = Adam()
     state = jax.eval_shape(lambda: init_state(model.init(make_key(0)), optimizer))
     step = make_train_step(model.loss_fn, optimizer)
     plan = al.plan(step, state, model.batch_shapes(16), cluster="dgx-a100", planner=planner, num_microbatches=2)
@@ -330,11 +360,11 @@ def test_steps_can_be_planned(name, planner):
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"num_kv_heads": 3}, "multiple of num_kv_heads"),
+        ({"architecture": Architecture(num_kv_heads=3)}, "multiple of num_kv_heads"),
         ({"num_heads": 5}, "heads divide hidden"),
-        ({"num_segments": 5}, "between 1 and the 4"),
+        ({"computation": Computation(num_segments=5)}, "between 1 and the 4"),
         ({"experts": Experts(num_experts=2, every=3)}, "every 3 layers"),
-        ({"recompute": "alternate"}, "fused=True"),
+        ({"computation": Computation(recompute="alternate")}, "fused=True"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options, message):

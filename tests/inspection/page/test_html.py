@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from alpa_lite.inspection.page.html import plan_fragment, plan_html
-from alpa_lite.inspection.text.parameter_groups import arguments_of
+from alpa_lite.inspection.text.groups import arguments_of
 from tests.inspection.markup import parse
 
 HOSTILE = "params/</script><img src=x onerror=alert(1)><!--/w"

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from alpa_lite.inspection.page.sections import parameter_table
-from alpa_lite.inspection.text.parameter_groups import arguments_of
+from alpa_lite.inspection.text.groups import arguments_of
 from alpa_lite.plan.plan import ArrayShape, Plan
 from alpa_lite.text import show_bytes
 from tests.inspection.markup import parse

@@ -3,7 +3,7 @@
 import json
 from dataclasses import replace
 
-from alpa_lite.inspection.text.collective_groups import group_collectives
+from alpa_lite.inspection.text.groups import group_collectives
 from alpa_lite.inspection.text.tables import (
     MAX_COLLECTIVE_ROWS,
     WIDTH,
@@ -59,7 +59,7 @@ def test_collective_groups_add_up(tensor_plan):
     assert sum(group.count for group in groups) == sum(use.count for use in uses)
     assert abs(sum(g.seconds for g in groups) - sum(u.seconds * u.count for u in uses)) < 1e-12
     assert [g.seconds for g in groups] == sorted((g.seconds for g in groups), reverse=True)
-    assert any("mlp.py:" in group.source for group in groups)
+    assert any("sequential_networks.py:" in group.source for group in groups)
     assert len(collectives_table(tensor_plan).rows) <= MAX_COLLECTIVE_ROWS
     assert "more" in collectives_table(tensor_plan, max_rows=1).note
 

@@ -62,7 +62,7 @@ def test_what_decides_is_named(mesh_plan):
 
 
 def test_an_op_and_a_line(mesh_plan):
-    line = explanation(mesh_plan, "mlp.py")
+    line = explanation(mesh_plan, "sequential_networks.py")
     assert line.kind == "source" and len(line.alternatives.rows) > 2
     (sentence,) = (s for s in line.sentences if s.startswith("What decides there is dot_general"))
     number = sentence.split("(op ")[1].split(",")[0]
@@ -95,7 +95,7 @@ def test_memory_that_forbids_is_the_reason(mesh_plan):
     limit = 1.02 * max(lean.prediction.peak_bytes)
     from dataclasses import replace
 
-    from cost_models.varied import with_memory
+    from cost_models.cluster import with_memory
 
     tight = replace(lean, cluster=with_memory(lean.cluster, limit))
     pattern = "params/*/w"

@@ -46,13 +46,15 @@ def test_op(tensor_plan):
 
 
 def test_source_line(tensor_plan):
-    use = next(u for u in tensor_plan.prediction.collectives if "mlp.py" in u.source)
+    use = next(u for u in tensor_plan.prediction.collectives if "sequential_networks.py" in u.source)
     line = use.source.split("/")[-1].split(" ")[0].rsplit(":", 1)[0]
     found = explanation(tensor_plan, line)
     assert found.kind == "source"
     mine = [u for u in tensor_plan.prediction.collectives if line in u.source]
     assert sum(g.count for g in found.collectives) == sum(u.count for u in mine)
-    assert json.loads(json.dumps(found.to_json()))["collectives"][0]["source"].startswith("models/mlp.py:")
+    assert json.loads(json.dumps(found.to_json()))["collectives"][0]["source"].startswith(
+        "models/sequential_networks.py:"
+    )
 
 
 @pytest.mark.parametrize(
@@ -62,7 +64,7 @@ def test_source_line(tensor_plan):
         ("op 999999", "its ops are"),
         ("nothing like this", "stage 0"),
         ("batch/inptus", "batch/inputs"),
-        ("mlp.py:9999", "mlp.py:"),
+        ("sequential_networks.py:9999", "sequential_networks.py:"),
         ("", "For example"),
     ],
 )

@@ -43,7 +43,7 @@ def test_the_most_comes_first_with_its_line_and_advice(tensor_plan):
     seconds = [item.seconds for item in found.items]
     assert seconds == sorted(seconds, reverse=True)
     product = next(item for item in found.items if item.what.startswith("matrix products"))
-    assert "models/mlp.py:" in product.source
+    assert "models/sequential_networks.py:" in product.source
     assert "float32" in product.suggestion and "16-bit" in product.suggestion
     assert all(item.suggestion for item in found.items)
     text = tensor_plan.explain_time()

@@ -25,7 +25,7 @@ from alpa_lite.intra_op.solvers.flat_problem import (
 )
 from alpa_lite.intra_op.solvers.improvements import recombine
 from alpa_lite.intra_op.solvers.neighbourhood import Neighbourhood
-from alpa_lite.intra_op.solvers.solver import largest_cost, no_solution, smallest_cost
+from alpa_lite.intra_op.solvers.solver import Attempt, largest_cost, no_solution, smallest_cost
 from tests.intra_op.instances import random_problem, training_step
 
 FORBIDDEN = 1e6
@@ -242,7 +242,7 @@ def test_what_fixing_leaves_is_finished_by_a_program(monkeypatch: pytest.MonkeyP
         sizes.append(problem.edge_costs.values.size)
         if finishes:
             return search(self, problem, time_limit_seconds=60.0)
-        return no_solution(status=Status.TIME_LIMIT, started=0.0, solver=self.name)
+        return no_solution(Attempt(solver=self.name, started=0.0), status=Status.TIME_LIMIT)
 
     monkeypatch.setattr(Highs, "search", searched)
     solver = replace(rounds_only(max_rounds=24), max_program_entries=problem.edge_costs.values.size - 1)

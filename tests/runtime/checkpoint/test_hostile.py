@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 import alpa_lite as al
 from alpa_lite.errors import CheckpointError
 from alpa_lite.runtime.checkpoint.checkpoint_folder import RECORD
-from cost_models.untrusted_text import excerpt, printable
+from cost_models.checks import excerpt, printable
 from tests.runtime.checkpoint import hostile
 from tests.runtime.checkpoint.hostile import STEP, sign, write_list
 

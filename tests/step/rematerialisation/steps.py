@@ -19,7 +19,7 @@ from alpa_lite.step.clustering import make_layers
 from alpa_lite.step.recomputation import Remat
 from alpa_lite.step.rematerialisation import Rematerialised, rematerialise
 from alpa_lite.step.split import TracedStep, split_step
-from alpa_lite.trace.local_control_flow import run_control_flow
+from alpa_lite.trace.evaluate import run_control_flow
 from alpa_lite.trace.trace import Traced, trace
 from tests.end_to_end.cases import MODELS, Training, make_batch
 

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 
-from alpa_lite.cli.models.optimizers import with_master_weights
+from alpa_lite.cli.models.train import with_master_weights
 from alpa_lite.program.ir import verify
 from alpa_lite.trace.from_jaxpr import from_jaxpr
 from alpa_lite.trace.passes.split_stacked import PartedProgram, part_stacks

@@ -1,0 +1,166 @@
+"""A call compared with earlier calls: the key of its compiled step, and the arguments that it shares with another step.
+
+`CallKey` holds everything by which `jax.jit` tells calls apart, and `difference` says in words how two keys differ:
+
+structure      the pytree of the traced arguments
+static         constants with their types: 1, True and 1.0 are equal, but are three values
+leaves         shape, dtype and weak type of each array
+configuration  the settings of JAX that decide how a function is traced (64 bits, precision, meshes, …)
+
+`planner_with_placement` plans a step so that the arguments which it shares with another step stay where that step has
+them. The last batch of an epoch may be smaller, and an evaluation step reads the parameters that a train step updates;
+neither should move the state over the devices and back. The plan of such a step is one stage on the mesh of the other
+plan, with the specs of shared arguments pinned; the integer program chooses the rest (`planners.OnMesh`).
+
+An argument is shared if the other step has one of the same shape and path, or one whose path ends in the same way and
+in no other's (`state/params/w` and `params/w`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from alpa_lite import _jax
+from alpa_lite.plan.plan import Plan
+from alpa_lite.planners import OnMesh
+from alpa_lite.sharding.specs import Spec
+from alpa_lite.trace.call import Static, argument_name
+from alpa_lite.trace.trace import Traced, aval_of, leaf_name
+
+_LONGEST = 60
+"""The greatest number of characters of a value in a log line."""
+
+_MOST = 6
+"""The greatest number of differences in a log line."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallKey:
+    """The key of a call; the module describes the fields."""
+
+    structure: Any
+    static: Static
+    leaves: tuple[tuple[tuple[int, ...], Any, bool], ...]
+    configuration: tuple[tuple[str, Any], ...]
+
+    def has_same_arrays(self, other: CallKey) -> bool:
+        """Whether the arguments of both calls have the same structure, shapes and dtypes, whatever else differs."""
+        mine, others = ([leaf[:2] for leaf in key.leaves] for key in (self, other))
+        return self.structure == other.structure and mine == others
+
+
+def form_of(leaf: Any) -> Any:
+    """Return a value by which two arguments are compared quickly: the aval of a JAX array, else shape and dtype or
+    type.
+    """
+    if isinstance(leaf, jax.Array):
+        return leaf.aval
+    return np.shape(leaf), getattr(leaf, "dtype", type(leaf))
+
+
+def key_of_call(
+    fun: Callable[..., Any], structure: Any, static: Static, leaves: Sequence[Any], configuration: tuple[Any, ...]
+) -> CallKey:
+    """Return the key of a call. Raises `TraceError` for an argument that is not an array."""
+    return CallKey(
+        structure=structure,
+        static=static,
+        leaves=tuple(_array(leaf, name) for leaf, name in zip(leaves, _names(fun, structure), strict=True)),
+        configuration=tuple(_jax.by_name(configuration).items()),
+    )
+
+
+def _array(leaf: Any, name: str) -> tuple[tuple[int, ...], Any, bool]:
+    aval = aval_of(leaf, name)
+    has_no_bytes = getattr(leaf, "dtype", None) == jax.dtypes.float0
+    return tuple(aval.shape), jax.dtypes.float0 if has_no_bytes else aval.dtype, bool(aval.weak_type)
+
+
+def _names(fun: Callable[..., Any], structure: Any) -> list[str]:
+    paths, _ = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(structure, range(structure.num_leaves)))
+    return [leaf_name(fun, path) for path, _ in paths]
+
+
+def difference(fun: Callable[..., Any], old: CallKey, new: CallKey) -> str:
+    """Describe in one line what differs between two calls: arguments, static values, JAX's configuration."""
+    found: list[str] = []
+    for before, after in zip(_described(fun, old), _described(fun, new), strict=True):
+        for name in dict.fromkeys([*before, *after]):
+            pair = before.get(name, "not given"), after.get(name, "not given")
+            if pair[0] != pair[1]:
+                found.append(f"{name}: {pair[0]} → {pair[1]}")
+    if not found:
+        return "the argument structure"
+    more = [f"and {len(found) - _MOST} more"] if len(found) > _MOST else []
+    return ", ".join([*found[:_MOST], *more])
+
+
+def _described(fun: Callable[..., Any], key: CallKey) -> list[dict[str, str]]:
+    """Describe a call as three mappings by name: arrays, static arguments, configuration."""
+    arrays = zip(_names(fun, key.structure), key.leaves, strict=True)
+    return [
+        {name: f"{dtype}{list(shape)}{' with a weak type' if weak else ''}" for name, (shape, dtype, weak) in arrays},
+        {argument_name(fun, i): f"{kind.__name__} {_short(value)}" for i, kind, value in key.static},
+        {name: _short(value) for name, value in key.configuration},
+    ]
+
+
+def _short(value: Any) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
+
+
+def planner_with_placement(plan: Plan, traced: Traced) -> OnMesh | None:
+    """Return a planner that leaves shared arguments where a plan has them; None if its stages lie apart."""
+    if len(plan.stages) != 1:
+        return None
+    (stage,) = plan.stages
+    pins = {name: [axes or None for axes in spec.dims] for name, spec in _shared(plan, traced)}
+    return OnMesh(axes=dict(stage.mesh_shape.axis_sizes), pins=pins)
+
+
+def num_shared(plan: Plan, traced: Traced) -> int:
+    """Return the number of arguments that a traced step shares with the step of a plan."""
+    return sum(1 for _ in _shared(plan, traced))
+
+
+def _shared(plan: Plan, traced: Traced) -> Iterator[tuple[str, Spec]]:
+    """Yield the path of each shared argument with the spec that the plan gives it; batches are not shared."""
+    known = {name: (spec, stage.shapes.get(name)) for stage in plan.stages for name, spec in stage.specs.items()}
+    batch = plan.batch.dims if plan.batch is not None else {}
+    for name, leaf, dim in zip(traced.names, traced.leaves, traced.batch_leaves, strict=True):
+        if dim is not None:
+            continue
+        shapes = {other: shape.dims for other, (_, shape) in known.items() if shape is not None and other not in batch}
+        fitting = [other for other, dims in shapes.items() if dims == leaf.shape]
+        if (found := _same_name(name, fitting)) is not None:
+            yield name, known[found][0].without_partial()
+
+
+def _same_name(name: str, others: Sequence[str]) -> str | None:
+    """Return the path that agrees with a path in the most components at its end; None if several do, or none."""
+    if name in others:
+        return name
+    lengths = {other: _common_end(name, other) for other in others}
+    most = max(lengths.values(), default=0)
+    longest = [other for other, length in lengths.items() if length == most]
+    return longest[0] if most > 0 and len(longest) == 1 else None
+
+
+def _common_end(one: str, other: str) -> int:
+    count = 0
+    for a, b in zip(reversed(one.split("/")), reversed(other.split("/")), strict=False):
+        if a != b:
+            break
+        count += 1
+    return count
+
+
+def fitting_microbatches(batch_size: int, largest_microbatch: float) -> int:
+    """Return the least number of micro-batches that divides a batch into parts of no more than so many samples."""
+    return next(m for m in range(1, batch_size + 1) if batch_size % m == 0 and batch_size / m <= largest_microbatch)

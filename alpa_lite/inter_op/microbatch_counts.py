@@ -1,0 +1,124 @@
+"""Numbers of micro-batches: the candidates, those at which a few layers are surveyed, and the order of the search.
+
+Larger micro-batches take more memory and leave devices idle for longer; smaller ones take longer per sample. So the
+search starts at the number that is likely the best and goes both ways while plans get better. Then it continues with
+numbers that are likely clearly better, or would be far better at best, if there are any: one stage without
+micro-batches may be as good as many stages with many.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from alpa_lite.inter_op.plan_request import PlanRequest
+
+NEAR = 0.01
+"""Among numbers that are likely this close to the best, the one nearest to a surveyed number comes first."""
+
+FAR_BETTER = 0.75
+"""A number that takes at best this fraction of the best plan is searched even if it likely takes more."""
+
+PARTS = (0.5, 0.9)
+"""The surveyed numbers, as positions on a logarithmic scale between 1 and the largest number that makes sense."""
+
+RATIO = 1.5
+"""Least ratio of a number of micro-batches to the one before."""
+
+
+def microbatch_numbers(batch_size: int) -> tuple[int, ...]:
+    """Return divisors of a batch from 1 on, each at least `RATIO` times the one before."""
+    chosen = [1]
+    for number in range(2, batch_size + 1):
+        if batch_size % number == 0 and number >= RATIO * chosen[-1]:
+            chosen.append(number)
+    return tuple(chosen)
+
+
+def numbers_to_search(request: PlanRequest) -> tuple[int, ...]:
+    """Return the candidate numbers of micro-batches of a request."""
+    # Virtual devices of one processor gain nothing from overlap, so that one micro-batch is best when it fits.
+    shared = request.cluster.shared_processor
+    return request.microbatch_choices((1,) if shared else microbatch_numbers(request.batch_size or 1))
+
+
+def surveyed_numbers(numbers: Sequence[int], batch_size: int, devices_per_host: int) -> list[int]:
+    """Return the numbers to survey: in the middle, on a logarithmic scale, of those that make sense, and near the last.
+
+    With fewer samples than half of the devices of a host, these devices cannot split the batch while others split the
+    model.
+    """
+    largest = max(1.0, batch_size / max(1.0, devices_per_host / 2))
+    chosen: dict[int, None] = {}
+    for part in PARTS:
+        left = [n for n in numbers if n not in chosen]
+        if left:
+            chosen[min(left, key=lambda n: abs(math.log(n / largest**part)))] = None
+    return list(chosen)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guess:
+    """Guessed seconds of a step at some number of micro-batches, at best and likely; infinite if it does not fit."""
+
+    at_best: float
+    likely: float
+
+
+@dataclass(frozen=True, slots=True)
+class Searched:
+    """The numbers that were searched, and the best one of them with its seconds; None and infinity before any fits."""
+
+    numbers: Collection[int] = ()
+    best: int | None = None
+    at_most: float = math.inf
+
+
+def next_numbers(
+    open_: Collection[int], guess: Callable[[int], Guess], searched: Searched, solved_at: float
+) -> list[int]:
+    """Return the numbers to search next, the most promising first; none if there is nothing to gain.
+
+    `open_`: numbers that were not searched; `solved_at`: the number at which layers were surveyed.
+    """
+    best, at_most = searched.best, searched.at_most
+    if best is not None:
+        known = sorted({*open_, *searched.numbers})
+        place = known.index(best)
+        # If the guess of the best number was too high, those of its neighbours are too.
+        near = max(at_most, guess(best).at_best)
+        # From the best number outwards, smaller and larger ones.
+        sides = (known[:place][::-1], known[place + 1 :])
+        found = [_first_better(numbers, open_, guess, near, at_most) for numbers in sides]
+        if around := sorted((n for n in found if n is not None), key=lambda n: guess(n).at_best):
+            return around
+        likely = (n for n in open_ if guess(n).likely < at_most * (1 - NEAR))
+        at_best = (n for n in open_ if guess(n).at_best < at_most * FAR_BETTER)
+        ways = sorted(likely, key=lambda n: guess(n).likely)
+        return ways or sorted(at_best, key=lambda n: guess(n).at_best)
+    faster = [n for n in sorted(open_) if guess(n).at_best < at_most]
+    least = min((guess(n).likely for n in faster), default=math.inf)
+
+    def order(number: int) -> tuple[float, ...]:
+        likely = guess(number).likely
+        if likely <= least * (1 + NEAR) < math.inf:
+            return (0.0, abs(math.log(number / solved_at)))
+        return (1.0, likely, guess(number).at_best)
+
+    return sorted(faster, key=order)
+
+
+def _first_better(
+    numbers: Sequence[int], open_: Collection[int], guess: Callable[[int], Guess], near: float, at_most: float
+) -> int | None:
+    """Return the first number, before any that was searched, that may take less; None if there is none.
+
+    The nearest number must take less than `near` at best, one behind it likely less than `at_most`.
+    """
+    for place, number in enumerate(numbers):
+        if number not in open_:
+            return None
+        if guess(number).likely < at_most if place else guess(number).at_best < near:
+            return number
+    return None

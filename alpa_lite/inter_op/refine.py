@@ -1,0 +1,339 @@
+"""Refine the stages of the search: solve them closer to the best, and run them under other schedules.
+
+polish      each stage again, to a smaller gap, within a time limit                              `polished`
+schedules   the same stages under each schedule that their memory allows                         `rescheduled`
+even        the layers cut anew into as many equal parts                                         `_evened`
+chunks      the layers in several times as many parts, dealt out over the same submeshes         `interleaved`
+agree       stages solved again so that all hold rows of stacked arguments in one form           `agreeing`
+
+A step returns one array for a stacked argument. If every stage holds equally many of its rows in one form, the array
+lies over their devices as it is; if not, the rows are brought together after each step (`boundaries.stacks_at_rest`).
+Stages are solved one by one, and of equally good forms each may have another. So the stages that differ are solved
+again with the form of one of them given.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from alpa_lite.errors import InfeasibleError, PlanError
+from alpa_lite.inter_op.assembly import StagedStep, predict
+from alpa_lite.inter_op.boundaries import stacks_at_rest
+from alpa_lite.inter_op.plan_request import PlanRequest
+from alpa_lite.inter_op.shared_devices import device_peak, solve_together
+from alpa_lite.inter_op.stage_cost_cache import StageCostCache
+from alpa_lite.inter_op.stage_costs import PlacedStage, StageCosts, StagePlace
+from alpa_lite.intra_op.solve import RELATIVE_GAP, StageSolution
+from alpa_lite.plan.plan import Prediction
+from alpa_lite.schedule import Interleaved1F1B, Schedule, splits_backward
+from alpa_lite.sharding.specs import Spec
+from alpa_lite.step.layers import Cut
+from alpa_lite.step.recomputation import Remat
+
+POLISH_SECONDS = 3.0
+"""Time limit for solving a stage again."""
+
+ALONE_GAP, ALONE_SECONDS = 1e-3, 6.0
+"""Gap and time limit for the only stage of a plan: its time is the step's."""
+
+CHUNKS = (2, 4, 8)
+"""Numbers of chunks per group of devices in interleaved pipelines, tried while more are faster."""
+
+UNSEEN = 0.1
+"""Relative excess of a simulated step over the stage DP's seconds above which these are not relied on."""
+
+ROUNDING = 1e-9
+"""Relative tolerance for sums of bytes that are added up in another order."""
+
+UNEVEN = 0.1
+"""Relative excess of the slowest stage over the average above which equal parts are tried."""
+
+BUBBLE = 0.03
+"""Bubble of a pipeline above which interleaving is tried."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """Solved stages of a step under a schedule; `sum_seconds` are the seconds of the step by the stage DP."""
+
+    costs: StageCosts
+    stages: tuple[PlacedStage, ...]
+    schedule: Schedule
+    prediction: Prediction
+    sum_seconds: float = math.inf
+
+    @staticmethod
+    def of(request: PlanRequest, costs: StageCosts, stages: Sequence[PlacedStage], schedule: Schedule) -> Found:
+        """Return the stages under a schedule, with their prediction."""
+        stages = scheduled(costs, stages, schedule)
+        staged = StagedStep(step=costs.step, layers=costs.layers, stages=stages, schedule=schedule)
+        prediction = predict(request, staged)
+        return Found(costs=costs, stages=tuple(stages), schedule=schedule, prediction=prediction)
+
+    @property
+    def seconds(self) -> float:
+        """Predicted seconds of one step."""
+        return self.prediction.step_seconds
+
+    @property
+    def trusted_seconds(self) -> float:
+        """The seconds by the stage DP, or the simulated ones if stages wait for much that the DP does not see.
+
+        Those of the DP are comparable with its other answers.
+        """
+        return self.sum_seconds if self.seconds <= (1 + UNSEEN) * self.sum_seconds else self.seconds
+
+    def may_wait_for(self, update_seconds: float) -> bool:
+        """Return True if an update of this length may be at least half of the time that the stage DP does not see."""
+        return 0 < self.trusted_seconds - self.sum_seconds < 2 * update_seconds
+
+    @property
+    def policies(self) -> tuple[Remat, ...]:
+        """The policy of rematerialisation of each stage."""
+        remat = self.costs.recomputed.remat
+        return tuple(remat[stage.first] if remat else Remat.NONE for stage in self.stages)
+
+    @property
+    def in_flight(self) -> list[int]:
+        """Micro-batches in flight on each stage."""
+        count = len(self.stages)
+        return [self.schedule.in_flight(i, count, self.costs.step.num_microbatches) for i in range(count)]
+
+
+def refined(
+    request: PlanRequest,
+    found: Sequence[Found],
+    steps: StageCostCache,
+    schedules: Sequence[Schedule],
+    *,
+    dealt_out: bool,
+) -> Found:
+    """Return the fastest of some plans, solved closer to the best, and (`dealt_out`) in chunks if that is faster."""
+
+    def refine(way: Found) -> Found:
+        whole = rescheduled(request, polished(request, way), schedules)
+        if not dealt_out or len(whole.stages) == 1:
+            return whole
+        plain = Found.of(request, whole.costs, whole.stages, schedules[0])
+        best = _in_chunks(request, plain, whole, steps)
+        return _evened(request, best, plain, steps, schedules) if _unevenness(plain) > UNEVEN else best
+
+    first, *others = sorted(found, key=lambda way: way.seconds)
+    best = refine(first)
+    # Chunks shorten the bubble, so that a plan with a longer one may overtake; without any bubble it has to be faster.
+    for other in others if best.schedule.stages_per_processor > 1 else ():
+        if other.seconds * (1 - other.prediction.bubble_fraction) < best.seconds:
+            best = min(best, refine(other), key=lambda way: way.seconds)
+    return best
+
+
+def _evened(
+    request: PlanRequest, best: Found, whole: Found, steps: StageCostCache, schedules: Sequence[Schedule]
+) -> Found:
+    """Return the best plan so far, or one with layers cut anew into parts as equal as possible, whichever is faster.
+
+    The search makes stages from few layers, for 1F1B. A schedule with little bubble waits for uneven stages.
+    """
+    even = interleaved(request, whole, steps, 1) if best.prediction.bubble_fraction > BUBBLE else None
+    if even is None:
+        return best
+    # `rescheduled` judges other schedules by the bubble under the first one.
+    plain = Found.of(request, even.costs, even.stages, schedules[0])
+    return min(best, rescheduled(request, plain, schedules), key=lambda found: found.seconds)
+
+
+def _unevenness(found: Found) -> float:
+    """Return the relative excess of the slowest stage over the average."""
+    seconds = [stage.solution.cost.loop_seconds for stage in found.stages]
+    return max(seconds) * len(seconds) / max(sum(seconds), 1e-30) - 1
+
+
+def _in_chunks(request: PlanRequest, plain: Found, best: Found, steps: StageCostCache) -> Found:
+    """Return stages in the number of chunks that is the fastest, or `best`.
+
+    `plain` are the stages under 1F1B, `best` under the best schedule for them.
+    """
+    last = plain
+    for chunks in CHUNKS:
+        # Twice as many chunks halve the time that stages wait at the beginning and at the end.
+        bubble = last.prediction.bubble_fraction
+        if bubble <= BUBBLE or last.seconds * (1 - bubble / 2) >= best.seconds:
+            break
+        dealt_out = interleaved(request, plain, steps, chunks)
+        # More chunks send more often and hold more memory: if these are no better, neither are more.
+        if dealt_out is None or dealt_out.seconds >= best.seconds:
+            break
+        best = last = dealt_out
+    return best
+
+
+def polished(request: PlanRequest, found: Found) -> Found:
+    """Solve stages again to a smaller gap, and keep the results that are faster; stacked arguments keep their form."""
+    # Otherwise equally good forms could appear that stages do not share, and rows would move between steps.
+    pins = {v: spec for stage in found.stages for v, spec in forms_given(found.costs, stage).items()}
+    costs = found.costs.with_pins({**found.costs.constraints.pins, **pins})
+    gap, seconds = (ALONE_GAP, ALONE_SECONDS) if len(found.stages) == 1 else (RELATIVE_GAP, POLISH_SECONDS)
+    costs = costs.solved_with(replace(costs.effort, relative_gap=gap, time_limit_seconds=seconds))
+    stages: list[PlacedStage] = []
+    # The last first: what is best with the fewest micro-batches in flight is so with more, where it fits.
+    for stage, held in reversed([*zip(found.stages, found.in_flight, strict=True)]):
+        solution = costs.solution(stage, in_flight=held)
+        better = solution.choice is not None and solution.cost.loop_seconds < stage.solution.cost.loop_seconds
+        stages.append(replace(stage, solution=solution) if better else stage)
+    stages.reverse()
+    # Stages that are faster alone may need slower transfers, or more memory than this schedule leaves.
+    again = Found.of(request, found.costs, stages, found.schedule)
+    better = again.seconds < found.seconds and fits(found.costs, again.stages, found.schedule)
+    return replace(again, sum_seconds=found.sum_seconds) if better else found
+
+
+def rescheduled(request: PlanRequest, found: Found, schedules: Sequence[Schedule]) -> Found:
+    """Return the same stages under the fastest schedule that their memory allows."""
+    best = found
+    for schedule in schedules if len(found.stages) > 1 else ():
+        lists = schedule.tasks(len(found.stages), found.costs.step.num_microbatches)
+        # Splitting backward passes in two only helps to fill a bubble.
+        in_vain = any(map(splits_backward, lists)) and found.prediction.bubble_fraction <= BUBBLE
+        if schedule == found.schedule or in_vain:
+            continue
+        if fits(found.costs, found.stages, schedule):
+            other = Found.of(request, found.costs, found.stages, schedule)
+            best = min(best, replace(other, sum_seconds=found.sum_seconds), key=lambda way: way.seconds)
+    return best
+
+
+def scheduled(costs: StageCosts, stages: Sequence[PlacedStage], schedule: Schedule) -> list[PlacedStage]:
+    """Return the stages as a schedule runs them: with the times of both parts if it splits backward passes."""
+    lists = schedule.tasks(len(stages), costs.step.num_microbatches)
+    found: list[PlacedStage] = []
+    for number, stage in enumerate(stages):
+        # The solution may come from a schedule that splits backward passes.
+        cost = replace(stage.solution.cost, weight_seconds=0.0, handed_bytes=0.0)
+        solution = replace(stage.solution, cost=cost)
+        if splits_backward(lists[number % len(lists)]):
+            solution = costs.in_two_parts(stage, solution)
+        found.append(replace(stage, solution=solution))
+    return found
+
+
+def fits(costs: StageCosts, stages: Sequence[PlacedStage], schedule: Schedule) -> bool:
+    """Return True if stages on devices of their own have memory for all that a schedule lets them hold."""
+    lists = schedule.tasks(len(stages), costs.step.num_microbatches)
+    as_run = scheduled(costs, stages, schedule)
+    return all(
+        device_peak({i: stage.solution.cost}, tasks) <= (1 + ROUNDING) * costs.room_bytes(stage.submesh)
+        for i, (stage, tasks) in enumerate(zip(as_run, lists, strict=True))
+    )
+
+
+def made_to_fit(costs: StageCosts, stages: Sequence[PlacedStage], schedule: Schedule) -> list[PlacedStage]:
+    """Return the stages, solved again with less memory if a schedule holds more than the search assumed.
+
+    Raises `InfeasibleError` if a stage does not fit.
+    """
+    if fits(costs, stages, schedule):
+        return list(stages)
+    lists = schedule.tasks(len(stages), costs.step.num_microbatches)
+    found: list[PlacedStage] = []
+    for number, (stage, tasks) in enumerate(zip(stages, lists, strict=True)):
+
+        def solve(
+            _: int,
+            in_flight: int,
+            limit_bytes: float,
+            stage: PlacedStage = stage,
+            in_two: bool = splits_backward(tasks),
+        ) -> StageSolution:
+            solution = costs.solution(stage, in_flight=in_flight, limit_bytes=limit_bytes)
+            return costs.in_two_parts(stage, solution) if in_two else solution
+
+        together = solve_together(solve, tasks, costs.room_bytes(stage.submesh))
+        if not together.fits:
+            raise InfeasibleError(f"Stage {number} of {len(stages)} does not fit under {schedule}.")
+        found.append(replace(stage, solution=together.solutions[number]))
+    return found
+
+
+def interleaved(request: PlanRequest, found: Found, steps: StageCostCache, num_chunks: int) -> Found | None:
+    """Return a plan with `num_chunks` chunks on the submesh of each stage; None if that is not possible."""
+    schedule = Interleaved1F1B(num_chunks=num_chunks)
+    parts, num_microbatches = len(found.stages), found.costs.step.num_microbatches
+    chunks = parts * num_chunks
+    # Interleaved 1F1B runs micro-batches in rounds of as many as there are groups of devices.
+    if num_chunks > 1 and num_microbatches % parts:
+        return None
+    try:
+        costs, per_chunk = steps.mixed(num_microbatches, Cut.into(chunks), found.policies * num_chunks)
+    except PlanError:  # too few ops
+        return None
+    tasks = schedule.tasks(chunks, costs.step.num_microbatches)
+    solved: dict[int, StageSolution] = {}
+    # The last part first: it has the fewest micro-batches in flight, and its solutions serve those before it.
+    for part in reversed(range(parts)):
+
+        def solve(
+            chunk: int, in_flight: int, limit_bytes: float, whole: PlacedStage = found.stages[part]
+        ) -> StageSolution:
+            place = StagePlace.nth(chunk, per_chunk, whole.submesh, whole.mesh)
+            return costs.solution(place, in_flight=in_flight, limit_bytes=limit_bytes)
+
+        together = solve_together(solve, tasks[part], costs.room_bytes(found.stages[part].submesh))
+        if not together.fits:
+            return None
+        solved |= together.solutions
+    wholes = [found.stages[chunk % parts] for chunk in range(chunks)]
+    stages = [
+        StagePlace.nth(chunk, per_chunk, whole.submesh, whole.mesh).with_solution(solved[chunk])
+        for chunk, whole in enumerate(wholes)
+    ]
+    return Found.of(request, costs, stages, schedule)
+
+
+def agreeing(costs: StageCosts, stages: Sequence[PlacedStage], schedule: Schedule) -> Iterator[list[PlacedStage]]:
+    """Yield for each form in which a stage holds rows the stages that all hold them so, if these fit.
+
+    Nothing is yielded if the stages agree already.
+    """
+    if not stacks_at_rest(costs.cost_model, costs.step, costs.layers, stages).seconds:
+        return
+    held = [schedule.in_flight(i, len(stages), costs.step.num_microbatches) for i in range(len(stages))]
+    forms = [_forms(costs, stage) for stage in stages]
+    # Each form that some stage has chosen is a candidate for all.
+    for model in dict.fromkeys(tuple(sorted(form.items())) for form in forms):
+        wanted = dict(model)
+        pins = {v: wanted[leaf] for stage in stages for leaf, v in _rows(costs, stage) if leaf in wanted}
+        given = costs.with_pins({**costs.constraints.pins, **pins})
+        # The last first: what is best with the fewest micro-batches in flight is so with more, where it fits.
+        found = [
+            stage if _forms(costs, stage) == wanted else _solved_again(given, stage, in_flight)
+            for stage, in_flight in reversed([*zip(stages, held, strict=True)])
+        ]
+        found.reverse()
+        if all(stage.solution.choice is not None for stage in found):
+            yield found
+
+
+def _rows(costs: StageCosts, stage: PlacedStage) -> list[tuple[int, int]]:
+    """Return the leaf and the input of the graph for each stacked argument of which a stage holds rows."""
+    step, layers = costs.step, costs.layers
+    inputs = zip(step.input_parts, step.graph.inputs, layers.of_input, strict=True)
+    return [(part.leaf, v) for part, v, home in inputs if part.rows is not None and stage.first <= home <= stage.last]
+
+
+def _forms(costs: StageCosts, stage: PlacedStage) -> dict[int, Spec]:
+    """Return the spec in which a stage holds its rows of each stacked argument, by leaf."""
+    choice = stage.solution.choice
+    return {leaf: choice.inputs[v] for leaf, v in _rows(costs, stage) if v in choice.inputs} if choice else {}
+
+
+def forms_given(costs: StageCosts, stage: PlacedStage) -> dict[int, Spec]:
+    """Return the spec in which a stage holds its rows of stacked arguments, by input of the graph."""
+    choice = stage.solution.choice
+    return {v: choice.inputs[v] for _, v in _rows(costs, stage) if v in choice.inputs} if choice else {}
+
+
+def _solved_again(costs: StageCosts, stage: PlacedStage, in_flight: int) -> PlacedStage:
+    solution = costs.solution(stage, in_flight=in_flight)
+    return replace(stage, solution=solution)

@@ -1,0 +1,198 @@
+"""Stage costs of a request's step, by number of micro-batches, cut into layers, and policy of rematerialisation.
+
+    of        every layer under one policy: the costs of stages that follow it                    `StageCostCache.of`
+    mixed     each layer under a policy of its own, for stages that were chosen                   `StageCostCache.mixed`
+
+Policies apply to parts of layers of about a block each (`layers.subdivided`), so that a backward pass holds the
+insides of one block at a time. The costs of a stage do not depend on the policies of the other stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from alpa_lite.inter_op.loop_cuts import is_even, parts_that_may_do
+from alpa_lite.inter_op.plan_request import Pins, PlanRequest, pinned_specs
+from alpa_lite.inter_op.stage_costs import Recomputed, SharedTables, SolveEffort, StageConstraints, StageCosts
+from alpa_lite.program.ir import MAX_TRIPS
+from alpa_lite.program.phases import Phase, StepGraph
+from alpa_lite.step.clustering import make_layers, subdivided
+from alpa_lite.step.layers import Cut, LayerBalance, Layers, forward_loops, natural_cut
+from alpa_lite.step.recomputation import Remat, read_originals_across
+from alpa_lite.step.rematerialisation import rematerialise
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Parts:
+    """A step as traced, its layers, and the same layers in parts of about a block."""
+
+    step: StepGraph
+    layers: Layers
+    parts: Layers
+
+    @property
+    def per_layer(self) -> int:
+        """The number of parts of each layer."""
+        return self.parts.num_layers // self.layers.num_layers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layering:
+    """How a step is cut into the layers of which stages consist.
+
+    Attributes:
+        num_layers: number of layers; None: by the model.
+        stages: numbers of stages that the layers should allow.
+        equal: the quantity of which layers have equal shares.
+    """
+
+    num_layers: int | None
+    stages: Collection[int]
+    equal: LayerBalance
+
+
+@dataclass(kw_only=True)
+class StageCostCache:
+    """Stage costs of the step of a request, made on demand; they share strategies and solutions where possible."""
+
+    request: PlanRequest
+    layering: Layering
+    pins: Pins
+    effort: SolveEffort
+    _costs: dict[tuple[int, Cut, Remat], StageCosts] = field(default_factory=dict[tuple[int, Cut, Remat], StageCosts])
+    _parts: dict[tuple[int, Cut], _Parts] = field(default_factory=dict[tuple[int, Cut], _Parts])
+    _layers: dict[Cut, tuple[StepGraph, Layers]] = field(default_factory=dict[Cut, tuple[StepGraph, Layers]])
+    _shared: SharedTables = field(default_factory=SharedTables)
+
+    @cached_property
+    def natural(self) -> Cut:
+        """The cut into the layers of which stages consist."""
+        if self.layering.num_layers is not None:
+            return Cut(loop_parts=self.layering.num_layers, num_layers=self.layering.num_layers)
+        return natural_cut(self.request.step_at(1, 0), self.layering.stages)
+
+    @property
+    def known(self) -> StageCosts:
+        """Stage costs that were made already, at any number of micro-batches."""
+        return next(iter(self._costs.values()))
+
+    def at(self, number: int) -> list[StageCosts]:
+        """Return the stage costs at a number of micro-batches: most layers first, then policies that keep least."""
+        keeps_least = [*reversed(Remat)]
+        asked = [(key[2], costs) for key, costs in self._costs.items() if key[0] == number]
+        ordered = sorted(asked, key=lambda each: (-each[1].layers.num_layers, keeps_least.index(each[0])))
+        return [costs for _, costs in ordered]
+
+    def let_take(self, seconds: float) -> None:
+        """Set the time limit for solving a stage, and forget stages that were not solved within an earlier one."""
+        self.effort = replace(self.effort, time_limit_seconds=seconds)
+        # Stage costs are frozen; the replaced ones share the stages that were solved.
+        self._costs = {key: costs.solved_with(self.effort) for key, costs in self._costs.items()}
+        for costs in self._costs.values():
+            costs.forget_unsolved()
+
+    def of(self, number: int, cut: Cut, policy: Remat = Remat.NONE) -> StageCosts:
+        """Return the costs of stages of the layers of a cut, at a number of micro-batches, under one policy."""
+        key = (number, cut, policy)
+        if key not in self._costs:
+            if policy is Remat.NONE:
+                self._costs[key] = self._as_written(number, cut)
+            else:
+                again = self._again(number, cut, (policy,) * self.of(number, cut).layers.num_layers)
+                known = self._parts[number, cut]
+                of_op = tuple(None if part is None else part // known.per_layer for part in again.layers.of_op)
+                self._costs[key] = again.of_another(again.step, replace(known.layers, of_op=of_op))
+        return self._costs[key]
+
+    def mixed(self, number: int, cut: Cut, policies: Sequence[Remat]) -> tuple[StageCosts, int]:
+        """Return the costs of stages whose layers have a policy each, and into how many parts each layer is cut there.
+
+        Solutions for steps in which all layers follow the policy of a stage count here too.
+        """
+        if all(policy is Remat.NONE for policy in policies):
+            return self.of(number, cut), 1
+        beside = tuple(self.of(number, cut, policy) for policy in dict.fromkeys(policies))
+        return replace(self._again(number, cut, policies), beside=beside), self._parts[number, cut].per_layer
+
+    def _as_written(self, number: int, cut: Cut) -> StageCosts:
+        step, layers = self._in_layers(number, cut)
+        return StageCosts(
+            step=read_originals_across(step, layers.of_op),
+            layers=layers,
+            cost_model=self.request.cost_model,
+            cost_model_for=self.request.cost_model_for,
+            constraints=StageConstraints(pins=pinned_specs(step, self.pins)),
+            effort=self.effort,
+            progress=self.request.progress,
+            workers=self.request.workers,
+            shared=self._shared,
+        )
+
+    def _in_layers(self, number: int, cut: Cut) -> tuple[StepGraph, Layers]:
+        """Return the step and its layers: the same layers at every number of micro-batches with the same ops."""
+        if cut in self._layers:
+            known, layers = self._layers[cut]
+            step = self.request.step_at(number, known.loop_parts)
+            if _is_same_program(known, step):
+                return step, layers
+        # This number of micro-batches is the first, or it runs other ops and needs layers of its own.
+        parts = cut.loop_parts
+        # Layers that each become a stage should be even, for which loops may have to be cut into more parts.
+        each_a_stage = self.layering.equal == "flops" and parts > 0 and cut == Cut.into(cut.num_layers)
+        if each_a_stage:
+            parts = parts_that_may_do(self.request.step_at(1, 0), parts, (1.0,) * cut.num_layers)
+        while True:
+            step = self.request.step_at(number, parts)
+            layers = self._made(step, cut)
+            if not each_a_stage or parts >= MAX_TRIPS or is_even(step, layers):
+                break
+            parts = min(2 * parts, MAX_TRIPS)
+        self._layers[cut] = step, layers
+        return step, layers
+
+    def _made(self, step: StepGraph, cut: Cut) -> Layers:
+        equal = cut.equal if self.layering.equal == "flops" else self.layering.equal
+        count = cut.num_layers
+        if cut == self.natural:
+            # Loops over samples look like loops over layers, but are never cut, so that there may be fewer ops than
+            # layers.
+            forward = step.phases.count(Phase.FORWARD)
+            count = max(1, min(self.layering.stages), min(count, forward))
+        return make_layers(step, count, equal=equal, imbalance=cut.imbalance)
+
+    def _again(self, number: int, cut: Cut, policies: Sequence[Remat]) -> StageCosts:
+        """Return the costs of stages of parts of layers; each layer has its policy."""
+        written = self.of(number, cut)
+        if (number, cut) not in self._parts:
+            step = self.request.step_at(number, written.step.loop_parts)
+            self._parts[number, cut] = _Parts(step=step, layers=written.layers, parts=subdivided(step, written.layers))
+        known = self._parts[number, cut]
+        remat = policies_of(known.step, known.parts, [p for p in policies for _ in range(known.per_layer)])
+        traced = known.parts.of_op
+        nothing = (Remat.NONE,) * known.parts.num_layers
+        again = rematerialise(read_originals_across(known.step, traced), traced, remat or nothing)
+        made = written.of_another(again.step, replace(known.parts, of_op=again.of_op))
+        return replace(made, recomputed=Recomputed(remat=remat, traced_layers=traced))
+
+
+def _is_same_program(step: StepGraph, other: StepGraph) -> bool:
+    """Return True if two steps run the same ops, so that the layers of one are valid for the other."""
+    return step.phases == other.phases and all(
+        (a.primitive, a.operands) == (b.primitive, b.operands)
+        for a, b in zip(step.graph.ops, other.graph.ops, strict=True)
+    )
+
+
+def policies_of(step: StepGraph, layers: Layers, wanted: Sequence[Remat]) -> tuple[Remat, ...]:
+    """Return the policy of each layer, or () if no layer recomputes anything.
+
+    The last layer keeps everything unless it is a loop.
+    """
+    # The backward pass of the last layer follows at once: recomputing saves no memory there, but between the trips of
+    # a loop it does.
+    last = layers.num_layers - 1
+    loops = any(layers.of_op[loop] == last for loop in forward_loops(step))
+    remat = (*wanted[:last], wanted[last] if loops else Remat.NONE)
+    return remat if any(policy is not Remat.NONE for policy in remat) else ()

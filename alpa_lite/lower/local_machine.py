@@ -1,0 +1,397 @@
+"""Run planned ops on local blocks inside `shard_map`: the machine that drives the walk of a task, and its delays.
+
+A `LocalMachine` emits JAX operations for what `alpa_lite.plan.walk` says: collectives for reshardings, the primitives
+of the ops on blocks, control flow around bodies. An op with side effects (a print or a callback) runs on one device of
+those that hold its operands, not on each (`on_first_device`).
+
+Some values are delayed that XLA would compute or gather too early, although the plan counts on their memory being free:
+
+Recomputed values: XLA has no reason to delay a recomputation whose operands are available since the forward pass; only
+a barrier shared with a result of the preceding op delays it. The CPU backend drops barriers before it eliminates common
+subexpressions, and would store the first results instead; there the value also depends on the result, by a select:
+
+    x if r = r or r ≠ r else 0        r: the first element of the result                            (`once_there`)
+
+The result is always x, but XLA does not reason about NaN.
+
+Gathered parameters: those that are stored sharded and gathered where an op reads them form a unit per op. XLA would
+issue the all-gathers of all units at once, when the task starts. Here unit n waits until enough of the units before it
+have been read:
+
+    b_n + … + b_{j+1} <= 2 · max b      the units after unit j, for whose op unit n waits          (Gathered.held)
+
+so that the next unit can be gathered while one is read, and small ones further ahead; b are bytes per device.
+
+Sums of gradients are reduced in buckets, one bucket after the other (`Plan.buckets`):
+
+    bucket n starts when all of bucket n - 1 is reduced, as on one queue of collectives            (Buckets.held)
+
+XLA combines reductions that do not wait for each other into one, up to some size. Combining within a bucket is left to
+XLA; every value of a bucket waits for a number computed from the whole bucket before it, so that two buckets stay apart
+on any backend.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from alpa_lite.lower.run_local import LocalOp, bind_local, block_index
+from alpa_lite.lower.slices import TaskSpec
+from alpa_lite.plan.plan import OpPlacement
+from alpa_lite.plan.walk import Application, Walk, body_walk, sharing_axes
+from alpa_lite.program.equations import Equation
+from alpa_lite.program.ir import Graph, Op, Value, Wiring
+from alpa_lite.program.phases import Phase, StepGraph, parameters
+from alpa_lite.sharding.specs import Move, MoveKind, num_shards
+from alpa_lite.trace.evaluate import run_control_flow
+
+POSITIONAL = frozenset(("iota", "random_bits", "random_split"))
+"""Primitives whose results depend on the position of a micro-batch in the full batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PlacedTask:
+    """A task with all that determines its program on a mesh of given axis sizes.
+
+    step          the step as planned
+    equations     the JAX equation of each op of the step
+    placements    by op id, the placement of each op of the task's stage
+    donated       numbers of the inputs whose buffers may be reused
+    """
+
+    task: TaskSpec
+    step: StepGraph
+    equations: Sequence[Equation]
+    placements: Mapping[int, OpPlacement]
+    donated: tuple[int, ...] = ()
+
+
+def move(x: jax.Array, step: Move, sizes: Mapping[str, int]) -> jax.Array:
+    """Emit the collective (or local operation) of one step of a resharding, on a device's block `x`."""
+    if step.kind is MoveKind.ALL_REDUCE:
+        return lax.psum(x, step.axis)
+    if step.kind is MoveKind.REDUCE_SCATTER:
+        return lax.psum_scatter(x, step.axis, scatter_dimension=step.dim, tiled=True)
+    if step.kind is MoveKind.ALL_GATHER:
+        return lax.all_gather(x, step.axis, axis=step.dim, tiled=True)
+    if step.kind is MoveKind.ALL_TO_ALL:
+        return lax.all_to_all(x, step.axis, split_axis=step.target_dim, concat_axis=step.dim, tiled=True)
+    if step.kind is MoveKind.PERMUTE:
+        return lax.ppermute(x, step.axes, step.pairs)
+    # An addend makes a partial sum of a scalar that all devices hold: the first device keeps it, all others add zero.
+    if step.kind is MoveKind.ADDEND:
+        return jax.numpy.where(lax.axis_index(step.axis) == 0, x, jax.numpy.zeros_like(x))
+    # What remains is a slice, which is local: each device cuts out its own block.
+    size = x.shape[step.dim] // sizes[step.axis]
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(step.axis) * size, size, step.dim)
+
+
+class LocalMachine:
+    """A machine that emits JAX operations on local blocks; drives a `Walk` inside `shard_map`."""
+
+    def __init__(
+        self, placed: PlacedTask, sizes: Mapping[str, int], microbatch: jax.Array | int, *, barriers_stay: bool
+    ) -> None:
+        """Make a machine for one task on a mesh of the given axis sizes.
+
+        `microbatch`: index of the micro-batch being run. `barriers_stay`: whether XLA keeps optimisation barriers to
+        the end.
+        """
+        self.step = step = placed.step
+        self.barriers_stay = barriers_stay
+        self.buckets = Buckets(placed.task.buckets, barriers_stay=barriers_stay)
+        self.gathered = Gathered(barriers_stay=barriers_stay)
+        self.graph = step.graph  # the graph that runs now: the step or a body
+        self.latest: jax.Array | None = None  # latest float result of the backward pass
+        self.sizes = sizes
+        self.microbatch = microbatch
+        self.equations: dict[Graph, Sequence[Equation]] = {}
+        self._register(step.graph, placed.equations)
+        self.part = 0  # number of phases of the task before this one: their loops may move the same values
+        # How often each resharding was emitted so far; see `reshard`.
+        self.moved: Counter[tuple[Value, tuple[Move, ...]]] = Counter()
+
+    def _register(self, graph: Graph, equations: Sequence[Equation]) -> None:
+        self.equations[graph] = equations
+        for op, equation in zip(graph.ops, equations, strict=True):
+            for body, inner in zip(op.bodies, equation.bodies, strict=True):
+                self._register(body, inner)
+
+    def literal(self, value: Value) -> jax.Array:
+        """Return a NumPy scalar of the right dtype."""
+        # Ops accept it as an array, and it stays a constant of the program.
+        return cast(jax.Array, np.asarray(value.literal, jax.numpy.dtype(value.dtype)))
+
+    def reshard(self, array: jax.Array, value: Value, steps: tuple[Move, ...], op: Op | None) -> jax.Array:
+        """Emit the collectives of a resharding and return the new block.
+
+        A resharding that is repeated (a parameter gathered again for the backward pass) must not be merged with the
+        earlier one by XLA, which drops barriers on some platforms. The n-th repetition therefore runs with n more
+        leading dims of size 1: two collectives of different rank are never common subexpressions.
+        """
+        # The ids of values in bodies repeat those of the step, so the value is also compared by identity.
+        bucketed = op is None and value.id in self.buckets.numbers and value is self.step.graph.values[value.id]
+        array = self.buckets.held(value.id, array) if bucketed else array
+        if op is not None and self._is_parameter(value) and any(step.kind is MoveKind.ALL_GATHER for step in steps):
+            array = self.gathered.held(array, value.bytes / num_shards(steps[-1].spec, self.sizes))
+        times = self.part + self.moved[value, steps]
+        self.moved[value, steps] += 1
+        array = jax.numpy.reshape(array, (*(1,) * times, *array.shape))
+        for step in steps:
+            array = move(array, step.below(times), self.sizes)
+        array = jax.numpy.reshape(array, array.shape[times:])
+        if bucketed:
+            self.buckets.reduced(value.id, array)
+        return array
+
+    def _is_parameter(self, value: Value) -> bool:
+        """Return True for values that enter the loop, or a trip of a loop in it, without a batch dim."""
+        graph, step = self.graph, self.step
+        if graph is step.graph:
+            return value.id in parameters(step)
+        scope = step.bodies.get(graph)
+        return graph.producer[value.id] is None and (scope is None or scope.batch_dims[value.id] is None)
+
+    def apply(self, application: Application, operands: list[jax.Array]) -> list[jax.Array]:
+        """Bind the op's primitive on local blocks and return the blocks of its results."""
+        graph, op = application.graph, application.op
+        equation = self.equations[graph][op.id]
+        # Positions are those in the full batch: random bits and counts must not depend on the number of micro-batches.
+        origins, full_shapes = self._positions(graph, op)
+        operands = self._in_micro_batch(op, graph, operands)
+        local = LocalOp(
+            primitive=equation.primitive,
+            params=equation.params,
+            rule=application.rule,
+            operand_shapes=tuple(v.shape for v in graph.operands(op)),
+            result_shapes=tuple(v.shape for v in graph.results(op)),
+            operand_specs=application.operand_specs,
+            result_specs=application.raw_specs,
+            axis_sizes=self.sizes,
+            origins=origins,
+            full_shapes=full_shapes,
+        )
+        if graph is self.step.graph and op.primitive == "optimization_barrier":
+            operands = [self._held_back(v, x) for v, x in zip(op.operands, operands, strict=True)]
+        with jax.named_scope(f"op{op.id}"):
+            axes = sharing_axes(op, self.sizes)
+            if axes:
+                return on_first_device(lambda *xs: bind_local(local, xs), operands, axes, self.sizes)
+            return self._noted(application, bind_local(local, operands))
+
+    def _held_back(self, value: int, array: jax.Array) -> jax.Array:
+        """Return a forward value that the backward pass reads to recompute others, delayed until the backward pass gets
+        there.
+        """
+        producer = self.step.graph.producer[value]
+        is_backward = producer is not None and self.step.phases[producer] is Phase.BACKWARD
+        is_state = producer is None and self.step.batch_dims[value] is None
+        if self.latest is None or is_backward or is_state or not isinstance(array, jax.Array):
+            return array
+        return once_there(array, self.latest, barriers_stay=self.barriers_stay)
+
+    def _noted(self, application: Application, results: list[jax.Array]) -> list[jax.Array]:
+        """Record results of an op for the values that wait for them, and return the results."""
+        self.gathered.read(results)
+        if application.graph is self.step.graph and self.step.phases[application.op.id] is Phase.BACKWARD:
+            floats = [r for r in results if jax.numpy.issubdtype(r.dtype, jax.numpy.floating) and r.size]
+            self.latest = floats[0] if floats else self.latest
+        return results
+
+    def _positions(
+        self, graph: Graph, op: Op
+    ) -> tuple[tuple[tuple[jax.Array | int, ...] | None, ...], tuple[tuple[int, ...] | None, ...]]:
+        """Return the position of this micro-batch's results in the full batch's and the full shapes, None where
+        irrelevant.
+
+        Only ops whose values depend on the position need them.
+        """
+        none = (None,) * len(op.results)
+        step = self.step
+        if step.num_microbatches == 1 or op.primitive not in POSITIONAL:
+            return none, none
+        # A mean over micro-batches treats each one as a batch of its own, which counts its samples from 0.
+        if step.averaged and op.primitive == "iota":
+            return none, none
+        outermost = graph is step.graph
+        scope = step if outermost else step.bodies.get(graph)
+        dim = scope.batch_dims[op.results[0]] if scope is not None else None
+        if scope is None or dim is None:
+            return none, none
+        shape = graph.values[op.results[0]].shape
+        start = tuple(self.microbatch * n if d == dim else 0 for d, n in enumerate(shape))
+        return (start, *none[1:]), (scope.full_shapes[op.results[0]], *none[1:])
+
+    def _in_micro_batch(self, op: Op, graph: Graph, operands: Sequence[jax.Array]) -> list[jax.Array]:
+        """Return the operands as this micro-batch reads them.
+
+        Operands that count once per step are zero in all micro-batches but the first, and indices into the batch are
+        shifted to the start of the micro-batch.
+        """
+        arrays = list(operands)
+        if op.once:
+            first = jax.numpy.asarray(self.microbatch) == 0
+            arrays = [
+                jax.numpy.where(first, x, jax.numpy.zeros_like(x)) if v in op.once else x
+                for v, x in zip(op.operands, arrays, strict=True)
+            ]
+        if op.own_columns:
+            # The index vectors are the second operand of both gather and scatter.
+            arrays[1] = arrays[1] - self._first_rows(op, graph).astype(arrays[1].dtype)
+        return arrays
+
+    def _first_rows(self, op: Op, graph: Graph) -> jax.Array:
+        """Return for each column of the index vectors the first row of this micro-batch, 0 for columns that index other
+        dims.
+        """
+        numbers = op.params["dimension_numbers"]
+        dims = numbers["start_index_map" if op.primitive == "gather" else "scatter_dims_to_operand_dims"]
+        rows = graph.values[op.operands[0]].shape
+        sizes = [rows[d] if column in op.own_columns else 0 for column, d in enumerate(dims)]
+        return jax.numpy.asarray(self.microbatch) * jax.numpy.asarray(sizes)
+
+    def control_flow(
+        self, application: Application, operands: list[jax.Array], wiring: Wiring, walk: Walk[jax.Array]
+    ) -> list[jax.Array]:
+        """Emit the same control flow on local blocks."""
+        operands = self._in_micro_batch(application.op, self.graph, operands)
+
+        def body(number: int, arrays: Mapping[int, jax.Array]) -> tuple[jax.Array, ...]:
+            # A body has units of its own: the arrays inside are tracers, which must not leak out of it.
+            around = self.graph, self.gathered
+            self.graph = application.op.bodies[number]
+            self.gathered = Gathered(barriers_stay=self.barriers_stay)
+            outputs = body_walk(application, wiring, number, walk, [arrays.get(i, x) for i, x in enumerate(operands)])
+            self.graph, self.gathered = around
+            # Literals are NumPy scalars, but a body must return JAX arrays.
+            return tuple(x if isinstance(x, jax.Array) else jax.numpy.asarray(x) for x in outputs)
+
+        return self._noted(application, run_control_flow(application.op, wiring, body, operands))
+
+
+def once_there(x: jax.Array, result: jax.Array, *, barriers_stay: bool) -> jax.Array:
+    """Return `x`, available only after `result`, a float array with at least one element.
+
+    `barriers_stay`: whether XLA keeps optimisation barriers to the end of its pipeline.
+    """
+    first = lax.reshape(lax.slice(result, (0,) * result.ndim, (1,) * result.ndim), ())
+    if barriers_stay:
+        return lax.optimization_barrier((x, first))[0]
+    if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
+        # `select` does not accept typed keys: wait for their words instead.
+        data = once_there(jax.random.key_data(x), result, barriers_stay=False)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    there = (first == first) | (first != first)
+    return lax.select(there, x, lax.full_like(x, 0))
+
+
+AHEAD = 2
+"""How many of the largest units may be gathered at a time: one that is read, and one for the next op."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _GatheredUse:
+    """The bytes per device that were gathered for one op, and a result of that op to wait for."""
+
+    bytes: float
+    result: jax.Array
+
+
+class Gathered:
+    """The units of one pass over a graph, or of one trip of a loop."""
+
+    def __init__(self, *, barriers_stay: bool) -> None:
+        """Start without units. `barriers_stay`: whether XLA keeps optimisation barriers to the end."""
+        self.barriers_stay = barriers_stay
+        self.units: list[_GatheredUse] = []
+        self.largest = 0.0
+        self.waiting = 0.0  # bytes that are gathered for the next op
+
+    def held(self, array: jax.Array, size_bytes: float) -> jax.Array:
+        """Return an array that is about to be gathered, delayed until the earlier units leave enough memory.
+
+        `size_bytes`: size of the gathered array per device, in bytes.
+        """
+        self.waiting += size_bytes
+        self.largest = max(self.largest, self.waiting)
+        room = AHEAD * self.largest - self.waiting
+        # From the latest unit backwards: the first one that does not fit any more must be read before this one starts.
+        for unit in reversed(self.units):
+            room -= unit.bytes
+            if room < 0:
+                return once_there(array, unit.result, barriers_stay=self.barriers_stay)
+        return array
+
+    def read(self, results: list[jax.Array]) -> None:
+        """Record `results` of the op that reads everything gathered since the last op."""
+        # `once_there` can wait for a float array with elements only; without one, the bytes count for the next op.
+        floats = [r for r in results if jax.numpy.issubdtype(r.dtype, jax.numpy.floating) and r.size]
+        if self.waiting and floats:
+            self.units.append(_GatheredUse(bytes=self.waiting, result=floats[0]))
+        self.waiting = 0.0
+
+
+class Buckets:
+    """Delays the values of each bucket, so that a task reduces bucket after bucket."""
+
+    def __init__(self, buckets: Sequence[Sequence[int]], *, barriers_stay: bool) -> None:
+        """Number the buckets.
+
+        `buckets`: values of the step's graph. `barriers_stay`: whether XLA keeps optimisation barriers to the end.
+        """
+        self.numbers = {v: number for number, bucket in enumerate(buckets) for v in bucket}
+        self.barriers_stay = barriers_stay
+        self.done: dict[int, jax.Array] = {}  # per bucket, a scalar that depends on all results so far
+
+    def held(self, value: int, array: jax.Array) -> jax.Array:
+        """Return a value that is about to be reduced, delayed until the preceding bucket is reduced."""
+        # Bucket n - 1 was itself held back for the one before it, so that waiting for it alone keeps the whole order.
+        before = self.done.get(self.numbers[value] - 1)
+        return array if before is None else once_there(array, before, barriers_stay=self.barriers_stay)
+
+    def reduced(self, value: int, result: jax.Array) -> None:
+        """Record the reduced `value`, for which the next bucket waits."""
+        # Of an empty array nothing is sent, so that there is nothing to wait for (nor an element to wait with).
+        if result.size == 0:
+            return
+        number = self.numbers[value]
+        # One real number that depends on the result, whatever its dtype; complex gradients have a real part.
+        first = lax.reshape(lax.slice(result, (0,) * result.ndim, (1,) * result.ndim), ()).real.astype("float32")
+        self.done[number] = first + self.done[number] if number in self.done else first
+
+
+def on_first_device(
+    run: Callable[..., Sequence[jax.Array]],
+    operands: Sequence[jax.Array],
+    axes: tuple[str, ...],
+    sizes: Mapping[str, int],
+) -> list[jax.Array]:
+    """Return `run(*operands)` as computed on the first device along `axes`, on all devices. Operands must be
+    replicated.
+    """
+    # Only shapes are needed here; running the op for them would cause its effect a second time.
+    shapes = jax.eval_shape(lambda *xs: tuple(run(*xs)), *operands)
+    # A branch and not a select: in a select both sides run, and with them the side effect, on every device.
+    results = lax.cond(
+        block_index(axes, sizes) == 0,
+        lambda *xs: tuple(run(*xs)),
+        lambda *_: tuple(jnp.zeros(s.shape, s.dtype) for s in shapes),
+        *operands,
+    )
+    # All other devices hold zeros, so that a sum broadcasts the results of the first one.
+    return [_shared(x, axes) for x in results]
+
+
+def _shared(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Return the sum over devices, of which all but one add zero. Booleans are summed as bytes, which is their size."""
+    if x.size == 0:
+        return x
+    return lax.psum(x.astype(jnp.uint8), axes).astype(x.dtype) if x.dtype == jnp.bool_ else lax.psum(x, axes)

@@ -1,0 +1,105 @@
+"""Run graphs on arrays with JAX: op by op, with JAX control flow around the bodies of loops and branches.
+
+`evaluate` runs a graph on whole arrays: it computes the hoisted part of a step, and is the reference in tests. Lowering
+uses `run_control_flow` alone, on the local blocks of a device. There every device takes the same branch and the same
+number of trips, because predicates are replicated; collectives inside the bodies therefore match across devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+
+from alpa_lite import _jax
+from alpa_lite.program.equations import Equation
+from alpa_lite.program.ir import Graph, Op, Wiring, wiring_of
+
+Body = Callable[[int, Mapping[int, Any]], tuple[Any, ...]]
+"""A function that runs body `number`; the mapping replaces operands, by number, with their values in this trip."""
+
+
+def run_control_flow(op: Op, wiring: Wiring, body: Body, operands: Sequence[Any]) -> list[Any]:
+    """Return the results of a control-flow op (`scan`, `while` or `cond`).
+
+    Args:
+        op: the op, with its bodies.
+        wiring: how its operands and results connect to its bodies.
+        body: runs one of its bodies.
+        operands: the values of all operands, in order.
+    """
+    if op.primitive == "scan":
+        return _scan(op, wiring, body, operands)
+    if op.primitive == "while":
+        return _while(wiring, body, operands)
+    branches = [partial(lambda number, *_: body(number, {}), number) for number in range(len(op.bodies))]
+    return list(lax.switch(operands[0], branches))
+
+
+def _scan(op: Op, wiring: Wiring, body: Body, operands: Sequence[Any]) -> list[Any]:
+    """Run a scan with JAX's own, whose carry and rows are the carried and scanned operands."""
+    carried, scanned = list(wiring.carried.values()), sorted(wiring.scanned)
+
+    def trip(carry: tuple[Any, ...], slices: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        outputs = body(0, {**dict(zip(carried, carry, strict=True)), **dict(zip(scanned, slices, strict=True))})
+        return outputs[: len(carried)], outputs[len(carried) :]
+
+    last, stacks = lax.scan(
+        trip,
+        tuple(operands[i] for i in carried),
+        tuple(operands[i] for i in scanned),
+        length=op.params["length"],
+        reverse=op.params["reverse"],
+        unroll=op.params["unroll"],
+    )
+    return [*last, *stacks]
+
+
+def _while(wiring: Wiring, body: Body, operands: Sequence[Any]) -> list[Any]:
+    """Run a `while` loop; body 0 is its condition, body 1 its trip."""
+    carried = list(wiring.carried.values())
+
+    def goes_on(carry: tuple[Any, ...]) -> Any:
+        return body(0, dict(zip(carried, carry, strict=True)))[0]
+
+    def trip(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        return body(1, dict(zip(carried, carry, strict=True)))
+
+    return list(lax.while_loop(goes_on, trip, tuple(operands[i] for i in carried)))
+
+
+def evaluate(graph: Graph, equations: Sequence[Equation], inputs: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the outputs of a graph for the given inputs, in order."""
+    values = all_values(graph, equations, inputs)
+    return tuple(values[v] for v in graph.outputs)
+
+
+def all_values(graph: Graph, equations: Sequence[Equation], inputs: Sequence[Any]) -> dict[int, Any]:
+    """Return every value of a graph by its id, for the given inputs."""
+    values: dict[int, Any] = dict(zip(graph.inputs, inputs, strict=True))
+    values |= {v.id: np.asarray(v.literal, jax.numpy.dtype(v.dtype)) for v in graph.values if v.literal is not None}
+    for op, equation in zip(graph.ops, equations, strict=True):
+        operands, wiring = [values[v] for v in op.operands], wiring_of(op)
+        if wiring is None:
+            results = _jax.bind(equation.primitive, dict(equation.params), operands)
+        else:
+            # The defaults bind the loop variables of this iteration.
+            def body(
+                number: int,
+                arrays: Mapping[int, Any],
+                bodies: Sequence[Graph] = op.bodies,
+                inner: Sequence[Sequence[Equation]] = equation.bodies,
+                places: Sequence[Sequence[int]] = wiring.inputs,
+                outside: Sequence[Any] = operands,
+            ) -> tuple[Any, ...]:
+                entering = [arrays.get(i, outside[i]) for i in places[number]]
+                outputs = evaluate(bodies[number], inner[number], entering)
+                return tuple(jax.numpy.asarray(x) for x in outputs)
+
+            results = run_control_flow(op, wiring, body, operands)
+        values.update(zip(op.results, results, strict=True))
+    return values

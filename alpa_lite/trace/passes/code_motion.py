@@ -1,0 +1,273 @@
+"""Move parts of a program into or out of its loops.
+
+`sink_free_values` moves constants into the loops that read them. JAX hoists what a loop body computes from constants
+alone (masks, positions) out of the loop, which then reads whole arrays. Inside the body, such a value needs no sharding
+of its own, is never communicated, and is fused with its readers. XLA does the same ("while loop constant sinking").
+
+`hoist_values` moves the part of a step that depends on data alone out of the loop over micro-batches, so that it is
+computed for the whole batch before:
+
+    loss = Σ_i m_i c_i(params) / Σ_i m_i       the second sum reads no parameter
+
+Inside the loop, each micro-batch would divide by its own number of tokens. Hoisted, that number is one more input of
+the step, and the rest is a sum over samples again. The same holds for permutations of the data, returns computed by a
+reverse scan over rewards, and statistics that normalise the data: these hold the batch dim, and each micro-batch takes
+its rows of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+
+from alpa_lite.program.equations import Equation, GraphWithEquations, without_dead_ops
+from alpa_lite.program.ir import Graph, Op, Value
+from alpa_lite.program.phases import LeafPart
+from alpa_lite.rules.op_info import free_values, op_class
+from alpa_lite.trace.evaluate import evaluate
+from alpa_lite.trace.passes.split_stacked import PartedProgram
+
+
+def sink_free_values(program: GraphWithEquations) -> GraphWithEquations:
+    """Return the program in which scans, at any depth, make the constant free values that they read.
+
+    Free values are those that cost nothing to compute (`alpa_lite.rules.op_info.free_values`).
+    """
+    return _sunk_program(program, {})
+
+
+_Memo = dict[tuple[object, ...], GraphWithEquations]
+"""Rewritten bodies by original body, sunk inputs and their recipe, so that loops that share a body still share one."""
+
+
+def _sunk_program(program: GraphWithEquations, memo: _Memo) -> GraphWithEquations:
+    """Return a graph with equations whose scans are rewritten, memoized in `memo`."""
+    graph = program.graph
+    if not any(op.primitive == "scan" for op in graph.ops):
+        return program
+    pairs = [_sunk(graph, program.equations, op, memo) for op in graph.ops]
+    ops, equations = tuple(op for op, _ in pairs), tuple(equation for _, equation in pairs)
+    made = Graph(values=graph.values, ops=ops, inputs=graph.inputs, outputs=graph.outputs)
+    return without_dead_ops(replace(program, graph=made, equations=equations))
+
+
+def _sunk(graph: Graph, equations: Sequence[Equation], op: Op, memo: _Memo) -> tuple[Op, Equation]:
+    """Return a scan without its free constants, and its equation; other ops are returned unchanged."""
+    equation = equations[op.id]
+    if op.primitive != "scan":
+        return op, equation
+    (body,), (inner,) = op.bodies, equation.bodies
+    free = free_values(graph) & _constants(graph)
+    # A value that enters a body twice is sunk for its first operand only: `into` holds one body input per value.
+    sunk = [i for i in range(op.params["num_consts"]) if op.operands[i] in free.difference(op.operands[:i])]
+    needed = _makers(graph, {op.operands[i] for i in sunk})
+    into = {op.operands[i]: body.inputs[i] for i in sunk}
+    key = (body, tuple(into.values()), _recipe(graph, equations, needed, into))
+    if key not in memo:
+        made, front = body, tuple(equations[o.id] for o in needed)
+        if sunk:
+            inputs = tuple(v for i, v in enumerate(body.inputs) if i not in sunk)
+            made = _with_ops_in_front(graph, needed, into, body, inputs)
+        memo[key] = _sunk_program(GraphWithEquations(graph=made, equations=(*front, *inner)), memo)
+    below = memo[key]
+    if not sunk and below.graph is body:
+        return op, equation
+    num_consts = op.params["num_consts"] - len(sunk)
+    operands = tuple(v for i, v in enumerate(op.operands) if i not in sunk)
+    params = {**op.params, "num_consts": num_consts}
+    moved = replace(op, operands=operands, params=params, bodies=(below.graph,))
+    named = {**equation.params, "num_consts": num_consts}
+    return moved, replace(equation, params=named, bodies=(below.equations,))
+
+
+def _constants(graph: Graph) -> frozenset[int]:
+    """Return the values computed from literals alone.
+
+    Values that depend on a scalar argument are excluded: computing them in every trip would not be free.
+    """
+    found = {v.id for v in graph.values if v.literal is not None}
+    for op in graph.ops:
+        if not op.bodies and found.issuperset(op.operands):
+            found.update(op.results)
+    return frozenset(found)
+
+
+def _makers(graph: Graph, values: set[int]) -> list[Op]:
+    """Return the ops that compute the given free values from literals, in program order."""
+    found, queue = set[int](), list(values)
+    while queue:
+        producer = graph.producer[queue.pop()]
+        if producer is not None and producer not in found:
+            found.add(producer)
+            queue += graph.ops[producer].operands
+    return [graph.ops[number] for number in sorted(found)]
+
+
+def _recipe(graph: Graph, equations: Sequence[Equation], ops: Sequence[Op], into: dict[int, int]) -> tuple[object, ...]:
+    """Return a key that is equal for op sequences that compute the same values, wherever they stand in the graph."""
+    number = {v: -1 - slot for v, slot in into.items()}
+
+    def local(v: int) -> int:
+        return number.setdefault(v, len(number))
+
+    return tuple(
+        (
+            op_class(graph, op.id),
+            _ById(equations[op.id].params),
+            tuple(map(local, op.operands)),
+            tuple(map(local, op.results)),
+            op.source,
+            op.name_stack,
+        )
+        for op in ops
+    )
+
+
+class _ById:
+    """A hashable stand-in for an object, compared by identity.
+
+    The reference keeps the id of the object from being reused.
+    """
+
+    __slots__ = ("thing",)
+
+    def __init__(self, thing: object) -> None:
+        self.thing = thing
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ById) and other.thing is self.thing
+
+    def __hash__(self) -> int:
+        return id(self.thing)
+
+
+def _with_ops_in_front(
+    graph: Graph, ops: Sequence[Op], into: dict[int, int], body: Graph, inputs: tuple[int, ...]
+) -> Graph:
+    """Return a body preceded by ops of the enclosing graph, which make some of its former inputs.
+
+    Args:
+        graph: the enclosing graph.
+        ops: its ops to copy, in order.
+        into: value id in `graph` → the value id in `body` that was the input.
+        body: the body to extend.
+        inputs: the inputs that remain.
+    """
+    values = list(body.values)
+    number = dict(into)
+
+    def local(v: int) -> int:
+        if v not in number:
+            number[v] = len(values)
+            values.append(replace(graph.values[v], id=len(values), name=""))
+        return number[v]
+
+    moved = [
+        replace(op, id=i, operands=tuple(map(local, op.operands)), results=tuple(map(local, op.results)))
+        for i, op in enumerate(ops)
+    ]
+    rest = [replace(op, id=len(ops) + i) for i, op in enumerate(body.ops)]
+    named: list[Value] = [replace(v, name="") if v.id in into.values() else v for v in values]
+    return Graph(values=tuple(named), ops=(*moved, *rest), inputs=inputs, outputs=body.outputs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precomputed:
+    """The hoisted part of a step: computes further inputs of the step from its inputs.
+
+    Attributes:
+        program: the ops to run once per step.
+        leaves: for each input of `program` the number of the step input that it reads.
+    """
+
+    program: GraphWithEquations
+    leaves: tuple[int, ...]
+    _compiled: list[Callable[..., tuple[Any, ...]]] = field(
+        default_factory=list[Callable[..., tuple[Any, ...]]], repr=False, compare=False
+    )
+
+    def __call__(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
+        """Return the further inputs of the step, from its flat arguments followed by captured arrays."""
+        if not self._compiled:
+            self._compiled.append(jax.jit(self._run))
+        return self._compiled[0](*(inputs[leaf] for leaf in self.leaves))
+
+    def _run(self, *arrays: jax.Array) -> tuple[Any, ...]:
+        return evaluate(self.program.graph, self.program.equations, arrays)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemainingStep:
+    """A step at two batch sizes without its hoisted part, whose results both programs take as their last inputs.
+
+    Attributes:
+        full: the program at the full batch.
+        other: the program at another batch size.
+        precomputed: the hoisted part.
+    """
+
+    full: PartedProgram
+    other: PartedProgram
+    precomputed: Precomputed
+
+
+def hoist_values(
+    full: PartedProgram, other: PartedProgram, values: Sequence[int], batch_leaves: Sequence[int | None]
+) -> RemainingStep:
+    """Hoist the given values, which depend on inputs of data alone, out of a step.
+
+    Args:
+        full: the program at the full batch.
+        other: the program at another batch size, with the same value ids.
+        values: ids of the values to hoist.
+        batch_leaves: for each argument leaf the dim that holds the batch, or None.
+    """
+    graph = full.program.graph
+    alone = without_dead_ops(replace(full.program, graph=replace(graph, outputs=tuple(values))))
+    read = [i for i, v in enumerate(alone.graph.inputs) if alone.graph.consumers[v] or v in alone.graph.outputs]
+    inputs = tuple(alone.graph.inputs[i] for i in read)
+    precomputed = Precomputed(
+        program=replace(alone, graph=replace(alone.graph, inputs=inputs)),
+        leaves=tuple(full.input_parts[i].leaf for i in read),
+    )
+    first = len(batch_leaves) + len(full.program.constants)
+    parts = tuple(LeafPart(leaf=first + i) for i in range(len(values)))
+    return RemainingStep(
+        full=_taking(full, values, parts), other=_taking(other, values, parts), precomputed=precomputed
+    )
+
+
+def _taking(parted: PartedProgram, values: Sequence[int], parts: Sequence[LeafPart]) -> PartedProgram:
+    """Return the program with some values as its last inputs instead of results of its ops."""
+    program, taken = parted.program, set(values)
+    graph = program.graph
+    # An op may have other results that are still needed. It stays, with fresh ids without readers for hoisted results.
+    spare = len(graph.values)
+    renamed = {v: spare + i for i, v in enumerate(values)}
+    extra = tuple(replace(graph.values[v], id=renamed[v], name="") for v in values)
+    ops = tuple(
+        op.numbered(op.id, op.operands, tuple(renamed.get(r, r) for r in op.results))
+        if not taken.isdisjoint(op.results)
+        else op
+        for op in graph.ops
+    )
+    made = replace(graph, values=(*graph.values, *extra), ops=ops, inputs=(*graph.inputs, *values))
+    rest = without_dead_ops(replace(program, graph=made))
+    return replace(parted, program=rest, input_parts=(*parted.input_parts, *parts))
+
+
+def inputs_of_data(graph: Graph, input_parts: Sequence[LeafPart], batch_leaves: Sequence[int | None]) -> frozenset[int]:
+    """Return the inputs that may be read before the loop: data, random keys and captured arrays, but no parameters."""
+    found = set[int]()
+    for v, part in zip(graph.inputs, input_parts, strict=True):
+        captured = part.leaf >= len(batch_leaves)
+        if part.rows is None and (captured or _is_key(graph.values[v]) or batch_leaves[part.leaf] is not None):
+            found.add(v)
+    return frozenset(found)
+
+
+def _is_key(value: Value) -> bool:
+    return value.dtype.startswith("key<") or (value.dtype, value.shape) == ("uint32", (2,))

@@ -1,0 +1,127 @@
+"""The last batch of an epoch is smaller, and an evaluation reads what training updates: the state stays where it is."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import alpa_lite as al
+from alpa_lite.api.earlier_calls import fitting_microbatches
+from alpa_lite.errors import PlanError
+from tests.end_to_end.cases import eager_cluster
+
+RNG = np.random.default_rng(0)
+
+
+def _state() -> Any:
+    params = {f"layer {i}": jnp.asarray(RNG.normal(size=(64, 64)) / 8, jnp.float32) for i in range(4)}
+    return {"params": params, "momentum": jax.tree.map(jnp.zeros_like, params)}
+
+
+def _predict(params: Any, x: Any) -> Any:
+    for w in params.values():
+        x = jnp.tanh(x @ w)
+    return x
+
+
+def _train(state: Any, batch: Any) -> Any:
+    def loss(params: Any) -> Any:
+        return jnp.mean((_predict(params, batch["x"]) - batch["y"]) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(state["params"])
+    momentum = jax.tree.map(lambda m, g: 0.9 * m + g, state["momentum"], grads)
+    params = jax.tree.map(lambda w, m: w - 0.1 * m, state["params"], momentum)
+    return {"params": params, "momentum": momentum}, value
+
+
+def _evaluate(params: Any, batch: Any) -> Any:
+    return jnp.sum((_predict(params, batch["x"]) - batch["y"]) ** 2)
+
+
+def _batch(size: int) -> Any:
+    return {name: RNG.normal(size=(size, 64)).astype(np.float32) for name in ("x", "y")}
+
+
+def _shardings(tree: Any) -> list[Any]:
+    return [array.sharding for array in jax.tree.leaves(tree)]
+
+
+def _assert_close(got: Any, want: Any) -> None:
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
+
+
+ONE_STAGE = {
+    "FSDP": al.planners.FSDP(),
+    "data": al.planners.DataParallel(),
+    "tensor": al.planners.Megatron(tensor=4),
+    "auto": al.planners.Auto(intra_op_only=True),
+}
+
+
+@pytest.mark.parametrize("name", ONE_STAGE)
+def test_a_smaller_last_batch_leaves_the_state_where_it_is(name: str, devices: Any, caplog: Any) -> None:
+    step = al.parallelize(_train, cluster=eager_cluster(), planner=ONE_STAGE[name], num_microbatches=2, cache=False)
+    state, want = _state(), _state()
+    want = jax.tree.map(jnp.copy, state)
+    placed = None
+    for size in (32, 32, 21, 32, 21):  # 21 samples: neither 8 devices nor 2 micro-batches divide them
+        batch = _batch(size)
+        with caplog.at_level(logging.INFO, logger="alpa_lite"):
+            state, loss = step(state, batch)
+        want, value = jax.jit(_train)(want, batch)
+        _assert_close((state, loss), (want, value))
+        placed = placed or _shardings(state)
+        assert all(a.is_equivalent_to(b, 2) for a, b in zip(_shardings(state), placed, strict=True))
+    assert len(step._compiled) == 2
+    told = [record.message for record in caplog.records if "stay where that plan has them" in record.message]
+    assert len(told) == 1 and "8 arguments" in told[0]
+
+
+def test_a_smaller_last_batch_of_a_pipeline_is_planned_anew(devices: Any, caplog: Any) -> None:
+    planner = al.planners.Pipeline(pipeline=2)
+    fixed = al.plan(_train, _state(), _batch(32), cluster=eager_cluster(), planner=planner, num_microbatches=4)
+    for given in (planner, fixed):
+        step = al.parallelize(_train, cluster=eager_cluster(), planner=given, num_microbatches=4, cache=False)
+        state, want = _state(), None
+        want = jax.tree.map(jnp.copy, state)
+        for size in (32, 21, 32):
+            batch = _batch(size)
+            state, _ = step(state, batch)
+            want, _ = jax.jit(_train)(want, batch)
+            _assert_close(state, want)
+        assert "a pipeline's stages lie apart" in caplog.text
+
+
+@pytest.mark.parametrize("name", ONE_STAGE)
+def test_an_evaluation_reads_the_parameters_where_training_has_them(name: str, devices: Any) -> None:
+    train = al.parallelize(_train, cluster=eager_cluster(), planner=ONE_STAGE[name], num_microbatches=1, cache=False)
+    state, _ = train(_state(), _batch(32))
+    evaluate = al.parallelize(_evaluate, cluster=eager_cluster(), like=train, cache=False, batch_argnums="batch")
+    batch = _batch(16)
+    compiled = evaluate.compiled(state["params"], batch)
+    wanted = jax.tree.leaves(compiled.input_shardings()[0][0])
+    assert all(a.is_equivalent_to(b, 2) for a, b in zip(_shardings(state["params"]), wanted, strict=True))
+    _assert_close(evaluate(state["params"], batch), _evaluate(state["params"], batch))
+    by_plan = al.parallelize(
+        _evaluate, cluster=eager_cluster(), like=train.last_plan, batch_argnums="batch", cache=False
+    )
+    _assert_close(by_plan(state["params"], batch), _evaluate(state["params"], batch))
+
+
+def test_a_step_without_a_plan_is_no_example(devices: Any) -> None:
+    train = al.parallelize(_train, cluster=eager_cluster())
+    with pytest.raises(PlanError, match=r"has no plan yet. Call it first"):
+        al.parallelize(_evaluate, cluster=eager_cluster(), like=train, cache=False)(_state()["params"], _batch(8))
+    with pytest.raises(PlanError, match=r"like='train' was given; it must be a function"):
+        al.parallelize(_evaluate, like="train")  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize(("size", "largest", "number"), [(21, 16, 3), (32, 8, 4), (7, 8, 1), (7, 2, 7), (12, 5, 3)])
+def test_micro_batches_are_no_larger_than_they_were(size: int, largest: int, number: int) -> None:
+    assert fitting_microbatches(size, largest) == number

@@ -1,0 +1,76 @@
+"""In which order numbers of micro-batches are searched."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from alpa_lite.inter_op.microbatch_counts import Guess, Searched, next_numbers
+
+
+def _searched(true: Mapping[int, float], guesses: Mapping[int, Guess], solved_at: float) -> tuple[int | None, set[int]]:
+    """The best number after all that are proposed were searched, and these."""
+    open_, searched = set(guesses), set[int]()
+    best, at_most = None, math.inf
+    while ways := next_numbers(open_, guesses.__getitem__, Searched(searched, best, at_most), solved_at):
+        number = ways[0]
+        open_.remove(number)
+        searched.add(number)
+        if true[number] < at_most:
+            best, at_most = number, true[number]
+    return best, searched
+
+
+def _guesses(at_best: Mapping[int, float], likely: Mapping[int, float]) -> dict[int, Guess]:
+    return {n: Guess(at_best=at_best[n], likely=likely[n]) for n in at_best}
+
+
+@given(
+    down=st.lists(st.floats(0.01, 1.0), max_size=6),
+    up=st.lists(st.floats(0.01, 1.0), max_size=6),
+    optimism=st.lists(st.floats(0.5, 1.0), min_size=13, max_size=13),
+    fits_from=st.integers(0, 12),
+    solved_at=st.sampled_from([1.0, 8.0, 300.0]),
+    too_high=st.sampled_from([1.0, 1.02, 3.0]),
+)
+def test_the_best_is_found_where_times_fall_and_then_rise(
+    down: list[float], up: list[float], optimism: list[float], fits_from: int, solved_at: float, too_high: float
+) -> None:
+    times = [1.0 + sum(down[i:]) for i in range(len(down) + 1)] + [1.0 + sum(up[: i + 1]) for i in range(len(up))]
+    true = {2**i: time for i, time in enumerate(times)}
+    # All guesses may be too high alike.
+    at_best = {n: time * part for (n, time), part in zip(true.items(), optimism, strict=False)}
+    if too_high > 1:
+        at_best = {n: time * too_high for n, time in true.items()}
+    likely = {n: time if i >= fits_from else math.inf for i, (n, time) in enumerate(true.items())}
+    best, searched = _searched(true, _guesses(at_best, likely), solved_at)
+    assert best is not None
+    assert true[best] == min(true.values())
+    # What is not even at best faster is never searched after the best.
+    assert too_high > 1 or len(searched) <= 1 + sum(at_best[n] < max(true.values()) for n in true)
+
+
+def test_of_numbers_that_are_likely_close_the_one_nearest_to_what_was_solved_comes_first() -> None:
+    guesses = _guesses({8: 1.02, 64: 1.0, 256: 1.01}, {8: 1.2, 64: 1.0, 256: 1.01})
+    assert next_numbers(guesses, guesses.__getitem__, Searched(), 200.0) == [256, 64, 8]
+    assert next_numbers(guesses, guesses.__getitem__, Searched(), 10.0) == [64, 256, 8]
+
+
+def test_what_fits_at_best_is_not_searched_beyond_what_is_no_better() -> None:
+    guesses = _guesses({2: 0.5, 4: 1.1, 16: 1.2, 32: 0.8}, {2: math.inf, 4: 1.3, 16: 1.2, 32: 0.9})
+    guesses[8] = Guess(at_best=0.9, likely=0.9)
+    assert next_numbers(guesses.keys() - {8}, guesses.__getitem__, Searched((8,), 8, 1.0), 8.0) == [32]
+    guesses[8] = Guess(at_best=1.15, likely=1.15)  # was guessed too high, as its neighbour at 4 may be
+    assert next_numbers(guesses.keys() - {8}, guesses.__getitem__, Searched((8,), 8, 1.0), 8.0) == [32, 4]
+
+
+def test_beyond_what_was_searched_only_what_is_clearly_better_is_and_at_last() -> None:
+    guesses = _guesses({1: 0.8, 2: 0.9, 8: 0.9, 16: 0.95}, {1: 0.93, 2: 0.995, 8: 0.9, 16: 0.999})
+    assert next_numbers({1, 2, 16}, guesses.__getitem__, Searched((4, 8), 8, 1.0), 8.0) == [16]
+    assert next_numbers({1, 2}, guesses.__getitem__, Searched((4, 8, 16), 8, 1.0), 8.0) == [1]
+    assert next_numbers({1, 2}, guesses.__getitem__, Searched((4, 8, 16), 8, 0.92), 8.0) == []
+    far = guesses | {1: Guess(at_best=0.5, likely=math.inf)}
+    assert next_numbers({1, 2}, far.__getitem__, Searched((4, 8, 16), 8, 0.92), 8.0) == [1]

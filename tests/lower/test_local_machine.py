@@ -1,0 +1,57 @@
+"""Which unit a gather waits for, and which bucket of gradients a reduction."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+from alpa_lite.lower import local_machine
+from alpa_lite.lower.local_machine import Buckets, Gathered
+
+
+def _waits(sizes: list[list[float]], monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
+    """For units of some arrays each: the number of the unit that the last array of each waits for."""
+    results = [jnp.full((), float(i)) for i in range(len(sizes))]
+    monkeypatch.setattr(local_machine, "once_there", lambda _, result, barriers_stay: result)
+    units, found = Gathered(barriers_stay=True), list[int | None]()
+    for arrays, result in zip(sizes, results, strict=True):
+        waits: Any = None
+        for size in arrays:
+            array = jnp.zeros(())
+            waits = units.held(array, size)
+            waits = None if waits is array else int(waits)
+        found.append(waits)
+        units.read([result])
+    return found
+
+
+def test_equal_units_wait_for_the_last_but_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _waits([[4.0]] * 5, monkeypatch) == [None, None, 0, 1, 2]
+
+
+def test_small_units_go_further_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _waits([[8.0], [2.0], [2.0], [2.0], [2.0], [2.0], [8.0]], monkeypatch) == [None] * 4 + [None, 0, 1]
+
+
+def test_what_one_op_reads_is_one_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _waits([[3.0, 3.0], [3.0, 3.0], [6.0]], monkeypatch) == [None, None, 0]
+
+
+def test_ops_without_numbers_are_not_waited_for() -> None:
+    units = Gathered(barriers_stay=True)
+    for _ in range(5):
+        array = jnp.zeros(())
+        assert units.held(array, 1.0) is array
+        units.read([jnp.zeros((), jnp.int32)])
+
+
+@pytest.mark.parametrize("empty", [(0,), (4, 0)])
+def test_an_empty_value_of_a_bucket_delays_nothing(empty: tuple[int, ...]) -> None:
+    buckets = Buckets([[0, 1], [2]], barriers_stay=True)
+    buckets.reduced(0, jnp.zeros(empty))
+    array = jnp.ones((2,))
+    assert buckets.held(2, array) is array
+    buckets.reduced(1, jnp.ones((2,)))
+    assert (buckets.held(2, array) == array).all()
