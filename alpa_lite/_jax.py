@@ -13,13 +13,13 @@ import itertools
 import os
 import sys
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import attrgetter
 from pathlib import Path
-from types import FrameType
+from types import SimpleNamespace
 from typing import Any, cast
 
 import jax
@@ -28,7 +28,7 @@ import numpy as np
 from jax import core as jax_core
 from jax.experimental import serialize_executable
 from jax.extend import core as jex_core
-from jax.interpreters import mlir, partial_eval
+from jax.interpreters import partial_eval
 from jax.sharding import Mesh, Sharding
 
 from cost_models.checks import printable
@@ -57,10 +57,9 @@ _NUMBERS_OF_FRAMES = (8, 100)
 """Numbers of traceback frames to read, in this order: most calls of libraries are no deeper than the first number."""
 
 _STANDARD_LIBRARY = os.path.dirname(threading.__file__)
-_COMPILING = tuple(os.path.join("jax", "_src", *name) for name in (("compiler.py",), ("interpreters", "mlir.py")))
-"""Files of JAX whose functions run while it lowers and compiles."""
 
 _COUNTS = ("num_consts", "num_carry")
+_assuming = threading.RLock()
 
 # --- types for annotations --------------------------------------------------------------------------------------------
 
@@ -172,15 +171,6 @@ def traceback(eqn: JaxprEqn) -> Hashable:
     return eqn.source_info.traceback
 
 
-def is_compiling(frame: FrameType | None) -> bool:
-    """Return whether a thread whose innermost frame is `frame` is lowering or compiling a function in JAX."""
-    while frame is not None:
-        if frame.f_code.co_filename.endswith(_COMPILING):
-            return True
-        frame = frame.f_back
-    return False
-
-
 def is_in_a_library(file: str) -> bool:
     """Return whether a source file belongs to an installed package, to alpa_lite or to Python itself."""
     return in_a_library(file) or _is_own(file) or file.startswith((_STANDARD_LIBRARY, "<frozen"))
@@ -275,58 +265,20 @@ def bind(primitive: jex_core.Primitive, params: dict[str, Any], operands: Sequen
     return list(results) if primitive.multiple_results else [results]
 
 
-class _AssumedVersions:
-    """The versions of GPU libraries of a machine that has none."""
-
-    @staticmethod
-    def cudnn_get_version() -> int:
-        """Return the oldest version of cuDNN that has all kernels that JAX asks it for (9.11)."""
-        return 91100
-
-
-_assuming = threading.RLock()
-
-
 @contextmanager
 def tracing_for_gpus() -> Iterator[None]:
-    """Let calls of cuDNN be traced inside the `with` block where cuDNN is not installed.
-
-    JAX looks its version up while it traces. What the kernels require of the GPU is checked as for one before Hopper.
-    """
+    """Let calls of cuDNN be traced inside the `with` block where it is not installed, as for a GPU before Hopper."""
     module: Any = sys.modules.get("jax._src.cudnn.fused_attention_stablehlo")
     with _assuming:
         if getattr(module, "cuda_versions", module) is not None:  # installed, or private and moved
             yield
             return
-        module.cuda_versions = _AssumedVersions
+        # JAX looks the version up while it traces: the oldest one that has all kernels that JAX asks it for.
+        module.cuda_versions = SimpleNamespace(cudnn_get_version=lambda: 91100)
         try:
             yield
         finally:
             module.cuda_versions = None
-
-
-def sharding_rule(params: Mapping[str, Any]) -> Any | None:
-    """Return the sharding rule of a `custom_partitioning` equation, None if it has none.
-
-    A rule has mappings of its operands and results to factor names, and lists of factors that must not be split.
-    """
-    rule, call = params.get("sharding_rule"), params["call"]
-    if not callable(rule):
-        return rule
-    try:
-        from jax._src.custom_partitioning_sharding_rule import str_to_sdy_sharding_rule
-        from jaxlib.mlir import ir
-
-        with mlir.make_ir_context(), ir.Location.unknown():
-            operands, results = (
-                [ir.RankedTensorType.get(a.shape, mlir.dtype_to_ir_type(np.dtype(a.dtype))) for a in avals]
-                for avals in (call.in_avals, call.out_avals)
-            )
-            made: Any = rule(*params["static_args"], jax.sharding.AbstractMesh((), ()), operands, results)
-        text, options = made if isinstance(made, (list, tuple)) else (made, {})
-        return str_to_sdy_sharding_rule(text, **options) if isinstance(text, str) else text
-    except (ImportError, AttributeError):  # private: it may move
-        return None
 
 
 def lowering_platform(device: Device) -> str:
@@ -384,11 +336,6 @@ def context_mesh() -> Mesh | None:
 def no_mesh() -> contextlib.AbstractContextManager[object]:
     """Return a context in which no mesh is set, for programs on meshes of a plan; takes 1 µs where none is set."""
     return _NO_MESH if jax.sharding.get_abstract_mesh().empty else jax.set_mesh(None)
-
-
-def under_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager[object]:
-    """Return a context in which a mesh of `context_mesh` is set, or none if it is None."""
-    return no_mesh() if mesh is None else jax.set_mesh(mesh)
 
 
 def context_without_mesh(eqn: JaxprEqn) -> Any:

@@ -204,7 +204,7 @@ def plain_jaxpr(flat: Callable[..., Any], avals: Sequence[Any], mesh: Any, name:
 
     What the user's code says of meshes is read where it runs, under that mesh; a plan lays out the arrays anew.
     """
-    with _jax.under_mesh(mesh), _jax.tracing_for_gpus():
+    with _jax.no_mesh() if mesh is None else jax.set_mesh(mesh), _jax.tracing_for_gpus():
         return without_meshes(without_refs(jax.make_jaxpr(flat)(*avals), name))
 
 

@@ -125,6 +125,17 @@ def _partition(mesh: Any, args: Any, result: Any) -> Any:
 
 scaled_rows.def_partition(partition=_partition, sharding_rule="i j, i k -> i j", need_replication_factors=("k",))
 
+
+@custom_partitioning
+def scaled_columns(x: Any, y: Any) -> Any:
+    return x * y
+
+
+scaled_columns.def_partition(
+    partition=lambda mesh, args, result: (mesh, lambda x, y: x * y, result.sharding, tuple(a.sharding for a in args)),
+    sharding_rule=lambda mesh, operands, results: ("i j, j -> i j", {"need_replication_factors": ("i",)}),
+)
+
 ROWS: tuple[Row, ...] = (
     row("pallas_call", doubled, floats(16, 16)),
     row("pallas_call product", product, floats(8, 16), floats(16, 8)),
@@ -133,6 +144,7 @@ ROWS: tuple[Row, ...] = (
     row("pallas_call attention", partial(attention, causal=False), *[floats(4, 64, 4, 16) for _ in range(3)]),
     row("pallas_call causal attention", partial(attention, causal=True), *[floats(4, 64, 4, 16) for _ in range(3)]),
     row("pallas_call splash", splash, floats(2, 4, 256, 128), *[floats(2, 2, 256, 128) for _ in range(2)]),
+    row("custom_partitioning by function", scaled_columns, floats(8, 16), floats(16)),
     row("custom_partitioning", scaled_rows, floats(8, 16), floats(8, 4)),
 )
 

@@ -18,7 +18,7 @@ Everything else with a shift is *mixed*. The axis may be split if
       the kernel itself indexes (a prefetched table, for instance) stays whole and is rotated by s instead (`Rolled`);
     - each result that is read has such a dim, so that no two devices write the same block;
     - no step reads what a step of another granule left in scratch memory: either the kernel declares the axis as
-      parallel, or the first step of each granule writes the scratch before it reads it (`Scratch`).
+      parallel, or the first step of each granule writes the scratch before it reads it (`ScratchUse`).
 
 The kernel of attention over batches and heads is split by this proof without being known by name, as are blocks of
 queries where no mask counts positions.
@@ -32,7 +32,14 @@ from fractions import Fraction
 from typing import Any
 
 from alpa_lite import _jax
-from alpa_lite.trace.kernels.kernel_machine import Access, Coarser, Dependent, KernelCall, Machine, Scratch
+from alpa_lite.trace.kernels.kernel_machine import (
+    Coarser,
+    Dependent,
+    KernelAccess,
+    KernelCall,
+    KernelMachine,
+    ScratchUse,
+)
 from alpa_lite.trace.kernels.step_numbers import ZERO, Item, Number, Ref
 
 
@@ -112,7 +119,7 @@ class _Proof:
     def split(self) -> GridAxis:
         """Return how the axis is split; `proven` is False if only the index maps allow it."""
         call = self.call
-        machine = Machine(call, self.axis, self.granule)
+        machine = KernelMachine(call, self.axis, self.granule)
         prefetched = [Ref(i) for i in range(call.num_index)]
         steps = [machine.step(a) for a in range(len(call.grid))]
         dims = [
@@ -152,7 +159,7 @@ class _Proof:
             found = dim
         return found
 
-    def kernel(self, machine: Machine, split: GridAxis) -> None:
+    def kernel(self, machine: KernelMachine, split: GridAxis) -> None:
         """Follow the kernel. Raises `Dependent` if a step depends on its place along the axis."""
         call = self.call
         for operand, result in call.aliases:
@@ -168,13 +175,13 @@ class _Proof:
         scratch = {first + n for n in shared}
         scratch |= {n for n in range(call.first_scratch, len(arguments)) if not _is_semaphore(call.kernel.invars[n])}
         if scratch and self.axis not in call.parallel | call.vmapped:
-            once = Machine(call, self.axis, self.granule, Scratch(frozenset(scratch)))
+            once = KernelMachine(call, self.axis, self.granule, ScratchUse(frozenset(scratch)))
             once.run(call.kernel, arguments)
 
-    def rolled(self, accesses: Iterable[Access], dims: Sequence[int | None]) -> tuple[Rolled, ...]:
+    def rolled(self, accesses: Iterable[KernelAccess], dims: Sequence[int | None]) -> tuple[Rolled, ...]:
         """Return the operands that the kernel indexes by its steps. Raises `Dependent` if it cannot be rotated."""
         call, found = self.call, dict[tuple[int, int], Fraction]()
-        of_dim: dict[tuple[int, int], list[Access]] = {}
+        of_dim: dict[tuple[int, int], list[KernelAccess]] = {}
         for access in accesses:
             of_dim.setdefault((access.ref, access.dim), []).append(access)
         for (ref, kernel_dim), made in of_dim.items():

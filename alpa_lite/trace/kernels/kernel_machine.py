@@ -45,7 +45,7 @@ class Coarser(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Access:
+class KernelAccess:
     """A read or write of a dim of an array at a place that the kernel computes."""
 
     ref: int
@@ -99,7 +99,7 @@ class KernelCall:
         return self.num_index + len(self.blocks)
 
 
-class Scratch:
+class ScratchUse:
     """Which scratch arrays are written before they are read, in the first step of each granule of the axis."""
 
     def __init__(self, arrays: frozenset[int]) -> None:
@@ -115,15 +115,15 @@ class Scratch:
         self.unwritten.discard(ref.number)
 
 
-class Machine:
+class KernelMachine:
     """Follow the numbers of a program for one axis; `accesses` collects the places that it addresses.
 
     With `scratch`, the machine follows the first step of a granule: the inner axes stand at their first step, too.
     """
 
-    def __init__(self, call: KernelCall, axis: int, granule: int, scratch: Scratch | None = None) -> None:
+    def __init__(self, call: KernelCall, axis: int, granule: int, scratch: ScratchUse | None = None) -> None:
         self.call, self.axis, self.granule, self.scratch = call, axis, granule, scratch
-        self.accesses: set[Access] = set()
+        self.accesses: set[KernelAccess] = set()
 
     def step(self, axis: int) -> Number:
         """Return the step along an axis of the grid."""
@@ -215,7 +215,7 @@ class Machine:
             self.scratch.read(ref)
         if ref.number >= 0:
             rank = len(self.call.kernel.invars[ref.number].aval.shape)
-            self.accesses.update(Access(ref.number, dim, DATA, 1) for dim in range(rank))
+            self.accesses.update(KernelAccess(ref.number, dim, DATA, 1) for dim in range(rank))
 
     def memory(self, eqn: Any, known: Mapping[Any, Item], jaxpr: Any) -> list[Item]:
         """Follow a read or write of a part of an array."""
@@ -261,11 +261,11 @@ class Machine:
                 if place.shift is None:
                     raise Dependent("the kernel reads at a place that mixes its step with others")
                 if ref.number >= 0:
-                    self.accesses.add(Access(ref.number, dim, place, extent))
+                    self.accesses.add(KernelAccess(ref.number, dim, place, extent))
                 elif not place.same:
                     raise Dependent("the kernel addresses scratch memory by its step")
         if not transforms and ref.number >= 0:
-            self.accesses.update(Access(ref.number, dim, constant(0), n) for dim, n in enumerate(shape))
+            self.accesses.update(KernelAccess(ref.number, dim, constant(0), n) for dim, n in enumerate(shape))
         return is_whole
 
     def cond(self, eqn: Any, items: Sequence[Item]) -> list[Item]:

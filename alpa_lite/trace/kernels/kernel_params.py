@@ -13,6 +13,10 @@ from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.interpreters import mlir
+from jaxlib.mlir import ir
 
 from alpa_lite import _jax
 from alpa_lite.errors import PlanError
@@ -118,7 +122,7 @@ def _pallas_call(params: Mapping[str, Any], unread: frozenset[int]) -> Mapping[s
 
 def _custom_partitioning(params: Mapping[str, Any], unread: frozenset[int]) -> Mapping[str, Any] | None:
     """Return the factors of a call's sharding rule: per array and dim their names, and the names that may be split."""
-    rule = _jax.sharding_rule(params)
+    rule = _sharding_rule(params)
     if rule is None:
         return None
     call = params["call"]
@@ -132,6 +136,27 @@ def _custom_partitioning(params: Mapping[str, Any], unread: frozenset[int]) -> M
         "given": tuple(sorted(rule.factor_sizes.items())),
         "split": tuple(sorted(split)),
     }
+
+
+def _sharding_rule(params: Mapping[str, Any]) -> Any | None:
+    """Return the sharding rule of a `custom_partitioning`, None if it has none.
+
+    A rule has mappings of its operands and results to factor names, and lists of factors that must not be split.
+    """
+    rule, call = params.get("sharding_rule"), params["call"]
+    if not callable(rule):
+        return rule
+    with mlir.make_ir_context(), ir.Location.unknown():
+        operands, results = (
+            [ir.RankedTensorType.get(a.shape, mlir.dtype_to_ir_type(np.dtype(a.dtype))) for a in avals]
+            for avals in (call.in_avals, call.out_avals)
+        )
+        made: Any = rule(*params["static_args"], jax.sharding.AbstractMesh((), ()), operands, results)
+    text, options = made if isinstance(made, (list, tuple)) else (made, {})
+    # JAX reads the text where it is registered.
+    parsed: Any = custom_partitioning(lambda *arrays: arrays)
+    parsed.def_partition(partition=None, sharding_rule=text, **options)
+    return parsed.sharding_rule
 
 
 def _names(mappings: Sequence[Any]) -> list[str]:

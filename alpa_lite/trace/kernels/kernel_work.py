@@ -12,11 +12,11 @@ from alpa_lite.errors import RuleError
 from alpa_lite.program.equations import plain_params
 from alpa_lite.program.ir import Value
 from alpa_lite.rules import OpView, Rule, has_rule, opaque_rule, rule_of
-from alpa_lite.trace.kernels.kernel_machine import MEMORY, Dependent, KernelCall, Machine
+from alpa_lite.trace.kernels.kernel_machine import MEMORY, Dependent, KernelCall, KernelMachine
 from alpa_lite.trace.kernels.step_numbers import Item, Number, Ref, read_item
 
 
-class _Work(Machine):
+class _Work(KernelMachine):
     """Count the floating-point operations of a grid step; of loops whose length varies, of the mean length."""
 
     def __init__(self, call: KernelCall) -> None:
