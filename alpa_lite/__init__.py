@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # type checkers and editors see the public names here; `__get
     from alpa_lite.plan.plan import Plan
     from alpa_lite.rules import register_rule
     from alpa_lite.runtime.calibrate.calibrate import Calibration, calibrate, local_cluster
-    from alpa_lite.runtime.check.check_report import CheckReport
+    from alpa_lite.runtime.check_report import CheckReport
     from alpa_lite.runtime.checkpoint.checkpoints import Checkpoints
     from alpa_lite.runtime.execute.function import CompiledFunction, init_sharded
     from alpa_lite.runtime.job.processes import batch_sharding
@@ -56,7 +56,7 @@ __all__ = [
 _SOURCES = {
     "AlpaLiteError": "errors",
     "Calibration": "runtime.calibrate.calibrate",
-    "CheckReport": "runtime.check.check_report",
+    "CheckReport": "runtime.check_report",
     "Checkpoints": "runtime.checkpoint.checkpoints",
     "CompiledFunction": "runtime.execute.function",
     "LoweredFunction": "api.stages",

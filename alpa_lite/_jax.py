@@ -63,6 +63,7 @@ _assuming = threading.RLock()
 
 # --- types for annotations --------------------------------------------------------------------------------------------
 
+# One assignment each: a type checker takes only such names as types.
 Var = jex_core.Var
 Literal = jex_core.Literal
 ShapedArray = jax_core.ShapedArray
@@ -80,6 +81,9 @@ Device = Any
 
 Tree = Any
 """A pytree: nested containers whose leaves are mostly arrays."""
+
+TreeLeaf = Any
+"""A leaf of a pytree as a user passes it: an array of JAX or NumPy, a number, or the shape of an array."""
 
 TreeDef = Any
 """The structure of a pytree: `jax.tree_util.PyTreeDef`, which is compiled code without stubs like `jax.Device`."""
@@ -269,16 +273,12 @@ def bind(primitive: jex_core.Primitive, params: dict[str, Any], operands: Sequen
 def tracing_for_gpus() -> Iterator[None]:
     """Let calls of cuDNN be traced inside the `with` block where it is not installed, as for a GPU before Hopper."""
     module: Any = sys.modules.get("jax._src.cudnn.fused_attention_stablehlo")
-    with _assuming:
-        if getattr(module, "cuda_versions", module) is not None:  # installed, or private and moved
-            yield
-            return
-        # JAX looks the version up while it traces: the oldest one that has all kernels that JAX asks it for.
-        module.cuda_versions = SimpleNamespace(cudnn_get_version=lambda: 91100)
-        try:
-            yield
-        finally:
-            module.cuda_versions = None
+    with _assuming, contextlib.ExitStack() as undo:
+        if getattr(module, "cuda_versions", module) is None:  # neither installed, nor private and moved
+            # JAX looks the version up while it traces: the oldest one that has all kernels that JAX asks it for.
+            module.cuda_versions = SimpleNamespace(cudnn_get_version=lambda: 91100)
+            undo.callback(setattr, module, "cuda_versions", None)
+        yield
 
 
 def lowering_platform(device: Device) -> str:

@@ -144,6 +144,7 @@ class View(Enum):
     PLAN_TIME = auto()
     PLAN_MEMORY = auto()
     PLAN_DIFF = auto()
+    PLAN_SHARDING_COSTS = auto()
 
 
 # Filled by `alpa_lite.inspection`; a plain dict suffices, because registering happens once, during the import.

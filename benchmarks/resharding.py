@@ -150,6 +150,7 @@ def executed(transfer: PlannedTransfer) -> int | None:
     placed = jax.device_put(array, NamedSharding(source, boundary_spec(transfer.source.spec)))
     sent: list[Message] = []
     result = compile_transfer(transfer, "float32", source, target)(placed, sent)
+    assert result is not None, "all devices belong to this process"
     for shard in result.addressable_shards:
         if not np.array_equal(np.asarray(shard.data), array[shard.index]):
             raise RuntimeError(f"{transfer} did not bring the block of {shard.device}.")

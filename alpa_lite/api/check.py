@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from alpa_lite._jax import Tree
 from alpa_lite.api.options import Options
 from alpa_lite.api.parallelize import ParallelFunction
 from alpa_lite.api.plan_cache import Cache
@@ -16,16 +17,16 @@ from alpa_lite.errors import ExecutionError
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.progress import Progress, Say
 from alpa_lite.planners import Planner
-from alpa_lite.runtime.check.check_report import CheckReport
-from alpa_lite.runtime.check.compare import check_compiled, check_one_process
+from alpa_lite.runtime.check_report import CheckReport
+from alpa_lite.runtime.compare import check_compiled, check_one_process
 from alpa_lite.step.split import OnNonAdditive
 from alpa_lite.trace.batch import BatchArgnums
 from cost_models.cluster import Cluster
 
 
 def check(
-    step: Callable[..., Any],
-    *args: Any,
+    step: Callable[..., Tree],
+    *args: Tree,
     planner: Planner | type[Planner] | Plan | str | None = None,
     num_microbatches: int | str | None = None,
     cluster: Cluster | str | PathLike[str] | None = None,
@@ -35,7 +36,7 @@ def check(
     on_non_additive: OnNonAdditive | None = None,
     progress: Say | Progress | None = None,
     cache: Cache | None = None,
-    **kwargs: Any,
+    **kwargs: Tree,
 ) -> CheckReport:
     """Run `step(*args, **kwargs)` by a plan and under `jax.jit`, and compare every output.
 
@@ -86,7 +87,7 @@ def check(
 
 
 def check_step(
-    step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], given: Mapping[str, Any]
+    step: Callable[..., Tree], args: Sequence[Tree], kwargs: Mapping[str, Tree], given: Mapping[str, Any]
 ) -> CheckReport:
     """Run `check` with the options as a mapping; None means that an option is not given."""
     check_one_process()

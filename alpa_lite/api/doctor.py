@@ -14,13 +14,14 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from alpa_lite import _jax
+from alpa_lite._jax import Array
 from alpa_lite.api.parallelize import cluster, parallelize
 from alpa_lite.api.parallelize import plan as make_plan
 from alpa_lite.errors import UnusableFileWarning
@@ -30,6 +31,8 @@ from alpa_lite.runtime.calibrate.calibrate import fingerprint, local_cluster, pa
 
 LIMIT_SECONDS = 10.0
 """Seconds without progress after which the self-test takes a step to hang, and fails."""
+
+Leaf = TypeVar("Leaf")
 
 _TOLERANCE = 1e-4
 _WIDTH = 64
@@ -66,8 +69,8 @@ def self_test() -> SelfTest:
     return SelfTest(**parts, seconds=time.perf_counter() - start, error=error)
 
 
-def _step(params: list[Any], x: Any) -> tuple[list[Any], Any]:
-    def loss(params: list[Any]) -> Any:
+def _step(params: Sequence[Array], x: Array) -> tuple[list[jax.Array], jax.Array]:
+    def loss(params: Sequence[Array]) -> jax.Array:
         y = x
         for w in params:
             y = jnp.tanh(y @ w)
@@ -77,7 +80,7 @@ def _step(params: list[Any], x: Any) -> tuple[list[Any], Any]:
     return [p - 0.1 * g for p, g in zip(params, gradients, strict=True)], value
 
 
-def _arguments(make: Callable[[tuple[int, int]], Any], num_samples: int) -> tuple[Any, Any]:
+def _arguments(make: Callable[[tuple[int, int]], Leaf], num_samples: int) -> tuple[list[Leaf], Leaf]:
     return [make((_WIDTH, _WIDTH)) for _ in range(2)], make((num_samples, _WIDTH))
 
 
@@ -154,7 +157,7 @@ class Diagnosis:
         table = Table(title="This machine", columns=("what", "found"), rows=tuple(rows))
         return render([], [table]) + "\n\n" + render(self.advice or ("All is well.",))
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return plain data for JSON."""
         return {**asdict(self), "healthy": self.healthy}
 

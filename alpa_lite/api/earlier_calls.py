@@ -20,12 +20,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import numpy as np
 
 from alpa_lite import _jax
+from alpa_lite._jax import Configuration, DType, Tree, TreeDef
 from alpa_lite.plan.plan import Plan
 from alpa_lite.planners import OnMesh
 from alpa_lite.sharding.specs import Spec
@@ -39,14 +39,18 @@ _MOST = 6
 """The greatest number of differences in a log line."""
 
 
+_Leaf = tuple[tuple[int, ...], DType, bool]
+"""Shape, dtype and weak type of an array."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallKey:
     """The key of a call; the module describes the fields."""
 
-    structure: Any
+    structure: TreeDef
     static: Static
-    leaves: tuple[tuple[tuple[int, ...], Any, bool], ...]
-    configuration: tuple[tuple[str, Any], ...]
+    leaves: tuple[_Leaf, ...]
+    configuration: tuple[tuple[str, object], ...]
 
     def has_same_arrays(self, other: CallKey) -> bool:
         """Whether the arguments of both calls have the same structure, shapes and dtypes, whatever else differs."""
@@ -54,7 +58,7 @@ class CallKey:
         return self.structure == other.structure and mine == others
 
 
-def form_of(leaf: Any) -> Any:
+def form_of(leaf: Tree) -> object:
     """Return a value by which two arguments are compared quickly: the aval of a JAX array, else shape and dtype or
     type.
     """
@@ -64,7 +68,7 @@ def form_of(leaf: Any) -> Any:
 
 
 def key_of_call(
-    fun: Callable[..., Any], structure: Any, static: Static, leaves: Sequence[Any], configuration: tuple[Any, ...]
+    fun: Callable[..., Tree], structure: TreeDef, static: Static, leaves: Sequence[object], configuration: Configuration
 ) -> CallKey:
     """Return the key of a call. Raises `TraceError` for an argument that is not an array."""
     return CallKey(
@@ -75,18 +79,18 @@ def key_of_call(
     )
 
 
-def _array(leaf: Any, name: str) -> tuple[tuple[int, ...], Any, bool]:
+def _array(leaf: object, name: str) -> _Leaf:
     aval = aval_of(leaf, name)
     has_no_bytes = getattr(leaf, "dtype", None) == jax.dtypes.float0
     return tuple(aval.shape), jax.dtypes.float0 if has_no_bytes else aval.dtype, bool(aval.weak_type)
 
 
-def _names(fun: Callable[..., Any], structure: Any) -> list[str]:
+def _names(fun: Callable[..., Tree], structure: TreeDef) -> list[str]:
     paths, _ = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(structure, range(structure.num_leaves)))
     return [leaf_name(fun, path) for path, _ in paths]
 
 
-def difference(fun: Callable[..., Any], old: CallKey, new: CallKey) -> str:
+def difference(fun: Callable[..., Tree], old: CallKey, new: CallKey) -> str:
     """Describe in one line what differs between two calls: arguments, static values, JAX's configuration."""
     found: list[str] = []
     for before, after in zip(_described(fun, old), _described(fun, new), strict=True):
@@ -100,7 +104,7 @@ def difference(fun: Callable[..., Any], old: CallKey, new: CallKey) -> str:
     return ", ".join([*found[:_MOST], *more])
 
 
-def _described(fun: Callable[..., Any], key: CallKey) -> list[dict[str, str]]:
+def _described(fun: Callable[..., Tree], key: CallKey) -> list[dict[str, str]]:
     """Describe a call as three mappings by name: arrays, static arguments, configuration."""
     arrays = zip(_names(fun, key.structure), key.leaves, strict=True)
     return [
@@ -110,7 +114,7 @@ def _described(fun: Callable[..., Any], key: CallKey) -> list[dict[str, str]]:
     ]
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = " ".join(repr(value).split())
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from os import PathLike, fspath
-from typing import Any, TypeVar, get_args
+from typing import TypeVar, get_args
 
 from alpa_lite.api.plan_cache import Cache
 from alpa_lite.errors import PlanError
@@ -15,6 +15,7 @@ from alpa_lite.plan.progress import Progress, Say
 from alpa_lite.planners import Auto, Planner
 from alpa_lite.planners.by_name import planner_by_name
 from alpa_lite.planners.planner import Replay
+from alpa_lite.program.user_shardings import Mode
 from alpa_lite.runtime.calibrate.calibrate import local_cluster
 from alpa_lite.runtime.execute.execute import WATCHDOG_SECONDS, OnHang
 from alpa_lite.schedule.tasks import MOST_MICROBATCHES
@@ -45,7 +46,8 @@ class Options:
     on_hang: OnHang = "auto"
     on_interrupt: OnInterrupt = "raise"
     check: bool = False
-    like: Any = None
+    like: object = None
+    user_shardings: Mode = "hint"
 
     @staticmethod
     def of(
@@ -65,7 +67,8 @@ class Options:
         on_hang: OnHang = "auto",
         on_interrupt: OnInterrupt = "raise",
         check: bool = False,
-        like: Any = None,
+        like: object = None,
+        user_shardings: Mode = "hint",
     ) -> Options:
         """Check and convert the options that a user gave. Raises `PlanError` for a value that is not allowed."""
         return Options(
@@ -85,6 +88,7 @@ class Options:
             on_interrupt=_checked("on_interrupt", on_interrupt, OnInterrupt),
             check=check,
             like=_checked_like(like),
+            user_shardings=_checked("user_shardings", user_shardings, Mode),
         )
 
 
@@ -141,7 +145,7 @@ def check_microbatches(value: int | str) -> int | str:
     )
 
 
-def _checked(name: str, value: Chosen, values: Any) -> Chosen:
+def _checked(name: str, value: Chosen, values: object) -> Chosen:
     if value not in get_args(values):
         allowed = " or ".join(f'"{each}"' for each in get_args(values))
         raise PlanError(f"{name}={value!r} was given; it must be {allowed}.")
@@ -155,7 +159,7 @@ def _patience(seconds: float | None) -> float | None:
     raise PlanError(f"watchdog_seconds={seconds!r} was given; it must be a positive number of seconds, or None.")
 
 
-def _checked_like(value: Any) -> Any:
+def _checked_like(value: object) -> object:
     """Check that a value is a plan or has one. Raises `PlanError` otherwise."""
     if value is None or isinstance(value, Plan) or hasattr(value, "last_plan") or hasattr(value, "plan"):
         return value
@@ -165,7 +169,7 @@ def _checked_like(value: Any) -> Any:
     )
 
 
-def plan_of(like: Any) -> Plan:
+def plan_of(like: object) -> Plan:
     """Return the plan of the value of `like`. Raises `PlanError` for a function that was not called yet."""
     plan = like if isinstance(like, Plan) else getattr(like, "last_plan", getattr(like, "plan", None))
     if not isinstance(plan, Plan):

@@ -17,6 +17,7 @@ from typing import Any, Generic, ParamSpec, TypedDict, TypeVar, Unpack, overload
 import jax
 
 from alpa_lite import _jax
+from alpa_lite._jax import Tree
 from alpa_lite.api.earlier_calls import (
     CallKey,
     difference,
@@ -35,8 +36,9 @@ from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.progress import Progress, Say
 from alpa_lite.planners import Auto, Planner
 from alpa_lite.planners.planner import Replay
-from alpa_lite.runtime.check.check_report import CheckReport
-from alpa_lite.runtime.check.compare import check_compiled
+from alpa_lite.program.user_shardings import Mode
+from alpa_lite.runtime.check_report import CheckReport
+from alpa_lite.runtime.compare import check_compiled
 from alpa_lite.runtime.execute.execute import WATCHDOG_SECONDS, OnHang
 from alpa_lite.runtime.execute.function import (
     CompiledFunction,
@@ -46,7 +48,7 @@ from alpa_lite.runtime.execute.function import (
 from alpa_lite.runtime.job.activity import busy
 from alpa_lite.step.split import OnNonAdditive
 from alpa_lite.trace.batch import BatchArgnums
-from alpa_lite.trace.call import Call, NamedArguments
+from alpa_lite.trace.call import ArgumentRoles, Call, NamedArguments
 from alpa_lite.trace.trace import trace
 from cost_models.cluster import Cluster, load_cluster
 
@@ -76,24 +78,24 @@ class ParallelFunction(Generic[P, R]):
         self._static = NamedArguments.of("static_argnames", fun, options.static_argnums, options.static_argnames)
         self._donated = NamedArguments.of("donate_argnames", fun, options.donate_argnums, options.donate_argnames)
         self._compiled: dict[CallKey, CompiledFunction] = {}
-        self._last: tuple[Any, CompiledFunction] | None = None
+        self._last: tuple[object, CompiledFunction] | None = None
         self._last_key: CallKey | None = None
-        self._methods: dict[int, tuple[Any, ParallelFunction[..., R]]] = {}
+        self._methods: dict[int, tuple[object, ParallelFunction[..., R]]] = {}
 
     def trace(self, *args: P.args, **kwargs: P.kwargs) -> TracedFunction:
         """Trace the function for these arguments (arrays or `jax.ShapeDtypeStruct`s)."""
         return self._trace(args, kwargs)
 
-    def _trace(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> TracedFunction:
+    def _trace(self, args: Sequence[Tree], kwargs: Mapping[str, Tree]) -> TracedFunction:
         options = self.options
         with busy("tracing"), options.progress.during("trace"):
             traced = trace(
                 self.fun,
                 args,
                 kwargs,
-                static=self._static,
-                donate=self._donated,
+                roles=ArgumentRoles(static=self._static, donated=self._donated),
                 batch_argnums=options.batch_argnums,
+                user_shardings=options.user_shardings,
             )
         return TracedFunction(traced=traced, options=options)
 
@@ -126,7 +128,7 @@ class ParallelFunction(Generic[P, R]):
         self.last_plan = compiled.plan
         return compiled.run_flat(leaves, None)
 
-    def _call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _call(self, args: Sequence[Tree], kwargs: Mapping[str, Tree]) -> Any:
         """Run one step whose arguments have to be read first."""
         call = Call.of(self.fun, args, kwargs, self._static)
         configuration = _jax.configuration()
@@ -142,7 +144,7 @@ class ParallelFunction(Generic[P, R]):
         self.last_plan = compiled.plan
         return compiled.finish(compiled.run_flat(leaves, None), call)
 
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
         """Return the step bound to an object, when a method is decorated.
 
         If the object is a pytree (a module), or `static_argnums` names it, it is the first argument of the step;
@@ -176,7 +178,7 @@ class ParallelFunction(Generic[P, R]):
         key = key_of_call(self.fun, structure, call.static, leaves, _jax.configuration())
         return self._compiled_for(key, args, kwargs)
 
-    def _compiled_for(self, key: CallKey, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CompiledFunction:
+    def _compiled_for(self, key: CallKey, args: Sequence[Tree], kwargs: Mapping[str, Tree]) -> CompiledFunction:
         """Return the compiled function of a key, compiling it if it is new."""
         if key not in self._compiled:
             if self._last_key is not None:
@@ -246,24 +248,24 @@ class ParallelFunction(Generic[P, R]):
 class BoundParallelFunction(Generic[R]):
     """A decorated method of an object that is an argument of the step; its attributes are those of the function."""
 
-    def __init__(self, function: ParallelFunction[..., R], instance: Any) -> None:
+    def __init__(self, function: ParallelFunction[..., R], instance: object) -> None:
         """Bind the first argument."""
         self._function, self._instance = function, instance
         functools.update_wrapper(self, function)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> R:
+    def __call__(self, *args: Tree, **kwargs: Tree) -> R:
         """Run one step."""
         return self._function(self._instance, *args, **kwargs)
 
-    def trace(self, *args: Any, **kwargs: Any) -> TracedFunction:
+    def trace(self, *args: Tree, **kwargs: Tree) -> TracedFunction:
         """See `ParallelFunction.trace`."""
         return self._function.trace(self._instance, *args, **kwargs)
 
-    def lower(self, *args: Any, **kwargs: Any) -> LoweredFunction:
+    def lower(self, *args: Tree, **kwargs: Tree) -> LoweredFunction:
         """See `ParallelFunction.lower`."""
         return self._function.lower(self._instance, *args, **kwargs)
 
-    def compiled(self, *args: Any, **kwargs: Any) -> CompiledFunction:
+    def compiled(self, *args: Tree, **kwargs: Tree) -> CompiledFunction:
         """See `ParallelFunction.compiled`."""
         return self._function.compiled(self._instance, *args, **kwargs)
 
@@ -290,7 +292,8 @@ class ParallelizeOptions(TypedDict, total=False):
     on_hang: OnHang
     on_interrupt: OnInterrupt
     check: bool
-    like: ParallelFunction[..., Any] | CompiledFunction | PlannedFunction | Plan | None
+    like: ParallelFunction[..., Tree] | CompiledFunction | PlannedFunction | Plan | None
+    user_shardings: Mode
 
 
 @overload
@@ -304,7 +307,7 @@ def parallelize(
 
 
 def parallelize(
-    fun: Callable[..., Any] | None = None,
+    fun: Callable[..., Tree] | None = None,
     *,
     cluster: Cluster | str | PathLike[str] | None = None,
     planner: Planner | type[Planner] | Plan | str | None = None,
@@ -321,7 +324,8 @@ def parallelize(
     on_hang: OnHang = "auto",
     on_interrupt: OnInterrupt = "raise",
     check: bool = False,
-    like: ParallelFunction[..., Any] | CompiledFunction | PlannedFunction | Plan | None = None,
+    like: ParallelFunction[..., Tree] | CompiledFunction | PlannedFunction | Plan | None = None,
+    user_shardings: Mode = "hint",
 ) -> Any:
     """Decorate a plain JAX train step so that it runs in parallel.
 
@@ -354,6 +358,9 @@ def parallelize(
         like: another parallel step, what it compiled, or a plan: arguments that this step shares with it (by the end of
             their paths, and shape) stay where that plan has them, as for an evaluation step that reads the parameters
             of a train step.
+        user_shardings: the effect of shardings that the step and its arguments name (`with_sharding_constraint`,
+            `reshard`, `out_sharding=`, arrays on several devices): with "hint" the plan is free, and lists them beside
+            its own; with "pin" it obeys them, on the mesh that they name; with "ignore" they are dropped.
         check: whether each newly compiled step is compared with `jax.jit` on copies of its first arguments before its
             first run; see `alpa_lite.check`. `ParallelFunction.last_check` is the report.
 
@@ -380,13 +387,14 @@ def parallelize(
         on_interrupt=on_interrupt,
         check=check,
         like=like,
+        user_shardings=user_shardings,
     )
     return functools.partial(ParallelFunction, options=options) if fun is None else ParallelFunction(fun, options)
 
 
 def plan(
-    fun: Callable[..., Any],
-    *args: Any,
+    fun: Callable[..., Tree],
+    *args: Tree,
     cluster: Cluster | str | PathLike[str] | None = None,
     planner: Planner | type[Planner] | Plan | str | None = None,
     num_microbatches: int | str = "auto",
@@ -397,7 +405,8 @@ def plan(
     on_interrupt: OnInterrupt = "raise",
     progress: Say | Progress | None = None,
     cache: Cache = True,
-    **kwargs: Any,
+    user_shardings: Mode = "hint",
+    **kwargs: Tree,
 ) -> Plan:
     """Plan `fun(*args, **kwargs)`; arguments may be `jax.ShapeDtypeStruct`s. The options are those of `parallelize`.
 
@@ -416,11 +425,13 @@ def plan(
         planner=planner,
         num_microbatches=num_microbatches,
         static_argnums=static_argnums,
+        static_argnames=static_argnames,
         batch_argnums=batch_argnums,
         on_non_additive=on_non_additive,
         on_interrupt=on_interrupt,
         progress=progress,
         cache=cache,
+        user_shardings=user_shardings,
     )
     return function.trace(*args, **kwargs).plan().last_plan
 

@@ -79,6 +79,10 @@ Cache = bool | str | Path
 """Whether plans are cached and reused when everything they depend on is the same; or the folder of the cache."""
 
 
+Json = str | list["Json"]
+"""Data that `json` writes."""
+
+
 class _NoContentError(Exception):
     """A value has no content by which it could be compared with another one."""
 
@@ -144,11 +148,13 @@ def key_of(planner: Planner, request: PlanRequest) -> str | None:
     """Return the digest of everything that a plan depends on; None if a part has no content to compare."""
     if isinstance(planner, Replay) or _measures(planner) or not only_own_rules():
         return None
-    asked = (request.function, request.num_arguments, request.batch_size, request.num_microbatches, request.advise)
-    asked += (request.arguments, request.results)
+    signature = request.signature
+    asked = (signature.function, signature.num_arguments, request.batch_size, request.num_microbatches, request.advise)
+    asked += (signature.arguments, signature.results)
     try:
         model = _content(request.cost_model_for)
-        parts = (_content(planner), _content(request.cluster), model, asked, request.on_non_additive)
+        given = _content(request.user_shardings)
+        parts = (_content(planner), _content(request.cluster), model, asked, given, request.on_non_additive)
     except _NoContentError:
         return None
     digest = hashlib.sha256(json.dumps([FORMAT, own_digest(), *parts]).encode())
@@ -156,7 +162,7 @@ def key_of(planner: Planner, request: PlanRequest) -> str | None:
     return digest.hexdigest()
 
 
-def content_digest(value: Any) -> str:
+def content_digest(value: object) -> str:
     """Return the first 12 hex digits of a digest that equal values share; "" if a value has no content to compare."""
     try:
         return hashlib.sha256(json.dumps(_content(value)).encode()).hexdigest()[:12]
@@ -164,7 +170,7 @@ def content_digest(value: Any) -> str:
         return ""
 
 
-def _content(value: Any) -> Any:
+def _content(value: object) -> Json:
     """Return data that are equal for equal values only. Raises `_NoContentError` for types of other packages."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return repr(value)
@@ -189,7 +195,7 @@ def _content(value: Any) -> Any:
     return [name, [[field.name, _content(getattr(value, field.name))] for field in fields(value)]]
 
 
-def _add_step(digest: Any, step: StepGraph) -> None:
+def _add_step(digest: hashlib._Hash, step: StepGraph) -> None:
     """Add a step to a digest: its structure, and its names and source lines too, since plans mention them."""
     digest.update(fingerprint(step).encode())
     parts = (step.full_shapes, step.batch_dims, step.input_parts, step.output_parts, sorted(step.aliases.items()))
@@ -319,7 +325,7 @@ def _facts(planner: Planner, request: PlanRequest) -> Mapping[str, str]:
     asked = (request.num_microbatches, request.on_non_additive)
     return {
         **_versions(),
-        f"step {request.function!r}, traced as": fingerprint(request.step_at(1, 0))[:12],
+        f"step {request.signature.function!r}, traced as": fingerprint(request.step_at(1, 0))[:12],
         "planner": f"{planner.name} {content_digest(planner)}".rstrip(),
         "cluster": f"{request.cluster.name} {content_digest(request.cluster)}",
         "options": str(asked),

@@ -17,21 +17,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from os import PathLike
-from typing import Any
 
 import jax
 
 from alpa_lite import _jax
+from alpa_lite._jax import Device
 from alpa_lite.api.options import Options, check_microbatches, cluster_of, planner_of
 from alpa_lite.api.plan_cache import Cache, check_same_program, planned_together
-from alpa_lite.errors import BatchError, NonAdditiveError
+from alpa_lite.errors import BatchError, NonAdditiveError, PlanError
+from alpa_lite.inter_op.plan_request import StepSignature
 from alpa_lite.lower.instructions import Program, build_program
 from alpa_lite.lower.planned_step import as_planned, check_fits
 from alpa_lite.lower.slices import TaskSpec
 from alpa_lite.plan.plan import BatchDims, Plan
 from alpa_lite.planners import Planner, PlanRequest
-from alpa_lite.runtime.execute.compile import joined_texts, lowered_tasks, summed_costs
-from alpa_lite.runtime.execute.execute import Executor
+from alpa_lite.runtime.execute.compile import LoweredStep, joined_texts, lowered_tasks, summed_costs
+from alpa_lite.runtime.execute.execute import Executor, HangOptions
 from alpa_lite.runtime.execute.function import (
     CompiledFunction,
     compiling,
@@ -56,7 +57,9 @@ class TracedFunction:
 
     traced: Traced
     options: Options
-    _steps: dict[tuple[int, int, bool], TracedStep] = field(default_factory=dict[Any, TracedStep], repr=False)
+    _steps: dict[tuple[int, int, bool], TracedStep] = field(
+        default_factory=dict[tuple[int, int, bool], TracedStep], repr=False
+    )
 
     def step(self, num_microbatches: int = 1, *, loop_parts: int = 0, exact: bool = True) -> TracedStep:
         """Return the step split into phases at `num_microbatches` micro-batches, memoised; see `split_step`.
@@ -108,6 +111,11 @@ class TracedFunction:
         target = cluster_of(given)
         chosen = planner_of(planner) if planner is not None else self.options.planner
         wanted = self.options.num_microbatches if num_microbatches is None else num_microbatches
+        if self.traced.user_shardings.mode == "pin" and not chosen.obeys_user_shardings:
+            raise PlanError(
+                f'user_shardings="pin" was given, but {chosen.name} lays out its own mesh. Use al.planners.Auto(), '
+                'OnMesh or Custom, or user_shardings="hint", with which the plan lists the shardings.'
+            )
         if check_microbatches(wanted) not in ("auto", 1):
             self.step(int(wanted))  # says what is wrong with the user's number before any search
         if given is None:
@@ -157,16 +165,20 @@ class TracedFunction:
         """
         traced = self.traced
         return PlanRequest(
-            function=traced.name,
+            signature=StepSignature(
+                function=traced.name,
+                num_arguments=len(traced.leaves),
+                batch_size=traced.batch_size,
+                arguments=traced.arguments,
+                results=traced.out_names,
+            ),
             step_at=lambda m, loop_parts: self.step(m, loop_parts=loop_parts).step,
             likely_step_at=lambda m, loop_parts: self.step(m, loop_parts=loop_parts, exact=False).step,
-            num_arguments=len(traced.leaves),
-            arguments=traced.arguments,
-            results=traced.out_names,
-            batch_size=traced.batch_size,
             cluster=cluster,
             cost_model_for=partial(ComposedCostModel, backend=backend) if backend else ComposedCostModel,
             num_microbatches=num_microbatches,
+            user_shardings=traced.user_shardings,
+            pinned=lambda: replace(self, traced=traced.pinned(), _steps={}).request(cluster, num_microbatches),
             on_non_additive=self.options.on_non_additive,
             on_interrupt=self.options.on_interrupt,
             progress=self.options.progress,
@@ -239,32 +251,27 @@ class LoweredFunction:
             (lowered.cost_analysis(), runs[number]) for number, (_, lowered) in enumerate(self._tasks(platform))
         )
 
-    def _tasks(self, platform: str | None) -> list[tuple[TaskSpec, Any]]:
+    def _tasks(self, platform: str | None) -> list[tuple[TaskSpec, jax.stages.Lowered]]:
         with _jax.no_mesh(), busy("lowering"):
-            return lowered_tasks(
-                self.program,
-                self.planned.last_plan,
-                self.step.step,
-                self.step.equations,
-                platform or _jax.lowering_platform(jax.devices()[0]),
-            )
+            return lowered_tasks(self._lowered, platform or _jax.lowering_platform(jax.devices()[0]))
 
-    def compile(self, *, devices: Sequence[Any] | None = None) -> CompiledFunction:
+    @property
+    def _lowered(self) -> LoweredStep:
+        plan, traced = self.planned.last_plan, self.step
+        return LoweredStep(program=self.program, plan=plan, step=traced.step, equations=traced.equations)
+
+    def compile(self, *, devices: Sequence[Device] | None = None) -> CompiledFunction:
         """Compile executables for the devices of this process (default: `jax.devices()`)."""
         traced = self.planned.function.traced
         options = self.planned.function.options
         check_same_program(self.planned.last_plan, self.program, traced.donated)
         with _jax.no_mesh(), busy("compiling"), options.progress.during("compile"):
             executor = Executor(
-                self.program,
-                self.planned.last_plan,
-                self.step.step,
-                self.step.equations,
+                self._lowered,
                 donated=traced.donated,
                 devices=devices,
                 progress=compiling(options.progress),
-                watchdog_seconds=options.watchdog_seconds,
-                on_hang=options.on_hang,
+                hangs=HangOptions(watchdog_seconds=options.watchdog_seconds, on_hang=options.on_hang),
             )
             step = with_own_constants(self.step, executor, len(traced.leaves))
         return CompiledFunction(traced=traced, plan=self.planned.last_plan, step=step, executor=executor)

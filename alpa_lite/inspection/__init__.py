@@ -30,6 +30,7 @@ _FUNCTIONS = {
     View.PLAN_TIME: ("why.time_use", "time_use"),
     View.PLAN_MEMORY: ("why.memory_use", "memory_use"),
     View.PLAN_DIFF: ("text.diff", "diff"),
+    View.PLAN_SHARDING_COSTS: ("why.sharding_costs", "sharding_costs"),
 }
 
 

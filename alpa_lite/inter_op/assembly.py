@@ -19,6 +19,7 @@ from typing import NamedTuple
 from alpa_lite.errors import PlanError
 from alpa_lite.inter_op.boundaries import inflow_seconds, received_values, stacks_at_rest
 from alpa_lite.inter_op.plan_request import PlanRequest
+from alpa_lite.inter_op.sharding_demands import PlacedOps, sharding_uses
 from alpa_lite.inter_op.shared_devices import device_peak
 from alpa_lite.inter_op.stage_costs import PlacedStage
 from alpa_lite.inter_op.work_floor import least_seconds
@@ -31,6 +32,7 @@ from alpa_lite.plan.plan import (
     SolverReport,
     StagePlan,
     UndividedDim,
+    UserShardingUse,
     fingerprint,
 )
 from alpa_lite.plan.pricing import Pricer, crosses_hosts, dispatch_seconds, local_bytes
@@ -62,7 +64,7 @@ def assemble(name: str, request: PlanRequest, staged: StagedStep, started: float
     bound = least_seconds(step, request.cluster, request.cost_model_for)
     return Plan(
         name=name,
-        function=request.function,
+        function=request.signature.function,
         stages=plans,
         schedule=staged.schedule,
         num_microbatches=step.num_microbatches,
@@ -81,6 +83,7 @@ def assemble(name: str, request: PlanRequest, staged: StagedStep, started: float
         opaque=opaque_uses(step),
         averaged=step.averaged,
         undivided=_undivided(request, staged),
+        user_shardings=_user_shardings(request, staged),
         # Of the step as traced: recomputation is part of the plan, and not of the step that it is compared with.
         fingerprint=fingerprint(request.step_at(step.num_microbatches, step.loop_parts)),
     )
@@ -116,6 +119,15 @@ def _undivided(request: PlanRequest, staged: StagedStep) -> tuple[UndividedDim, 
     return tuple(found)
 
 
+def _user_shardings(request: PlanRequest, staged: StagedStep) -> tuple[UserShardingUse, ...]:
+    placed = [
+        PlacedOps(ops=stage.solution.choice.ops, inputs=stage.solution.choice.inputs, sizes=stage.mesh.axis_sizes)
+        for stage in staged.stages
+        if stage.solution.choice is not None
+    ]
+    return sharding_uses(staged.step, request.user_shardings, placed)
+
+
 def opaque_uses(step: StepGraph) -> tuple[OpaqueUse, ...]:
     """Return the ops of a step that have no rule, grouped by primitive, the largest group first."""
     # One line per primitive: a model may use an op without a rule in every layer.
@@ -144,7 +156,7 @@ def _stage_plan(request: PlanRequest, step: StepGraph, layers: Layers, stage: Pl
     homes = {
         v: home
         for v, part, home in zip(graph.inputs, step.input_parts, layers.of_input, strict=True)
-        if part.leaf < request.num_arguments
+        if part.leaf < request.signature.num_arguments
     }
     mine = [v for v in choice.inputs if v in homes and stage.first <= homes[v] <= stage.last]
     specs = {graph.values[v].name: choice.inputs[v] for v in mine}

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from alpa_lite.errors import BatchError, NonAdditiveError, PlanError, TraceError
 from alpa_lite.inter_op.workers import Workers
@@ -24,6 +24,7 @@ from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.progress import Progress
 from alpa_lite.program.ir import Value
 from alpa_lite.program.phases import StepGraph
+from alpa_lite.program.user_shardings import NO_USER_SHARDINGS, UserShardings
 from alpa_lite.sharding.specs import Spec, divides
 from cost_models.checks import printable
 from cost_models.cluster import Cluster
@@ -33,22 +34,39 @@ OnInterrupt = Literal["raise", "best"]
 """The behaviour of a search when it is interrupted."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSignature:
+    """The arguments and results of a step.
+
+    Attributes:
+        function: name of the step function.
+        num_arguments: number of arrays that the step takes; the others are captured by the function.
+        batch_size: samples of a step; None where no batch was found.
+        arguments: names of the positional arguments, with which the names of their arrays begin.
+        results: the path of each returned array, such as `0/params/w`; empty if the function returns a single array.
+    """
+
+    function: str
+    num_arguments: int
+    batch_size: int | None
+    arguments: tuple[str, ...] = ()
+    results: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
     """A step to plan for a cluster.
 
     Attributes:
-        function: its name.
+        signature: arguments and results of the step.
         step_at: `step_at(num_microbatches, loop_parts)` is the step cut into phases; with `loop_parts` > 0 loops over
             layers and their scanned arrays are cut into about so many parts.
         likely_step_at: a faster `step_at` that may extrapolate from other numbers of micro-batches, or None.
-        num_arguments: how many arrays the step takes; the others are captured by the function.
-        batch_size: samples of a step; None where no batch was found.
-        cluster: what to plan for.
+        cluster: the cluster to plan for.
         cost_model_for: `cost_model_for(cluster)` is the cost model to plan with, for this or another cluster.
-        arguments: names of the positional arguments, with which the names of their arrays begin.
-        results: the path of each returned array, such as `0/params/w`; empty if the function returns a single array.
         num_microbatches: a number, or "auto".
+        user_shardings: the shardings of arguments that the user gives, and whether a plan must obey these and others.
+        pinned: `pinned()` is the same request for the step with these shardings as demands, or None.
         advise: whether a planner without a plan should look for changes that would allow one.
         on_non_additive: how `step_at` treats several micro-batches of a step that is no sum.
         on_interrupt: the effect of Ctrl-C on a search: "raise" stops it, "best" ends it with the best plan so far.
@@ -57,22 +75,25 @@ class PlanRequest:
         measure: `measure(plan)` is seconds of a step of a plan on real devices; None where there are none.
     """
 
-    function: str
+    signature: StepSignature
     step_at: Callable[[int, int], StepGraph]
     likely_step_at: Callable[[int, int], StepGraph] | None = None
-    num_arguments: int
-    batch_size: int | None
     cluster: Cluster
     cost_model_for: Callable[[Cluster], CostModel]
-    arguments: tuple[str, ...] = ()
-    results: tuple[str, ...] = ()
     num_microbatches: int | str = "auto"
+    user_shardings: UserShardings = NO_USER_SHARDINGS
+    pinned: Callable[[], PlanRequest] | None = None
     advise: bool = True
     on_non_additive: str = "refuse"
     on_interrupt: OnInterrupt = "raise"
     progress: Progress = field(default_factory=Progress)
     workers: Workers = field(default_factory=Workers)
     measure: Callable[[Plan], float] | None = None
+
+    @property
+    def batch_size(self) -> int | None:
+        """The samples of a step; None where no batch was found."""
+        return self.signature.batch_size
 
     @cached_property
     def cost_model(self) -> CostModel:
@@ -106,7 +127,10 @@ class PlanRequest:
 
 AXES = ("x", "replica", "data", "model")
 
-Pins = Mapping[str, Sequence[Any]]
+Pin = Sequence[str | Sequence[str] | None]
+"""For each dim of an array an axis, several axes, or None, as a `PartitionSpec` has them."""
+
+Pins = Mapping[str, Pin]
 Axes = Mapping[str, int]
 
 
@@ -211,7 +235,7 @@ def check_results(pins: Pins, results: Sequence[str]) -> None:
         raise PlanError(f"There is no result {unknown[0]!r} to pin. Did you mean {', '.join(map(repr, near))}?")
 
 
-def _of_result(name: str, value: Value, pin: Sequence[Any], axes: Axes) -> Spec:
+def _of_result(name: str, value: Value, pin: Pin, axes: Axes) -> Spec:
     wanted = _dims(f"result {name}", pin)
     if len(wanted) > value.rank:
         raise PlanError(
@@ -233,7 +257,7 @@ def _named(pin: str, names: Iterable[str]) -> str:
     raise PlanError(f"There is no argument {pin!r} to pin. Did you mean {', '.join(near)}?")
 
 
-def _dims(name: str, dims: Sequence[Any]) -> tuple[tuple[str, ...], ...]:
+def _dims(name: str, dims: Pin) -> tuple[tuple[str, ...], ...]:
     if isinstance(dims, str):
         raise PlanError(f"The pin of {name!r} is {dims!r}; give a PartitionSpec, or one entry per dim in a tuple.")
     return tuple(() if dim is None else (dim,) if isinstance(dim, str) else tuple(dim) for dim in dims)

@@ -249,6 +249,13 @@ class _Memory:
     structures: dict[StageView, object] = field(default_factory=dict[StageView, object])
 
 
+class _Answer(NamedTuple):
+    """A question, and its best sharding."""
+
+    asked: Question
+    solution: StageSolution
+
+
 class _Given(NamedTuple):
     """The parts of stage costs that a worker needs in addition to the step: all that a solution depends on."""
 
@@ -300,7 +307,8 @@ class StageCosts:
         if found is None:
             self.progress(f"layers {asked.first}..{asked.last} on {asked.mesh}")
             # A worker solves the first of equal questions, which may be about other layers of the same structure.
-            solved_as, solution = self.workers.take(self.key(asked)) or (asked, self.solve(asked))
+            taken = self.workers.take(self.key(asked))
+            solved_as, solution = taken if isinstance(taken, _Answer) else _Answer(asked, self.solve(asked))
             found = SolvedStage(
                 view=self._view(solved_as.first, solved_as.last),
                 kind=kind,
@@ -498,9 +506,7 @@ def expect(likely: Iterable[tuple[StageCosts, Question]], *, later: bool = False
         workers.expect(questions, later=later)
 
 
-def _solve(
-    memory: dict[object, object], step: StepGraph, given: _Given, likely: tuple[int, Question]
-) -> tuple[Question, StageSolution]:
+def _solve(memory: dict[object, object], step: StepGraph, given: _Given, likely: tuple[int, Question]) -> _Answer:
     """Answer a question in a worker, which keeps stage costs, and tables by family, in its `memory`."""
     family, asked = likely
     # The worker keeps every part that it was sent, so that the id stays valid and stands for one set of costs.
@@ -511,4 +517,4 @@ def _solve(
         memory[key] = StageCosts(step=step, **given._asdict(), shared=shared)
     costs = memory[key]
     assert isinstance(costs, StageCosts)
-    return asked, costs.solve(asked)
+    return _Answer(asked, costs.solve(asked))

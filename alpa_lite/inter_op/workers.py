@@ -26,7 +26,6 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 from alpa_lite.errors import PlanError
 from alpa_lite.program.collector import rare_collection
@@ -68,9 +67,9 @@ class Likely:
     objects in `about` must not change: each is sent to a worker once.
     """
 
-    answer: Callable[..., Any]
+    answer: Callable[..., object]
     about: tuple[object, ...]
-    rest: Any
+    rest: object
 
 
 class Workers:
@@ -89,7 +88,7 @@ class Workers:
         self._lost: list[subprocess.Popen[bytes]] = []
         self._soon: dict[Hashable, Likely] = {}
         self._later: dict[Hashable, Likely] = {}
-        self._answers: dict[Hashable, Future[Any]] = {}
+        self._answers: dict[Hashable, Future[object]] = {}
         self._numbers: dict[int, tuple[int, object]] = {}
         self._pickled: dict[int, bytes] = {}
 
@@ -161,7 +160,7 @@ class Workers:
             self._pickled[number] = pickle.dumps(part, pickle.HIGHEST_PROTOCOL)
         return number
 
-    def take(self, key: Hashable) -> Any:
+    def take(self, key: Hashable) -> object:
         """Return the answer to an announced question that a worker has begun; otherwise None.
 
         The very first answer is not waited for: a worker takes long for it, since it has all modules to load.
@@ -195,7 +194,7 @@ class Workers:
         except (OSError, EOFError, pickle.PickleError) as error:
             self._give_up(repr(error))
 
-    def _ask(self, function: Callable[..., Any], parts: Sequence[int], question: Any) -> Any:
+    def _ask(self, function: Callable[..., object], parts: Sequence[int], question: object) -> object:
         """Return the answer of the worker of this thread; None if it has none."""
         process: subprocess.Popen[bytes] | None = self._here.process
         if process is None or process.stdin is None:
@@ -221,8 +220,8 @@ class Workers:
             self._lost.append(self._here.process)
         self._here.process = None
 
-    def _heard_of(self) -> Any:
-        """Return the next message of the worker of this thread."""
+    def _heard_of(self) -> tuple[str, object]:
+        """Return the next message of the worker of this thread: a problem or "", and an answer."""
         pipe = self._here.process.stdout
         assert pipe is not None
         return pickle.load(pipe)
@@ -235,9 +234,9 @@ def serve() -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the process that asks
     questions, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # text that a library prints must not get between the answers
-    memory: dict[Any, Any] = {}
+    memory: dict[object, object] = {}
     known: dict[int, object] = {}
-    pickle.dump(None, answers)
+    pickle.dump(("", None), answers)  # it is ready
     answers.flush()
     while True:
         try:

@@ -28,6 +28,7 @@ from alpa_lite.intra_op.problem import FloatArray
 from alpa_lite.intra_op.stage import GivenLayout, Key, Offer, StageScope, StageView, Wanted
 from alpa_lite.intra_op.strategy_catalogue import PlacementOptions, SumOptions
 from alpa_lite.program.ir import ADDITIONS, Graph, Op, Value, wiring_of
+from alpa_lite.program.user_shardings import USER_SHARDING
 from alpa_lite.rules import Rule
 from alpa_lite.rules.op_info import is_zero, ranked_values, rule_of_op
 from alpa_lite.sharding.specs import Spec
@@ -209,6 +210,9 @@ class Deciding:
 
     def leads(self, scope: int, graph: Graph, op: Op, rule: Rule) -> bool:
         """Return True for an op that chooses its own placement, independent of the specs of its operands."""
+        # A layout that the user demands is reached from any spec of the operand.
+        if op.primitive == USER_SHARDING and self.view.layout.of(graph, op.results[0]):
+            return True
         # Indexed ops do little work, but their placement decides what is communicated.
         if rule.work_kind != "elementwise" or op.primitive == "gather" or op.primitive.startswith("scatter"):
             return True
@@ -307,6 +311,8 @@ class Keeping:
             pairs = [(column, want) for column, want in zip(columns, wanted, strict=True) if want]
             # A column holds the specs of one operand or result under all placements; unconstrained ones are left out.
             fits = [all(agrees(c[i], w) for c, w in pairs) for i in range(len(options.placements))]
+            if op.primitive == USER_SHARDING:  # what the user lays out is whole sums
+                fits = [fit and not result.partial for fit, result in zip(fits, options.results[0], strict=True)]
             if not any(fits):
                 raise PlanError(_refusal(graph, op, self))
             self._options[key] = options, options.only([i for i, fit in enumerate(fits) if fit])
@@ -359,7 +365,11 @@ class Keeping:
         )
 
     def _around(self, graph: Graph, op: Op) -> tuple[Wanted, ...]:
-        return tuple(self.of(graph, v) for v in (*op.operands, *op.results))
+        # What a sharding of the user demands, it demands of the result: the operand comes from any spec.
+        operands = (
+            [()] * len(op.operands) if op.primitive == USER_SHARDING else [self.of(graph, v) for v in op.operands]
+        )
+        return (*operands, *(self.of(graph, v) for v in op.results))
 
 
 def _refusal(graph: Graph, op: Op, keeping: Keeping) -> str:

@@ -245,8 +245,8 @@ class StageView:
         if not layout:
             return ()
         bodies = [body for o in self.ops for body in _bodies(self.graph.ops[o])]
-        inside = tuple(tuple(layout[body]) for body in bodies if body in layout)
-        own = layout[self.graph]
+        inside = tuple(tuple(layout.get(body, ())) for body in bodies)
+        own = layout.get(self.graph, [()] * len(self.graph.values))
         return (tuple((local, own[v]) for v, local in sorted(number.items(), key=lambda item: item[1])), inside)
 
 

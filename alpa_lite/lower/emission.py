@@ -105,12 +105,15 @@ class Emitted:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Executable:
-    """A task compiled for the mesh of its stage; `compiled` has the calling convention of `Emitted`."""
+    """A task compiled for the mesh of its stage; `compiled` has the calling convention of `Emitted`.
+
+    `compiled` is None on a process without devices of the mesh.
+    """
 
     task: TaskSpec
     mesh: Mesh
     emitted: Emitted
-    compiled: jax.stages.Compiled
+    compiled: jax.stages.Compiled | None
 
     @property
     def function(self) -> TaskFunction:

@@ -14,6 +14,7 @@ names:
 
     sum          psum                             max, min     pmax, pmin on ordered integers
     and, or      pmin, pmax of booleans           prod, xor and bitwise and, or: all_gather, then reduce
+                                                  max, min of complex numbers: the same
 
 A maximum over devices must propagate NaN, as a maximum on one device does, but the collectives of CPUs and GPUs drop
 it. Floats are therefore compared as integers in the same order, with NaN beyond infinity (ordered_integers): the same
@@ -154,6 +155,8 @@ def lowering_of(primitive: str) -> LocalLowering:
 
 
 _GATHERED: Mapping[str, Callable[[Array, Array], Array]] = {
+    "max": lax.max,
+    "min": lax.min,
     "prod": lax.mul,
     "and": lax.bitwise_and,
     "or": lax.bitwise_or,
@@ -169,7 +172,8 @@ def combine(kind: str, x: Array, axes: Sequence[str]) -> Array:
     if kind == "sum":
         return lax.psum(x, names)
     by, item_bytes = combination(kind, str(x.dtype))
-    # No collective multiplies or combines bits: gather all addends and reduce them on every device.
+    # No collective multiplies, combines bits or compares complex numbers: gather all addends and reduce them on every
+    # device.
     if by == "all_gather":
         gathered = lax.all_gather(x, names)
         return reduce(_GATHERED[kind], [gathered[i] for i in range(gathered.shape[0])])

@@ -39,7 +39,7 @@ _MAX_WHOLE = 2**63
 _NOT_FINITE = ("inf", "-inf", "nan")
 
 
-def to_text(data: Mapping[str, Any]) -> bytes:
+def to_text(data: Mapping[str, object]) -> bytes:
     """Return plain data with a checksum as the text of a file.
 
     Raises:
@@ -88,13 +88,13 @@ def read_file(path: str | Path) -> Any:
     return from_text(text, path)
 
 
-def _digest(data: Mapping[str, Any]) -> str:
+def _digest(data: Mapping[str, object]) -> str:
     """Return the digest of plain data, independent of key order and white space."""
     # Key order and white space are those of this call, not of the file, which an editor may have formatted.
     return "sha256:" + hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def encode(value: Any) -> Any:
+def encode(value: object) -> object:
     """Return plain data for a dataclass, a container of dataclasses, or a plain value."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type) and not hasattr(value, "to_json"):
         return _encode_dataclass(value)
@@ -111,9 +111,9 @@ def encode(value: Any) -> Any:
     return _number(value) if isinstance(value, float) else value
 
 
-def _encode_dataclass(value: Any) -> dict[str, Any]:
+def _encode_dataclass(value: Any) -> dict[str, object]:
     # Not `dataclasses.asdict`: it copies deeply, and does not know `to_json`.
-    data: dict[str, Any] = {}
+    data: dict[str, object] = {}
     for field in dataclasses.fields(value):
         item = getattr(value, field.name)
         if field.metadata == INLINE:
@@ -139,7 +139,7 @@ def _is_default(value: Any, field: dataclasses.Field[Any]) -> bool:
     return False
 
 
-def decode(wanted: Any, data: Any) -> Any:
+def decode(wanted: Any, data: object) -> Any:
     """Return the value of type `wanted` that `encode` wrote as `data`.
 
     Raises:
@@ -170,7 +170,7 @@ def _decode_plain(wanted: Any, data: Any) -> Any:
     raise PlanError(f"{_shown(data)} stands where the file needs a {wanted.__name__}.")
 
 
-def _decode_tuple(arguments: tuple[Any, ...], data: Any) -> tuple[Any, ...]:
+def _decode_tuple(arguments: tuple[Any, ...], data: object) -> tuple[Any, ...]:
     """Return a tuple: `tuple[X, ...]` from a list of any length, `tuple[X, Y]` from a list of its length."""
     if not isinstance(data, list):
         raise PlanError(f"{_shown(data)} stands where the file needs a list.")
@@ -181,7 +181,7 @@ def _decode_tuple(arguments: tuple[Any, ...], data: Any) -> tuple[Any, ...]:
     return tuple([decode(a, item) for a, item in zip(arguments, data, strict=True)])
 
 
-def _decode_mapping(arguments: tuple[Any, ...], data: Any) -> dict[Any, Any]:
+def _decode_mapping(arguments: tuple[Any, ...], data: object) -> dict[Any, Any]:
     key_type, item_type = arguments
     return {_key(key_type, key): decode(item_type, item) for key, item in _object(data).items()}
 
@@ -196,7 +196,7 @@ def _key(wanted: Any, text: str) -> Any:
     return int(text)
 
 
-def _decode_object(wanted: Any, data: Any) -> Any:
+def _decode_object(wanted: Any, data: object) -> Any:
     """Return an object, with every error of its constructor turned into a `PlanError`."""
     given = _object(data)
     from_json = getattr(wanted, "from_json", None)
@@ -209,14 +209,14 @@ def _decode_object(wanted: Any, data: Any) -> Any:
 
 
 @cache
-def hints_of(cls: Any) -> dict[str, Any]:
+def hints_of(cls: Any) -> dict[str, object]:
     """Return the resolved type annotations of a dataclass, memoized."""
     return typing.get_type_hints(cls)
 
 
-def _decode_dataclass(cls: Any, data: Mapping[str, Any]) -> Any:
+def _decode_dataclass(cls: Any, data: Mapping[str, object]) -> Any:
     """Return a dataclass from the fields in the file; unknown fields are refused, absent ones have their default."""
-    hints, values = dict(hints_of(cls)), dict[str, Any]()
+    hints, values = dict(hints_of(cls)), dict[str, object]()
     for name in _inline_fields(cls):
         inner = hints.pop(name)
         own = hints_of(inner).keys() & data.keys()
@@ -236,13 +236,13 @@ def _inline_fields(cls: Any) -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(cls) if field.metadata == INLINE)
 
 
-def _object(data: Any) -> Mapping[str, Any]:
+def _object(data: object) -> Mapping[str, object]:
     if not isinstance(data, Mapping):
         raise PlanError(f"{_shown(data)} stands where the file needs an object.")
     return data
 
 
-def _shown(data: Any) -> str:
+def _shown(data: object) -> str:
     """Return a value of the file for a message, truncated."""
     text = repr(data) if not isinstance(data, (dict, list)) else type(data).__name__
     return text if len(text) <= 40 else f"{text[:40]}…"

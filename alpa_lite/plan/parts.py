@@ -96,6 +96,29 @@ class OpaqueUse:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UserShardingUse:
+    """A sharding that the user's code gives for an array, beside that of the plan.
+
+    Attributes:
+        source: the line of the user's code, or `argument` and a path.
+        shape: shape of the array; of a micro-batch, for an array with samples.
+        mesh: pairs of an axis of the user's mesh and its number of devices.
+        wanted: the user's sharding, as text: `[data, -]`.
+        planned: the specs that the plan has for it, as text; several where stages or layers differ.
+        follows: whether all of these split each dim into as many parts as the user does.
+        divides: whether the user's sharding has equal parts; the plan can have no other.
+    """
+
+    source: str
+    shape: tuple[int, ...]
+    mesh: tuple[tuple[str, int], ...]
+    wanted: str
+    planned: tuple[str, ...]
+    follows: bool
+    divides: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class UndividedDim:
     """A dim of an argument that is not split because a mesh axis does not divide it, and what padding it would save.
 

@@ -37,6 +37,7 @@ from alpa_lite.plan.parts import SolverReport as SolverReport
 from alpa_lite.plan.parts import StageCost as StageCost
 from alpa_lite.plan.parts import StagePlan as StagePlan
 from alpa_lite.plan.parts import UndividedDim as UndividedDim
+from alpa_lite.plan.parts import UserShardingUse as UserShardingUse
 from alpa_lite.program.ir import Graph
 from alpa_lite.program.phases import StepGraph
 from alpa_lite.schedule import Schedule
@@ -50,7 +51,7 @@ from cost_models.cluster import Cluster
 FORMAT = 5
 """Version of the plan file format."""
 
-_LATER = ("batch",)
+_LATER = ("batch", "user_shardings")
 """Fields that were added to this format later, and that old files lack."""
 
 # A file may come from anywhere: without these limits a few digits in it could make lowering run for hours, or out of
@@ -91,6 +92,7 @@ class Plan:
             are those of the step with recomputation.
         traced_layers: with `remat`, the layer of each op of the step without recomputation.
         buckets: groups of gradients that are reduced together, in this order; () to reduce each separately.
+        user_shardings: the shardings that the user's code gives, beside those of the plan.
         batch: the arguments that hold the batch; None if no batch is known, or the file does not say.
         request: the `planners.PlanRequest` that the plan answers, from which explanations price alternatives. A plan
             from a file has none until it is replayed: `al.plan(step, *args, planner=plan)`.
@@ -116,10 +118,11 @@ class Plan:
     remat: tuple[Remat, ...] = ()
     traced_layers: tuple[int | None, ...] = ()
     buckets: tuple[tuple[int, ...], ...] = ()
+    user_shardings: tuple[UserShardingUse, ...] = ()
     batch: BatchDims | None = None
     request: Any = field(default=None, compare=False, repr=False)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Return the state that is pickled for files and other processes: all fields but the request."""
         # A request holds functions that cannot be pickled.
         return {**self.__dict__, "request": None}
@@ -154,12 +157,12 @@ class Plan:
         """The numbers of the stages on each submesh; several where a schedule interleaves stages."""
         return sharing([stage.submesh for stage in self.stages])
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return plain data from which `from_json` makes an equal plan."""
         return {"format": FORMAT, **{name: encode(getattr(self, name)) for name in _decided()}}
 
     @staticmethod
-    def from_json(data: Mapping[str, Any]) -> Plan:
+    def from_json(data: Mapping[str, object]) -> Plan:
         """Return the plan that `to_json` wrote.
 
         Raises:
@@ -213,6 +216,10 @@ class Plan:
     def explain_memory(self) -> str:
         """Return when the memory of each stage peaks, and which arrays are alive then."""
         return view(View.PLAN_MEMORY, self)
+
+    def explain_user_shardings(self) -> str:
+        """Return what each sharding that the user's code gives would cost, in a plan of one stage on its mesh."""
+        return view(View.PLAN_SHARDING_COSTS, self)
 
     def diff(self, other: Plan) -> str:
         """Return the differences from this plan to another, and their effect."""
@@ -270,7 +277,7 @@ def _decided() -> list[str]:
     return [f.name for f in fields(Plan) if f.compare]
 
 
-def _decoded(name: str, wanted: Any, data: Any) -> Any:
+def _decoded(name: str, wanted: object, data: object) -> Any:
     """Return a field of the plan from its plain data."""
     try:
         return decode(wanted, data)

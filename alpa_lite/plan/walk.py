@@ -128,7 +128,8 @@ def combination(reduction: str, dtype: str) -> tuple[str, int]:
 
     Maxima and minima (of booleans, `or` and `and`) are all-reduced; other parts are gathered and reduced locally.
     """
-    if reduction in ("max", "min"):
+    # No collective compares complex numbers, which XLA orders by their real and then their imaginary parts.
+    if reduction in ("max", "min") and not dtype.startswith("complex"):
         # Narrow floats would be compared as 16-bit integers, for which GPUs have no collective: they are widened.
         return "all_reduce", max(4, item_bytes(dtype)) if dtype.startswith(("float", "bfloat")) else item_bytes(dtype)
     if reduction in ("and", "or") and dtype == "bool":

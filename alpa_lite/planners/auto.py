@@ -10,17 +10,18 @@ The result is never priced worse than any of these manual plans.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from numbers import Integral, Real
-from typing import Any, Literal
+from typing import Literal
 
 from alpa_lite.errors import AlpaLiteError, ExecutionError, InfeasibleError, PlanError
 from alpa_lite.inter_op.assembly import relative_gap, schedule_for, with_microbatches
 from alpa_lite.inter_op.joint_search import SEARCH_GAP, SEARCH_SECONDS, JointSearch
 from alpa_lite.inter_op.microbatch_counts import numbers_to_search
-from alpa_lite.inter_op.plan_request import Pins, PlanRequest, pinned_axes
+from alpa_lite.inter_op.plan_request import Pin, Pins, PlanRequest, pinned_axes
+from alpa_lite.inter_op.sharding_demands import user_mesh
 from alpa_lite.inter_op.space import Space
 from alpa_lite.inter_op.stage_cost_cache import Layering, StageCostCache
 from alpa_lite.inter_op.stage_costs import SolveEffort
@@ -30,6 +31,7 @@ from alpa_lite.inter_op.workers import Workers, num_workers
 from alpa_lite.intra_op.solvers.integer_program import IntegerProgram, available_backends
 from alpa_lite.plan.plan import INTERRUPTED, Plan, SolverReport
 from alpa_lite.planners.manual import MANUAL_PLANNERS, ManualPlans
+from alpa_lite.planners.on_mesh import OnMesh
 from alpa_lite.planners.planner import Planner, renamed_options
 from alpa_lite.program.collector import rare_collection
 from alpa_lite.schedule import EagerOneFOneB, GPipe, OneFOneB, Schedule, ZeroBubbleH1
@@ -71,6 +73,8 @@ class Auto(Planner):
             plans would not obey. If one stage is asked for, only those with one stage are.
     """
 
+    obeys_user_shardings = True
+
     num_layers: int | None = None
     layers: Literal["flops", "operators", "loops"] = "flops"
     pipeline: int | None = None
@@ -78,7 +82,7 @@ class Auto(Planner):
     intra_op_only: bool = False
     inter_op_only: bool = False
     max_memory_bytes: float | None = None
-    pins: Pins = field(default_factory=dict[str, Sequence[Any]], hash=False)
+    pins: Pins = field(default_factory=dict[str, Pin], hash=False)
     remat: Literal["auto", "none", "selective", "full"] = "auto"
     schedule: Schedule | None = None
     measure_top: int = 0
@@ -100,6 +104,8 @@ class Auto(Planner):
         """
         started = time.perf_counter()
         self._check()
+        if (mesh := user_mesh(request.step_at(1, 0), request.user_shardings)) is not None:
+            return self._as_sharded_by_the_user(request, mesh)
         # The number is read here, so that a wrong environment variable is reported before any work.
         workers = Workers(num_workers())
         limited = replace(request, cluster=self._limited(request.cluster), workers=workers)
@@ -139,6 +145,16 @@ class Auto(Planner):
             alternatives=_others(best, plans),
             solver=_certificate(best, bound, time.perf_counter() - started, interrupted=interrupted),
         )
+
+    def _as_sharded_by_the_user(self, request: PlanRequest, mesh: Mapping[str, int]) -> Plan:
+        """Return the best plan on the user's mesh that has all shardings of the user."""
+        if self._restricted or self.inter_op_only:
+            raise PlanError(
+                f'user_shardings="pin" gives one stage on the mesh {dict(mesh)}; pins, a schedule, recomputation and '
+                "several stages cannot be asked for beside it. Leave them out."
+            )
+        plan = OnMesh(axes=mesh).plan(replace(request, cluster=self._limited(request.cluster)))
+        return replace(plan, name=f"{self.name} (shardings of the user)", cluster=request.cluster)
 
     def _check(self) -> None:
         if self.schedule is not None and self.schedule.stages_per_processor > 1:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Literal, get_args, get_origin, get_type_hints
 
 from alpa_lite.errors import PlanError
 from alpa_lite.planners.auto import Auto
@@ -41,7 +41,7 @@ PLANNERS: Mapping[str, type[Planner]] = {
 
 
 _NUMBER = re.compile(r"\d+(\.\d*)?(e[+-]?\d+)?", re.IGNORECASE)
-_WORDS: Mapping[Any, str] = {
+_WORDS: Mapping[object, str] = {
     bool: "true or false",
     int: "a whole number of at least 0",
     float: "a number of at least 0",
@@ -65,7 +65,7 @@ def planner_by_name(name: str, options: Sequence[str]) -> Planner:
             f"There is no planner {name!r}.{meant} Choose one of {', '.join(PLANNERS)}, or give a saved plan."
         )
     hints, known = get_type_hints(planner), options_of(planner)
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     for option in options:
         key, _, text = option.partition("=")
         key = planner.old_options.get(key, key)
@@ -84,11 +84,11 @@ def planner_by_name(name: str, options: Sequence[str]) -> Planner:
         ) from error
 
 
-def _readings(text: str) -> list[Any]:
+def _readings(text: str) -> list[object]:
     """Return the values that a text may stand for, most specific first; the type of the option decides."""
     pairs = [pair.partition(":") for pair in text.split(";")]
     # A text such as `1` may be an integer, a float, a truth value or a word.
-    found: list[Any] = [int(text)] if text.isdecimal() else []
+    found: list[object] = [int(text)] if text.isdecimal() else []
     found += [float(text)] if _NUMBER.fullmatch(text) else []
     found += [text in ("true", "1")] if text in ("true", "false", "1", "0") else []
     if all(name and size.isdecimal() for name, _, size in pairs):
@@ -96,7 +96,7 @@ def _readings(text: str) -> list[Any]:
     return [*found, text] if text else found
 
 
-def _wanted(hint: Any) -> str:
+def _wanted(hint: object) -> str:
     """Return a clause that says which values an option takes."""
     kinds = [hint] if get_origin(hint) is Literal else [hint, *get_args(hint)]
     words = [word for kind, word in _WORDS.items() if kind in kinds]
@@ -104,7 +104,7 @@ def _wanted(hint: Any) -> str:
     return f"takes {' or '.join(words)}" if words else "cannot be given on the command line"
 
 
-def _fits(value: Any, hint: Any) -> bool:
+def _fits(value: object, hint: object) -> bool:
     """Return True if a value has the type of an option."""
     if get_origin(hint) is Literal:
         return value in get_args(hint)

@@ -13,7 +13,6 @@ import math
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
 
 from alpa_lite.errors import AlpaLiteError, without_frames
 from alpa_lite.inter_op.microbatch_counts import microbatch_numbers
@@ -114,7 +113,9 @@ class ManualPlans:
                 found = self._request.workers.take(_key(which, number))
                 if isinstance(found, AlpaLiteError):
                     raise found
-                return found or planner.plan(replace(self._request, num_microbatches=number))
+                if isinstance(found, Plan):
+                    return found
+                return planner.plan(replace(self._request, num_microbatches=number))
         except AlpaLiteError as error:
             self._problems.append(without_frames(error))
             return None
@@ -141,7 +142,7 @@ def _no_step(num_microbatches: int, loop_parts: int) -> StepGraph:
 
 
 def _plan(
-    memory: dict[Any, Any], request: PlanRequest, whole: StepGraph, cut: StepGraph, likely: tuple[Planner, int]
+    memory: dict[object, object], request: PlanRequest, whole: StepGraph, cut: StepGraph, likely: tuple[Planner, int]
 ) -> Plan | AlpaLiteError | None:
     """Make a plan in a worker from the step as a whole and in micro-batches; None if it needs other steps."""
     del memory

@@ -21,15 +21,16 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from difflib import get_close_matches
 from math import prod
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, Protocol, TypeGuard, cast, runtime_checkable
 
 from alpa_lite.errors import InfeasibleError, PlanError
 from alpa_lite.inter_op.assembly import StagedStep, assemble
-from alpa_lite.inter_op.plan_request import Pins, PlanRequest, check_results, pins_on_mesh, with_results
+from alpa_lite.inter_op.plan_request import Pin, Pins, PlanRequest, check_results, pins_on_mesh, with_results
+from alpa_lite.inter_op.sharding_demands import argument_pins, user_layout, user_mesh
 from alpa_lite.inter_op.stage_costs import StageConstraints, StageCosts, StagePlace
 from alpa_lite.inter_op.what_would_fit import show_bytes, show_shortage
 from alpa_lite.intra_op.stage import NO_LAYOUT, GivenLayout
@@ -55,10 +56,12 @@ class OnMesh(Planner):
             returned as it came in, and other results as they are computed.
     """
 
+    obeys_user_shardings = True
+
     axes: Mapping[str, int] = field(hash=False)
     batch: tuple[str, ...] = field(default=())
-    pins: Pins = field(default_factory=dict[str, Sequence[Any]], hash=False)
-    outputs: Pins = field(default_factory=dict[str, Sequence[Any]], hash=False)
+    pins: Pins = field(default_factory=dict[str, Pin], hash=False)
+    outputs: Pins = field(default_factory=dict[str, Pin], hash=False)
 
     @property
     def name(self) -> str:
@@ -72,9 +75,15 @@ class OnMesh(Planner):
         """
         if unknown := [axis for axis in self.batch if axis not in self.axes]:
             raise PlanError(f"batch names the axes {unknown}, but the mesh has {list(self.axes)}.")
-        check_results(self.outputs, request.results)
+        check_results(self.outputs, request.signature.results)
         roles = {axis: AxisRole.BATCH for axis in self.batch if self.axes[axis] > 1}
         restriction = Restriction(roles=roles, optimizer=BatchSplit.MAY, parameters=BatchSplit.MAY)
+        asked = user_mesh(request.step_at(1, 0), request.user_shardings)
+        if asked is not None and _wide(asked) != _wide(self.axes):
+            raise PlanError(
+                f'user_shardings="pin": the shardings of {request.signature.function} are on the mesh {asked}, but the planner '
+                f"is to use {dict(self.axes)}. Give the planner that mesh."
+            )
         constraints = MeshConstraints(restriction=restriction, pins=self.pins, outputs=self.outputs)
         return plan_on_mesh(self.name, request, self.axes, constraints)
 
@@ -90,17 +99,18 @@ class MeshConstraints:
     """
 
     restriction: Restriction
-    pins: Pins = field(default_factory=dict[str, Sequence[Any]])
-    outputs: Pins = field(default_factory=dict[str, Sequence[Any]])
+    pins: Pins = field(default_factory=dict[str, Pin])
+    outputs: Pins = field(default_factory=dict[str, Pin])
     layout: GivenLayout = NO_LAYOUT
 
     def on(self, request: PlanRequest, step: StepGraph, axes: Mapping[str, int]) -> StageConstraints:
         """Return the constraints on the values of a step. Raises `PlanError` for pins that do not fit."""
-        inputs = pins_on_mesh(step, self.pins, axes)
-        pinned = with_results(step, request.results, inputs, self.outputs, axes)
-        return StageConstraints(
-            restriction=self.restriction, pins=pinned.inputs, outputs=pinned.outputs, layout=self.layout
-        )
+        pins, layout = self.pins, self.layout
+        if request.user_shardings.mode == "pin":
+            pins = {**argument_pins(step, request.user_shardings), **pins}
+            layout = user_layout(step, axes) if layout is NO_LAYOUT else layout
+        pinned = with_results(step, request.signature.results, pins_on_mesh(step, pins, axes), self.outputs, axes)
+        return StageConstraints(restriction=self.restriction, pins=pinned.inputs, outputs=pinned.outputs, layout=layout)
 
 
 def plan_on_mesh(name: str, request: PlanRequest, axes: Mapping[str, int], constraints: MeshConstraints) -> Plan:
@@ -132,6 +142,11 @@ def plan_on_mesh(name: str, request: PlanRequest, axes: Mapping[str, int], const
     return replace(plan, stages=(replace(plan.stages[0], outputs=given.outputs),))
 
 
+def _wide(axes: Mapping[str, int]) -> dict[str, int]:
+    """Return the axes of more than one device."""
+    return {axis: size for axis, size in axes.items() if size > 1}
+
+
 def _mesh(name: str, request: PlanRequest, axes: Mapping[str, int]) -> LogicalMesh:
     total = request.cluster.num_devices
     if not axes or prod(axes.values()) != total:
@@ -148,14 +163,35 @@ def _mesh(name: str, request: PlanRequest, axes: Mapping[str, int]) -> LogicalMe
     return LogicalMesh(axis_names=tuple(wide), shape=tuple(wide.values()))
 
 
+class _Sharding(Protocol):
+    """The parts of a `jax.sharding.NamedSharding` that are read here."""
+
+    mesh: _HasShape
+    spec: object
+
+
+class _HasShape(Protocol):
+    """A mesh with its number of devices per axis."""
+
+    @property
+    def shape(self) -> Mapping[str, int]: ...
+
+
+@runtime_checkable
+class _Named(Protocol):
+    """A named tuple."""
+
+    _fields: tuple[str, ...]
+
+
 class _Given(NamedTuple):
     """A leaf of a tree of specs."""
 
     path: str
-    spec: Any
+    spec: object
 
 
-def by_path(option: str, tree: Any, paths: Sequence[str], empty: Sequence[str] = ()) -> dict[str, Any]:
+def by_path(option: str, tree: object, paths: Sequence[str], empty: Sequence[str] = ()) -> dict[str, object]:
     """Return the specs of arrays by path, from a tree with specs for arrays or for whole subtrees.
 
     Args:
@@ -167,7 +203,7 @@ def by_path(option: str, tree: Any, paths: Sequence[str], empty: Sequence[str] =
     Raises:
         PlanError: an entry belongs to no array, or a list has fewer entries than there are arrays.
     """
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for path, spec in _leaves(tree, "", option, paths):
         # A spec for a subtree holds for all arrays in it, as in `jax.jit`.
         below = [name for name in paths if _is_in(name, path)]
@@ -182,7 +218,7 @@ def by_path(option: str, tree: Any, paths: Sequence[str], empty: Sequence[str] =
     return found
 
 
-def meshes(tree: Any) -> list[dict[str, int]]:
+def meshes(tree: object) -> list[dict[str, int]]:
     """Return the devices per axis of the mesh of each `NamedSharding` in a tree."""
     children = _children(tree)
     if children is not None:
@@ -190,10 +226,10 @@ def meshes(tree: Any) -> list[dict[str, int]]:
     return [dict(tree.mesh.shape)] if _is_sharding(tree) else []
 
 
-def dims_of(name: str, spec: Any) -> tuple[Any, ...]:
+def dims_of(name: str, spec: object) -> Pin:
     """Return the dims of a spec, each None, an axis or a tuple of axes. Raises `PlanError` for anything else."""
     spec = spec.spec if _is_sharding(spec) else spec
-    dims = tuple(spec) if hasattr(spec, "__iter__") and not isinstance(spec, str) else ("?",)
+    dims = tuple(spec) if isinstance(spec, Iterable) and not isinstance(spec, str) else ("?",)
     entries = [axis for dim in dims for axis in (dim if isinstance(dim, tuple) else (dim,))]
     plain = all(axis is None or type(axis) is str for axis in entries) and "?" not in entries
     # Specs of partial sums would lose what makes them partial.
@@ -210,12 +246,12 @@ def _is_in(name: str, path: str) -> bool:
     return not path or name == path or name.startswith(f"{path}/")
 
 
-def _is_sharding(spec: Any) -> bool:
+def _is_sharding(spec: object) -> TypeGuard[_Sharding]:
     """Return True for a `jax.sharding.NamedSharding`."""
     return hasattr(spec, "mesh") and hasattr(spec, "spec")
 
 
-def _leaves(tree: Any, path: str, option: str, paths: Sequence[str]) -> Iterator[_Given]:
+def _leaves(tree: object, path: str, option: str, paths: Sequence[str]) -> Iterator[_Given]:
     """Yield the specs in a tree, each with its path; None is left out."""
     children = _children(tree)
     if tree is None:
@@ -237,15 +273,15 @@ def _leaves(tree: Any, path: str, option: str, paths: Sequence[str]) -> Iterator
         yield from _leaves(child, f"{below}{key}", option, paths)
 
 
-def _children(tree: Any) -> list[tuple[str, Any]] | None:
+def _children(tree: object) -> list[tuple[str, object]] | None:
     """Return the entries of a container by their keys in paths; None for a leaf."""
     if isinstance(tree, Mapping):
-        return [(str(key), child) for key, child in cast("Mapping[Any, Any]", tree).items()]
+        return [(str(key), child) for key, child in cast("Mapping[object, object]", tree).items()]
     # Named tuples before tuples: paths name their fields.
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return list(zip(cast("Any", tree)._fields, cast("tuple[Any, ...]", tree), strict=True))
+    if isinstance(tree, tuple) and isinstance(tree, _Named):
+        return list(zip(tree._fields, cast("tuple[object, ...]", tree), strict=True))
     if isinstance(tree, (tuple, list)):
-        return [(str(i), child) for i, child in enumerate(cast("Sequence[Any]", tree))]
+        return [(str(i), child) for i, child in enumerate(cast("Sequence[object]", tree))]
     if is_dataclass(tree) and not isinstance(tree, type):
         return [(field.name, getattr(tree, field.name)) for field in fields(tree)]
     return None
@@ -268,10 +304,12 @@ class Custom(Planner):
         batch: axes that split only the batch and state; see `OnMesh`. The others may split anything.
     """
 
-    mesh: Any = field(default=None, hash=False)
-    in_specs: Any = field(default=(), hash=False)
-    out_specs: Any = field(default=None, hash=False)
-    rules: Sequence[tuple[str, Any]] = field(default=(), hash=False)
+    obeys_user_shardings = True
+
+    mesh: object = field(default=None, hash=False)
+    in_specs: object = field(default=(), hash=False)
+    out_specs: object = field(default=None, hash=False)
+    rules: Sequence[tuple[str, object]] = field(default=(), hash=False)
     batch: tuple[str, ...] = ()
 
     @property
@@ -285,12 +323,12 @@ class Custom(Planner):
         arrays = {
             step.graph.values[v].name: step.graph.values[v].num_elements
             for v, part in zip(step.graph.inputs, step.input_parts, strict=True)
-            if part.leaf < request.num_arguments
+            if part.leaf < request.signature.num_arguments
         }
         trees = self._trees(request)
-        pins = by_path("in_specs", trees, [*arrays], request.arguments)
+        pins = by_path("in_specs", trees, [*arrays], request.signature.arguments)
         pins |= self._by_rules([name for name, size in arrays.items() if name not in pins and size > 1])
-        returned = by_path("out_specs", self.out_specs, request.results)
+        returned = by_path("out_specs", self.out_specs, request.signature.results)
         found = OnMesh(
             axes=self._axes(trees),
             batch=self.batch,
@@ -299,25 +337,26 @@ class Custom(Planner):
         )
         return replace(found.plan(request), name=self.name)
 
-    def _trees(self, request: PlanRequest) -> Mapping[str, Any]:
+    def _trees(self, request: PlanRequest) -> Mapping[str, object]:
         """Return the entry of each argument, by its name."""
+        names = request.signature.arguments
         if isinstance(self.in_specs, Mapping):
-            return cast("Mapping[str, Any]", self.in_specs)
+            return cast("Mapping[str, object]", self.in_specs)
         if not isinstance(self.in_specs, (tuple, list)):
             raise PlanError(
                 f"in_specs = {self.in_specs!r} was given; give a tuple with one entry per argument, or a mapping from "
-                f"the names {', '.join(request.arguments)}."
+                f"the names {', '.join(names)}."
             )
-        entries = cast("Sequence[Any]", self.in_specs)
-        if entries and len(entries) != len(request.arguments):
+        entries = cast("Sequence[object]", self.in_specs)
+        if entries and len(entries) != len(names):
             raise PlanError(
-                f"in_specs has {len(entries)} entries, but the step takes {len(request.arguments)} positional "
-                f"arguments ({', '.join(request.arguments)}). Give one for each, None where the planner may choose."
+                f"in_specs has {len(entries)} entries, but the step takes {len(names)} positional "
+                f"arguments ({', '.join(names)}). Give one for each, None where the planner may choose."
             )
-        return dict(zip(request.arguments, entries, strict=False))
+        return dict(zip(names, entries, strict=False))
 
-    def _by_rules(self, names: Sequence[str]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+    def _by_rules(self, names: Sequence[str]) -> dict[str, object]:
+        found: dict[str, object] = {}
         for pattern, spec in self.rules:
             fitting = [name for name in names if re.search(pattern, name)]
             # Most likely a mistake in the pattern, which would go unnoticed otherwise.
@@ -326,10 +365,11 @@ class Custom(Planner):
             found |= {name: spec for name in fitting if name not in found}
         return found
 
-    def _axes(self, trees: Mapping[str, Any]) -> Mapping[str, int]:
+    def _axes(self, trees: Mapping[str, object]) -> Mapping[str, int]:
         found = meshes((trees, self.out_specs))
         if self.mesh is not None:
-            found.append(dict(getattr(self.mesh, "shape", self.mesh)))
+            shape = cast("Mapping[str, int]", getattr(self.mesh, "shape", self.mesh))
+            found.append(dict(shape))
         if not found:
             raise PlanError('Specs need a mesh to name axes of: give mesh={"data": 2, "model": 4}, or NamedShardings.')
         for other in found[1:]:

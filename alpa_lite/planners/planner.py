@@ -48,6 +48,9 @@ class Planner(ABC):
     old_options: ClassVar[Mapping[str, str]] = {}
     """Options under the names that they had in the release before → the names that they have now."""
 
+    obeys_user_shardings: ClassVar[bool] = False
+    """Whether plans have the shardings of the user with `user_shardings="pin"`; other planners refuse that."""
+
     @property
     @abstractmethod
     def name(self) -> str:
@@ -73,6 +76,8 @@ class Replay(Planner):
     Attributes:
         saved: the plan. Functions that take a planner also take a `Plan`, and replay it.
     """
+
+    obeys_user_shardings = True
 
     saved: Plan
 

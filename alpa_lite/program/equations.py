@@ -12,13 +12,16 @@ import numpy as np
 
 from alpa_lite.program.ir import Graph, Op
 
+Params = Mapping[str, Any]
+"""The parameters of an equation or op by name; their types depend on the primitive."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Equation:
     """The JAX primitive of one op, its parameters, and, for control flow, the equations of each body."""
 
     primitive: Any
-    params: Mapping[str, Any]
+    params: Params
     bodies: tuple[tuple[Equation, ...], ...] = ()
 
 
@@ -64,7 +67,7 @@ def without_dead_ops(program: GraphWithEquations) -> GraphWithEquations:
     return dataclasses.replace(program, graph=renamed, equations=equations)
 
 
-def plain_params(params: Mapping[str, Any]) -> dict[str, Any]:
+def plain_params(params: Params) -> dict[str, object]:
     """Return the parameters of an equation as plain Python data; parameters without a plain form are omitted."""
     plain = {key: _plain(value) for key, value in params.items()}
     return {key: value for key, value in plain.items() if value is not _NO_PLAIN_FORM}
@@ -75,9 +78,9 @@ class PlainParams:
 
     def __init__(self) -> None:
         """Start with an empty cache."""
-        self.known: dict[int, tuple[Mapping[str, Any], Mapping[str, Any]]] = {}
+        self.known: dict[int, tuple[Params, Params]] = {}
 
-    def of(self, params: Mapping[str, Any]) -> Mapping[str, Any]:
+    def of(self, params: Params) -> Params:
         """Return the parameters as plain Python data."""
         if id(params) not in self.known:
             # The cache holds a reference to the parameters, so that their id cannot be reused for another object.
@@ -88,7 +91,7 @@ class PlainParams:
 _NO_PLAIN_FORM = object()
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     if value is None or isinstance(value, (bool, int, float, complex, str)):
         return value
     if isinstance(value, enum.Enum):

@@ -20,13 +20,14 @@ does not depend on the primitive.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property, lru_cache, wraps
 from itertools import pairwise
 from math import prod
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from alpa_lite.errors import VerificationError
+from alpa_lite.program.user_shardings import UserSharding
 from alpa_lite.text import View, view
 
 Subject = TypeVar("Subject")
@@ -84,13 +85,21 @@ def item_bytes(dtype: str) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Value:
-    """One array of the program: its id, full shape and dtype; `literal` is the Python number of a scalar constant."""
+    """One array of the program.
+
+    id                its number
+    shape, dtype      of the whole array
+    literal           the Python number of a scalar constant
+    name              path of an input
+    user_shardings    the shardings that the user's code gives it; they change nothing that is computed
+    """
 
     id: int
     shape: tuple[int, ...]
     dtype: str
     literal: bool | int | float | complex | None = None
     name: str = ""
+    user_shardings: tuple[UserSharding, ...] = field(default=(), compare=False)
 
     @property
     def rank(self) -> int:
@@ -116,7 +125,14 @@ class Value:
         """Return the same array under another id."""
         if number == self.id:
             return self
-        return Value(id=number, shape=self.shape, dtype=self.dtype, literal=self.literal, name=self.name)
+        return Value(
+            id=number,
+            shape=self.shape,
+            dtype=self.dtype,
+            literal=self.literal,
+            name=self.name,
+            user_shardings=self.user_shardings,
+        )
 
     def __str__(self) -> str:
         """Return text like `%3:float32[8,16]`, or `1.0:float32` for a literal."""

@@ -13,7 +13,7 @@ from contextlib import suppress
 from types import FunctionType
 from typing import Any, TypeVar, cast
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+Function = TypeVar("Function", bound=Callable[..., object])
 
 _compiling = threading.RLock()
 
@@ -25,12 +25,12 @@ class _Kernel:
     that plan nothing must not pay for it.
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., object]) -> None:
         functools.update_wrapper(self, function)
         self._function = cast(FunctionType, function)
         self._dispatcher: Any = None
 
-    def __call__(self, *arguments: Any) -> Any:
+    def __call__(self, *arguments: object) -> Any:
         return (self._dispatcher or self.dispatcher())(*arguments)
 
     def __getattr__(self, name: str) -> Any:
@@ -64,7 +64,7 @@ def _cache_class() -> Any:
     from numba.core.caching import FunctionCache
 
     class Cache(FunctionCache):
-        def load_overload(self, sig: Any, target_context: Any) -> Any:
+        def load_overload(self, sig: object, target_context: object) -> object:
             """Return the compiled function for a signature, or None, which makes numba compile and save it."""
             try:
                 return super().load_overload(sig, target_context)

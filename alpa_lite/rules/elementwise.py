@@ -17,6 +17,7 @@ device draws the full array and keeps its block.
 from __future__ import annotations
 
 from alpa_lite.program.ir import Value
+from alpa_lite.program.user_shardings import USER_SHARDING
 from alpa_lite.rules.registry import (
     FactorKind,
     OpView,
@@ -44,6 +45,7 @@ _FREE = (
     "convert_element_type",
     "layout_constraint",
     "xla_metadata_value",
+    USER_SHARDING,
 )
 _ARITHMETIC = (
     "abs ceil clz floor is_finite not one_minus_square population_count reduce_precision round sign square "

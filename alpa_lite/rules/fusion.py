@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 #: Ops that compilers always fold into their readers: they neither compute nor write anything of their own.
 FOLDED = frozenset(
     "broadcast_in_dim reshape squeeze expand_dims iota optimization_barrier copy stop_gradient empty name "
-    "sharding_constraint random_wrap random_unwrap bitcast_convert_type xla_metadata_value".split()
+    "sharding_constraint user_sharding random_wrap random_unwrap bitcast_convert_type xla_metadata_value".split()
 )
 #: Ops that look up or update rows: they are fused with nothing, and move only the rows that they touch.
 _INDEXED = ("gather", "scatter", "dynamic_slice", "dynamic_update_slice")

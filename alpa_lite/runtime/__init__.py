@@ -2,5 +2,5 @@
 
 Input: a program of instructions. Output: the results and times of a step, measured (`execute/`) or simulated
 (`simulate`). The package also describes a cluster by measuring it (`calibrate/`), compares a step with `jax.jit`
-(`check/`), saves states (`checkpoint/`) and manages the processes of a job (`job/`). Read `execute/execute` first.
+(`compare`), saves states (`checkpoint/`) and manages the processes of a job (`job/`). Read `execute/execute` first.
 """

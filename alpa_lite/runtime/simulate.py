@@ -23,7 +23,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 
-from alpa_lite.lower.instructions import Buffer, Instruction, Program, TaskTime
+from alpa_lite.lower.instructions import Buffer, Instruction, InstructionKind, Program, TaskTime
+from alpa_lite.lower.op_places import TaskRole
 from alpa_lite.lower.slices import TaskSpec, run_parts
 from alpa_lite.plan.plan import OpPlacement, Plan
 from alpa_lite.plan.pricing import Estimator, Pricer, dispatch_seconds, local_bytes, transfer_seconds
@@ -125,6 +126,7 @@ def simulate_program(
     for instruction in program.instructions:
         clock.step(instruction)
     rows, end = plan.stages_together, max((time.end_seconds for time in clock.times), default=0.0)
+    # All hosts wait for the last one to start the step.
     available = end + plan.cluster.skew_seconds
     peaks = _peaks(program, plan, step, clock)
     uses = [
@@ -138,7 +140,7 @@ def simulate_program(
         )
         for row, stages in enumerate(rows)
     ]
-    listed = tuple(time for time in clock.times if time.kind != "FREE")
+    listed = tuple(time for time in clock.times if time.kind != InstructionKind.FREE)
     return SimulatedStep(times=listed, step_seconds=available, submeshes=tuple(uses))
 
 
@@ -153,14 +155,16 @@ def price_task(task: TaskSpec, step: StepGraph, placements: Mapping[int, OpPlace
     parts = [estimator()]
     walk: Walk[int] = Walk(step.graph, placements, pricer.sizes, parts[0])
     for port in task.inputs:
+        # Inputs are in memory when a task starts: their work was priced where they were made.
         walk.put(port.value, port.spec, Estimator.NOTHING)
     for _ in run_parts(walk, task, step):
         # What an earlier phase made is an input here; its work is priced in that phase.
-        for known in walk.arrays.values():
-            known.update(dict.fromkeys(known, Estimator.NOTHING))
+        for by_spec in walk.arrays.values():
+            by_spec.update(dict.fromkeys(by_spec, Estimator.NOTHING))
         walk.machine = estimator()
         parts.append(walk.machine)
     for port in (*task.outputs, *task.sums):
+        # Reading an output in its spec prices the collectives at the end of the task.
         walk.get(port.value, port.spec)
     return TaskPrice(
         seconds=sum(part.seconds for part in parts), compute_seconds=sum(part.compute_seconds for part in parts)
@@ -170,6 +174,7 @@ def price_task(task: TaskSpec, step: StepGraph, placements: Mapping[int, OpPlace
 def _pricer(plan: Plan, stage: int, cost_model_for: Callable[[Cluster], CostModel]) -> Pricer:
     """Return the pricer for the devices of a stage, which differ between stages in heterogeneous clusters."""
     cluster, submesh = plan.cluster, plan.stages[stage].submesh
+    # A stage of a heterogeneous cluster is priced on the devices that it runs on.
     here = cluster.at(submesh.first_device, submesh.num_devices) if cluster.groups else cluster
     return Pricer(cost_model=cost_model_for(here), submesh=submesh, mesh=plan.stages[stage].mesh_shape)
 
@@ -197,15 +202,15 @@ class _StepSimulation:
 
     def step(self, instruction: Instruction) -> None:
         """Compute and record the time span of an instruction."""
-        if instruction.kind == "RUN":
+        if instruction.kind == InstructionKind.RUN:
             start, end = self.run(instruction)
-        elif instruction.kind == "SEND":
+        elif instruction.kind == InstructionKind.SEND:
             start, end = self.send(instruction)
-        elif instruction.kind == "PLACE":  # overlaps with the task before the one that reads it
+        elif instruction.kind == InstructionKind.PLACE:  # overlaps with the task before the one that reads it
             start = end = self.free[self.row_of[instruction.stage]]
         else:
             start = end = max((self.ready[b] for b in instruction.reads), default=0.0)
-        if instruction.kind != "SEND":
+        if instruction.kind != InstructionKind.SEND:
             self.made.update(dict.fromkeys(instruction.writes, end))
         self.ready.update(dict.fromkeys(instruction.writes, end))
         self.times.append(TaskTime.of(self.program, instruction, start, end))
@@ -222,6 +227,7 @@ class _StepSimulation:
         self.free[row] = end = start + seconds
         self.busy[row] += seconds
         self.waited[row] += start - could
+        # Waiting for a transfer, and collectives beyond the time of the kernels.
         self.exposed[row] += start - could + max(0.0, price.seconds - price.compute_seconds)
         return start, end
 
@@ -238,16 +244,17 @@ class _StepSimulation:
         no time.
         """
         a, b = instruction.source_stage, instruction.stage
-        way, transfer, source = (self.row_of[a], self.row_of[b]), instruction.transfer, instruction.reads[0]
+        link, transfer, source = (self.row_of[a], self.row_of[b]), instruction.transfer, instruction.reads[0]
         # As if the transfer took no time; `run` compares with this.
         self.made[instruction.writes[0]] = self.made[source]
         if transfer is None or transfer.is_trivial:
             return self.ready[source], self.ready[source]
         ends = {"source": self.pricers[a], "target": self.pricers[b]}
         seconds = self.dispatch + transfer_seconds(transfer, self.model, **ends)
-        start = max(self.ready[source], self.taken.get(way, 0.0))
-        self.taken[way] = start + seconds
-        self.received[way[1]] += instruction.bytes
+        # The link between two submeshes carries one transfer at a time in each direction.
+        start = max(self.ready[source], self.taken.get(link, 0.0))
+        self.taken[link] = start + seconds
+        self.received[link[1]] += instruction.bytes
         return start, start + seconds
 
 
@@ -255,6 +262,7 @@ def _peaks(program: Program, plan: Plan, step: StepGraph, clock: _StepSimulation
     """Return for each submesh the peak memory of a device, in bytes."""
     resident = _resident(program, plan, step)
     sizes = _sizes(program, plan, step, resident)
+    # Changes of the memory of a device of each submesh: (time, bytes); their largest partial sum is the peak.
     changes: list[list[tuple[float, float]]] = [[] for _ in plan.stages_together]
     last: dict[Buffer, float] = {}
     following = (*program.instructions[1:], None)  # one item too long for an empty program
@@ -268,43 +276,43 @@ def _peaks(program: Program, plan: Plan, step: StepGraph, clock: _StepSimulation
                 changes[clock.row_of[buffer.stage]].append((start, sizes.get(buffer, 0.0)))
         for buffer in (*instruction.reads, *instruction.writes):
             last[buffer] = max(last.get(buffer, 0.0), time.end_seconds)
-        if instruction.kind == "FREE":
+        if instruction.kind == InstructionKind.FREE:
             for buffer in instruction.reads:
                 changes[clock.row_of[buffer.stage]].append((last[buffer], -sizes.get(buffer, 0.0)))
-        if instruction.kind == "RUN":
+        if instruction.kind == InstructionKind.RUN:
             work = _work(plan, instruction, program.tasks[instruction.task], sizes)
             changes[row] += [(time.start_seconds, work), (time.end_seconds, -work)]
     state = [0.0] * len(changes)
     for buffer, size in resident.items():
         state[clock.row_of[buffer.stage]] += size
     # Ends sort before starts at the same time: memory that is freed is available to what begins then.
-    held = (max(accumulate(change for _, change in sorted(found)), default=0.0) for found in changes)
-    return [kept + most for kept, most in zip(state, held, strict=True)]
+    held = (max(accumulate(change for _, change in sorted(each)), default=0.0) for each in changes)
+    return [at_rest + most for at_rest, most in zip(state, held, strict=True)]
 
 
 def _taken_over(
     program: Program, step: StepGraph, instruction: Instruction, after: Instruction | None
 ) -> frozenset[Buffer]:
     """Return the buffers that a task writes into the memory of inputs of the same form that it is the last to read."""
-    if instruction.kind != "RUN" or after is None or after.kind != "FREE":
+    if instruction.kind != InstructionKind.RUN or after is None or after.kind != InstructionKind.FREE:
         return frozenset()
     task, values, freed = program.tasks[instruction.task], step.graph.values, frozenset(after.reads)
     read = zip(instruction.reads, task.inputs, strict=False)
     # The FREE after a task lists what the task was the last to read.
     dying = Counter((values[p.value].shape, values[p.value].dtype, p.spec) for b, p in read if b in freed)
-    found = set[Buffer]()
+    reused = set[Buffer]()
     for buffer, port in zip(instruction.writes, task.outputs, strict=False):
         form = (values[port.value].shape, values[port.value].dtype, port.spec)
         if dying[form]:
             dying[form] -= 1
-            found.add(buffer)
-    return frozenset(found)
+            reused.add(buffer)
+    return frozenset(reused)
 
 
 def _work(plan: Plan, instruction: Instruction, task: TaskSpec, sizes: Mapping[Buffer, float]) -> float:
-    """Return the bytes that a task needs besides inputs and outputs; a task of both passes also holds residuals."""
+    """Return the bytes that a task needs in addition to its arrays; a task of both passes also holds residuals."""
     stage, saved = plan.stages[task.stage], 0.0
-    if task.kind in ("forward+backward", "step"):
+    if task.kind in (TaskRole.FORWARD_BACKWARD, TaskRole.STEP):
         handed_on = sum(sizes.get(buffer, 0.0) for buffer in instruction.writes[: len(task.outputs)])
         saved = max(0.0, stage.cost.activation_bytes - handed_on)
     return stage.cost.temporary_bytes + saved
@@ -326,14 +334,15 @@ def _sizes(program: Program, plan: Plan, step: StepGraph, resident: Iterable[Buf
         target = step.aliases.get(buffer.value)
         if target is not None and program.homes[target] == (buffer.stage, spec):
             nothing.add(buffer)
-    found: dict[Buffer, float] = {}
+    bytes_of: dict[Buffer, float] = {}
     for instruction in program.instructions:
         sizes = plan.stages[instruction.stage].mesh_shape.axis_sizes
-        in_place = instruction.kind == "SEND" and _same_devices(plan, instruction)
+        in_place = instruction.kind == InstructionKind.SEND and _same_devices(plan, instruction)
         for buffer, spec in _written(program, instruction):
             if buffer not in nothing and not in_place:
-                found.setdefault(buffer, local_bytes(step.graph.values[buffer.value], spec, sizes))
-    return found
+                # The first writer decides, as it does for the allocation in `_peaks`.
+                bytes_of.setdefault(buffer, local_bytes(step.graph.values[buffer.value], spec, sizes))
+    return bytes_of
 
 
 def _same_devices(plan: Plan, instruction: Instruction) -> bool:
@@ -343,8 +352,8 @@ def _same_devices(plan: Plan, instruction: Instruction) -> bool:
 
 def _written(program: Program, instruction: Instruction) -> Iterable[tuple[Buffer, Spec]]:
     """Yield the buffers that an instruction writes, each with its spec."""
-    if instruction.kind in ("RUN", "ZEROS"):
+    if instruction.kind in (InstructionKind.RUN, InstructionKind.ZEROS):
         task = program.tasks[instruction.task]
-        ports = task.sums if instruction.kind == "ZEROS" else (*task.outputs, *task.sums)
+        ports = task.sums if instruction.kind == InstructionKind.ZEROS else (*task.outputs, *task.sums)
         return [(b, p.spec) for b, p in zip(instruction.writes, ports, strict=True)]
     return [(b, instruction.spec) for b in instruction.writes if instruction.spec is not None]

@@ -74,7 +74,8 @@ def validate(
         )
     for number, tasks in enumerate(schedule_tasks):
         mine = range(number, num_stages, len(schedule_tasks))
-        kinds = {stage: _pass_of(found) for stage, found in kinds_of(tasks).items()}
+        kinds = {stage: _pass_of(in_list) for stage, in_list in kinds_of(tasks).items()}
+        # Counts of both, so that one comparison finds tasks that are missing, repeated, or of another list.
         expected = {
             Task(stage=stage, microbatch=b, kind=kind): 1
             for stage in mine
@@ -111,9 +112,9 @@ def _pass_of(kinds: frozenset[TaskKind]) -> frozenset[TaskKind]:
 
 def _check_passes(schedule_tasks: Sequence[Sequence[Task]]) -> None:
     """Raise PlanError if some stages have a backward pass and others have none."""
-    found = {stage: kinds for tasks in schedule_tasks for stage, kinds in kinds_of(tasks).items()}
-    without = [stage for stage, kinds in sorted(found.items()) if kinds == _PASSES[2]]
-    if 0 < len(without) < len(found):
+    kinds_by_stage = {stage: kinds for tasks in schedule_tasks for stage, kinds in kinds_of(tasks).items()}
+    without = [stage for stage, kinds in sorted(kinds_by_stage.items()) if kinds == _PASSES[2]]
+    if 0 < len(without) < len(kinds_by_stage):
         raise PlanError(
             f"The schedule has no backward tasks of stage {', '.join(map(str, without))}, but of others. Give all of"
             " them, or none for inference."
@@ -127,6 +128,7 @@ def linearize(tasks_per_processor: Sequence[Sequence[Task]]) -> tuple[Task, ...]
     dispatched task seldom waits behind one that ends later. Raises PlanError if the lists deadlock.
     """
     num_stages = 1 + max((task.stage for tasks in tasks_per_processor for task in tasks), default=0)
+    # A backward pass has about twice the FLOPs of the forward: two products for each one.
     unit = _seconds_by_kind([1.0] * num_stages, [2.0] * num_stages, [1.0] * num_stages)
     spans = _run(tasks_per_processor, unit, [0.0] * (num_stages - 1), serialized=False)
     return tuple(Task(stage=span.stage, microbatch=span.microbatch, kind=span.kind) for span in spans)
@@ -160,6 +162,7 @@ def simulate(
         PlanError: the number of times does not match the number of stages, a time is negative, or the lists deadlock.
     """
     num_stages = 1 + max((task.stage for tasks in tasks_per_processor for task in tasks), default=-1)
+    # By length, since a NumPy array of several numbers has no truth value.
     transfer_seconds = transfer_seconds if len(transfer_seconds) else [0.0] * (num_stages - 1)
     # Both parts of a backward pass have about equally many FLOPs.
     weight_seconds = weight_seconds if len(weight_seconds) else [seconds / 2 for seconds in backward_seconds]
@@ -171,6 +174,7 @@ def simulate(
                 f" times, none of them negative, but one of these is {list(times)}."
             )
     seconds = {
+        # A task without work is not launched, and so costs no dispatch either.
         kind: [t + dispatch_seconds if t > 0 else 0.0 for t in times]
         for kind, times in _seconds_by_kind(forward_seconds, backward_seconds, weight_seconds).items()
     }
@@ -195,6 +199,7 @@ def _seconds_by_kind(
     return {
         TaskKind.FORWARD: forward,
         TaskKind.BACKWARD: backward,
+        # Never negative, whatever part of the backward pass the caller assigns to the weights.
         TaskKind.INPUT_GRADIENT: [max(0.0, b - w) for b, w in zip(backward, weight, strict=True)],
         TaskKind.WEIGHT_GRADIENT: weight,
     }
@@ -210,11 +215,12 @@ def _done(task: Task) -> Task:
 
 
 def _dependencies(task: Task, num_stages: int) -> tuple[Task, ...]:
-    """Return the tasks on which `task` depends: that of the neighbouring stage, and for a backward its own forward."""
+    """Return the tasks on which `task` depends: of the neighbouring stage, and for a backward its own forward."""
     if task.kind is TaskKind.FORWARD:
         return (Task(stage=task.stage - 1, microbatch=task.microbatch, kind=task.kind),) if task.stage > 0 else ()
     if task.kind is TaskKind.WEIGHT_GRADIENT:
         return (replace(task, kind=TaskKind.BACKWARD),)
+    # The backward pass reads what the forward of its stage has saved; that of the last stage starts from the loss.
     own = replace(task, kind=TaskKind.FORWARD)
     after = replace(task, stage=task.stage + 1, kind=TaskKind.BACKWARD)
     return (own, after) if task.stage < num_stages - 1 else (own,)
@@ -237,6 +243,7 @@ class _TaskTimes:
 
     def ready(self, task: Task, free: float) -> float:
         """Return the earliest start of `task` on a processor free from `free` on; inf if a dependency has not run."""
+        # A result is available on its own stage when its task ends, on another one when it has arrived.
         needed = _dependencies(task, len(self.transfer) + 1)
         return max([free, *((self.ends if n.stage == task.stage else self.arrivals).get(n, math.inf) for n in needed)])
 
@@ -244,12 +251,13 @@ class _TaskTimes:
         """Record the end of a task, and send its result to the stage that reads it."""
         task = _done(task)
         self.ends[task] = end
+        # Activations go to the next stage, gradients to the previous one.
         reader = task.stage + (1 if task.kind is TaskKind.FORWARD else -1)
         if task.kind is not TaskKind.WEIGHT_GRADIENT and 0 <= reader <= len(self.transfer):
-            way = (task.stage % self.num_processors, reader % self.num_processors)
+            link = (task.stage % self.num_processors, reader % self.num_processors)
             # The link carries one micro-batch at a time: the transfer begins when the one before has ended.
-            started = max(end, self.taken.get(way, 0.0))
-            self.taken[way] = self.arrivals[task] = started + self.transfer[min(task.stage, reader)]
+            started = max(end, self.taken.get(link, 0.0))
+            self.taken[link] = self.arrivals[task] = started + self.transfer[min(task.stage, reader)]
 
 
 def _run(
@@ -276,6 +284,8 @@ def _run(
             if ready < math.inf:
                 task = queues[number][0]
                 key = ready if serialized else ready + seconds[task.kind][task.stage]
+                # Ties are broken by the earlier start, then by the number of the list, so that the order is
+                # deterministic.
                 heapq.heappush(choices, (key, ready, number))
                 waiting.remove(number)
         # No head of a list can run, and no other task may run before it.

@@ -79,6 +79,7 @@ class Schedule(ABC):
 
         Raises PlanError for an unknown name or option, or a value of the wrong type.
         """
+        # Defaults stand for options that are not in the data, and tell the types of those that are.
         default = schedule_named(str(data.get("name")))
         if unknown := data.keys() - default.to_json().keys():
             raise PlanError(f"The schedule {default.name!r} has no option named {', '.join(sorted(unknown))}.")
@@ -106,6 +107,7 @@ class WarmupSchedule(Schedule):
         _check_numbers(num_stages, num_microbatches)
         lists: list[tuple[Task, ...]] = []
         for stage in range(num_stages):
+            # With fewer micro-batches than warm-up forwards all forwards come first, as in GPipe.
             warmup = min(self.num_warmup(stage, num_stages, num_microbatches), num_microbatches)
             forwards = [Task(stage=stage, microbatch=b, kind=TaskKind.FORWARD) for b in range(num_microbatches)]
             backwards = [Task(stage=stage, microbatch=b, kind=TaskKind.BACKWARD) for b in range(num_microbatches)]
@@ -113,6 +115,7 @@ class WarmupSchedule(Schedule):
         return tuple(lists)
 
     def in_flight(self, stage: int, num_stages: int, num_microbatches: int) -> int:
+        # Those of the warm-up, and the forward that runs before the first backward frees anything.
         return min(self.num_warmup(stage, num_stages, num_microbatches) + 1, num_microbatches)
 
 
@@ -156,6 +159,8 @@ class OneFOneB(WarmupSchedule):
         return "1f1b"
 
     def num_warmup(self, stage: int, num_stages: int, num_microbatches: int) -> int:
+        # Micro-batch 0 reaches the last stage while this stage runs one forward for each later stage. More of them
+        # would hold more memory, and let no backward start earlier.
         return num_stages - stage - 1
 
 
@@ -177,6 +182,7 @@ class EagerOneFOneB(WarmupSchedule):
         return True
 
     def num_warmup(self, stage: int, num_stages: int, num_microbatches: int) -> int:
+        # As many again, one for each transfer that a micro-batch takes on its way to the last stage.
         return 2 * (num_stages - stage - 1)
 
 
@@ -231,6 +237,7 @@ class Interleaved1F1B(Schedule):
         return _warmed_up(forwards, backwards, self.num_warmup(processor, num_stages, num_microbatches))
 
     def in_flight(self, stage: int, num_stages: int, num_microbatches: int) -> int:
+        # Counted in the list: chunks of one processor have different numbers of warm-up forwards.
         tasks = self._tasks_on(stage % self.num_processors(num_stages), num_stages, num_microbatches)
         return peak_in_flight([task for task in tasks if task.stage == stage])
 
@@ -260,6 +267,7 @@ class ZeroBubbleH1(Schedule):
                     tasks.append(task)
                     continue
                 tasks.append(replace(task, kind=TaskKind.INPUT_GRADIENT))
+                # The first backward passes of a stage have no micro-batch so far behind.
                 if task.microbatch >= stage:
                     tasks.append(_weights(stage, task.microbatch - stage))
             late = range(max(0, num_microbatches - stage), num_microbatches)
@@ -267,6 +275,7 @@ class ZeroBubbleH1(Schedule):
         return tuple(lists)
 
     def in_flight(self, stage: int, num_stages: int, num_microbatches: int) -> int:
+        # As 1F1B does, stage s holds p - s micro-batches, and s more whose weight gradients are still to come.
         return min(num_stages, num_microbatches)
 
 
@@ -301,6 +310,7 @@ class Inference(Schedule):
 def _check_numbers(num_stages: int, num_microbatches: int) -> None:
     if num_stages < 1 or num_microbatches < 1:
         raise PlanError(f"A pipeline needs stages and micro-batches, not {num_stages} and {num_microbatches}.")
+    # Before any task is made: a number far too large would fill the memory first.
     if num_stages * num_microbatches > MOST_MICROBATCHES:
         raise PlanError(
             f"num_microbatches={num_microbatches} in {num_stages} stage(s) was asked for; a step runs at most"
@@ -332,13 +342,14 @@ def schedule_named(name: str) -> Schedule:
 
     Raises PlanError if there is no schedule of this name.
     """
-    known = {schedule.name: schedule for schedule in SCHEDULES}
-    if name in known:
-        return known[name]
+    by_name = {schedule.name: schedule for schedule in SCHEDULES}
+    if name in by_name:
+        return by_name[name]
+    # Found by its class, so that a schedule of the user needs no registration.
     own = next((schedule for schedule in (of() for of in _subclasses(Schedule)) if schedule.name == name), None)
     if own is None:
         raise PlanError(
-            f"There is no schedule named {name!r}. Choose one of: {', '.join(known)}; or import the module that"
+            f"There is no schedule named {name!r}. Choose one of: {', '.join(by_name)}; or import the module that"
             " defines it first, in a class whose options have defaults."
         )
     return own
@@ -349,8 +360,8 @@ def _subclasses(of: type[Schedule]) -> Iterator[type[Schedule]]:
 
     Running a notebook cell again defines the same class again, and the latest definition must take precedence.
     """
-    for found in reversed(of.__subclasses__()):
-        yield from _subclasses(found)
-        needed = [f for f in fields(found) if f.default is MISSING and f.default_factory is MISSING]
-        if not isabstract(found) and not needed:
-            yield found
+    for subclass in reversed(of.__subclasses__()):
+        yield from _subclasses(subclass)
+        needed = [f for f in fields(subclass) if f.default is MISSING and f.default_factory is MISSING]
+        if not isabstract(subclass) and not needed:
+            yield subclass

@@ -9,13 +9,14 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 MOST_MICROBATCHES = 2**15
 """The largest number of stages × micro-batches in a step: each task is listed, simulated, drawn and run individually,
 so time and memory grow with their number."""
 
 
+# Properties, as the attributes of a protocol would have to be writable, which fields of frozen dataclasses are not.
 class SpanLike(Protocol):
     """The interface of timed tasks and instructions that timelines draw; `name` and `microbatch` are optional."""
 
@@ -25,7 +26,7 @@ class SpanLike(Protocol):
         ...
 
     @property
-    def kind(self) -> Any:
+    def kind(self) -> str | enum.Enum:
         """The kind of task or instruction: a string, or an enum whose value is a string."""
         ...
 
@@ -77,14 +78,15 @@ TaskLists = tuple[tuple[Task, ...], ...]
 
 def kinds_of(tasks: Sequence[Task]) -> dict[int, frozenset[TaskKind]]:
     """Return the kinds of task that a list contains for each stage, by stage number."""
-    found: dict[int, set[TaskKind]] = {}
+    by_stage: dict[int, set[TaskKind]] = {}
     for task in tasks:
-        found.setdefault(task.stage, set()).add(task.kind)
-    return {stage: frozenset(kinds) for stage, kinds in found.items()}
+        by_stage.setdefault(task.stage, set()).add(task.kind)
+    return {stage: frozenset(kinds) for stage, kinds in by_stage.items()}
 
 
 def peak_in_flight(tasks: Sequence[Task]) -> int:
     """Return the peak number of micro-batches in flight on one processor; a micro-batch counts once per stage."""
+    # With sizes of 1 the peak is a count.
     return int(peak_held(tasks, [1.0] * (1 + max((task.stage for task in tasks), default=0))))
 
 
@@ -115,7 +117,9 @@ def peak_held(tasks: Sequence[Task], sizes: Sequence[float], handed: Sequence[fl
         if task.kind is TaskKind.FORWARD:
             changes += [size] if task.stage in ends else [size, -size]
         elif task.kind is TaskKind.INPUT_GRADIENT:
+            # The previous stage has its gradients: what only they needed is freed.
             changes.append(left - size)
         else:
             changes.append(-left if task.kind is TaskKind.WEIGHT_GRADIENT else -size)
+    # Tasks of one list run one after the other, so that the peak is the largest partial sum of the changes.
     return max(accumulate(changes), default=0.0)

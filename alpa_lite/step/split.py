@@ -20,6 +20,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 import numpy as np
 
+from alpa_lite._jax import Array
 from alpa_lite.errors import BatchError, NonAdditiveError, TraceError
 from alpa_lite.program.collector import rare_collection
 from alpa_lite.program.equations import Equation, GraphWithEquations
@@ -162,11 +163,11 @@ class TracedStep:
 
     step: StepGraph
     equations: tuple[Equation, ...]
-    constants: tuple[Any, ...]
+    constants: tuple[Array, ...]
     precomputed: Precomputed | None = None
     runs: Mapping[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
 
-    def inputs(self, arguments: Sequence[Any]) -> list[Any]:
+    def inputs(self, arguments: Sequence[Array]) -> list[Array]:
         """Return all inputs of the graph, from the flat arguments of a call."""
         given = [*arguments, *self.constants]
         further = self.precomputed(given) if self.precomputed is not None else ()
@@ -176,7 +177,7 @@ class TracedStep:
         return [*given, *further]
 
 
-def by_micro_batch(array: Any, dim: int, runs: int, num_microbatches: int) -> Any:
+def by_micro_batch(array: Array, dim: int, runs: int, num_microbatches: int) -> Array:
     """Return an array whose samples lie in several runs, with the rows of each micro-batch moved together.
 
     Args:
@@ -500,7 +501,7 @@ def _sentence(refusal: Refusal) -> str:
     where = f"{refusal.source or 'an unknown line'}: "
     if refusal.primitive:
         shapes = ", ".join(str(list(shape)) for shape in refusal.shapes)
-        what = f"{refusal.primitive} of {shapes} {refusal.text}"
+        what = f"{refusal.primitive}{f' of {shapes}' if shapes else ''} {refusal.text}"
     else:
         what = refusal.text
     return (

@@ -20,6 +20,7 @@ from typing import Any
 
 from alpa_lite.program.equations import Equation
 from alpa_lite.program.ir import Graph, Op, Value
+from alpa_lite.program.user_shardings import USER_SHARDING
 from alpa_lite.rules.op_info import rule_of_op
 from alpa_lite.rules.registry import FactorKind, Rule
 from alpa_lite.step.relations import (
@@ -405,7 +406,7 @@ def of_running(site: Site) -> Transferred:
             total = (running[0].total[0], _TERMS[primitive])
             if running[0].total[1] in ("", total[1]) and site.value(0).dtype == site.result().dtype:
                 return Transferred(results=(Relation(RelationKind.RUNNING, total=total),))
-        if primitive in ("copy", "optimization_barrier") and len(site.operands) == 1:
+        if primitive in ("copy", "optimization_barrier", USER_SHARDING) and len(site.operands) == 1:
             return Transferred(results=(running[0],))
     chosen = primitive == "select_n" and site.operands[0].is_same and len(running) == len(site.operands) - 1
     # Either case is the same total, with or without one more term.

@@ -24,6 +24,7 @@ import jax
 import numpy as np
 
 from alpa_lite import _jax
+from alpa_lite._jax import AnyJaxpr, ClosedJaxpr
 from alpa_lite.errors import BatchError
 from alpa_lite.trace.call import argument_number
 
@@ -33,7 +34,7 @@ BatchArgnums = int | str | Sequence[int | str] | Mapping[int | str, int] | None
 Dims = tuple[int | None, ...]
 """For each leaf the dim that holds the batch, or None where no dim does."""
 
-Retrace = Callable[[Sequence[jax.ShapeDtypeStruct]], Any]
+Retrace = Callable[[Sequence[jax.ShapeDtypeStruct]], ClosedJaxpr]
 """A function that returns the jaxpr of the step for other argument avals."""
 
 _MAX_TRIALS = 8
@@ -111,7 +112,7 @@ def is_key(leaf: jax.ShapeDtypeStruct) -> bool:
 # --- named ------------------------------------------------------------------------------------------------------------
 
 
-def by_name(leaves: ArgumentLeaves, batch_argnums: Any) -> Batch:
+def by_name(leaves: ArgumentLeaves, batch_argnums: BatchArgnums) -> Batch:
     """Return the batch that the user named by position, by name or by the first part of a path.
 
     If the named leaves disagree on the size, the result has no size and says why in `problem`.
@@ -278,7 +279,7 @@ def _tried(leaves: ArgumentLeaves, trial: _Trial, retrace: Retrace, aliases: Map
     return replace(trial, followers=_followers(before, after) or 0)
 
 
-def _followers(before: Any, after: Any) -> int | None:
+def _followers(before: AnyJaxpr, after: AnyJaxpr) -> int | None:
     """Return the number of equations whose result avals differ; None if the two jaxprs have different equations."""
     first, second = _jax.open_jaxpr(before).eqns, _jax.open_jaxpr(after).eqns
     if [eqn.primitive for eqn in first] != [eqn.primitive for eqn in second]:

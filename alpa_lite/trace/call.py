@@ -18,18 +18,21 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import jax
 import numpy as np
 
+from alpa_lite._jax import Tree, TreeDef
 from alpa_lite.errors import PlanError, TraceError
 from cost_models.checks import printable
 
 Owner = int | str
 """The position of a positional argument, or the name of a keyword argument."""
 
-Static = tuple[tuple[Owner, type, Any], ...]
+Arguments = tuple[dict[int, Tree], dict[str, Tree]]
+"""What is traced of the positional and of the keyword arguments of a call, as one pytree."""
+
+Static = tuple[tuple[Owner, type, object], ...]
 """The constants of a trace: argument, type and value. 1, True and 1.0 are equal, but three values."""
 
 
@@ -46,7 +49,7 @@ class NamedArguments:
     names: tuple[str, ...] = ()
 
     @staticmethod
-    def of(option: str, fun: Callable[..., Any], numbers: Sequence[int], names: Sequence[str]) -> NamedArguments:
+    def of(option: str, fun: Callable[..., Tree], numbers: Sequence[int], names: Sequence[str]) -> NamedArguments:
         """Return the named arguments of a function, each one by its position and its name where it has both.
 
         Raises:
@@ -75,7 +78,7 @@ class NamedArguments:
             tuple(dict.fromkeys([*names, *more])),
         )
 
-    def among(self, num_args: int, keywords: Mapping[str, Any]) -> frozenset[Owner]:
+    def among(self, num_args: int, keywords: Mapping[str, Tree]) -> frozenset[Owner]:
         """Return the arguments of a call that are named.
 
         Raises:
@@ -92,6 +95,19 @@ class NamedArguments:
         return not self.names or -num_args <= number < num_args
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArgumentRoles:
+    """The roles that the options of a step give to its arguments.
+
+    Attributes:
+        static: arguments that are constants of the trace.
+        donated: arguments whose buffers the caller gives up.
+    """
+
+    static: NamedArguments = NamedArguments()
+    donated: NamedArguments = NamedArguments()
+
+
 def argument_number(index: int, count: int) -> int:
     """Return the index of a positional argument; negative indices count from the end of `count` arguments.
 
@@ -105,7 +121,7 @@ def argument_number(index: int, count: int) -> int:
     return index % count
 
 
-def argument_name(fun: Callable[..., Any], owner: Owner) -> str:
+def argument_name(fun: Callable[..., Tree], owner: Owner) -> str:
     """Return the name of an argument given by position or keyword; `argument N` if Python does not record it."""
     if isinstance(owner, str):
         return owner
@@ -128,16 +144,16 @@ class _Filled:
         constants: for each leaf its value, or `_TRACED`.
     """
 
-    structure: Any
-    constants: tuple[Any, ...]
+    structure: TreeDef
+    constants: tuple[object, ...]
 
-    def whole(self, traced: Any) -> Any:
+    def whole(self, traced: Tree) -> Tree:
         """Return the tree with its constants; `traced` is the tree of the other leaves, with None in their places."""
         arrays = iter(jax.tree.leaves(traced))
         return jax.tree.unflatten(self.structure, [next(arrays) if c is _TRACED else c for c in self.constants])
 
     @property
-    def key(self) -> tuple[Any, ...]:
+    def key(self) -> tuple[object, ...]:
         """The constants as calls compare them."""
         return self.structure, tuple((type(value), value) for value in self.constants)
 
@@ -158,7 +174,7 @@ def _is_array_class(kind: type) -> bool:
     return issubclass(kind, _ARRAYS)
 
 
-def is_array(leaf: Any) -> bool:
+def is_array(leaf: object) -> bool:
     """Return whether a leaf is an array, a shape that stands for one, or converts itself to an array."""
     if isinstance(leaf, _ARRAYS):
         return True
@@ -166,7 +182,7 @@ def is_array(leaf: Any) -> bool:
     return has_form and not isinstance(leaf, type)
 
 
-def _split(tree: Any) -> tuple[Any, _Filled]:
+def _split(tree: Tree) -> tuple[Tree, _Filled]:
     """Return a tree with None in place of all leaves that are no arrays, and these."""
     leaves, structure = jax.tree.flatten(tree)
     arrays = [is_array(leaf) for leaf in leaves]
@@ -176,7 +192,7 @@ def _split(tree: Any) -> tuple[Any, _Filled]:
     return traced, _Filled(structure, tuple(_TRACED if a else leaf for leaf, a in zip(leaves, arrays, strict=True)))
 
 
-def _has_constants(tree: Any) -> bool:
+def _has_constants(tree: Tree) -> bool:
     """Return whether the leaves of an argument that are no arrays are constants.
 
     Numbers are arrays to `jax.jit`, unless they are options of an Equinox module.
@@ -191,13 +207,13 @@ def _has_constants(tree: Any) -> bool:
     return bool(others) and equinox is not None and _holds(jax.tree.structure(tree), (equinox.Module,))
 
 
-def _split_results(tree: Any) -> tuple[Any, _Filled | None]:
+def _split_results(tree: Tree) -> tuple[Tree, _Filled | None]:
     arrays, filled = _split(tree)
     return (tree, None) if all(value is _TRACED for value in filled.constants) else (arrays, filled)
 
 
 @lru_cache(maxsize=256)
-def _holds(structure: Any, kinds: tuple[type, ...], within: type | None = None) -> bool:
+def _holds(structure: TreeDef, kinds: tuple[type, ...], within: type | None = None) -> bool:
     """Return whether a pytree is, or has inside, an object of one of the classes; not inside objects of `within`."""
     ends = kinds if within is None else (*kinds, within)
     tree = jax.tree.unflatten(structure, range(structure.num_leaves))
@@ -216,11 +232,11 @@ class _Graph:
         definition: the graph without the values of its variables.
     """
 
-    nodes: dict[Owner, Any]
-    definition: Any
+    nodes: dict[Owner, Tree]
+    definition: object
 
     @staticmethod
-    def of(arguments: Mapping[Owner, Any]) -> tuple[_Graph | None, dict[Owner, Any]]:
+    def of(arguments: Mapping[Owner, Tree]) -> tuple[_Graph | None, dict[Owner, Tree]]:
         """Return the graph of the arguments that hold modules, and their states; None if no argument does."""
         nnx = sys.modules.get("flax.nnx")  # an argument can only be of a library that the process has imported
         if nnx is None:
@@ -237,19 +253,19 @@ class _Graph:
         definition, states = _states(nodes)
         return _Graph(nodes, definition), states
 
-    def merged(self, states: Mapping[Owner, Any]) -> dict[Owner, Any]:
+    def merged(self, states: Mapping[Owner, Tree]) -> dict[Owner, Tree]:
         """Return new objects that hold these values."""
         nnx = sys.modules["flax.nnx"]
         return nnx.merge(self.definition, nnx.State(dict(states)))
 
-    def update(self, states: Mapping[Owner, Any]) -> None:
+    def update(self, states: Mapping[Owner, Tree]) -> None:
         """Write values back into the user's objects."""
         if states:
             nnx = sys.modules["flax.nnx"]
             nnx.update({owner: self.nodes[owner] for owner in states}, nnx.State(dict(states)))
 
 
-def _states(nodes: Mapping[Owner, Any]) -> tuple[Any, dict[Owner, Any]]:
+def _states(nodes: Mapping[Owner, Tree]) -> tuple[object, dict[Owner, Tree]]:
     """Return the graph of objects without the values of its variables, and these values by argument."""
     definition, state = sys.modules["flax.nnx"].split(dict(nodes))
     return definition, {owner: state[owner] if owner in state else {} for owner in nodes}
@@ -268,24 +284,24 @@ class Call:
         num_args: number of positional arguments.
     """
 
-    traced: dict[Owner, Any]
+    traced: dict[Owner, Tree]
     static: Static
     num_args: int
-    _values: dict[Owner, Any]
+    _values: dict[Owner, Tree]
     _filled: dict[Owner, _Filled]
     _graph: _Graph | None
 
     @staticmethod
-    def of(fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], static: NamedArguments) -> Call:
+    def of(fun: Callable[..., Tree], args: Sequence[Tree], kwargs: Mapping[str, Tree], static: NamedArguments) -> Call:
         """Read the arguments of a call of `fun`.
 
         Raises:
             TraceError: a constant has no hash, or `static` names an argument that is not given.
         """
         chosen = static.among(len(args), kwargs)
-        arguments: dict[Owner, Any] = {**dict(enumerate(args)), **kwargs}
+        arguments: dict[Owner, Tree] = {**dict(enumerate(args)), **kwargs}
         values = {owner: arguments.pop(owner) for owner in sorted(chosen, key=str)}
-        constants: list[tuple[Owner, type, Any]] = [(o, type(v), v) for o, v in values.items()]
+        constants: list[tuple[Owner, type, object]] = [(o, type(v), v) for o, v in values.items()]
         for owner, _, value in constants:
             _check_hash(value, f"{argument_name(fun, owner)} is a static argument", _STATIC_ADVICE)
         graph, states = _Graph.of(arguments)
@@ -309,11 +325,11 @@ class Call:
         )
 
     @property
-    def tree(self) -> tuple[dict[int, Any], dict[str, Any]]:
+    def tree(self) -> Arguments:
         """What is traced of the positional and of the keyword arguments, as one pytree."""
         return _by_kind(self.traced)
 
-    def run(self, fun: Callable[..., Any], tree: tuple[dict[Any, Any], dict[Any, Any]]) -> tuple[Any, Results]:
+    def run(self, fun: Callable[..., Tree], tree: Arguments) -> tuple[Tree, Results]:
         """Call `fun` with other values of what is traced.
 
         Returns:
@@ -335,7 +351,7 @@ class Call:
         """Return the arguments that could be updated in place, but are not."""
         return frozenset() if self._graph is None else frozenset(self._graph.nodes) - (results.updated or frozenset())
 
-    def _whole(self, traced: Mapping[Owner, Any]) -> dict[Owner, Any]:
+    def _whole(self, traced: Mapping[Owner, Tree]) -> dict[Owner, Tree]:
         """Return the arguments as the function takes them."""
         found = {**traced, **self._values}
         for owner, filled in self._filled.items():
@@ -343,10 +359,10 @@ class Call:
         return found if self._graph is None else found | self._graph.merged({o: found[o] for o in self._graph.nodes})
 
     def _updates(
-        self, fun: Callable[..., Any], nodes: Mapping[Owner, Any], before: Mapping[Owner, Any]
-    ) -> dict[Owner, Any]:
+        self, fun: Callable[..., Tree], nodes: Mapping[Owner, Tree], before: Mapping[Owner, Tree]
+    ) -> dict[Owner, Tree]:
         """Return the states of the objects that the function has changed."""
-        changed: dict[Owner, Any] = {}
+        changed: dict[Owner, Tree] = {}
         for owner, state in _states(nodes)[1].items():
             leaves, structure = before[owner]
             new, new_structure = jax.tree.flatten(state)
@@ -360,12 +376,12 @@ class Call:
                 changed[owner] = state
         return changed
 
-    def update(self, states: Mapping[Owner, Any]) -> None:
+    def update(self, states: Mapping[Owner, Tree]) -> None:
         """Write states back into the user's objects."""
         if self._graph is not None:
             self._graph.update(states)
 
-    def with_values(self, tree: tuple[dict[Any, Any], dict[Any, Any]]) -> dict[Owner, Any]:
+    def with_values(self, tree: Arguments) -> dict[Owner, Tree]:
         """Return the arguments of this call with other arrays; objects that are updated in place are updated."""
         traced = {**tree[0], **tree[1]}
         if self._graph is None:
@@ -392,7 +408,7 @@ class Results:
         """Whether the arrays are the results."""
         return self.filled is None and self.updated is None
 
-    def finish(self, arrays: Any, call: Call) -> Any:
+    def finish(self, arrays: Tree, call: Call) -> Tree:
         """Return the results of a call, after writing its updates back."""
         if self.updated is not None:
             arrays, updates = arrays
@@ -400,7 +416,7 @@ class Results:
         return arrays if self.filled is None else self.filled.whole(arrays)
 
 
-def _by_kind(arguments: Mapping[Owner, Any]) -> tuple[dict[int, Any], dict[str, Any]]:
+def _by_kind(arguments: Mapping[Owner, Tree]) -> Arguments:
     return (
         {owner: value for owner, value in arguments.items() if isinstance(owner, int)},
         {owner: value for owner, value in arguments.items() if isinstance(owner, str)},
@@ -411,7 +427,7 @@ _STATIC_ADVICE = "Pass a value that has one (a tuple, a frozen dataclass), or ta
 _LEAF_ADVICE = "Make such leaves values that have one (functions, strings, tuples), or static fields of their class."
 
 
-def _check_hash(value: Any, what: str, advice: str) -> None:
+def _check_hash(value: object, what: str, advice: str) -> None:
     try:
         hash(value)
     except TypeError as error:
@@ -421,7 +437,7 @@ def _check_hash(value: Any, what: str, advice: str) -> None:
         ) from error
 
 
-def _parameters(fun: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
+def _parameters(fun: Callable[..., Tree]) -> Mapping[str, inspect.Parameter] | None:
     """Return the parameters of a function; None for builtins and extension callables without a signature."""
     try:
         return inspect.signature(fun).parameters
@@ -429,6 +445,6 @@ def _parameters(fun: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | No
         return None
 
 
-def function_name(fun: Callable[..., Any]) -> str:
+def function_name(fun: Callable[..., Tree]) -> str:
     """Return the name of a function, for messages."""
     return printable(getattr(fun, "__name__", type(fun).__name__))

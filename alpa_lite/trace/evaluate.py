@@ -16,14 +16,18 @@ import numpy as np
 from jax import lax
 
 from alpa_lite import _jax
+from alpa_lite._jax import Array
 from alpa_lite.program.equations import Equation
 from alpa_lite.program.ir import Graph, Op, Wiring, wiring_of
 
-Body = Callable[[int, Mapping[int, Any]], tuple[Any, ...]]
+Arrays = tuple[Any, ...]
+"""What a loop carries: arrays on devices, or on the host before the first trip."""
+
+Body = Callable[[int, Mapping[int, Any]], tuple[jax.Array, ...]]
 """A function that runs body `number`; the mapping replaces operands, by number, with their values in this trip."""
 
 
-def run_control_flow(op: Op, wiring: Wiring, body: Body, operands: Sequence[Any]) -> list[Any]:
+def run_control_flow(op: Op, wiring: Wiring, body: Body, operands: Sequence[Array]) -> list[jax.Array]:
     """Return the results of a control-flow op (`scan`, `while` or `cond`).
 
     Args:
@@ -40,11 +44,11 @@ def run_control_flow(op: Op, wiring: Wiring, body: Body, operands: Sequence[Any]
     return list(lax.switch(operands[0], branches))
 
 
-def _scan(op: Op, wiring: Wiring, body: Body, operands: Sequence[Any]) -> list[Any]:
+def _scan(op: Op, wiring: Wiring, body: Body, operands: Sequence[Array]) -> list[jax.Array]:
     """Run a scan with JAX's own, whose carry and rows are the carried and scanned operands."""
     carried, scanned = list(wiring.carried.values()), sorted(wiring.scanned)
 
-    def trip(carry: tuple[Any, ...], slices: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    def trip(carry: Arrays, slices: Arrays) -> tuple[Arrays, Arrays]:
         outputs = body(0, {**dict(zip(carried, carry, strict=True)), **dict(zip(scanned, slices, strict=True))})
         return outputs[: len(carried)], outputs[len(carried) :]
 
@@ -59,47 +63,46 @@ def _scan(op: Op, wiring: Wiring, body: Body, operands: Sequence[Any]) -> list[A
     return [*last, *stacks]
 
 
-def _while(wiring: Wiring, body: Body, operands: Sequence[Any]) -> list[Any]:
+def _while(wiring: Wiring, body: Body, operands: Sequence[Array]) -> list[jax.Array]:
     """Run a `while` loop; body 0 is its condition, body 1 its trip."""
     carried = list(wiring.carried.values())
 
-    def goes_on(carry: tuple[Any, ...]) -> Any:
+    def goes_on(carry: Arrays) -> jax.Array:
         return body(0, dict(zip(carried, carry, strict=True)))[0]
 
-    def trip(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+    def trip(carry: Arrays) -> Arrays:
         return body(1, dict(zip(carried, carry, strict=True)))
 
     return list(lax.while_loop(goes_on, trip, tuple(operands[i] for i in carried)))
 
 
-def evaluate(graph: Graph, equations: Sequence[Equation], inputs: Sequence[Any]) -> tuple[Any, ...]:
+def evaluate(graph: Graph, equations: Sequence[Equation], inputs: Sequence[Array]) -> tuple[Array, ...]:
     """Return the outputs of a graph for the given inputs, in order."""
     values = all_values(graph, equations, inputs)
     return tuple(values[v] for v in graph.outputs)
 
 
-def all_values(graph: Graph, equations: Sequence[Equation], inputs: Sequence[Any]) -> dict[int, Any]:
+def all_values(graph: Graph, equations: Sequence[Equation], inputs: Sequence[Array]) -> dict[int, Array]:
     """Return every value of a graph by its id, for the given inputs."""
-    values: dict[int, Any] = dict(zip(graph.inputs, inputs, strict=True))
+    values: dict[int, Array] = dict(zip(graph.inputs, inputs, strict=True))
     values |= {v.id: np.asarray(v.literal, jax.numpy.dtype(v.dtype)) for v in graph.values if v.literal is not None}
     for op, equation in zip(graph.ops, equations, strict=True):
         operands, wiring = [values[v] for v in op.operands], wiring_of(op)
         if wiring is None:
             results = _jax.bind(equation.primitive, dict(equation.params), operands)
         else:
-            # The defaults bind the loop variables of this iteration.
-            def body(
-                number: int,
-                arrays: Mapping[int, Any],
-                bodies: Sequence[Graph] = op.bodies,
-                inner: Sequence[Sequence[Equation]] = equation.bodies,
-                places: Sequence[Sequence[int]] = wiring.inputs,
-                outside: Sequence[Any] = operands,
-            ) -> tuple[Any, ...]:
-                entering = [arrays.get(i, outside[i]) for i in places[number]]
-                outputs = evaluate(bodies[number], inner[number], entering)
-                return tuple(jax.numpy.asarray(x) for x in outputs)
-
-            results = run_control_flow(op, wiring, body, operands)
+            results = run_control_flow(op, wiring, _body_on_arrays(op, equation, wiring, operands), operands)
         values.update(zip(op.results, results, strict=True))
     return values
+
+
+def _body_on_arrays(op: Op, equation: Equation, wiring: Wiring, operands: Sequence[Array]) -> Body:
+    """Return a function that evaluates a body of a control-flow op."""
+
+    def body(number: int, arrays: Mapping[int, Array]) -> tuple[jax.Array, ...]:
+        entering = [arrays.get(i, operands[i]) for i in wiring.inputs[number]]
+        outputs = evaluate(op.bodies[number], equation.bodies[number], entering)
+        # JAX's control flow accepts no NumPy arrays among the results of its bodies.
+        return tuple(jax.numpy.asarray(x) for x in outputs)
+
+    return body

@@ -16,7 +16,7 @@ are never split (`loops_over_samples`).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -25,16 +25,18 @@ import numpy as np
 from jax.extend.core import primitives
 
 from alpa_lite import _jax
+from alpa_lite._jax import AnyJaxpr, Array, Aval, ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from alpa_lite.errors import TraceError
 from alpa_lite.program.equations import Equation, GraphWithEquations, PlainParams, without_dead_ops
 from alpa_lite.program.ir import MAX_TRIPS, Graph, Op, Value, accumulated, parts_of
+from alpa_lite.program.user_shardings import USER_SHARDING, UserSharding
 from alpa_lite.trace import inserted
 from alpa_lite.trace.kernels.kernel_params import is_kernel, kernel_params, unread_results
 
 _HEAVY = {"dot_general", "conv_general_dilated", "ragged_dot_general"}
 
 
-def loops_over_samples(closed: Any, at_another_size: Any) -> frozenset[int]:
+def loops_over_samples(closed: ClosedJaxpr, at_another_size: ClosedJaxpr) -> frozenset[int]:
     """Return the indices (into `scans`) of the scans whose length depends on the batch size.
 
     Args:
@@ -45,9 +47,9 @@ def loops_over_samples(closed: Any, at_another_size: Any) -> frozenset[int]:
     return frozenset(i for i, (a, b) in enumerate(pairs) if a.params["length"] != b.params["length"])
 
 
-def scans(jaxpr: Any) -> list[Any]:
+def scans(jaxpr: Jaxpr) -> list[JaxprEqn]:
     """Return the scan equations of an open jaxpr at any depth, outer ones before inner ones, each once."""
-    found: dict[int, Any] = {}
+    found: dict[int, JaxprEqn] = {}
     for eqn in jaxpr.eqns:
         inner = [e for body in _jax.inner_jaxprs(eqn) for e in scans(_jax.open_jaxpr(body))]
         found.update({id(e): e for e in ([eqn] if eqn.primitive.name == "scan" else []) + inner})
@@ -59,7 +61,7 @@ def is_over_layers(params: Mapping[str, Any]) -> bool:
     return params["length"] <= MAX_TRIPS and _has_contraction(params["jaxpr"])
 
 
-def _has_contraction(closed: Any) -> bool:
+def _has_contraction(closed: AnyJaxpr) -> bool:
     jaxpr = _jax.open_jaxpr(closed)
     return any(
         eqn.primitive.name in _HEAVY or any(_has_contraction(inner) for inner in _jax.inner_jaxprs(eqn))
@@ -78,7 +80,7 @@ _NUM_CONSTS = {"scan": ("num_consts",), "while": ("cond_nconsts", "body_nconsts"
 
 
 def from_jaxpr(
-    closed: Any,
+    closed: ClosedJaxpr,
     input_names: Sequence[str],
     *,
     num_parts: int = 0,
@@ -118,6 +120,23 @@ class _Location:
     source: str
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _NewOp:
+    """An op to append.
+
+    Attributes:
+        equation: its equation.
+        bodies: the graphs of its bodies.
+        effectful: whether it has an effect, so that it stays even if nothing reads its results.
+        plain: the op's parameters, by default those of the equation that have a plain form.
+    """
+
+    equation: Equation
+    bodies: tuple[Graph, ...] = ()
+    effectful: bool = False
+    plain: Mapping[str, Any] | None = None
+
+
 class _GraphBuilder:
     """Collect values, ops and equations while jaxprs are inlined."""
 
@@ -131,17 +150,17 @@ class _GraphBuilder:
         self.pieces: dict[int, list[int]] = {}
         # Memo: a split loop with one layer per part inlines its body once per trip.
         self.places: dict[int, _EquationPlace] = {}
-        self.lines: dict[Any, str] = {}  # keyed by traceback, which many equations share
+        self.lines: dict[Hashable, str] = {}  # keyed by traceback, which many equations share
         self.plain = PlainParams()
         self.kernels: dict[tuple[int, frozenset[int]], tuple[Any, Mapping[str, Any] | None]] = {}
         self.values: list[Value] = []
         self.ops: list[Op] = []
         self.equations: list[Equation] = []
         self.captured: list[int] = []
-        self.constants: list[Any] = []
+        self.constants: list[Array] = []
 
     def convert(
-        self, closed: Any, jaxpr: Any, input_names: Sequence[str], source: str, *, is_body: bool = False
+        self, closed: AnyJaxpr, jaxpr: Jaxpr, input_names: Sequence[str], source: str, *, is_body: bool = False
     ) -> GraphWithEquations:
         """Convert a closed jaxpr; `jaxpr` is its open jaxpr without dead equations. A builder converts one jaxpr."""
         constants = tuple(_jax.consts_of(closed))
@@ -161,7 +180,7 @@ class _GraphBuilder:
         )
         return GraphWithEquations(graph=graph, equations=tuple(self.equations), constants=tuple(self.constants))
 
-    def new_value(self, aval: Any, *, name: str = "", literal: Any = None) -> int:
+    def new_value(self, aval: Aval, *, name: str = "", literal: complex | None = None) -> int:
         """Append a value with the shape and dtype of `aval` and return its id."""
         value = Value(
             id=len(self.values), shape=tuple(aval.shape), dtype=_jax.name_of(aval.dtype), literal=literal, name=name
@@ -169,17 +188,17 @@ class _GraphBuilder:
         self.values.append(value)
         return value.id
 
-    def read(self, atom: Any, environment: Mapping[Any, int]) -> int:
+    def read(self, atom: Var | Literal, environment: Mapping[Var, int]) -> int:
         """Return the value id of a jaxpr variable or literal."""
         if not isinstance(atom, _jax.Literal):
             return environment[atom]
         if np.ndim(atom.val) == 0:
             # Rounding to the dtype makes the literal equal whether its type is weak or strong.
-            aval: Any = atom.aval
+            aval = _jax.aval_of(atom)
             return self.new_value(aval, literal=np.asarray(atom.val, aval.dtype).item())
         return self.capture(atom.aval, atom.val)
 
-    def capture(self, aval: Any, constant: Any) -> int:
+    def capture(self, aval: Aval, constant: Array) -> int:
         """Append an input that holds a captured array and return its value id."""
         value = self.new_value(aval, name="captured constant")
         self.captured.append(value)
@@ -191,7 +210,7 @@ class _GraphBuilder:
         v = self.values[value]
         return value if v.literal is None else self.capture(v, np.asarray(v.literal, jax.numpy.dtype(v.dtype)))
 
-    def inline(self, jaxpr: Any, environment: dict[Any, int], at: _Location) -> list[int]:
+    def inline(self, jaxpr: Jaxpr, environment: dict[Var, int], at: _Location) -> list[int]:
         """Append the equations of an open jaxpr and return the value ids of its outputs."""
         for eqn in jaxpr.eqns:
             operands = [self.read(atom, environment) for atom in eqn.invars]
@@ -205,7 +224,7 @@ class _GraphBuilder:
             environment.update(zip(eqn.outvars, results, strict=True))
         return [self.read(atom, environment) for atom in jaxpr.outvars]
 
-    def place(self, eqn: Any) -> _EquationPlace:
+    def place(self, eqn: JaxprEqn) -> _EquationPlace:
         """Return the name stack and source line of an equation, memoized."""
         if id(eqn) not in self.places:
             traceback = _jax.traceback(eqn)
@@ -214,7 +233,7 @@ class _GraphBuilder:
             self.places[id(eqn)] = _EquationPlace(eqn=eqn, stack=_jax.name_stack(eqn), line=self.lines[traceback])
         return self.places[id(eqn)]
 
-    def equation(self, eqn: Any, operands: list[int], at: _Location, jaxpr: Any) -> list[int]:
+    def equation(self, eqn: JaxprEqn, operands: list[int], at: _Location, jaxpr: Jaxpr) -> list[int]:
         """Append one equation of a jaxpr, inlining calls, and return the value ids of its results."""
         name = eqn.primitive.name
         if name in _CALLS or name.startswith(("remat", "checkpoint")):
@@ -223,6 +242,8 @@ class _GraphBuilder:
                 if name not in _CALLS and eqn.params.get("differentiated") and eqn.params.get("prevent_cse"):
                     operands = [self.barrier(v, at) for v in operands]
                 return self.call(inner, operands, at)
+        if name == USER_SHARDING:
+            return [self.user_sharding(eqn, operands[0], at)]
         if name == "convert_element_type" and self.values[operands[0]].dtype == _jax.name_of(eqn.params["new_dtype"]):
             return operands  # a weak type becomes a strong one, for which nothing is computed
         if name == "custom_linear_solve":
@@ -232,38 +253,51 @@ class _GraphBuilder:
             return self.call(solve, operands[first:last] + operands[num_consts:], at)
         if name in inserted.REDUCTIONS_OVER_NAMES and _is_over_dims(eqn.params["axes"]):
             # `vmap` with an axis name turns a collective over that name into a reduction over a dim.
-            made = [
-                inserted.reduction_jaxpr(name, v.aval.shape, str(v.aval.dtype), eqn.params["axes"]) for v in eqn.invars
-            ]
-            return [self.call(j, [v], at)[0] for j, v in zip(made, operands, strict=True)]
+            avals, axes = map(_jax.aval_of, eqn.invars), eqn.params["axes"]
+            jaxprs = [inserted.reduction_jaxpr(name, aval.shape, str(aval.dtype), axes) for aval in avals]
+            return [self.call(jaxpr, [v], at)[0] for jaxpr, v in zip(jaxprs, operands, strict=True)]
         if name in _BODIES:
             return self.control_flow(eqn, operands, at)
-        avals = [v.aval for v in eqn.outvars]
+        avals = list(map(_jax.aval_of, eqn.outvars))
         empty = avals and all(0 in aval.shape and not _is_key(aval) for aval in avals)
         if empty and not eqn.effects and name != "broadcast_in_dim":
             # An array without elements needs neither computation nor communication; made on the spot, it also cuts
             # false dependencies between stages.
             return [self.empty(aval, at) for aval in avals]
         _refuse(eqn, at.source)
-        plain = self.kernel(eqn, jaxpr) if is_kernel(name) else None
-        if is_kernel(name) and plain is None:
-            return self.call(eqn.params["call"], operands, at)
+        if is_kernel(name):
+            return self.kernel(eqn, operands, at, jaxpr)
         made = Equation(primitive=eqn.primitive, params=eqn.params)
-        return self.append(made, operands, avals, at, effectful=bool(eqn.effects), plain=plain)
+        return self.append(_NewOp(equation=made, effectful=bool(eqn.effects)), operands, avals, at)
 
-    def kernel(self, eqn: Any, jaxpr: Any) -> Mapping[str, Any] | None:
-        """Return the plain parameters of a kernel's call, None if it is inlined; memoized, since a proof takes time."""
+    def kernel(self, eqn: JaxprEqn, operands: list[int], at: _Location, jaxpr: Jaxpr) -> list[int]:
+        """Append the call of a kernel in a jaxpr, or inline it, and return the value ids of its results."""
         key = (id(eqn.params), unread_results(eqn, jaxpr))
         if key not in self.kernels:
-            # Holding a reference to the parameters keeps their id from being reused.
+            # A proof takes time. Holding a reference to the parameters keeps their id from being reused.
             self.kernels[key] = eqn.params, kernel_params(eqn.primitive.name, eqn.params, key[1])
-        return self.kernels[key][1]
+        plain = self.kernels[key][1]
+        if plain is None:
+            return self.call(eqn.params["call"], operands, at)
+        made = Equation(primitive=eqn.primitive, params=eqn.params)
+        new = _NewOp(equation=made, effectful=bool(eqn.effects), plain=plain)
+        return self.append(new, operands, list(map(_jax.aval_of, eqn.outvars)), at)
 
-    def empty(self, aval: Any, at: _Location) -> int:
+    def user_sharding(self, eqn: JaxprEqn, value: int, at: _Location) -> int:
+        """Give a value a sharding of the user, or append an op whose result must have it; return the value's id."""
+        if eqn.params["pinned"]:
+            made = Equation(primitive=eqn.primitive, params=eqn.params)
+            (value,) = self.append(_NewOp(equation=made), [value], [eqn.outvars[0].aval], at)
+        wanted = UserSharding(mesh=eqn.params["mesh"], dims=eqn.params["dims"], source=at.source)
+        old = self.values[value]
+        self.values[value] = dataclasses.replace(old, user_shardings=(*old.user_shardings, wanted))
+        return value
+
+    def empty(self, aval: Aval, at: _Location) -> int:
         """Append an array without elements and return its value id."""
         return self.call(inserted.zeros_jaxpr(aval.shape, aval.dtype), [], at)[0]
 
-    def call(self, inner: Any, operands: list[int], at: _Location) -> list[int]:
+    def call(self, inner: AnyJaxpr, operands: list[int], at: _Location) -> list[int]:
         """Inline a closed jaxpr on these operands and return the value ids of its outputs."""
         jaxpr = _jax.open_jaxpr(inner)
         captured = [self.capture(v.aval, c) for v, c in zip(jaxpr.constvars, _jax.consts_of(inner), strict=True)]
@@ -278,9 +312,10 @@ class _GraphBuilder:
         if aval.dtype.startswith("key<"):
             return value
         eqn = inserted.barrier_equation(_struct(aval))
-        return self.append(Equation(primitive=eqn.primitive, params=eqn.params), [value], [aval], at)[0]
+        barrier = _NewOp(equation=Equation(primitive=eqn.primitive, params=eqn.params))
+        return self.append(barrier, [value], [aval], at)[0]
 
-    def control_flow(self, eqn: Any, operands: list[int], at: _Location) -> list[int]:
+    def control_flow(self, eqn: JaxprEqn, operands: list[int], at: _Location) -> list[int]:
         """Append a loop or conditional and return the value ids of its results."""
         name, params = eqn.primitive.name, _jax.params_of(eqn)
         if name == "scan" and params["length"] == 0:  # the carry is returned unchanged
@@ -291,10 +326,10 @@ class _GraphBuilder:
             return self.scan_in_parts(eqn, operands, at)
         if name == "while" and _jax.aval_of(_jax.open_jaxpr(params["cond_jaxpr"]).outvars[0]).shape:
             return self.call(inserted.while_any_goes_on(eqn), operands, at)
-        return self.with_bodies(eqn, params, operands, [v.aval for v in eqn.outvars], at)
+        return self.with_bodies(eqn, params, operands, list(map(_jax.aval_of, eqn.outvars)), at)
 
     def with_bodies(
-        self, eqn: Any, params: dict[str, Any], operands: list[int], avals: Sequence[Any], at: _Location
+        self, eqn: JaxprEqn, params: dict[str, Any], operands: list[int], avals: Sequence[Aval], at: _Location
     ) -> list[int]:
         """Append a loop or conditional with these parameters and result avals; return the value ids of its results."""
         name = eqn.primitive.name
@@ -317,9 +352,10 @@ class _GraphBuilder:
             params |= {key: params[key] + len(c) for key, c in zip(_NUM_CONSTS[name], captured, strict=True)}
         graphs, inner = tuple(b.graph for b in bodies), tuple(b.equations for b in bodies)
         made = Equation(primitive=eqn.primitive, params=params, bodies=inner)
-        return self.append(made, operands, avals, at, graphs=graphs, effectful=bool(eqn.effects))
+        new = _NewOp(equation=made, bodies=graphs, effectful=bool(eqn.effects))
+        return self.append(new, operands, avals, at)
 
-    def body(self, closed: Any, source: str) -> _Body:
+    def body(self, closed: AnyJaxpr, source: str) -> _Body:
         """Return the converted body of a closed jaxpr; the same object for the same jaxpr."""
         key = (id(closed), source)
         if key not in self.bodies:
@@ -347,7 +383,7 @@ class _GraphBuilder:
         graph = dataclasses.replace(branch.graph, values=tuple(values), inputs=tuple(inputs))
         return dataclasses.replace(branch, graph=graph, constants=())
 
-    def scan_in_parts(self, eqn: Any, operands: list[int], at: _Location) -> list[int]:
+    def scan_in_parts(self, eqn: JaxprEqn, operands: list[int], at: _Location) -> list[int]:
         """Append one loop for each part of the trips, or the inlined body where a part is a single trip."""
         params = _jax.params_of(eqn)
         split = params["num_consts"] + params["num_carry"]
@@ -361,7 +397,7 @@ class _GraphBuilder:
                 results = self.call(params["jaxpr"], [*consts, *carry, *rows], at)
             else:
                 some = {**params, "length": trips}
-                avals = [v.aval for v in eqn.outvars]
+                avals = list(map(_jax.aval_of, eqn.outvars))
                 for i in range(params["num_carry"], len(avals)):
                     avals[i] = _jax.struct((trips, *avals[i].shape[1:]), str(avals[i].dtype))
                 results = self.with_bodies(eqn, some, [*consts, *carry, *rows], avals, at)
@@ -399,11 +435,12 @@ class _GraphBuilder:
             return self.empty(rows if stop > start + 1 else _jax.struct(shape, dtype), at)
         limits, strides = ((start, *[0] * len(shape)), (stop, *shape)), (1,) * rows.ndim
         params = {"start_indices": limits[0], "limit_indices": limits[1], "strides": strides}
-        (taken,) = self.append(Equation(primitive=primitives.slice_p, params=params), [value], [rows], at)
+        cut = _NewOp(equation=Equation(primitive=primitives.slice_p, params=params))
+        (taken,) = self.append(cut, [value], [rows], at)
         if stop > start + 1:
             return taken
         row = _jax.struct(shape, dtype)
-        squeeze = Equation(primitive=primitives.squeeze_p, params={"dimensions": (0,)})
+        squeeze = _NewOp(equation=Equation(primitive=primitives.squeeze_p, params={"dimensions": (0,)}))
         return self.append(squeeze, [taken], [row], at)[0]
 
     def joined(self, pieces: list[int], at: _Location, *, stacked: bool) -> int:
@@ -414,36 +451,23 @@ class _GraphBuilder:
         self.pieces[result] = pieces
         return result
 
-    def append(
-        self,
-        equation: Equation,
-        operands: list[int],
-        result_avals: Sequence[Any],
-        at: _Location,
-        *,
-        graphs: tuple[Graph, ...] = (),
-        effectful: bool = False,
-        plain: Mapping[str, Any] | None = None,
-    ) -> list[int]:
-        """Append an op with its equation, and the graphs of its bodies, and return the value ids of its results.
-
-        `plain` are the op's parameters, by default those of the equation that have a plain form.
-        """
+    def append(self, new: _NewOp, operands: list[int], result_avals: Sequence[Aval], at: _Location) -> list[int]:
+        """Append an op with its equation and return the value ids of its results."""
         results = [self.new_value(aval) for aval in result_avals]
         self.ops.append(
             Op(
                 id=len(self.ops),
-                primitive=equation.primitive.name,
+                primitive=new.equation.primitive.name,
                 operands=tuple(operands),
                 results=tuple(results),
-                params=self.plain.of(equation.params) if plain is None else plain,
+                params=self.plain.of(new.equation.params) if new.plain is None else new.plain,
                 source=at.source,
                 name_stack=at.stack,
-                bodies=graphs,
-                effectful=effectful,
+                bodies=new.bodies,
+                effectful=new.effectful,
             )
         )
-        self.equations.append(equation)
+        self.equations.append(new.equation)
         return results
 
 
@@ -457,7 +481,7 @@ class _EquationPlace:
         line: its source line, empty if JAX has none.
     """
 
-    eqn: Any
+    eqn: JaxprEqn
     stack: str
     line: str
 
@@ -472,7 +496,7 @@ class _Body:
         of_loop: the body as loops take it, with captured arrays as its first inputs.
     """
 
-    closed: Any
+    closed: AnyJaxpr
     program: GraphWithEquations
     of_loop: GraphWithEquations
 
@@ -481,15 +505,15 @@ def _struct(value: Value) -> jax.ShapeDtypeStruct:
     return _jax.struct(value.shape, value.dtype)
 
 
-def _is_key(aval: Any) -> bool:
+def _is_key(aval: Aval) -> bool:
     return jax.numpy.issubdtype(aval.dtype, jax.dtypes.prng_key)
 
 
-def _is_over_dims(axes: Sequence[Any]) -> bool:
+def _is_over_dims(axes: Sequence[object]) -> bool:
     return all(isinstance(axis, int) for axis in axes)
 
 
-def _refuse(eqn: Any, source: str) -> None:
+def _refuse(eqn: JaxprEqn, source: str) -> None:
     """Raise `TraceError` for an equation that cannot run on several devices, or cannot run at all."""
     if eqn.primitive.name == "custom_lin":  # remains where a forward-mode derivative is evaluated and not transposed
         raise TraceError(
@@ -504,7 +528,7 @@ def _refuse(eqn: Any, source: str) -> None:
         )
 
 
-def _captured(body: GraphWithEquations) -> list[tuple[int, Any]]:
+def _captured(body: GraphWithEquations) -> list[tuple[int, Array]]:
     """Return the inputs of a body that hold captured arrays (its last inputs), each with its array."""
     first = len(body.graph.inputs) - len(body.constants)
     return list(zip(body.graph.inputs[first:], body.constants, strict=True))

@@ -31,7 +31,7 @@ import jax
 import numpy as np
 
 from alpa_lite import _jax
-from alpa_lite._jax import JaxprEqn
+from alpa_lite._jax import AnyJaxpr, ClosedJaxpr, JaxprEqn
 from alpa_lite.errors import TraceError
 from alpa_lite.program.equations import Equation, GraphWithEquations, plain_params
 from alpa_lite.program.ir import Graph, Op, Value, memoized, verify
@@ -221,7 +221,7 @@ def _samples(number: int) -> str:
     return "one sample" if number == 1 else f"{number} samples"
 
 
-def _listed(items: Sequence[Any]) -> str:
+def _listed(items: Sequence[object]) -> str:
     return ", ".join(map(str, items))
 
 
@@ -287,7 +287,7 @@ def _flat(graph: Graph, equations: Sequence[Equation]) -> list[tuple[Graph, Op, 
 _SHOWING, _CHECKING = (2, 3), 5
 
 
-def program_of(traced: Traced, jaxpr: Any, loop_parts: int, over_samples: frozenset[int]) -> GraphWithEquations:
+def program_of(traced: Traced, jaxpr: ClosedJaxpr, loop_parts: int, over_samples: frozenset[int]) -> GraphWithEquations:
     """Return the program of a jaxpr of the step, in which scans over layers are split; scans over samples never are.
 
     Args:
@@ -386,7 +386,7 @@ def traces_alike(traced: Traced, size: int) -> bool:
         return False
 
 
-def _alike(jaxpr: Any, other: Any) -> bool:
+def _alike(jaxpr: AnyJaxpr, other: AnyJaxpr) -> bool:
     """Return whether two jaxprs have the same primitives on arrays of the same ranks, bodies included."""
     a, b = _jax.open_jaxpr(jaxpr), _jax.open_jaxpr(other)
     return len(a.eqns) == len(b.eqns) and all(

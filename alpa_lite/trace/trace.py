@@ -7,16 +7,20 @@ the batch.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from alpa_lite import _jax
+from alpa_lite._jax import Array, Aval, ClosedJaxpr, Tree, TreeDef
 from alpa_lite.errors import BatchError, TraceError
 from alpa_lite.program.collector import rare_collection
+from alpa_lite.program.user_shardings import Mode, UserSharding, UserShardings
 from alpa_lite.trace.batch import (
     ArgumentLeaves,
     Batch,
@@ -27,9 +31,21 @@ from alpa_lite.trace.batch import (
     resized,
     without_state,
 )
-from alpa_lite.trace.call import Call, NamedArguments, Owner, Results, argument_name, function_name, is_array
-from alpa_lite.trace.passes.plain_jaxpr import without_meshes, without_refs
+from alpa_lite.trace.call import (
+    ArgumentRoles,
+    Call,
+    NamedArguments,
+    Owner,
+    Results,
+    argument_name,
+    function_name,
+    is_array,
+)
+from alpa_lite.trace.passes.plain_jaxpr import user_sharding, without_meshes, without_refs
 from cost_models.checks import printable
+
+KeyPath = tuple[Any, ...]
+"""The path of a leaf in a pytree, of keys of several classes of JAX."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,13 +71,14 @@ class Traced:
         static: the arguments that the user named as constants of the trace.
         call: the arguments that the function was traced for.
         results: how the results of a call are made of the outputs.
+        user_shardings: how the arguments lie that the step was traced for, and what that means for a plan.
         jaxpr: closed jaxpr of the function on flat arguments at the full batch.
     """
 
-    fun: Callable[..., Any]
+    fun: Callable[..., Tree]
     name: str
-    in_tree: Any
-    out_tree: Any
+    in_tree: TreeDef
+    out_tree: TreeDef
     leaves: tuple[jax.ShapeDtypeStruct, ...]
     out_leaves: tuple[jax.ShapeDtypeStruct, ...]
     names: tuple[str, ...]
@@ -76,12 +93,13 @@ class Traced:
     static: NamedArguments
     call: Call
     results: Results
-    jaxpr: Any
-    _flat: Callable[..., Any] = field(repr=False)
-    _mesh: Any = field(default=None, repr=False, compare=False)
-    _cache: dict[int, Any] = field(default_factory=dict, repr=False, compare=False)
+    user_shardings: UserShardings
+    jaxpr: ClosedJaxpr
+    _flat: Callable[..., Tree] = field(repr=False)
+    _mesh: Mesh | None = field(default=None, repr=False, compare=False)
+    _cache: dict[int, ClosedJaxpr] = field(default_factory=dict[int, ClosedJaxpr], repr=False, compare=False)
 
-    def at_batch_size(self, size: int) -> Any:
+    def at_batch_size(self, size: int) -> ClosedJaxpr:
         """Return the closed jaxpr of the step at another batch size (in samples), memoized.
 
         Raises:
@@ -95,7 +113,7 @@ class Traced:
                 for leaf, dim in zip(self.leaves, self.batch_leaves, strict=True)
             ]
             try:
-                self._cache[size] = plain_jaxpr(self._flat, avals, self._mesh, self.name)
+                self._cache[size] = self.retraced(avals)
             except TraceError:
                 raise
             except Exception as error:  # the user's function may raise anything at a size that it was not written for
@@ -106,6 +124,16 @@ class Traced:
                     "num_microbatches=1, or name the batch arguments in batch_argnums if others were taken for it."
                 ) from error
         return self._cache[size]
+
+    def retraced(self, avals: Sequence[jax.ShapeDtypeStruct]) -> Any:
+        """Return the closed jaxpr of the step for flat arguments of other shapes."""
+        return plain_jaxpr(self._flat, avals, self._mesh, self.name, self.user_shardings.mode)
+
+    def pinned(self) -> Traced:
+        """Return the step traced again, with the shardings that the user gives as demands on its plan."""
+        given = replace(self.user_shardings, mode="pin")
+        jaxpr = plain_jaxpr(self._flat, self.leaves, self._mesh, self.name, "pin")
+        return replace(self, user_shardings=given, jaxpr=jaxpr, _cache={})
 
     def require_batch(self) -> int:
         """Return the batch size in samples.
@@ -120,13 +148,13 @@ class Traced:
 
 @rare_collection()
 def trace(
-    fun: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any] | None = None,
+    fun: Callable[..., Tree],
+    args: Sequence[Tree],
+    kwargs: Mapping[str, Tree] | None = None,
     *,
-    static: NamedArguments | None = None,
-    donate: NamedArguments | None = None,
+    roles: ArgumentRoles | None = None,
     batch_argnums: BatchArgnums = None,
+    user_shardings: Mode = "hint",
 ) -> Traced:
     """Trace `fun(*args, **kwargs)`; arguments may be arrays or `ShapeDtypeStruct`s.
 
@@ -134,24 +162,24 @@ def trace(
         fun: the function to trace.
         args: positional arguments.
         kwargs: keyword arguments.
-        static: arguments that are constants of the trace.
-        donate: arguments whose buffers the caller gives up.
+        roles: the arguments that are constants of the trace, and those that the caller donates.
         batch_argnums: the arguments that hold the batch; None infers them (see `alpa_lite.trace.batch`).
+        user_shardings: whether shardings that the user gives are read; see `alpa_lite.program.user_shardings`.
 
     Raises:
         TraceError: the function does not accept the call, or an argument or output is no array.
         BatchError: `batch_argnums` names an argument or dim that does not exist.
     """
     _check_call(fun, args, kwargs or {})
-    static = static or NamedArguments()
-    call = Call.of(fun, args, kwargs or {}, static)
+    roles = roles or ArgumentRoles()
+    call = Call.of(fun, args, kwargs or {}, roles.static)
     paths, in_tree = jax.tree_util.tree_flatten_with_path(call.tree)
     names = unique(leaf_name(fun, path) for path, _ in paths)
     leaves = tuple(aval_of(leaf, name) for (_, leaf), name in zip(paths, names, strict=True))
     empty = [_has_no_bytes(leaf) for _, leaf in paths]
     box: dict[str, Any] = {}  # structure of the outputs, known only while `flat` is traced
 
-    def flat(*held: Any) -> list[Any]:
+    def flat(*held: jax.Array) -> list[Array]:
         given = [np.zeros(x.shape, jax.dtypes.float0) if e else x for x, e in zip(held, empty, strict=True)]
         arrays, box["results"] = call.run(fun, jax.tree.unflatten(in_tree, given))
         out_paths, box["tree"] = jax.tree_util.tree_flatten_with_path(arrays)
@@ -161,9 +189,9 @@ def trace(
         return [np.zeros(leaf.shape, bool) if _has_no_bytes(leaf) else leaf for _, leaf in out_paths]
 
     mesh = _jax.context_mesh()
-    jaxpr = plain_jaxpr(flat, leaves, mesh, function_name(fun))
+    jaxpr = plain_jaxpr(flat, leaves, mesh, function_name(fun), user_shardings)
     out_leaves = tuple(_struct(aval) for aval in jaxpr.out_avals)
-    donated = (donate or NamedArguments()).among(len(args), kwargs or {}) - call.unchanged(box["results"])
+    donated = roles.donated.among(len(args), kwargs or {}) - call.unchanged(box["results"])
     owner = tuple(_owner(path) for path, _ in paths)
     positional, keywords = jax.tree.unflatten(in_tree, [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in jaxpr.in_avals])
     aliases = match_state({**positional, **keywords}, jax.tree.unflatten(box["tree"], out_leaves))
@@ -185,9 +213,12 @@ def trace(
         batch_assumed=True,
         aliases=aliases,
         donated=tuple(key in donated for key in owner),
-        static=static,
+        static=roles.static,
         call=call,
         results=box["results"],
+        user_shardings=UserShardings(
+            mode=user_shardings, arguments=_placed(names, [leaf for _, leaf in paths], leaves)
+        ),
         jaxpr=jaxpr,
         _flat=flat,
         _mesh=mesh,
@@ -198,14 +229,30 @@ def trace(
     return _with_assumed_batch(traced, arguments, has_state=trees)
 
 
-def plain_jaxpr(flat: Callable[..., Any], avals: Sequence[Any], mesh: Any, name: str) -> Any:
+def plain_jaxpr(
+    flat: Callable[..., Tree], avals: Sequence[Aval], mesh: Mesh | None, name: str, user_shardings: Mode
+) -> ClosedJaxpr:
     """Return the jaxpr of a function, traced under the mesh that the user has set, without this and other meshes, and
-    without mutable arrays.
+    without mutable arrays. Unless `user_shardings` is "ignore", shardings that the function names remain as equations.
 
     What the user's code says of meshes is read where it runs, under that mesh; a plan lays out the arrays anew.
     """
     with _jax.no_mesh() if mesh is None else jax.set_mesh(mesh), _jax.tracing_for_gpus():
-        return without_meshes(without_refs(jax.make_jaxpr(flat)(*avals), name))
+        jaxpr = without_refs(jax.make_jaxpr(flat)(*avals), name)
+        return without_meshes(jaxpr, user_shardings)
+
+
+def _placed(
+    names: Sequence[str], leaves: Sequence[Any], avals: Sequence[jax.ShapeDtypeStruct]
+) -> dict[str, UserSharding]:
+    """Return the layout of each argument that the user has placed on several devices, by path."""
+    given = {
+        name: user_sharding(getattr(leaf, "sharding", None), len(aval.shape))
+        for name, leaf, aval in zip(names, leaves, avals, strict=True)
+    }
+    return {
+        name: replace(sharding, source=f"argument {name}") for name, sharding in given.items() if sharding is not None
+    }
 
 
 def _with_batch(traced: Traced, batch: Batch) -> Traced:
@@ -234,15 +281,15 @@ def _with_assumed_batch(traced: Traced, arguments: ArgumentLeaves, *, has_state:
     if first is not None:
         return first
 
-    def retrace(avals: Sequence[jax.ShapeDtypeStruct]) -> Any:
+    def retrace(avals: Sequence[jax.ShapeDtypeStruct]) -> ClosedJaxpr:
         if list(avals) == list(traced.leaves):
             return traced.jaxpr
-        return plain_jaxpr(traced._flat, avals, traced._mesh, traced.name)
+        return traced.retraced(avals)
 
     return _with_batch(traced, by_trial(arguments, retrace, traced.aliases))
 
 
-def _check_call(fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def _check_call(fun: Callable[..., Tree], args: Sequence[Tree], kwargs: Mapping[str, Tree]) -> None:
     """Raise `TraceError` for arguments that the function does not accept."""
     try:
         signature = inspect.signature(fun)
@@ -257,7 +304,7 @@ def _check_call(fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
         ) from error
 
 
-def _check_outputs(fun: Callable[..., Any], names: Sequence[str], outputs: Sequence[Any]) -> None:
+def _check_outputs(fun: Callable[..., Tree], names: Sequence[str], outputs: Sequence[object]) -> None:
     """Raise `TraceError` for an output that is no array."""
     for name, leaf in zip(names, outputs, strict=True):
         if not is_array(leaf) and not isinstance(leaf, (bool, int, float, complex)):
@@ -277,12 +324,12 @@ def _works_at_other_sizes(traced: Traced) -> bool:
     return True
 
 
-def _owner(path: tuple[Any, ...]) -> Owner:
+def _owner(path: KeyPath) -> Owner:
     """Return the position or keyword of the argument that a leaf belongs to."""
     return path[1].key
 
 
-def leaf_name(fun: Callable[..., Any], path: tuple[Any, ...]) -> str:
+def leaf_name(fun: Callable[..., Tree], path: KeyPath) -> str:
     """Return the name of a leaf, such as `state/params/w`, starting with the argument's name if Python records it."""
     owner = argument_name(fun, _owner(path))
     tail = _path(path[2:])
@@ -304,11 +351,11 @@ def unique(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _path(path: tuple[Any, ...]) -> str:
+def _path(path: KeyPath) -> str:
     return printable(jax.tree_util.keystr(path, simple=True, separator="/"))
 
 
-def aval_of(leaf: Any, name: str) -> jax.ShapeDtypeStruct:
+def aval_of(leaf: object, name: str) -> jax.ShapeDtypeStruct:
     """Return the shape, dtype and weak type of an argument as `jax.jit` sees them.
 
     Raises:
@@ -336,7 +383,7 @@ def aval_of(leaf: Any, name: str) -> jax.ShapeDtypeStruct:
     return _struct(aval)
 
 
-def _struct(aval: Any) -> jax.ShapeDtypeStruct:
+def _struct(aval: Aval) -> jax.ShapeDtypeStruct:
     # Executables take and return boolean arrays in place of float0, which has no bytes; JAX itself does the same.
     dtype = np.dtype(bool) if _has_no_bytes(aval) else aval.dtype
     return jax.ShapeDtypeStruct(aval.shape, dtype, weak_type=getattr(aval, "weak_type", False))
@@ -346,14 +393,14 @@ def _float0(like: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(like.shape, jax.dtypes.float0)
 
 
-def _has_no_bytes(leaf: Any) -> bool:
+def _has_no_bytes(leaf: object) -> bool:
     """Return whether an array is of float0, the dtype of gradients with respect to integers."""
     return getattr(leaf, "dtype", None) == jax.dtypes.float0
 
 
-def _subtrees(tree: Any, depth: int, start: int = 0) -> list[tuple[Any, int]]:
-    """Return (signature, number of the first leaf) of a tree of avals and its subtrees down to `depth`, outer first."""
-    found = [(_signature(tree), start)]
+def _subtrees(tree: Tree, depth: int, start: int = 0) -> list[tuple[Tree, int]]:
+    """Return (tree, number of the first leaf) for a tree of avals and its subtrees down to `depth`, outer first."""
+    found = [(tree, start)]
     if depth and not jax.tree_util.all_leaves([tree]):
         one_level = jax.tree_util.default_registry.flatten_one_level(tree)
         for child in one_level[0] if one_level else ():
@@ -362,27 +409,41 @@ def _subtrees(tree: Any, depth: int, start: int = 0) -> list[tuple[Any, int]]:
     return found
 
 
-def _signature(tree: Any) -> Any:
+def _signature(tree: Tree) -> tuple[TreeDef, tuple[Hashable, ...]]:
+    """Return the structure of a tree of avals, which need not have a hash, and the shapes and dtypes of its leaves."""
     leaves, structure = jax.tree.flatten(tree)
     return structure, tuple((tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves)
 
 
-def match_state(arguments: Mapping[int | str, Any], outputs: Any) -> dict[int, int]:
+def _holds_any(pairs: Mapping[int, int], first: int, count: int) -> bool:
+    """Return whether one of `count` numbers from `first` on is a key."""
+    return any(number in pairs for number in range(first, first + count))
+
+
+def match_state(arguments: Mapping[Owner, Tree], outputs: Tree) -> dict[int, int]:
     """Return output leaf → the input leaf that it replaces in the next step.
 
     An argument is state when its whole tree (structure, shapes, dtypes) is returned somewhere among the outputs. A
     single array counts only as the first output: elsewhere an equal shape may be coincidence (predictions as wide as
     inputs).
     """
-    candidates = _subtrees(outputs, depth=3)
+    candidates: dict[Hashable, deque[tuple[TreeDef, int]]] = {}
+    for tree, first in _subtrees(outputs, depth=3):
+        structure, shapes = _signature(tree)
+        candidates.setdefault((structure.num_nodes, shapes), deque()).append((structure, first))
     pairs: dict[int, int] = {}
     start = 0
     for tree in arguments.values():
-        count = len(jax.tree.leaves(tree))
-        lone = jax.tree_util.all_leaves([tree])
-        for signature, first in candidates if count else ():
-            taken = any(first <= o < first + count for o in pairs)
-            if signature == _signature(tree) and not taken and (first == 0 or not lone):
+        structure, shapes = _signature(tree)
+        count, lone = len(shapes), jax.tree_util.all_leaves([tree])
+        alike = candidates.get((structure.num_nodes, shapes), deque())
+        # What is taken stays taken: without it, many equal arguments would each look at all outputs of those before.
+        while alike and _holds_any(pairs, alike[0][1], count):
+            alike.popleft()
+        for other, first in alike if count else ():
+            if lone and first:
+                break
+            if other == structure and not _holds_any(pairs, first, count):
                 pairs.update({first + i: start + i for i in range(count)})
                 break
         start += count

@@ -109,7 +109,7 @@ class Desk:
         if software.memory_bytes is not None:
             cluster = replace(cluster, device=replace(cluster.device, memory_bytes=software.memory_bytes))
         request = self._traced[case].request(cluster, num_microbatches, backend=software.backend)
-        return planner.plan(replace(request, function=case.id))
+        return planner.plan(replace(request, signature=replace(request.signature, function=case.id)))
 
 
 def seconds_per_sample(price: Price) -> float:

@@ -102,7 +102,7 @@ class Predictor:
         )
         traced = self._traced_step(row)
         request = traced.request(cluster, row.num_microbatches or 1, backend=backend)
-        request = replace(request, function=row.id)
+        request = replace(request, signature=replace(request.signature, function=row.id))
         return planner.plan(request)
 
     def _traced_step(self, row: Row) -> TracedFunction:

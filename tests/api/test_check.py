@@ -15,8 +15,8 @@ from rich.console import Console
 import alpa_lite as al
 from alpa_lite.errors import CheckError, ExecutionError
 from alpa_lite.planners import DataParallel, Hybrid
-from alpa_lite.runtime.check.check_report import CheckReport
-from alpa_lite.runtime.check.compare import change, coarsest_units
+from alpa_lite.runtime.check_report import CheckReport
+from alpa_lite.runtime.compare import change, coarsest_units
 
 OPTIONS: dict[str, Any] = {"cluster": "p3.16xlarge", "planner": DataParallel(), "num_microbatches": 4}
 

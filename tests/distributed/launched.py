@@ -10,8 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from alpa_lite.api.doctor import virtual_environment
+from alpa_lite.runtime.job.launch import reserved_port
 
 ROOT = Path(__file__).parents[2]
+
+
+def free_port() -> int:
+    """Return a free port of the loopback interface, for a coordinator."""
+    with reserved_port() as reserved:
+        return int(reserved.getsockname()[1])
 
 
 def environment(devices: int) -> dict[str, str]:

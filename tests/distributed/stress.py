@@ -17,9 +17,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import alpa_lite as al
-from alpa_lite.runtime.execute.exchange import Blanks, Exchange, Sent, token
-from alpa_lite.runtime.job.launch_order import in_turn
-from alpa_lite.runtime.job.processes import devices_of, is_here
+from alpa_lite.runtime.execute.crossing import Blanks, Exchange, Sent, token
+from alpa_lite.runtime.job.processes import devices_of, in_turn, is_here
 
 NUM_LAUNCHES, IN_FLIGHT, SIZE = 300, 14, 3000
 

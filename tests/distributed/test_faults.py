@@ -14,8 +14,8 @@ import pytest
 
 from alpa_lite.api.doctor import virtual_environment
 from alpa_lite.runtime.job.consensus import differences
-from alpa_lite.runtime.job.launch import COORDINATOR, NUM_PROCESSES, PROCESS_ID, free_port
-from tests.distributed.launched import ROOT, run
+from alpa_lite.runtime.job.launch import COORDINATOR, NUM_PROCESSES, PROCESS_ID
+from tests.distributed.launched import ROOT, free_port, run
 
 STEP = """
 import dataclasses, json

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from alpa_lite.runtime.job.launch import COORDINATOR, HUNG, NUM_PROCESSES, PROCESS_ID, free_port
+from alpa_lite.runtime.job.launch import COORDINATOR, HUNG, NUM_PROCESSES, PROCESS_ID
 from tests.distributed.hangs import AT, STEPS
-from tests.distributed.launched import ROOT, environment, run
+from tests.distributed.launched import ROOT, environment, free_port, run
 
 psutil: Any = pytest.importorskip("psutil")
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 import alpa_lite as al
-from alpa_lite.runtime.job.launch import COORDINATOR, NUM_PROCESSES, PROCESS_ID, free_port
-from tests.distributed.launched import ROOT, environment
+from alpa_lite.runtime.job.launch import COORDINATOR, NUM_PROCESSES, PROCESS_ID
+from tests.distributed.launched import ROOT, environment, free_port
 
 COUNT = 3
 

@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 
 from alpa_lite.api.doctor import virtual_environment
-from alpa_lite.runtime.job.launch import COORDINATOR, NUM_PROCESSES, PROCESS_ID, free_port
-from tests.distributed.launched import ROOT
+from alpa_lite.runtime.job.launch import COORDINATOR, NUM_PROCESSES, PROCESS_ID
+from tests.distributed.launched import ROOT, free_port
 
 pytest.importorskip("orbax.checkpoint")
 psutil: Any = pytest.importorskip("psutil")

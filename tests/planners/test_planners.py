@@ -18,7 +18,7 @@ import pytest
 
 import alpa_lite as al
 from alpa_lite.cli.models.decoders import GPT
-from alpa_lite.inter_op.plan_request import PlanRequest
+from alpa_lite.inter_op.plan_request import PlanRequest, StepSignature
 from alpa_lite.plan.walk import free_values
 from alpa_lite.planners import (
     FSDP,
@@ -265,10 +265,8 @@ def test_pipelines_balance_their_stages(num_stages: int) -> None:
 
 def _request(**changes: Any) -> PlanRequest:
     defaults: dict[str, Any] = {
-        "function": "f",
+        "signature": StepSignature(function="f", num_arguments=0, batch_size=12),
         "step_at": lambda m, loop_parts: (m, loop_parts),
-        "num_arguments": 0,
-        "batch_size": 12,
         "cluster": eager_cluster(),
         "cost_model_for": lambda cluster: None,
     }
@@ -278,7 +276,8 @@ def _request(**changes: Any) -> PlanRequest:
 def test_choices_of_micro_batches() -> None:
     assert _request().microbatch_choices((1, 4, 5, 6)) == (1, 4, 6)
     assert _request(num_microbatches=3).microbatch_choices((1, 4)) == (3,)
-    assert _request(batch_size=None).microbatch_choices((1, 4)) == (1,)
+    no_batch = StepSignature(function="f", num_arguments=0, batch_size=None)
+    assert _request(signature=no_batch).microbatch_choices((1, 4)) == (1,)
     assert _request().microbatch_choices((5, 7)) == (1,)
 
 

@@ -120,6 +120,8 @@ def _reductions() -> list[Row]:
         row("reduce_min not a number", table["reduce_min"], x.at[3, 1, 2].set(jnp.nan), oracle="reduce"),
         row("reduce_max signed", table["reduce_max"], floats(8, 4, 3), oracle="reduce"),
         row("reduce_max bfloat16", table["reduce_max"], floats(8, 4, 3).astype(jnp.bfloat16), oracle="reduce"),
+        row("reduce_max complex", table["reduce_max"], lax.complex(floats(8, 4, 3), floats(8, 4, 3)), oracle="reduce"),
+        row("reduce_min complex", table["reduce_min"], lax.complex(floats(8, 4, 3), floats(8, 4, 3)), oracle="reduce"),
         row("reduce_max integers", table["reduce_max"], integers(99, 8, 4, 3, low=-99), oracle="reduce"),
         row("reduce_sum integers", table["reduce_sum"], integers(99, 8, 4, 3), oracle="reduce"),
         row("reduce_and", of(lax.reduce_and_p, axes=(0,)), truths(8, 4), oracle="reduce"),

@@ -11,9 +11,10 @@ import numpy as np
 import optax
 import pytest
 
+import alpa_lite.trace.trace as trace_module
 from alpa_lite.errors import BatchError, TraceError
-from alpa_lite.trace.call import NamedArguments
-from alpa_lite.trace.trace import Traced, trace
+from alpa_lite.trace.call import ArgumentRoles, NamedArguments
+from alpa_lite.trace.trace import Traced, match_state, trace
 
 W, X, Y = np.ones((8, 4), np.float32), np.ones((16, 8), np.float32), np.ones((16, 4), np.float32)
 
@@ -57,12 +58,14 @@ def test_python_scalars_keep_their_weak_type() -> None:
 
 
 def test_static_arguments_are_no_leaves() -> None:
-    traced = trace(lambda p, kind, x: (p, x if kind == "a" else -x), (W, "a", X), static=NamedArguments((-2,)))
+    traced = trace(
+        lambda p, kind, x: (p, x if kind == "a" else -x), (W, "a", X), roles=ArgumentRoles(static=NamedArguments((-2,)))
+    )
     assert traced.names == ("p", "x") and traced.call.static == ((1, str, "a"),)
 
 
 def test_donation_is_known_per_leaf() -> None:
-    traced = trace(_step, ({"w": W}, X, Y), donate=NamedArguments((0, -1)))
+    traced = trace(_step, ({"w": W}, X, Y), roles=ArgumentRoles(donated=NamedArguments((0, -1))))
     assert traced.donated == (True, False, True)
 
 
@@ -131,6 +134,23 @@ def test_a_lone_array_is_state_only_as_the_first_output() -> None:
     assert trace(lambda p, x: (p - 1, x * 2), (W, X)).aliases == {0: 0}
 
 
+def test_state_of_many_arrays_is_matched_in_linear_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = 0
+
+    def counted(pairs: Any, first: int, count: int) -> bool:
+        nonlocal looked
+        looked += count
+        return any(number in pairs for number in range(first, first + count))
+
+    monkeypatch.setattr(trace_module, "_holds_any", counted)
+    num = 500
+    arrays = [jax.ShapeDtypeStruct((8, 8), np.float32)] * num
+    assert match_state({"p": arrays, "x": arrays[0]}, (arrays, arrays[0])) == {i: i for i in range(num)}
+    each = [{"w": array} for array in arrays]
+    assert match_state(dict(enumerate(each)), tuple(each)) == {i: i for i in range(num)}
+    assert looked < 8 * num
+
+
 # --- the batch --------------------------------------------------------------------------------------------------------
 
 
@@ -180,7 +200,10 @@ def test_other_batch_sizes_are_traced_without_the_array() -> None:
 
 def test_the_batch_of_a_static_step_shifts_with_its_position() -> None:
     traced = trace(
-        lambda kind, p, x, y: _step(p, x, y), ("a", {"w": W}, X, Y), static=NamedArguments((0,)), batch_argnums=(2, 3)
+        lambda kind, p, x, y: _step(p, x, y),
+        ("a", {"w": W}, X, Y),
+        roles=ArgumentRoles(static=NamedArguments((0,))),
+        batch_argnums=(2, 3),
     )
     assert _batched(traced) == {"x", "y"}
 

@@ -36,6 +36,7 @@ from alpa_lite.inspection.text.tables import (
     opaque_table,
     stages_table,
     undivided_table,
+    user_shardings_table,
 )
 from alpa_lite.inspection.text.timeline import compared, comparison_table, predicted_timeline
 from alpa_lite.inspection.why.memory_use import allocated_table
@@ -390,8 +391,12 @@ def alternatives_section(plan: Plan) -> Section:
 
 
 def notes_sections(plan: Plan) -> list[Section]:
-    """Return the sections on ops without a sharding rule and on dims that an axis size does not divide."""
-    tables = {"opaque": opaque_table(plan), "undivided": undivided_table(plan)}
+    """Return the sections on ops without a rule, dims that axes do not divide, and shardings of the user."""
+    tables = {
+        "opaque": opaque_table(plan),
+        "undivided": undivided_table(plan),
+        "user-shardings": user_shardings_table(plan),
+    }
     return [
         Section(id=name, title=table.title, body=table_html(table, heading="", search=True) if table.rows else "")
         for name, table in tables.items()

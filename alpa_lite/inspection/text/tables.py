@@ -43,7 +43,15 @@ WIDTH = 120
 MAX_PARAMETER_ROWS = 25
 MAX_COLLECTIVE_ROWS = 10
 
-SCREEN_ROWS = {"stages": 16, "parameters": 8, "collectives": 6, "opaque": 4, "undivided": 4, "alternatives": 5}
+SCREEN_ROWS = {
+    "stages": 16,
+    "parameters": 8,
+    "collectives": 6,
+    "opaque": 4,
+    "undivided": 4,
+    "user_shardings": 6,
+    "alternatives": 5,
+}
 """Rows of each table of a plan in a terminal; `plan_tables`, pages and JSON have all of them."""
 
 
@@ -66,6 +74,7 @@ def plan_text(plan: Plan) -> str:
         collectives_table(plan, SCREEN_ROWS["collectives"]),
         shortened(opaque_table(plan), SCREEN_ROWS["opaque"]),
         shortened(undivided_table(plan), SCREEN_ROWS["undivided"]),
+        shortened(user_shardings_table(plan), SCREEN_ROWS["user_shardings"]),
         shortened(alternatives_table(plan), SCREEN_ROWS["alternatives"]),
     )
     return render([*headline(plan), ""], [table for table in tables if table.rows])
@@ -88,6 +97,7 @@ def plan_tables(plan: Plan) -> tuple[Table, ...]:
         collectives_table(plan),
         opaque_table(plan),
         undivided_table(plan),
+        user_shardings_table(plan),
         alternatives_table(plan),
     )
     return tuple(table for table in tables if table.rows)
@@ -280,6 +290,27 @@ def undivided_table(plan: Plan) -> Table:
     )
 
 
+def user_shardings_table(plan: Plan) -> Table:
+    """Return the shardings that the user's code gives, beside those of the plan; ones that it does not have first."""
+    uses = sorted(plan.user_shardings, key=lambda use: use.follows)
+    rows = tuple(
+        (
+            short_source(use.source),
+            str(list(use.shape)),
+            f"{use.wanted} of {' × '.join(f'{axis}={n}' for axis, n in use.mesh)}",
+            ", ".join(use.planned),
+            "yes" if use.follows else "no" if use.divides else "no: unequal parts",
+        )
+        for use in uses
+    )
+    return Table(
+        title="Shardings that your code gives",
+        columns=("where", "shape", "yours", "of the plan", "same"),
+        rows=rows,
+        note='user_shardings="pin" makes a plan that has them; plan.explain_user_shardings() says what each would cost',
+    )
+
+
 def alternatives_table(plan: Plan) -> Table:
     """Return the other plans that the search priced; a manual plan has none."""
     chosen = plan.prediction.step_seconds
@@ -335,6 +366,7 @@ def plan_summary(plan: Plan) -> dict[str, object]:
             for use in plan.opaque
         ],
         "undivided": [encode(dim) for dim in plan.undivided],
+        "user_shardings": [encode(use) for use in plan.user_shardings],
         "averaged": plan.averaged,
         "batch": encode(plan.batch),
     }

@@ -1,9 +1,9 @@
-"""Describe this process's devices as a `Cluster`: the programs of `probes`, timed by `timing`, explained by `fit`.
+"""Describe this process's devices as a `Cluster`: the programs of `probes`, timed and explained by `measurements`.
 
     dispatch_seconds = median time of a program that does next to nothing, awaited
     device_share     = seconds of a block divided over all devices / seconds of the whole block on one, on a shared
                        processor only
-    the rest         = the constants under which the cost model predicts the measurements          (fit.fit_cluster)
+    the rest         = the constants under which the cost model predicts the measurements          (fit_cluster)
 
 `local_cluster` reads or makes such a description:
 
@@ -39,7 +39,17 @@ import jax
 
 from alpa_lite import _jax
 from alpa_lite.errors import ExecutionError, UnusableFileWarning
-from alpa_lite.runtime.calibrate.fit import Measurement, fit_cluster, measured_constants, predicted_seconds
+from alpa_lite.runtime.calibrate.measurements import (
+    Measurement,
+    Stopwatch,
+    TimedProgram,
+    Timing,
+    fit_cluster,
+    measured_constants,
+    num_samples,
+    predicted_seconds,
+    time_programs,
+)
 from alpa_lite.runtime.calibrate.probes import (
     QUICK,
     Probe,
@@ -50,7 +60,6 @@ from alpa_lite.runtime.calibrate.probes import (
     share_programs,
     thorough_sizes,
 )
-from alpa_lite.runtime.calibrate.timing import Stopwatch, TimedProgram, Timing, num_samples, time_programs
 from alpa_lite.runtime.job.consensus import agreed_data, agreed_number
 from alpa_lite.runtime.job.processes import host_rows
 from cost_models.checks import ClusterError
@@ -140,9 +149,10 @@ class Calibration:
     @property
     def errors(self) -> tuple[float, ...]:
         """The error of each prediction, as a factor of at least 1; sorted."""
+        # Too long and too short by the same factor are equally wrong.
         return tuple(sorted(max(r, 1 / r) for r in map(self.ratio, self.measurements)))
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the cluster as `Cluster.from_json` reads it, with the origin of each value and a fit summary."""
         kind, count = self.cluster.device.name, min(m.num_samples for m in self.measurements)
         origin = f"measured on {self.date}, {kind}, median of {count} or more"
@@ -152,6 +162,7 @@ class Calibration:
         measured |= {"device_share"} if self.alone is not None else set()
         sources = {key: origin if key in measured else "assumed, not measured" for key in [*keys, "device_share"]}
         sources |= {"device.memory_bytes": f"reported on {self.date}, {kind}", "fingerprint": self.fingerprint}
+        # Quantiles of the sorted errors.
         errors = self.errors
         half, most = errors[len(errors) // 2], errors[int(0.9 * (len(errors) - 1))]
         notes = (
@@ -195,25 +206,25 @@ def calibrate(
     Raises:
         ExecutionError: the hosts have different numbers of devices.
     """
-    found = tuple(jax.devices() if devices is None else devices)
+    chosen = tuple(jax.devices() if devices is None else devices)
     progress("a first look", 0, 1)
-    first = quick_cluster(found)
+    first = quick_cluster(chosen)
     # All devices compute at the same time, and then each gets its share of a shared processor.
-    rate = first.device.peak("float32") / (len(found) if first.shared_processor else 1)
+    rate = first.device.peak("float32") / (len(chosen) if first.shared_processor else 1)
     sizes = thorough_sizes(first.device.memory_bytes, rate)
     guess = replace(first.device, peak_flops={**first.device.peaks, **_peaks(sizes.sides, first.device)})
     progress("compiling", 0, 1)
-    programs = _programs(found, sizes, shared_processor=first.shared_processor)
+    programs = _programs(chosen, sizes, shared_processor=first.shared_processor)
     stopwatch = Stopwatch(limit_seconds=limit_seconds, agree=agreed_number)
-    return conclude(replace(first, device=guess), programs, stopwatch, fingerprint(found), progress)
+    return conclude(replace(first, device=guess), programs, stopwatch, fingerprint(chosen), progress)
 
 
 def quick_cluster(devices: Sequence[_jax.Device]) -> Cluster:
     """Return a cluster for these devices, measured in about three seconds."""
-    found = tuple(devices)
-    guess = _guess(found)
-    programs = _programs(found, QUICK, shared_processor=guess.shared_processor)
-    return conclude(guess, programs, replace(_QUICK_STOPWATCH, agree=agreed_number), fingerprint(found)).cluster
+    chosen = tuple(devices)
+    guess = _guess(chosen)
+    programs = _programs(chosen, QUICK, shared_processor=guess.shared_processor)
+    return conclude(guess, programs, replace(_QUICK_STOPWATCH, agree=agreed_number), fingerprint(chosen)).cluster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,6 +258,7 @@ def conclude(
     progress: Progress = lambda *_: None,
 ) -> Calibration:
     """Time the programs and return the cluster like `guess` that explains them."""
+    # In this order, in which the timings are taken apart below.
     timed = [programs.dispatch, *programs.blocks, *[probe.program for probe in programs.probes]]
     total, done = num_samples(len(timed), stopwatch), 0
 
@@ -288,7 +300,7 @@ def _measurement(probe: Probe, timing: Timing) -> Measurement:
 
 
 def _device_share(alone_seconds: float, together_seconds: float, num_devices: int) -> float:
-    """Return the throughput of one device on its own, as a fraction of that of all devices together."""
+    """Return the throughput of one device alone as a fraction of the throughput of all devices together."""
     # Noise may put the ratio outside of what is possible: between an equal share and the whole processor.
     return min(1.0, max(1.0 / num_devices, together_seconds / alone_seconds))
 
@@ -302,12 +314,14 @@ def _guess(devices: tuple[_jax.Device, ...]) -> Cluster:
             "give as many devices of each host."
         )
     per_host = len(rows[0])
+    # Virtual devices of a CPU are threads on the same cores.
     shared = first.platform == "cpu" and per_host > 1
     return Cluster(
         name=f"local ({len(devices)} × {first.device_kind})",
         device=Device(
             name=first.device_kind,
             memory_bytes=_memory_bytes(first, per_host),
+            # Starting points within a few orders of magnitude: the fit tries several shifts of them.
             memory_bandwidth=1e11,
             peak_flops={"float32": _GUESSED_FLOPS, "tensorfloat32": _GUESSED_FLOPS},
             launch_seconds=1e-6,
@@ -363,13 +377,13 @@ def local_cluster(path: str | Path | None = None, *, devices: Sequence[_jax.Devi
         return _local_cluster(path, tuple(jax.devices() if devices is None else devices))
 
 
-def _local_cluster(path: str | Path | None, found: tuple[_jax.Device, ...]) -> Cluster:
+def _local_cluster(path: str | Path | None, devices: tuple[_jax.Device, ...]) -> Cluster:
     several = jax.process_count() > 1
     # The first process alone decides: others may have another file, or none.
-    cluster = _of_first_process(path, found) if several else _described(path, found)
+    cluster = _of_first_process(path, devices) if several else _described(path, devices)
     if cluster is not None:
         return cluster
-    return Cluster.from_json(agreed_data(_measured(found).to_json())) if several else _measured(found)
+    return Cluster.from_json(agreed_data(_measured(devices).to_json())) if several else _measured(devices)
 
 
 def _of_first_process(path: str | Path | None, devices: tuple[_jax.Device, ...]) -> Cluster | None:
@@ -387,7 +401,7 @@ def _of_first_process(path: str | Path | None, devices: tuple[_jax.Device, ...])
     return None if answer["cluster"] is None else Cluster.from_json(answer["cluster"])
 
 
-def _described(path: str | Path | None, found: tuple[_jax.Device, ...]) -> Cluster | None:
+def _described(path: str | Path | None, devices: tuple[_jax.Device, ...]) -> Cluster | None:
     """Return the cluster of the given file, or of the stored one if it is usable; else None.
 
     Raises:
@@ -395,14 +409,14 @@ def _described(path: str | Path | None, found: tuple[_jax.Device, ...]) -> Clust
         ClusterError: the given file cannot be read.
     """
     if path is not None:
-        return _checked(load_cluster(str(path)), path, found)
-    kept = path_for(fingerprint(found))
+        return _checked(load_cluster(str(path)), path, devices)
+    stored = path_for(fingerprint(devices))
     # Without a warning: mostly nobody has calibrated.
-    if not kept.exists():
+    if not stored.exists():
         return None
     try:
         # The name of the file is a hash of the fingerprint, but a file may have been copied or edited.
-        return _checked(load_cluster(str(kept)), kept, found)
+        return _checked(load_cluster(str(stored)), stored, devices)
     except (ClusterError, ExecutionError) as error:
         sentence = (
             f"What was measured on these devices cannot be used, and they are measured quickly: {error} Run "
@@ -432,4 +446,5 @@ def _checked(cluster: Cluster, path: str | Path, devices: tuple[_jax.Device, ...
 
 @functools.cache
 def _measured(devices: tuple[_jax.Device, ...]) -> Cluster:
+    # Cached, so that all plans of a process are made for the same cluster.
     return quick_cluster(devices)

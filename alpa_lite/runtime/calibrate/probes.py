@@ -28,9 +28,9 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite._jax import Device
-from alpa_lite.runtime.calibrate.timing import TimedProgram
+from alpa_lite.runtime.calibrate.measurements import TimedProgram
 from alpa_lite.runtime.job.processes import host_rows
-from cost_models.work import Collective, Group, Product, Work
+from cost_models.work import Collective, CollectiveKind, Group, Product, Work
 
 #: FLOPs per element of `_arithmetic` by the count of the rules, and of `_pass`.
 _ARITHMETIC_FLOPS, _PASS_FLOPS = 18.0, 3.0
@@ -47,7 +47,7 @@ _Step = Callable[[jax.Array, jax.Array], jax.Array]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """A program, and the parts whose prices add up to one trip of it; see `fit.Measurement` for the other fields."""
+    """A program, and the parts whose prices add up to one trip of it; the other fields are those of `Measurement`."""
 
     program: TimedProgram
     series: str
@@ -98,10 +98,10 @@ def thorough_sizes(memory_bytes: float, matrix_flops: float) -> ProbeSizes:
 
 def device_probes(devices: Sequence[Device], sizes: ProbeSizes) -> list[Probe]:
     """Return products and passes, on all devices at the same time."""
-    found: list[Probe] = []
+    probes: list[Probe] = []
 
     def add(series: str, function: _Step, shape: tuple[int, ...], work: Work) -> None:
-        found.append(
+        probes.append(
             Probe(
                 program=_everywhere(f"{series}, {shape[-1]}", function, devices, shape, work.dtype),
                 series=series,
@@ -117,11 +117,11 @@ def device_probes(devices: Sequence[Device], sizes: ProbeSizes) -> list[Probe]:
     add("tiny product", _product, (8, 8), _product_work(8, "float32"))
     for n in sizes.elements:
         add("pass", _pass, (n,), _pass_work(n))
-    found += [_convolution_probe(devices, stride, n) for stride in (1, 2) for n in sizes.channels]
+    probes += [_convolution_probe(devices, stride, n) for stride in (1, 2) for n in sizes.channels]
     middle = sizes.elements[len(sizes.elements) // 2]
     flops = _ARITHMETIC_FLOPS * middle
     add("arithmetic", _arithmetic, (middle,), Work(flops=flops, bytes=2.0 * _ITEM_BYTES * middle))
-    return found
+    return probes
 
 
 def _convolution_probe(devices: Sequence[Device], stride: int, channels: int) -> Probe:
@@ -186,13 +186,14 @@ def probe_groups(rows: list[list[Device]], *, every: bool) -> list[tuple[np.ndar
     inside = [g for g in range(2, per_host + 1) if per_host % g == 0 and g & (g - 1) == 0]
     inside = sorted({*inside, per_host} - {1}) if every else [per_host][: per_host > 1]
     grid = np.array(rows)
-    found = [
+    groups = [
         (grid.reshape(-1, g), Group(num_devices=g, devices_per_host=g, num_concurrent=per_host // g)) for g in inside
     ]
     if hosts > 1:
-        found.append((grid.T, Group(num_devices=hosts, devices_per_host=1, num_concurrent=per_host)))
-        found.append((grid.reshape(1, -1), Group(num_devices=hosts * per_host, devices_per_host=per_host)))
-    return found
+        # The columns of the grid: one device of each host.
+        groups.append((grid.T, Group(num_devices=hosts, devices_per_host=1, num_concurrent=per_host)))
+        groups.append((grid.reshape(1, -1), Group(num_devices=hosts * per_host, devices_per_host=per_host)))
+    return groups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,7 +202,7 @@ class _Kind:
 
     name: str
     run: Callable[[jax.Array, int], jax.Array]
-    kinds: tuple[Any, ...]
+    kinds: tuple[CollectiveKind, ...]
 
 
 def _exchange(x: jax.Array, size: int) -> jax.Array:
@@ -235,6 +236,7 @@ def _collective_probe(kind: _Kind, grid: np.ndarray, group: Group, elements: int
         return kind.run(y, size)
 
     mesh = Mesh(grid, ("sibling", "member"))
+    # The kinds run one after the other, so that their prices add up.
     collectives = [Collective(kind=k, bytes=float(_ITEM_BYTES * width), group=group) for k in kind.kinds]
     return Probe(
         program=_on_mesh(f"{series}, {width}", collective, mesh, (width,), "float32"),
@@ -316,11 +318,10 @@ def _on_mesh(name: str, function: _Step, mesh: Mesh, shape: tuple[int, ...], dty
     # Zeros stay finite (and never denormal) under repeated ops and sums; y @ w with all entries of w 1/n keeps ones.
     fill = 1.0 if len(shape) == 2 else 0.0
     rows, constants = _filled(full, dtype, sharding, fill), _filled(full, dtype, sharding, 1.0 / shape[-1])
-    return _looped(name, jax.jit(mapped), rows, constants)
+    return _looped(name, jax.jit(mapped), mesh, rows, constants)
 
 
-def _looped(name: str, program: Any, *arrays: jax.Array) -> TimedProgram:
-    mesh = arrays[0].sharding.mesh  # type: ignore[attr-defined]  # made with a NamedSharding
+def _looped(name: str, program: jax.stages.Wrapped, mesh: Mesh, *arrays: jax.Array) -> TimedProgram:
     everywhere = NamedSharding(mesh, PartitionSpec())
     compiled = program.lower(jax.ShapeDtypeStruct((), np.int32, sharding=everywhere), *arrays).compile()
 
@@ -331,7 +332,7 @@ def _looped(name: str, program: Any, *arrays: jax.Array) -> TimedProgram:
     return TimedProgram(name=name, run=run)
 
 
-def _called(name: str, compiled: Any, *arrays: jax.Array) -> TimedProgram:
+def _called(name: str, compiled: jax.stages.Compiled, *arrays: jax.Array) -> TimedProgram:
     """Return a program whose trip is one awaited call."""
 
     def run(trips: int) -> None:

@@ -30,17 +30,19 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from pathlib import Path
 
 from alpa_lite.errors import CheckpointError
 from alpa_lite.runtime.checkpoint import disk
-from alpa_lite.runtime.checkpoint.checksums import LIST, OLD, list_kind, read_list
+from alpa_lite.runtime.checkpoint.checksums import LIST, ListKind, list_kind, read_list
 from alpa_lite.runtime.checkpoint.lease import Lease
 from cost_models.checks import excerpt, parse_json
 
 RECORD = "alpa_lite_checkpoint.json"
 """Name of the file."""
 
+# The names that alpa_lite, Orbax and OCDBT give to files. Any other file is somebody else's and is never removed.
 _OWN = re.compile(
     rf"SHA256SUMS(\..+)?|{re.escape(RECORD)}|leaves\.json|plan\.json|_METADATA|_CHECKPOINT_METADATA|commit_success\.txt"
     r"|(ocdbt\.process_[0-9]+/)?(d/[0-9a-f]{32}|manifest\.ocdbt)(\.__lock)?"
@@ -73,6 +75,7 @@ def read_record(folder: Path) -> Record | None:
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
     numbers = (record.step, record.save, 0 if record.parent is None else record.parent)
+    # By exact type, as a bool is an int to Python; bounded, as JSON has integers of any size.
     is_valid = all(type(number) is int and 0 <= number < _LARGEST for number in numbers)
     return record if is_valid and digest == _digest(asdict(record)) else None
 
@@ -84,22 +87,32 @@ def is_own(name: str) -> bool:
 
 def files_of(folder: Path) -> list[str]:
     """Return the paths of all files in a folder and its subfolders; links are not followed."""
-    found = list[str]()
+    paths = list[str]()
     for place, folders, names in os.walk(folder):
         # `os.walk` lists a link to a folder among the folders; it counts as a file here.
         links = [name for name in folders if Path(place, name).is_symlink()]
-        found += [Path(place, name).relative_to(folder).as_posix() for name in (*names, *links)]
-    return found
+        paths += [Path(place, name).relative_to(folder).as_posix() for name in (*names, *links)]
+    return paths
 
 
 def _digest(data: dict[str, object]) -> str:
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 
-_UNFINISHED, _REPLACED, _REMOVED, _ASIDE, _DAMAGED = "unfinished", "replaced", "removed", "aside", "damaged"
+class _FolderState(StrEnum):
+    """The state of a step that the name of its folder gives after the number; see the docstring of this module."""
+
+    UNFINISHED = "unfinished"
+    REPLACED = "replaced"
+    REMOVED = "removed"
+    ASIDE = "aside"
+    DAMAGED = "damaged"
+
+
+# No leading zeros, so that each number has one name.
 _STEP = r"(0|[1-9][0-9]{0,18})"
 _NUMBERED = re.compile(_STEP)
-_NAMED = re.compile(rf"{_STEP}\.({_UNFINISHED}|{_REPLACED}|{_REMOVED}|{_ASIDE}|{_DAMAGED})(?:-[0-9a-z]+)?")
+_NAMED = re.compile(rf"{_STEP}\.({'|'.join(_FolderState)})(?:-[0-9a-z]+)?")
 
 _logger = logging.getLogger("alpa_lite")
 
@@ -140,8 +153,12 @@ class Folder:
 
     def set_aside(self) -> tuple[Path, ...]:
         """Return the folders that no longer count: of abandoned branches, or damaged."""
-        found = [path for path, kind in self._named() if kind in (_ASIDE, _DAMAGED) and _is_marked(path)]
-        return tuple(sorted([*found, *(step.path for step in _abandoned(self._there()).values())]))
+        renamed = [
+            path
+            for path, state in self._named()
+            if state in (_FolderState.ASIDE, _FolderState.DAMAGED) and _is_marked(path)
+        ]
+        return tuple(sorted([*renamed, *(step.path for step in _abandoned(self._there()).values())]))
 
     def prepare(self, number: int, parent: int | None, damaged: Iterable[int]) -> Path:
         """Clean up after an earlier run, and make the folder to write a step into.
@@ -161,10 +178,10 @@ class Folder:
         # Damaged ones too keep their content, under another name: somebody may still rescue it.
         broken = [there[step].path for step in damaged if step in there]
         for path in [*broken, *([place] if _exists(place) and number not in there else [])]:
-            self._rename(path, f"{_number(path)}.{_DAMAGED}")
+            self._rename(path, f"{_number(path)}.{_FolderState.DAMAGED}")
         # After the clean-up, so that the number is above that of every step that counts.
         save = 1 + max((step.save or 0 for step in self._there().values()), default=0)
-        unfinished = self.path / f"{number}.{_UNFINISHED}-{self.lease.token}"
+        unfinished = self.path / f"{number}.{_FolderState.UNFINISHED}-{self.lease.token}"
         self.lease.check()
         disk.make_folder(unfinished)
         disk.create(unfinished / RECORD, Record(step=number, parent=parent, save=save).to_bytes())
@@ -180,7 +197,7 @@ class Folder:
         place, replaced = self.path / f"{number}", None
         if _exists(place):
             # In two steps, as a rename cannot replace a folder that has content.
-            replaced = self._rename(place, f"{number}.{_REPLACED}")
+            replaced = self._rename(place, f"{number}.{_FolderState.REPLACED}")
             disk.sync(self.path)
         self.lease.check()
         try:
@@ -203,7 +220,7 @@ class Folder:
             others = [step.path for step in self.branch().values() if step.number not in {number, *but}]
             # The new checkpoint is one of those to keep, and is not among the others.
             self._remove(others[: max(0, len(others) - keep + 1)] if keep is not None else [])
-            self._remove(path for path, kind in self._named() if kind == _REPLACED and self._is_replaced(path))
+            self._remove(self._replaced())
         except OSError as error:
             _logger.warning("Old checkpoints in %s could not be removed: %s", excerpt(self.path, 300), error)
 
@@ -213,32 +230,33 @@ class Folder:
         self._bring_back()
 
     def _there(self) -> dict[int, SavedStep]:
-        found = {number: path for path, number in self._numbered() if _is_complete(path)}
-        for path, kind in self._named():
-            if kind == _REPLACED and _is_complete(path):
+        paths = {number: path for path, number in self._numbered() if _is_complete(path)}
+        for path, state in self._named():
+            if state is _FolderState.REPLACED and _is_complete(path):
                 # A crash between the two renames of `publish` leaves only this name: the step has not been lost.
-                found.setdefault(_number(path), path)
-        return {number: _step(number, found[number]) for number in sorted(found)}
+                paths.setdefault(_number(path), path)
+        return {number: _step(number, paths[number]) for number in sorted(paths)}
 
     def _put_right(self) -> None:
         self._bring_back()
-        left = [path for path, kind in self._named() if kind in (_UNFINISHED, _REMOVED)]
-        replaced = [path for path, kind in self._named() if kind == _REPLACED and self._is_replaced(path)]
-        self._remove([*left, *replaced])
+        left = [path for path, state in self._named() if state in (_FolderState.UNFINISHED, _FolderState.REMOVED)]
+        self._remove([*left, *self._replaced()])
         self._set_abandoned_aside()
 
     def _bring_back(self) -> None:
         """Restore steps that were to be replaced but were not."""
-        for path, kind in self._named():
-            if kind == _REPLACED and _is_complete(path) and not _exists(self.path / f"{_number(path)}"):
+        for path, state in self._named():
+            if state is _FolderState.REPLACED and _is_complete(path) and not _exists(self.path / f"{_number(path)}"):
                 self._rename(path, f"{_number(path)}")
 
-    def _is_replaced(self, path: Path) -> bool:
-        return _is_complete(self.path / f"{_number(path)}")
+    def _replaced(self) -> list[Path]:
+        """Return the earlier checkpoints of steps that have been saved again completely."""
+        earlier = (path for path, state in self._named() if state is _FolderState.REPLACED)
+        return [path for path in earlier if _is_complete(self.path / f"{_number(path)}")]
 
     def _set_abandoned_aside(self) -> None:
         for number, step in _abandoned(self._there()).items():
-            moved = self._rename(step.path, f"{number}.{_ASIDE}")
+            moved = self._rename(step.path, f"{number}.{_FolderState.ASIDE}")
             _logger.warning(
                 "The checkpoint of step %d in %s is of a branch that was left, and is called %s from now on. Remove it "
                 "by hand when it is no longer needed.",
@@ -271,8 +289,8 @@ class Folder:
                     self._keep_foreign(path, foreign)
                 else:
                     # Renamed first, so that a checkpoint which is removed in part does not count.
-                    is_going = (name := _NAMED.fullmatch(path.name)) is not None and name[2] == _REMOVED
-                    doomed.append(path if is_going else self._rename(path, f"{_number(path)}.{_REMOVED}"))
+                    is_going = (name := _NAMED.fullmatch(path.name)) is not None and name[2] == _FolderState.REMOVED
+                    doomed.append(path if is_going else self._rename(path, f"{_number(path)}.{_FolderState.REMOVED}"))
         if doomed:
             disk.sync(self.path)
         for path in doomed:
@@ -282,7 +300,7 @@ class Folder:
             _wipe(path)
 
     def _keep_foreign(self, path: Path, foreign: str) -> None:
-        moved = self._rename(path, f"{_number(path)}.{_ASIDE}")
+        moved = self._rename(path, f"{_number(path)}.{_FolderState.ASIDE}")
         _logger.warning(
             "%s was to be removed, but %s, which alpa_lite did not write: it stays as %s.",
             excerpt(path, 300),
@@ -295,10 +313,10 @@ class Folder:
             if _NUMBERED.fullmatch(name):
                 yield self.path / name, int(name)
 
-    def _named(self) -> list[tuple[Path, str]]:
-        """Return the folders whose names state what became of a step, with that state."""
+    def _named(self) -> list[tuple[Path, _FolderState]]:
+        """Return the folders whose names contain the state of a step, with that state."""
         matches = ((name, _NAMED.fullmatch(name)) for name in self._names())
-        return [(self.path / name, match[2]) for name, match in matches if match is not None]
+        return [(self.path / name, _FolderState(match[2])) for name, match in matches if match is not None]
 
     def _names(self) -> list[str]:
         try:
@@ -308,7 +326,8 @@ class Folder:
 
 
 def _abandoned(there: Mapping[int, SavedStep]) -> dict[int, SavedStep]:
-    """Return those of the steps, in rising order, after which a lower one was saved."""
+    """Return the steps, in rising order, after which a lower one was saved."""
+    # In rising order, so that the saves of all lower steps are counted when a step is compared with them.
     abandoned, newest = dict[int, SavedStep](), -1
     for number, step in there.items():
         if step.save is not None and step.save < newest:
@@ -319,7 +338,7 @@ def _abandoned(there: Mapping[int, SavedStep]) -> dict[int, SavedStep]:
 
 
 def _step(number: int, path: Path) -> SavedStep:
-    return SavedStep(number=number, path=path, record=read_record(path), is_old=list_kind(path) == OLD)
+    return SavedStep(number=number, path=path, record=read_record(path), is_old=list_kind(path) is ListKind.OLD)
 
 
 def _number(path: Path) -> int:
@@ -332,7 +351,7 @@ def _exists(path: Path) -> bool:
 
 def _is_marked(path: Path) -> bool:
     """Return True if a folder carries our mark; checked again before each change to it."""
-    return path.is_dir() and ((path / RECORD).is_file() or bool(list_kind(path)))
+    return path.is_dir() and ((path / RECORD).is_file() or list_kind(path) is not None)
 
 
 def _is_complete(path: Path) -> bool:

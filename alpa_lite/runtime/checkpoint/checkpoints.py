@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, SupportsIndex
 
 import jax
 from jax.sharding import NamedSharding
 
-from alpa_lite._jax import Tree
+from alpa_lite._jax import Tree, TreeDef, TreeLeaf
 from alpa_lite.errors import AlpaLiteError, CheckpointError, UnusableFileWarning
 from alpa_lite.plan.codec import MAX_BYTES
 from alpa_lite.plan.plan import Plan
@@ -47,6 +47,9 @@ from alpa_lite.runtime.job.consensus import Stopping, agreed_data, everywhere, r
 from alpa_lite.runtime.job.launched import summary
 from alpa_lite.runtime.job.shutdown import leaving
 from cost_models.checks import excerpt
+
+if TYPE_CHECKING:  # it needs Orbax, which is imported only when a checkpoint is written or read
+    from alpa_lite.runtime.checkpoint.saved_arrays import Writer
 
 _SHOWN = 3
 _SHOWN_STEPS = 20
@@ -80,7 +83,7 @@ class Checkpoints:
         self.folder = Path(folder).absolute()
         self._files = Folder(self.folder)
         self._keep, self._asynchronous = keep, asynchronous
-        self._writer: Any = None
+        self._writer: Writer | None = None
         self._pending: int | None = None
         self._unfinished = Path()
         self._last: int | None = None
@@ -133,10 +136,10 @@ class Checkpoints:
         Raises:
             CheckpointError: there is no such step.
         """
-        found = self._files.branch().get(step)
-        if found is None:
+        saved = self._files.branch().get(step)
+        if saved is None:
             raise CheckpointError(self._none(step))
-        return None if found.record is None else found.record.parent
+        return None if saved.record is None else saved.record.parent
 
     def save(self, step: int, state: Tree, *, plan: Plan | None = None) -> None:
         """Save a state, a pytree of arrays and numbers, together with its `plan`.
@@ -151,19 +154,19 @@ class Checkpoints:
         number = _whole(step)
         # Before anything else, so that a state that cannot be saved disturbs no running save.
         content = stored(state)
-        beside = {"leaves.json": write_leaves(content.leaves)}
+        files = {"leaves.json": write_leaves(content.leaves)}
         if plan is not None:
-            beside["plan.json"] = json.dumps(plan.to_json(), allow_nan=False).encode()
+            files["plan.json"] = json.dumps(plan.to_json(), allow_nan=False).encode()
         self.wait()
         store, problem = _store(), None
         unfinished = self._unfinished = self._make_way(number)
         self._pending = number
         try:
             # Its threads are started once, by the first save; a program that only restores has none.
-            self._writer = self._writer or store.Writer()
+            writer = self._writer = self._writer or store.Writer()
             publish = partial(self._files.publish, unfinished, number)
             with busy("saving a checkpoint"):
-                self._writer.start(unfinished, store.Content(arrays=content.arrays, beside=beside, publish=publish))
+                writer.start(unfinished, store.Content(arrays=content.arrays, files=files, publish=publish))
         except Exception as error:
             problem = error
         # Not before all processes are here: one that raised alone would leave the others waiting.
@@ -195,18 +198,20 @@ class Checkpoints:
         """
         self.wait()
         leaves, structure = _wanted(like, argument)
-        asked = [step] if step in self._files.branch() else []
+        requested = [step] if step in self._files.branch() else []
         # The first process's view counts: on a network file system others may see a folder late.
-        there = agreed_data(self.steps[::-1] if step is None else asked)
+        there = agreed_data(self.steps[::-1] if step is None else requested)
         if not there:
             raise CheckpointError(self._none(step))
         refused: list[str] = []
+        # The newest first, until one is undamaged.
         for number in there:
             problem = self._problem(number, verify=verify)
             if not problem:
                 for sentence in refused[:_SHOWN]:
                     warnings.warn(f"{sentence} Step {number} is used.", UnusableFileWarning, stacklevel=2)
                 state = jax.tree.unflatten(structure, self._read(number, leaves, partial=partial))
+                # The next save names it as its parent, by which the branches of a folder are told apart.
                 self._last = number
                 return number, state
             refused.append(f"The checkpoint of step {number} in {self._where} is damaged: {problem}.")
@@ -251,6 +256,7 @@ class Checkpoints:
         step, problem = self._pending, None
         try:
             with busy("saving a checkpoint"):
+                assert self._writer is not None, "a save is pending"
                 self._writer.finish()
         except Exception as error:
             problem = error
@@ -284,8 +290,8 @@ class Checkpoints:
     def _is_asked(self, number: int, step: int | None) -> bool:
         return number == step if step is not None else number not in self._damaged
 
-    def _read(self, step: int, leaves: Sequence[Wanted], *, partial: bool) -> list[Any]:
-        problem, state = None, list[Any]()
+    def _read(self, step: int, leaves: Sequence[Wanted], *, partial: bool) -> list[TreeLeaf]:
+        problem, state = None, list[TreeLeaf]()
         try:
             folder = self._files.branch()[step].path
             saved = read_leaves(folder / "leaves.json")
@@ -295,6 +301,7 @@ class Checkpoints:
             state = [each.restored(read.get(each.name)) for each in leaves]
         except Exception as error:
             problem = error
+        # An error counts only here: a process that raised before would leave the others waiting for it.
         if failure := shared_error(problem):
             raise CheckpointError(
                 f"The checkpoint of step {step} in {self._where} cannot be restored: {failure.reason}."
@@ -305,9 +312,9 @@ class Checkpoints:
         """Return the damage of a checkpoint in words; the same on all processes, each of which checks a part."""
         with busy("checking a checkpoint"):
             mine = self._damage(step, verify)
-        found = [*dict.fromkeys(problem for part in everywhere(mine) for problem in part)]
-        more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-        return ", ".join(found[:_SHOWN]) + more
+        problems = [*dict.fromkeys(problem for part in everywhere(mine) for problem in part)]
+        more = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        return ", ".join(problems[:_SHOWN]) + more
 
     def _damage(self, step: int, verify: bool) -> list[str]:
         """Return the damage in this process's part. Sizes are checked before contents, which it might take days to
@@ -354,8 +361,8 @@ class Checkpoints:
             if jax.process_index() == 0:
                 # Also what other processes have written: they have all come to the end of the save.
                 self._files.give_up(self._unfinished)
-        kept = f"The newest one is of step {self.latest}" if self.latest is not None else "There is no earlier one"
-        return f"The checkpoint of step {step} in {self._where} could not be written: {reason}. {kept}."
+        newest = f"The newest one is of step {self.latest}" if self.latest is not None else "There is no earlier one"
+        return f"The checkpoint of step {step} in {self._where} could not be written: {reason}. {newest}."
 
     def _make_way(self, step: int) -> Path:
         """Clean up after an earlier run, and make the folder to write a step into."""
@@ -366,9 +373,10 @@ class Checkpoints:
         self._raise_if_failed(step, made.problem)
         # `prepare` has renamed them, so that they are no steps of the folder any more.
         self._damaged.clear()
+        assert made.value is not None, "the first process returned the folder, or all of them raised"
         return Path(made.value)
 
-    def _on_first(self, action: Callable[[], Any]) -> _Done:
+    def _on_first(self, action: Callable[[], str | None]) -> _Done:
         """Run an action on the first process. Its refusal (`CheckpointError`) is raised on all of them."""
         value, refused, problem = None, None, None
         if jax.process_index() == 0:
@@ -378,6 +386,7 @@ class Checkpoints:
                 refused = str(error)
             except Exception as error:
                 problem = error
+        # As text: the other processes have not looked at the folder, and raise the same sentence.
         value, refused = agreed_data([value, refused])
         if refused:
             raise CheckpointError(refused)
@@ -393,7 +402,7 @@ class Checkpoints:
 class _Done:
     """The result of the first process, and the error of this one."""
 
-    value: Any
+    value: str | None
     problem: Exception | None
 
 
@@ -410,8 +419,9 @@ def _some(sentences: Sequence[str]) -> str:
     return " ".join(sentences[:_SHOWN]) + more
 
 
-def _whole(step: Any) -> int:
+def _whole(step: SupportsIndex) -> int:
     try:
+        # To Python a bool is an integer, but it is no step.
         number = -1 if isinstance(step, bool) else operator.index(step)
     except TypeError:
         number = -1
@@ -420,16 +430,17 @@ def _whole(step: Any) -> int:
     return number
 
 
-def _wanted(like: CompiledFunction | Tree, argument: Argument | Sequence[Argument]) -> tuple[list[Wanted], Any]:
+def _wanted(like: CompiledFunction | Tree, argument: Argument | Sequence[Argument]) -> tuple[list[Wanted], TreeDef]:
     """Return the leaves to restore, and the structure of their pytree."""
     if not isinstance(like, CompiledFunction):
         return wanted(like), jax.tree.structure(like)
     traced = like.traced
     several = not isinstance(argument, (int, str))
+    # Shapes and shardings in the structure of the arguments: one path selects from both.
     trees = [jax.tree.unflatten(traced.in_tree, values) for values in (traced.leaves, _shardings(like))]
-    asked = [argument] if isinstance(argument, (int, str)) else list(argument)
+    arguments = [argument] if isinstance(argument, (int, str)) else list(argument)
     try:
-        structs, shardings = (tuple(_argument(tree, each) for each in asked) for tree in trees)
+        structs, shardings = (tuple(_argument(tree, each) for each in arguments) for tree in trees)
     except KeyError as error:
         raise CheckpointError(
             f"argument={argument!r} was given, but {traced.name} has no argument {error}. Give the position or the "

@@ -15,6 +15,7 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from enum import StrEnum
 from pathlib import Path
 
 from alpa_lite.runtime.checkpoint import disk
@@ -23,12 +24,22 @@ from cost_models.checks import excerpt
 LIST = "SHA256SUMS"
 """The file with the digests; those of a subfolder are in `SHA256SUMS.<its name>` until the whole list is written."""
 
-OLD, NEW = "old", "new"
-"""Results of `list_kind` for lists without and with the record of a checkpoint (`checkpoint_folder.Record`)."""
 
-_FIRST_LINES = {NEW: "# alpa_lite checkpoint, sha256 of the lines below: ", OLD: "# sha256 of the lines below: "}
+class ListKind(StrEnum):
+    """The kind of a list of checksums: of a checkpoint with a record (`checkpoint_folder.Record`), or of an old one."""
+
+    NEW = "new"
+    OLD = "old"
+
+
+# What the first line of a list says before the digest of the others.
+_FIRST_LINES = {
+    ListKind.NEW: "# alpa_lite checkpoint, sha256 of the lines below: ",
+    ListKind.OLD: "# sha256 of the lines below: ",
+}
 _LINE = re.compile(r"([0-9a-f]{64})  (\S.*)")
 _MAX_THREADS = 8
+# Far more than any list of ours needs: a file that somebody else has made must not fill the memory.
 _MOST_BYTES = 64 * 2**20
 _MOST_LETTERS = 1024
 
@@ -39,16 +50,16 @@ def write_checksums(folder: Path) -> None:
     Digests of subfolders that were written before (`write_part`) are merged into the list, and their own lists removed.
     """
     parts = sorted(folder.rglob(f"{LIST}.*"))
-    known = {
+    listed = {
         (path.parent / name).relative_to(folder).as_posix(): digest
         for path in parts
         for name, digest in read_list(path).items()
     }
-    rest = [name for name in _files(folder) if name not in known and not _is_list(name)]
+    rest = [name for name in _files(folder) if name not in listed and not _is_list(name)]
     # Before the whole list is written, after which nothing in the folder changes any more.
     for path in parts:
         disk.unlink(path)
-    _write(folder / LIST, known | _digests(folder, rest))
+    _write(folder / LIST, listed | _digests(folder, rest))
 
 
 def write_part(folder: Path, part: str) -> None:
@@ -59,16 +70,16 @@ def write_part(folder: Path, part: str) -> None:
     _write(folder / f"{LIST}.{part}", _digests(folder, names))
 
 
-def list_kind(folder: Path) -> str:
-    """Return the kind of a folder's list, if it is ours: `NEW`, `OLD` (without a record), or empty for none."""
+def list_kind(folder: Path) -> ListKind | None:
+    """Return the kind of a folder's list; None if the folder has no list of ours."""
     try:
         with disk.open_regular(folder / LIST) as file:
             # Bounded: a foreign file of this name may be large and have no line break.
             line = file.read(200).partition(b"\n")[0]
     except OSError:
-        return ""
+        return None
     return next(
-        (kind for kind, start in _FIRST_LINES.items() if re.fullmatch(f"{start}[0-9a-f]{{64}}".encode(), line)), ""
+        (kind for kind, start in _FIRST_LINES.items() if re.fullmatch(f"{start}[0-9a-f]{{64}}".encode(), line)), None
     )
 
 
@@ -78,14 +89,14 @@ def damage(folder: Path, *, share: int = 0, num_shares: int = 1, names: Sequence
     names: of these files only.
     """
     try:
-        known = read_list(folder / LIST)
+        digests = read_list(folder / LIST)
     except (OSError, ValueError) as error:
         return [f"its list of checksums, {LIST}, cannot be read ({excerpt(_reason(error))})"]
-    names = [name for name in sorted(known)[share::num_shares] if names is None or name in names]
+    names = [name for name in sorted(digests)[share::num_shares] if names is None or name in names]
     with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
         # Reading and hashing release Python's lock, so threads use several cores.
-        found = pool.map(lambda name: _problem(folder, name, known[name]), names)
-        return [problem for problem in found if problem]
+        problems = pool.map(lambda name: _problem(folder, name, digests[name]), names)
+        return [problem for problem in problems if problem]
 
 
 def read_list(path: Path) -> dict[str, str]:
@@ -93,16 +104,17 @@ def read_list(path: Path) -> dict[str, str]:
 
     Raises ValueError for a list that was truncated or changed, or names a file outside.
     """
+    # The first line has the digest of the others: a list that was cut off or changed does not match it.
     first, _, lines = disk.read_bounded(path, _MOST_BYTES).decode("utf-8").partition("\n")
     if first not in {start + _of_text(lines) for start in _FIRST_LINES.values()}:
         raise ValueError("it was cut off or changed")
-    found: dict[str, str] = {}
+    digests: dict[str, str] = {}
     for line in lines.split("\n")[:-1]:
         match = _LINE.fullmatch(line)
-        if match is None or not _is_inside(match[2]) or match[2] in found:
+        if match is None or not _is_inside(match[2]) or match[2] in digests:
             raise ValueError(f"{excerpt(line[66:] or line)} is no name of a file in the folder, or is there twice")
-        found[match[2]] = match[1]
-    return found
+        digests[match[2]] = match[1]
+    return digests
 
 
 def _is_inside(name: str) -> bool:
@@ -128,9 +140,9 @@ def _reason(error: Exception) -> str:
 
 
 def _digests(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    found = list(names)
+    listed = list(names)
     with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
-        return dict(zip(found, pool.map(lambda name: _digest(folder / name), found), strict=True))
+        return dict(zip(listed, pool.map(lambda name: _digest(folder / name), listed), strict=True))
 
 
 def _digest(path: Path) -> str:
@@ -149,7 +161,7 @@ def _is_list(name: str) -> bool:
 def _write(path: Path, digests: dict[str, str]) -> None:
     """Write and sync a list: an existing list vouches for the files, also after a loss of power."""
     lines = "".join(f"{digest}  {name}\n" for name, digest in sorted(digests.items()))
-    disk.write(path, f"{_FIRST_LINES[NEW]}{_of_text(lines)}\n{lines}".encode())
+    disk.write(path, f"{_FIRST_LINES[ListKind.NEW]}{_of_text(lines)}\n{lines}".encode())
     disk.sync(path)
     disk.sync(path.parent)
 

@@ -75,6 +75,7 @@ def sync_tree(folder: Path) -> None:
     for place, _, names in os.walk(folder):
         folders.append(Path(place))
         files += [Path(place, name) for name in names]
+    # Files first: a folder that is on disk then names no content that is not.
     _sync_all(files)
     _sync_all(folders)
 
@@ -92,6 +93,7 @@ def make_folders(path: Path) -> None:
 
 
 def _sync_all(paths: Iterable[Path]) -> None:
+    # Each call waits for the disk, which serves several at the same time.
     with ThreadPoolExecutor(_MAX_THREADS) as pool:
         list(pool.map(sync, paths))
 

@@ -43,6 +43,7 @@ _NAME = re.compile(r"alpa_lite_writer\.([1-9][0-9]{0,17})\.json")
 
 _logger = logging.getLogger("alpa_lite")
 
+# Weak, so that a lease which is dropped without `give_back` does not look held for ever.
 _open_here: weakref.WeakValueDictionary[str, Lease] = weakref.WeakValueDictionary()
 """The leases of this process by their tokens. A lease of this process that is not listed may be taken over."""
 
@@ -108,7 +109,7 @@ class Lease:
         return newest
 
     def _alive(self, number: int) -> Mapping[str, object] | None:
-        """Return the owner of a lease, once it is known to be alive; None once it is known to be dead."""
+        """Return the owner of a lease once it has shown that it is alive; None once it counts as dead."""
         first, told = self._seen, False
         while (seen := self._seen) is not None and first is not None and seen[0] == number:
             owner, silent = _owner(seen[1]), time.monotonic() - seen[2]
@@ -169,7 +170,7 @@ class _Held:
     over: threading.Event = field(default_factory=threading.Event)
 
     def is_mine(self) -> bool:
-        """Return True if it is the newest lease of the folder, and still that of this process."""
+        """Return True if it is the newest lease of the folder, and still belongs to this process."""
         if _newest(self.path.parent) != self.number:
             return False
         return _owner(_content(self.path.parent, self.number)).get("token") == self.me["token"]
@@ -288,6 +289,8 @@ def _began(process: int) -> str:
     """
     state, *rest = _text(f"/proc/{process}/stat").rpartition(") ")[2].split() or [""]
     if state:
+        # The state is field 3 of the file, and the start is field 22. A zombie has ended, but its exit code was not
+        # read.
         return "over" if state in "ZX" else rest[18]
     try:
         os.kill(process, 0)

@@ -26,7 +26,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
 from etils import epath
+from orbax.checkpoint.type_handlers import ParamInfo
 
+from alpa_lite._jax import Array
 from alpa_lite.runtime.checkpoint import disk
 from alpa_lite.runtime.checkpoint.checksums import LIST, write_checksums, write_part
 from alpa_lite.runtime.checkpoint.saved_leaves import Leaf, Wanted
@@ -70,8 +72,11 @@ class ShardHandler(ocp.type_handlers.ArrayHandler):
             array_metadata_store=None,
         )
 
-    async def serialize(self, values: Sequence[Any], infos: Sequence[Any], args: Any = None) -> Any:
+    async def serialize(
+        self, values: Sequence[jax.Array], infos: Sequence[ParamInfo], args: Sequence[ocp.SaveArgs] | None = None
+    ) -> Sequence[ocp.Future]:
         """Write the shards that this process has."""
+        # Stages of a pipeline lie on some processes only: others have no shard of their arrays.
         args = args or [ocp.SaveArgs()] * len(values)
         here = [i for i, value in enumerate(values) if value.sharding.addressable_devices]
         if not here:
@@ -80,7 +85,7 @@ class ShardHandler(ocp.type_handlers.ArrayHandler):
         arrays: list[Any] = [_Local(values[i]) if local and values[i].is_fully_addressable else values[i] for i in here]
         return await super().serialize(arrays, [infos[i] for i in here], [args[i] for i in here])
 
-    async def deserialize(self, infos: Sequence[Any], args: Any = None) -> Any:
+    async def deserialize(self, infos: Sequence[ParamInfo], args: Any = None) -> Sequence[jax.Array]:
         """Read the shards that this process's devices need."""
         here = [i for i, arg in enumerate(args) if arg.sharding.addressable_devices]
         # Orbax expects each process to have a part of each array; those without one are made as handles below.
@@ -94,7 +99,7 @@ class ShardHandler(ocp.type_handlers.ArrayHandler):
         ]
 
 
-def _arrays_handler() -> Any:
+def _arrays_handler() -> ocp.PyTreeCheckpointHandler:
     registry = ocp.type_handlers.create_type_handler_registry(
         (jax.Array, ShardHandler()), (np.ndarray, ocp.type_handlers.NumpyHandler())
     )
@@ -110,18 +115,19 @@ class _Careful(ocp.AsyncCheckpointHandler):
 
     def __init__(self) -> None:
         self._arrays = _arrays_handler()
-        self._beside: Mapping[str, bytes] = {}
+        self._files: Mapping[str, bytes] = {}
         self._publish: Callable[[], None] = _nothing
         self._has_arrays = False
         self.problem: Exception | None = None
 
-    async def async_save(self, directory: Any, args: Content) -> list[Any]:
+    async def async_save(self, directory: epath.Path, args: Content) -> list[Any]:
         # Do not store the arrays themselves: their device memory would stay in use.
-        self._beside, self._has_arrays, self.problem = args.beside, bool(args.arrays), None
+        self._files, self._has_arrays, self.problem = args.files, bool(args.arrays), None
         self._publish = args.publish
-        written: list[Any] = []
+        written: list[ocp.Future] = []
         try:
             if args.arrays:
+                # In small chunks: a process that needs a part of an array reads little more than that.
                 chunks = dict.fromkeys(args.arrays, ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES))
                 item = ocp.args.PyTreeSave(item=dict(args.arrays), save_args=chunks)
                 written = await self._arrays.async_save(directory, args=item) or []
@@ -129,13 +135,14 @@ class _Careful(ocp.AsyncCheckpointHandler):
             self.problem = error
         return [_PendingWrite(written, Path(directory), self)]
 
-    def save(self, directory: Any, args: Content) -> None:
+    # Abstract in the base class, but never called: saves are asynchronous, and `read_arrays` restores.
+    def save(self, directory: epath.Path, args: Content) -> None:
         raise NotImplementedError
 
-    def restore(self, directory: Any, args: Any = None) -> Any:
+    def restore(self, directory: epath.Path, args: ocp.args.CheckpointArgs | None = None) -> None:
         raise NotImplementedError
 
-    def finalize(self, directory: Any) -> None:
+    def finalize(self, directory: epath.Path) -> None:
         """Complete the checkpoint on the first process, when all have written what they could."""
         folder, publish, self._publish = Path(directory), self._publish, _nothing
         try:
@@ -147,7 +154,7 @@ class _Careful(ocp.AsyncCheckpointHandler):
                         )
                 if self._has_arrays:
                     self._arrays.finalize(directory)
-                for name, data in self._beside.items():
+                for name, data in self._files.items():
                     disk.create(folder / name, data)
                 disk.sync_tree(folder)
                 write_checksums(folder)
@@ -167,8 +174,8 @@ class Content(ocp.args.CheckpointArgs):
     publish: called by the first process when all of it is on disk.
     """
 
-    arrays: Mapping[str, Any]
-    beside: Mapping[str, bytes]
+    arrays: Mapping[str, Array]
+    files: Mapping[str, bytes]
     publish: Callable[[], None]
 
 
@@ -200,7 +207,7 @@ class _Places:
 
     folder = Path()
 
-    def from_final(self, final: Any, **options: Any) -> _CheckpointPath:
+    def from_final(self, final: object, **options: object) -> _CheckpointPath:
         del final, options
         return _CheckpointPath(self.folder)
 
@@ -208,7 +215,7 @@ class _Places:
 class _PendingWrite:
     """The pending write of one process: done when the data and its digests are on disk."""
 
-    def __init__(self, futures: Sequence[Any], folder: Path, handler: _Careful) -> None:
+    def __init__(self, futures: Sequence[ocp.Future], folder: Path, handler: _Careful) -> None:
         self._futures, self._folder, self._handler = futures, folder, handler
 
     def result(self, timeout: float | None = None) -> None:
@@ -230,10 +237,10 @@ def _part(process: int) -> str:
 class _NoMetadata:
     """Drops Orbax's notes on when it wrote what: they change after the list of checksums is written."""
 
-    def write(self, file_path: Any, metadata: Any) -> None:
+    def write(self, file_path: object, metadata: object) -> None:
         pass
 
-    def update(self, file_path: Any, **changes: Any) -> None:
+    def update(self, file_path: object, **changes: object) -> None:
         pass
 
     def wait_until_finished(self) -> None:
@@ -273,7 +280,7 @@ class Writer:
         self._checkpointer.close()
 
 
-def read_arrays(folder: Path, wanted: Sequence[Wanted], saved: Mapping[str, Leaf]) -> dict[str, Any]:
+def read_arrays(folder: Path, wanted: Sequence[Wanted], saved: Mapping[str, Leaf]) -> dict[str, Array]:
     """Return the arrays of a checkpoint by name, as they are stored: in their shardings, or on the host.
 
     Raises ValueError for arrays that are stored in another form than `saved` says.
@@ -283,11 +290,12 @@ def read_arrays(folder: Path, wanted: Sequence[Wanted], saved: Mapping[str, Leaf
         return {}
     _check_headers(folder, wanted, saved)
     with ocp.Checkpointer(_arrays_handler()) as reader:
+        # With `partial_restore` Orbax reads the names of the item alone; its values do not matter.
         args = ocp.args.PyTreeRestore(item=dict.fromkeys(how, 0), restore_args=how, partial_restore=True)
         return reader.restore(folder, args=args)
 
 
-def _restore_args(each: Wanted, saved: Leaf) -> Any:
+def _restore_args(each: Wanted, saved: Leaf) -> ocp.RestoreArgs:
     if each.sharding is None or saved.is_number:
         return ocp.RestoreArgs(restore_type=np.ndarray)
     form = each.leaf.as_stored

@@ -27,7 +27,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from alpa_lite import _jax
-from alpa_lite._jax import Tree
+from alpa_lite._jax import Array, DType, Tree, TreeLeaf
 from alpa_lite.errors import CheckpointError
 from alpa_lite.runtime.checkpoint.checkpoint_folder import files_of, is_own
 from alpa_lite.runtime.checkpoint.disk import read_bounded
@@ -40,7 +40,9 @@ FORMAT = 1
 _WIDER = {"int2": "int8", "int4": "int8", "uint2": "uint8", "uint4": "uint8"}
 """Dtypes that are stored as wider ones, which hold the same numbers."""
 
+# Compared with `jnp.issubdtype`, which also covers bfloat16 and the float8 dtypes.
 _KINDS = (np.bool_, np.integer, np.floating, np.complexfloating)
+# By NumPy's letter of a kind of dtypes; the others have at most 8 bytes.
 _LARGEST_BYTES = {"c": 16}
 _DTYPE = re.compile(r"[a-z][a-z0-9_]{2,24}|key<[a-zA-Z0-9_ .-]{1,40}>")
 _MOST_DIMS = 64
@@ -84,6 +86,7 @@ class Leaf:
     def as_stored(self) -> jax.ShapeDtypeStruct:
         """Shape and dtype in the file."""
         if self.is_key:
+            # The words of a key are one more dim, whose size depends on the generator.
             return jax.eval_shape(jax.random.key_data, _jax.struct(self.shape, self.dtype))
         return jax.ShapeDtypeStruct(self.shape, jnp.dtype(_WIDER.get(self.dtype, self.dtype)))
 
@@ -101,6 +104,7 @@ class Leaf:
     def to_json(self) -> dict[str, object]:
         """Return JSON-compatible data."""
         data: dict[str, object] = {"shape": list(self.shape), "dtype": self.dtype}
+        # Left out where it is false, as in most leaves: a state may have many thousands of them.
         return {**data, "is_number": True} if self.is_number else data
 
     @staticmethod
@@ -127,13 +131,13 @@ class Stored:
     """
 
     leaves: Mapping[str, Leaf]
-    arrays: Mapping[str, Any]
+    arrays: Mapping[str, Array]
 
 
 def stored(state: Tree) -> Stored:
     """Return a state as it is written. Raises `CheckpointError` for a leaf that is no array and no number."""
     leaves: dict[str, Leaf] = {}
-    arrays: dict[str, Any] = {}
+    arrays: dict[str, Array] = {}
     for name, value in _named(state):
         if isinstance(value, jax.Array) and value.is_deleted():
             raise CheckpointError(
@@ -146,7 +150,7 @@ def stored(state: Tree) -> Stored:
     return Stored(leaves=leaves, arrays=arrays)
 
 
-def _storable(value: Any, leaf: Leaf) -> Any:
+def _storable(value: TreeLeaf, leaf: Leaf) -> Array:
     if leaf.is_key:
         return jax.random.key_data(value)
     array = value if isinstance(value, jax.Array) else np.asarray(value)
@@ -208,21 +212,25 @@ class Wanted:
         spec = PartitionSpec(*self.sharding.spec[: len(self.leaf.shape)])
         return NamedSharding(self.sharding.mesh, spec, memory_kind=self.sharding.memory_kind)
 
-    def restored(self, array: Any) -> Any:
+    def restored(self, array: Array | None) -> TreeLeaf:
         """Return the leaf, made of the array that was read (None for an array without elements)."""
         form = self.leaf.as_stored
+        # Arrays without elements are not in the file.
         array = np.zeros(form.shape, form.dtype) if array is None else array
+        # A number is stored as an array without dims, whose element `[()]` takes out.
         if self.number is not None:
             return self.number(array[()])
-        if self.sharding is None:
+        sharding = self.stored_sharding
+        if sharding is None:
             return np.array(array, self.leaf.dtype)
         if not isinstance(array, jax.Array):
-            array = _placed(self.name, array, form, self.stored_sharding)
+            array = _placed(self.name, array, form, sharding)
         if self.leaf.is_key:
             return jax.jit(_keys, static_argnums=1, out_shardings=self.sharding)(
                 array, _jax.key_implementation(self.leaf.dtype)
             )
         if self.leaf.dtype in _WIDER:
+            # Converted on the devices, each its own block.
             return jax.jit(lambda x: x.astype(self.leaf.dtype), out_shardings=self.sharding)(array)
         return array
 
@@ -231,7 +239,7 @@ def _keys(data: jax.Array, implementation: str) -> jax.Array:
     return jax.random.wrap_key_data(data, impl=implementation)
 
 
-def _placed(name: str, array: Any, form: jax.ShapeDtypeStruct, sharding: Any) -> jax.Array:
+def _placed(name: str, array: Array, form: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.Array:
     """Return an array in a sharding, made from one that every process has on its host; each puts its own blocks."""
     converted = np.asarray(array).astype(form.dtype)
     # A Python number of any size may have been saved where an array of narrow integers is wanted.
@@ -258,7 +266,7 @@ def wanted(like: Tree, shardings: Sequence[Sharding] | None = None) -> list[Want
     ]
 
 
-def _place(value: Any) -> Sharding | None:
+def _place(value: TreeLeaf) -> Sharding | None:
     if isinstance(value, (jax.Array, jax.ShapeDtypeStruct)):
         return value.sharding or SingleDeviceSharding(jax.local_devices()[0])
     return None
@@ -267,6 +275,7 @@ def _place(value: Any) -> Sharding | None:
 def check_fit(wanted: Sequence[Wanted], saved: Mapping[str, Leaf], *, partial: bool) -> None:
     """Raise `CheckpointError` unless a checkpoint has the requested leaves, and (unless `partial`) no others."""
     names = {each.name for each in wanted}
+    # Names first, then forms: a message about a wrong state is shorter than one about each of its leaves.
     missing = [name for name in names if name not in saved]
     extra = [] if partial else [name for name in saved if name not in names]
     if missing or extra:
@@ -289,14 +298,15 @@ def _listed(what: str, names: Sequence[str]) -> list[str]:
     return [f"{what} {', '.join(map(excerpt, sorted(names)[:_SHOWN]))}{more}"] if names else []
 
 
-def _named(tree: Tree) -> list[tuple[str, Any]]:
+def _named(tree: Tree) -> list[tuple[str, TreeLeaf]]:
     """Return the leaves by their paths; of paths that read alike the later ones are numbered."""
     paths, _ = jax.tree_util.tree_flatten_with_path(tree)
+    # Two keys of a dictionary may read alike, as 1 and "1" do.
     names = unique(jax.tree_util.keystr(path, simple=True, separator="/") or "state" for path, _ in paths)
     return [(name, value) for name, (_, value) in zip(names, paths, strict=True)]
 
 
-def _described(name: str, value: Any) -> Leaf:
+def _described(name: str, value: TreeLeaf) -> Leaf:
     is_number = type(value) in (bool, int, float, complex)
     dtype = np.asarray(value).dtype if is_number else getattr(value, "dtype", None)
     if _can_be_stored(dtype):
@@ -313,7 +323,7 @@ def _is_of_numbers(dtype: str) -> bool:
     return _can_be_stored(jnp.dtype(dtype))
 
 
-def _can_be_stored(dtype: Any) -> bool:
+def _can_be_stored(dtype: DType) -> bool:
     if dtype is None or jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return dtype is not None
     if not any(jnp.issubdtype(dtype, kind) for kind in _KINDS):
@@ -324,6 +334,7 @@ def _can_be_stored(dtype: Any) -> bool:
 
 def check_files(folder: Path, saved: Mapping[str, Leaf]) -> None:
     """Raise ValueError unless the files of a checkpoint are regular, and of plausible sizes for its arrays."""
+    # Generous: the bound has to catch files that would fill the memory, not files that are a little too large.
     room = 2 * sum(_bytes(leaf) for leaf in saved.values()) + _SPARE_BYTES + _SPARE_BYTES_PER_LEAF * len(saved)
     largest = room - _SPARE_BYTES_PER_LEAF * len(saved)
     root = folder.resolve()
@@ -349,15 +360,15 @@ def _bytes(leaf: Leaf) -> int:
 def _size(path: Path, root: Path, own: bool) -> int:
     """Return the size in bytes of a file of ours; 0 for others, whose links must still not lead out of the folder."""
     try:
-        found = path.lstat()
-        if stat.S_ISLNK(found.st_mode):
+        status = path.lstat()
+        if stat.S_ISLNK(status.st_mode):
             if not path.resolve(strict=True).is_relative_to(root):
                 raise ValueError(f"{excerpt(path.name)} leads out of the folder")
-            found = path.stat()
+            status = path.stat()
     except RuntimeError as error:
         raise ValueError(f"{excerpt(path.name)} is a link to itself") from error
     if not own:
         return 0
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise ValueError(f"{excerpt(path.name)} is no regular file")
-    return found.st_size
+    return status.st_size

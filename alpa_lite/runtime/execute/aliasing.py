@@ -23,13 +23,14 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
-from typing import Any
 
 import jax
 from jax.sharding import Sharding
 
 from alpa_lite import _jax
-from alpa_lite.lower.instructions import Buffer, Instruction, Program
+from alpa_lite._jax import TreeLeaf
+from alpa_lite.lower.instructions import Buffer, Instruction, InstructionKind, Program
+from alpa_lite.lower.op_places import TaskRole
 from alpa_lite.lower.slices import Port, TaskSpec
 from alpa_lite.plan.plan import Plan
 from alpa_lite.program.phases import StepGraph
@@ -72,10 +73,10 @@ class Apart:
         self._watched = [*self._replaced, *self._kept, *(i for i in watched if donated[i] and i not in next_of)]
         self._results = [next_of[i] for i in self._replaced]
         self._more_results = [(i, next_of[i]) for i in self._kept if i in next_of]
-        self._expected: list[Callable[[], Any]] = [_nothing] * len(watched)
-        self._returned: list[tuple[int, Callable[[], Any]]] = []
+        self._expected: list[Callable[[], object]] = [_nothing] * len(watched)
+        self._returned: list[tuple[int, Callable[[], object]]] = []
 
-    def __call__(self, leaves: Sequence[Any]) -> Sequence[Any]:
+    def __call__(self, leaves: Sequence[TreeLeaf]) -> Sequence[TreeLeaf]:
         """Return the arguments, with copies where needed."""
         fresh = [i for i, expected in zip(self._watched, self._expected, strict=True) if expected() is not leaves[i]]
         if not fresh:
@@ -85,7 +86,7 @@ class Apart:
         arrays = {i for i in fresh if isinstance(leaves[i], jax.Array)}.difference(returned)
         return self._with_copies(leaves, arrays) if arrays else leaves
 
-    def note(self, leaves: Sequence[Any], outputs: Sequence[jax.Array]) -> None:
+    def note(self, leaves: Sequence[TreeLeaf], outputs: Sequence[jax.Array]) -> None:
         """Remember, after a step, arrays that share no buffers: its results, and arguments that were not donated."""
         if self._watched:
             # By weak references: watching an array must not keep it alive.
@@ -96,33 +97,33 @@ class Apart:
             ]
             self._returned = [(i, weakref.ref(outputs[number])) for i, number in self._more_results]
 
-    def _with_copies(self, leaves: Sequence[Any], fresh: Set[int]) -> Sequence[Any]:
+    def _with_copies(self, leaves: Sequence[TreeLeaf], fresh: Set[int]) -> Sequence[TreeLeaf]:
         repeated = [i for group in self._groups if not fresh.isdisjoint(group) for i in self._repeated(group, leaves)]
         if not repeated:
             return leaves
-        found = list(leaves)
+        arguments = list(leaves)
         for i, copy in zip(repeated, copies([leaves[i] for i in repeated]), strict=True):
-            found[i] = copy
-        return found
+            arguments[i] = copy
+        return arguments
 
-    def _repeated(self, group: Sequence[int], leaves: Sequence[Any]) -> list[int]:
+    def _repeated(self, group: Sequence[int], leaves: Sequence[TreeLeaf]) -> list[int]:
         """Return the members of a group to copy: never arguments that the caller keeps."""
-        taken, found = set[Hashable](), list[int]()
+        taken, repeated = set[Hashable](), list[int]()
         # Those that the caller keeps come first, so that of two arrays with one buffer the donated one is copied.
         for i in sorted(group, key=lambda i: self._donated[i]):
             if isinstance(leaves[i], jax.Array):
                 own = {id(leaves[i]), *_jax.addresses(leaves[i])}
                 if self._donated[i] and not taken.isdisjoint(own):
-                    found.append(i)
+                    repeated.append(i)
                 taken |= own
-        return found
+        return repeated
 
 
 def _nothing() -> None:
     """Return None, in place of a weak reference to an array that no longer exists."""
 
 
-def _reference(value: Any) -> Callable[[], Any]:
+def _reference(value: TreeLeaf) -> Callable[[], object]:
     return weakref.ref(value) if isinstance(value, jax.Array) else _nothing
 
 
@@ -141,30 +142,30 @@ def _alike(leaves: Sequence[jax.ShapeDtypeStruct], shardings: Sequence[Sharding]
 
 
 def shared_results(program: Program, plan: Plan, step: StepGraph, donated: Sequence[bool]) -> tuple[int, ...]:
-    """Return the numbers of outputs that are the same array as another output, or as a kept argument."""
+    """Return the numbers of outputs that are the same array as another output or as an argument that is not donated."""
     same = sent_in_place(program, plan)
-    placed = {b: b.value for i in program.instructions if i.kind == "PLACE" for b in i.writes}
+    placed = {b: b.value for i in program.instructions if i.kind == InstructionKind.PLACE for b in i.writes}
     leaf = {v: part.leaf for v, part in zip(step.graph.inputs, step.input_parts, strict=True)}
-    taken, found = set[Buffer | int](), list[int]()
+    taken, shared = set[Buffer | int](), list[int]()
     for number, buffer in enumerate(program.outputs):
         made = same.get(buffer, buffer)
         origin = placed.get(made, made)
-        kept = made in placed and not (leaf[made.value] < len(donated) and donated[leaf[made.value]])
-        if kept or origin in taken:
-            found.append(number)
+        is_retained = made in placed and not (leaf[made.value] < len(donated) and donated[leaf[made.value]])
+        if is_retained or origin in taken:
+            shared.append(number)
         taken.add(origin)
-    return tuple(found)
+    return tuple(shared)
 
 
-def with_copies(results: list[Any], numbers: Sequence[int]) -> list[Any]:
+def with_copies(results: list[TreeLeaf], numbers: Sequence[int]) -> list[TreeLeaf]:
     """Return the outputs of a program with those at `numbers` copied; outputs on other processes are None."""
     here = [number for number in numbers if results[number] is not None]
     if not here:
         return results
-    found = list(results)
+    copied = list(results)
     for number, copy in zip(here, copies([results[number] for number in here]), strict=True):
-        found[number] = copy
-    return found
+        copied[number] = copy
+    return copied
 
 
 def donations(program: Program, plan: Plan, step: StepGraph, donated: Sequence[bool]) -> dict[int, tuple[int, ...]]:
@@ -172,15 +173,15 @@ def donations(program: Program, plan: Plan, step: StepGraph, donated: Sequence[b
     i.
     """
     facts = _Facts(program, plan, step, donated)
-    kept: dict[int, set[int]] = {}
+    free_in: dict[int, set[int]] = {}
     for number, instruction in enumerate(program.instructions):
-        if instruction.kind == "RUN":
+        if instruction.kind == InstructionKind.RUN:
             inputs = range(len(program.tasks[instruction.task].inputs))
             free = {i for i in inputs if facts.is_free(number, instruction, i)}
             # One executable runs all micro-batches: it may overwrite only what is free in each of them.
-            kept[instruction.task] = kept.get(instruction.task, free) & free
+            free_in[instruction.task] = free_in.get(instruction.task, free) & free
     # JAX warns about a donated buffer that no output can reuse.
-    return {task: _reusable(program.tasks[task], sorted(free), step) for task, free in kept.items() if free}
+    return {task: _reusable(program.tasks[task], sorted(free), step) for task, free in free_in.items() if free}
 
 
 class _Facts:
@@ -194,7 +195,7 @@ class _Facts:
         self.last: dict[Buffer, tuple[int, int]] = {}
         self.times: Counter[tuple[int, Buffer]] = Counter()
         for number, instruction in enumerate(program.instructions):
-            if instruction.kind != "FREE":
+            if instruction.kind != InstructionKind.FREE:
                 for position, buffer in enumerate(instruction.reads):
                     self.last[self.same.get(buffer, buffer)] = number, position
                     self.times[number, self.same.get(buffer, buffer)] += 1
@@ -211,22 +212,22 @@ class _Facts:
         given = leaf < len(self.donated) and self.donated[leaf]
         at_home = self.program.homes[buffer.value][0] == buffer.stage
         # Without a task that returns the argument's next value, no result would reuse its buffer.
-        return given and at_home and self.program.tasks[instruction.task].kind in ("update", "step")
+        return given and at_home and self.program.tasks[instruction.task].kind in (TaskRole.UPDATE, TaskRole.STEP)
 
     def _made(self) -> set[Buffer]:
         """Return the buffers that the program made itself, or copied to devices on which the source has no block."""
-        found: set[Buffer] = set()
+        made: set[Buffer] = set()
         for instruction in self.program.instructions:
-            if instruction.kind == "RUN":
-                found.update(instruction.writes)
-            elif instruction.kind == "SEND":
+            if instruction.kind == InstructionKind.RUN:
+                made.update(instruction.writes)
+            elif instruction.kind == InstructionKind.SEND:
                 source, target = (
                     set(self.plan.stages[s].submesh.devices) for s in (instruction.source_stage, instruction.stage)
                 )
                 # On a device that both stages share, the transfer may return the very block that the source holds.
                 if source.isdisjoint(target):
-                    found.update(instruction.writes)
-        return found
+                    made.update(instruction.writes)
+        return made
 
 
 def sent_in_place(program: Program, plan: Plan) -> dict[Buffer, Buffer]:
@@ -237,7 +238,7 @@ def sent_in_place(program: Program, plan: Plan) -> dict[Buffer, Buffer]:
     # A copy of a copy is traced back to the first original.
     same: dict[Buffer, Buffer] = {}
     for instruction in program.instructions:
-        if instruction.kind == "SEND":
+        if instruction.kind == InstructionKind.SEND:
             stages = (plan.stages[s] for s in (instruction.source_stage, instruction.stage))
             if set.intersection(*(set(stage.submesh.devices) for stage in stages)):
                 source = instruction.reads[0]

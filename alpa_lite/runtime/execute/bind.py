@@ -23,18 +23,19 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
+from alpa_lite._jax import TreeLeaf
 from alpa_lite.lower.emission import Executable
-from alpa_lite.lower.instructions import SUM, Buffer, Instruction, Program
+from alpa_lite.lower.instructions import SUM, Buffer, Instruction, InstructionKind, Program
 from alpa_lite.program.phases import StepGraph
-from alpa_lite.runtime.execute.crossing import Windows
-from alpa_lite.runtime.execute.placing import Placing
+from alpa_lite.runtime.execute.placing import Placing, Windows
 from alpa_lite.runtime.execute.run_transfers import Transfer
-from alpa_lite.runtime.job.in_flight import Flight, Token
-from alpa_lite.runtime.job.launch_order import in_turn
-from alpa_lite.runtime.job.processes import devices_of
+from alpa_lite.runtime.job.activity import Flight, Token
+from alpa_lite.runtime.job.processes import devices_of, in_turn
 from alpa_lite.sharding.specs import Spec
 
 Slots = list[Any]
+"""The arguments of a step and what its instructions have made: a leaf of an argument, an array, or None while empty."""
+
 Action = Callable[[Slots], None]
 
 
@@ -54,14 +55,16 @@ class Bound:
     num_slots: int
     outputs: tuple[int, ...]
 
-    def slots(self, inputs: Sequence[Any]) -> Slots:
+    def slots(self, inputs: Sequence[TreeLeaf]) -> Slots:
         """Return the slots for one step on these inputs."""
         return [*inputs, *[None] * (self.num_slots - len(inputs))]
 
     def run(self, slots: Slots) -> None:
         """Launch all instructions."""
+        # The loop of every step: everything that an instruction needs was looked up when it was bound.
         for action, free in self.actions:
             action(slots)
+            # The list is the only reference to what the step makes: clearing an element frees its memory.
             for i in free:
                 slots[i] = None
 
@@ -102,17 +105,17 @@ class Binder:
     def bound(self) -> Bound:
         """Return the program with all look-ups done."""
         kinds: dict[str, Callable[[int, Instruction], Action]] = {
-            "PLACE": self._place,
-            "RUN": self._run,
-            "SEND": self._send,
-            "ZEROS": self._zeros,
-            "CONCAT": self._concat,
+            InstructionKind.PLACE: self._place,
+            InstructionKind.RUN: self._run,
+            InstructionKind.SEND: self._send,
+            InstructionKind.ZEROS: self._zeros,
+            InstructionKind.CONCAT: self._concat,
         }
         actions: list[tuple[Action, list[int]]] = []
         numbers: list[int] = []
         last_place: dict[int, list[int]] = {}
         for number, instruction in enumerate(self.program.instructions):
-            if instruction.kind == "FREE":
+            if instruction.kind == InstructionKind.FREE:
                 if actions:
                     actions[-1][1].extend(self.slot[b] for b in instruction.reads)
                 continue
@@ -125,7 +128,7 @@ class Binder:
                 continue
             actions.append((kinds[instruction.kind](number, instruction), []))
             numbers.append(number)
-            if instruction.kind == "PLACE":
+            if instruction.kind == InstructionKind.PLACE:
                 last_place[self.input_slot[instruction.writes[0].value]] = actions[-1][1]
                 last_place.update({slot: actions[-1][1] for slot in self._staged_by(instruction)})
         # An argument has no FREE: its slot is cleared after the last PLACE that reads it.
@@ -143,9 +146,9 @@ class Binder:
         """Return True if this process takes part in an instruction: any process may hold a part of an argument to
         place.
         """
-        if instruction.kind == "SEND":
+        if instruction.kind == InstructionKind.SEND:
             return instruction.writes[0] in self.transfers
-        return instruction.kind == "PLACE" or self.is_here[instruction.stage]
+        return instruction.kind == InstructionKind.PLACE or self.is_here[instruction.stage]
 
     def _staged_by(self, instruction: Instruction) -> list[int]:
         key = instruction.writes[0].value, instruction.stage, instruction.spec
@@ -153,6 +156,7 @@ class Binder:
 
     def _run(self, number: int, instruction: Instruction) -> Action:
         executable = self.executables[instruction.task]
+        assert executable.compiled is not None, "this process has a device of the mesh"
         compiled, launched = in_turn(executable.compiled, devices_of(executable.mesh)), self.flight.launched
         group = self.groups[instruction.stage]
         writes = [self.slot[b] for b in instruction.writes]
@@ -242,7 +246,7 @@ class Binder:
         return concat
 
 
-def _taker(slots: Sequence[int]) -> Callable[[Slots], Sequence[Any]]:
+def _taker(slots: Sequence[int]) -> Callable[[Slots], Sequence[jax.Array]]:
     """Return a function that reads these slots at once."""
     if len(slots) > 1:
         # With one index `itemgetter` returns the item itself, and without any it fails.

@@ -25,12 +25,13 @@ from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.stages import Compiled, Lowered
 
 from alpa_lite import _jax
 from alpa_lite._jax import Device
 from alpa_lite.errors import ExecutionError
 from alpa_lite.lower.emission import BoundaryArray, Emitted, boundary_layout, boundary_spec, emit_task, task_form
-from alpa_lite.lower.instructions import Buffer, Program
+from alpa_lite.lower.instructions import Buffer, InstructionKind, Program
 from alpa_lite.lower.local_machine import PlacedTask
 from alpa_lite.lower.slices import TaskSpec
 from alpa_lite.plan.plan import Plan
@@ -39,15 +40,19 @@ from alpa_lite.program.phases import StepGraph
 from alpa_lite.runtime.job.processes import all_here, any_here
 
 
-def task_units(
-    program: Program,
-    plan: Plan,
-    step: StepGraph,
-    equations: Sequence[Equation],
-    meshes: Sequence[Mesh],
-    donated: Mapping[int, Sequence[int]],
-) -> list[CompileUnit]:
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LoweredStep:
+    """A program of instructions, and what it was lowered from: a plan, the graph of a step, and JAX's equations."""
+
+    program: Program
+    plan: Plan
+    step: StepGraph
+    equations: Sequence[Equation]
+
+
+def task_units(lowered: LoweredStep, meshes: Sequence[Mesh], donated: Mapping[int, Sequence[int]]) -> list[CompileUnit]:
     """Return the tasks of a program, in order. `donated`: per task the inputs that are donated."""
+    program, plan, step, equations = lowered.program, lowered.plan, lowered.step, lowered.equations
     units: list[CompileUnit] = []
     for number, task in enumerate(program.tasks):
         mesh, given = meshes[task.stage], tuple(donated.get(number, ()))
@@ -61,21 +66,21 @@ def task_units(
     return units
 
 
-def lowered_tasks(
-    program: Program, plan: Plan, step: StepGraph, equations: Sequence[Equation], platform: str
-) -> list[tuple[TaskSpec, Any]]:
+def lowered_tasks(of: LoweredStep, platform: str) -> list[tuple[TaskSpec, Lowered]]:
     """Return each task with its lowered program (`jax.stages.Lowered`), without devices; equal tasks share one."""
-    lowered: dict[Hashable, Any] = {}
-    found: list[tuple[TaskSpec, Any]] = []
-    for task in program.tasks:
-        stage = plan.stages[task.stage]
+    step, equations = of.step, of.equations
+    lowered: dict[Hashable, Lowered] = {}
+    pairs: list[tuple[TaskSpec, Lowered]] = []
+    for task in of.program.tasks:
+        stage = of.plan.stages[task.stage]
         mesh = AbstractMesh(stage.mesh_shape.shape, stage.mesh_shape.axis_names)
+        # Without donations: nothing is run, and donations do not change the computation.
         placed = PlacedTask(task=task, step=step, equations=equations, placements=stage.ops)
         form = mesh, task_form(placed, dict(mesh.shape))
         if form not in lowered:
             lowered[form] = emit_task(placed, mesh, name=task.name, platform=platform).lower()
-        found.append((task, lowered[form]))
-    return found
+        pairs.append((task, lowered[form]))
+    return pairs
 
 
 def summed_costs(costs: Iterable[tuple[Mapping[str, float] | None, int]]) -> dict[str, float]:
@@ -91,22 +96,23 @@ def summed_costs(costs: Iterable[tuple[Mapping[str, float] | None, int]]) -> dic
     return total
 
 
-def joined_texts(programs: Iterable[tuple[str, Any]]) -> str:
+def joined_texts(programs: Iterable[tuple[str, Lowered | Compiled | None]]) -> str:
     """Return the texts of programs, equal ones once, each after a line of comment with the names of its tasks.
 
     programs: pairs of the name of a task and its lowered or compiled program; None for one of another process.
     """
-    found: dict[int, tuple[list[str], Any]] = {}
+    # By identity: units of one form share one program.
+    by_identity: dict[int, tuple[list[str], Lowered | Compiled]] = {}
     for name, program in programs:
         if program is not None:
-            found.setdefault(id(program), ([], program))[0].append(name)
-    return "\n".join(f"// {', '.join(names)}\n{program.as_text()}" for names, program in found.values())
+            by_identity.setdefault(id(program), ([], program))[0].append(name)
+    return "\n".join(f"// {', '.join(names)}\n{program.as_text()}" for names, program in by_identity.values())
 
 
 def zeros_units(program: Program, step: StepGraph, meshes: Sequence[Mesh]) -> dict[int, CompileUnit]:
     """Return the units that make the accumulators of tasks, by task number."""
     units: dict[int, CompileUnit] = {}
-    for number in dict.fromkeys(i.task for i in program.instructions if i.kind == "ZEROS"):
+    for number in dict.fromkeys(i.task for i in program.instructions if i.kind == InstructionKind.ZEROS):
         task = program.tasks[number]
         mesh = meshes[task.stage]
         layouts = tuple(boundary_layout(step.graph.values[p.value], p, dict(mesh.shape)) for p in task.sums)
@@ -131,7 +137,7 @@ def concat_units(program: Program, step: StepGraph, meshes: Sequence[Mesh]) -> d
     """Return the units that concatenate the micro-batches of each output with a batch dim, by its buffer."""
     specs: dict[Buffer, PartitionSpec] = {}
     for instruction in program.instructions:
-        if instruction.kind == "RUN":
+        if instruction.kind == InstructionKind.RUN:
             task = program.tasks[instruction.task]
             ports = zip(instruction.writes, (*task.outputs, *task.sums), strict=True)
             specs.update({buffer: boundary_spec(port.spec) for buffer, port in ports})
@@ -139,7 +145,7 @@ def concat_units(program: Program, step: StepGraph, meshes: Sequence[Mesh]) -> d
             specs.update(dict.fromkeys(instruction.writes, boundary_spec(instruction.spec)))
     units: dict[Buffer, CompileUnit] = {}
     for instruction in program.instructions:
-        if instruction.kind == "CONCAT":
+        if instruction.kind == InstructionKind.CONCAT:
             (buffer,) = instruction.writes
             value, mesh = step.graph.values[buffer.value], meshes[buffer.stage]
             ins = tuple(BoundaryArray(shape=value.shape, dtype=value.dtype, spec=specs[b]) for b in instruction.reads)
@@ -224,7 +230,7 @@ class Precompiled:
     """The program and the executable of each unit, in order; None for a unit without devices of this process."""
 
     emitted: tuple[Emitted, ...]
-    compiled: tuple[Any, ...]
+    compiled: tuple[Compiled | None, ...]
     counts: Counts
 
 
@@ -240,10 +246,10 @@ class _EqualUnits:
     emitted: Emitted
     meshes: dict[Devices, Mesh]
     uses: Counter[Devices]
-    lowered: Any = None
+    lowered: Lowered | None = None
     num_lowered: int = 1
     packed: _jax.Packed | None = None
-    on: dict[Devices, Any] = field(default_factory=dict[Devices, Any])
+    on: dict[Devices, Compiled] = field(default_factory=dict[Devices, Compiled])
     compiled: int = 0
 
 
@@ -261,6 +267,7 @@ def precompile(
     for key, unit in zip(keys, units, strict=True):
         members.setdefault(key, []).append(unit)
     groups = {key: _group(alike) for key, alike in members.items()}
+    # Units of other processes are not lowered or compiled here, and do not count for the progress.
     count = sum(sum(group.uses.values()) for group in groups.values())
     ours = [group for group in groups.values() if group.uses]
     _Precompiler(count, tell or (lambda *_: None)).run(ours, num_threads or _num_cores())
@@ -284,6 +291,7 @@ def _group(alike: Sequence[CompileUnit]) -> _EqualUnits:
         name=name,
         emitted=alike[0].emit(name=name),
         meshes={unit.devices: unit.mesh for unit in alike if any_here(unit.devices)},
+        # Several units on the same devices share one executable: chunks of an interleaved pipeline, for example.
         uses=Counter(unit.devices for unit in alike if any_here(unit.devices)),
     )
 
@@ -293,7 +301,7 @@ class _Precompiler:
 
     def __init__(self, num_units: int, tell: Tell) -> None:
         self.num_units, self.tell, self.done = num_units, tell, 0
-        self.waiting: dict[Future[tuple[Any, int]], tuple[_EqualUnits, Devices]] = {}
+        self.waiting: dict[Future[tuple[Compiled, int]], tuple[_EqualUnits, Devices]] = {}
 
     def run(self, groups: Sequence[_EqualUnits], num_threads: int) -> None:
         """Compile all groups; only this thread calls the progress callback."""
@@ -346,12 +354,13 @@ class _Precompiler:
                 group.lowered = group.packed = None
 
 
-def _compile_alone(lowered: Any) -> tuple[Any, int]:
+def _compile_alone(lowered: Lowered) -> tuple[Compiled, int]:
     return _jax.compiled(lowered), 1
 
 
-def _compile_first(group: _EqualUnits, devices: Devices) -> tuple[Any, int]:
+def _compile_first(group: _EqualUnits, devices: Devices) -> tuple[Compiled, int]:
     # It was lowered without devices, so that one module serves all units of the group.
+    assert group.lowered is not None, "only groups that were lowered without devices come here"
     compiled = _jax.compiled(group.lowered, device_assignment=devices)
     # Packing costs time, and serves only to load the executable on further devices of this process.
     if len(group.uses) > 1 and all_here(devices):
@@ -359,10 +368,11 @@ def _compile_first(group: _EqualUnits, devices: Devices) -> tuple[Any, int]:
     return compiled, 1
 
 
-def _load_or_compile(group: _EqualUnits, devices: Devices) -> tuple[Any, int]:
+def _load_or_compile(group: _EqualUnits, devices: Devices) -> tuple[Compiled, int]:
     loaded = _jax.unpacked(group.packed, devices) if group.packed is not None and all_here(devices) else None
     if loaded is not None:
         return loaded, 0
+    assert group.lowered is not None, "it is dropped only when all units of the group are compiled"
     return _jax.compiled(group.lowered, device_assignment=devices), 1
 
 

@@ -2,44 +2,196 @@
 
     cut     on the source mesh: copies the pieces to send out of the blocks                       `_cut`
     copy    all pieces at once, each from its device to another of this process                   `Crossing.copy`
-            those that go to another process by one program over all devices that take part      `exchange`
+            those that go to another process by one program over all devices that take part      `Exchange`
     land    on the receiving mesh: assembles the pieces into one chunk per device                 `_land`
 
 A process without a device of a mesh launches nothing there. No data passes through the host. The programs are compiled
 ahead of time, one for all devices of a mesh: a slot is a shape of which every device has at most one piece, and tables
 hold the offsets (`_slots`). Blocks that are sent whole need no cut, and pieces that are the receivers' blocks no land.
 
-The pieces of a plan's transfers are planned and priced. Those of arrays that the caller has placed in other shardings
-than the plan's are computed here (`relocation`):
+Pieces between processes (`Exchange`):
 
-    boxes    the block of each device in the source and in the target sharding                 `_boxes`
-    pieces   their intersections; a piece comes from the nearest device that has it            `course_between`
-    windows  instead of all rows, several runs of equally many rows, one after the other: each device gets its share of
-             every run, so that a run can then be sliced without communication                 `Windows`
+    round     pieces of one shape, of which each device sends at most one and receives at most one  `_rounds`
+    program   one permute per round, on an array that has a piece of each device along its first dim
+
+A device that sends nothing in a round contributes a blank of that shape, and one that receives nothing gets zeros.
+Every process that has one of the devices launches the program, in the same order among all programs that span
+processes.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.typing import DTypeLike
 from numpy.typing import NDArray
 
 from alpa_lite import _jax
 from alpa_lite._jax import Device
-from alpa_lite.runtime.execute.exchange import Blanks, Exchange, Sent, joined, stacked, stacked_spec, token
-from alpa_lite.runtime.job.in_flight import Token
-from alpa_lite.runtime.job.launch_order import in_turn
-from alpa_lite.runtime.job.processes import devices_of, is_here
-from alpa_lite.sharding.transfer import Box
+from alpa_lite.runtime.job.activity import Token
+from alpa_lite.runtime.job.consensus import meet
+from alpa_lite.runtime.job.processes import any_here, devices_of, in_turn, is_here, processes_of
+
+AXIS = "device"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    """A piece that one device sends to another."""
+
+    number: int
+    shape: tuple[int, ...]
+    source: Device
+    target: Device
+
+
+class Blanks:
+    """A cache of arrays of zeros, one per shape, dtype and device."""
+
+    def __init__(self) -> None:
+        """Start with an empty cache."""
+        self._made: dict[tuple[tuple[int, ...], object, Device], jax.Array] = {}
+
+    def get(self, shape: tuple[int, ...], dtype: DTypeLike, device: Device) -> jax.Array:
+        """Return zeros of a shape on a device of this process."""
+        # Shared by all transfers, since no program writes to its blanks.
+        key = (shape, jnp.dtype(dtype), device)
+        if key not in self._made:
+            self._made[key] = jax.device_put(np.zeros(shape, dtype), device)
+        return self._made[key]
+
+
+def token() -> jax.Array:
+    """Return a scalar that is ready when its program is done."""
+    return jnp.zeros((), jnp.int8)
+
+
+def stacked_spec(mesh: Mesh | AbstractMesh, shape: Sequence[int]) -> PartitionSpec:
+    """Return the spec with one block per device along the first dim; scalars are declared replicated, though they may
+    differ.
+    """
+    return PartitionSpec(mesh.axis_names) if shape else PartitionSpec()
+
+
+def stacked(mesh: Mesh | AbstractMesh, shape: tuple[int, ...], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
+    """Return an abstract array of one block of a shape per device of a mesh."""
+    whole = (mesh.size * shape[0], *shape[1:]) if shape else ()
+    return jax.ShapeDtypeStruct(whole, dtype, sharding=NamedSharding(mesh, stacked_spec(mesh, shape)))
+
+
+def joined(like: jax.ShapeDtypeStruct, blocks: Sequence[jax.Array]) -> jax.Array:
+    """Return an array made of the blocks on devices of this process."""
+    return jax.make_array_from_single_device_arrays(like.shape, like.sharding, list(blocks), dtype=like.dtype)
+
+
+class Exchange:
+    """An exchange compiled on the processes that take part; call it with the pieces on devices of this process."""
+
+    def __init__(self, pieces: Sequence[Sent], dtype: DTypeLike, blanks: Blanks) -> None:
+        """Compile the exchange. Collective: all processes that take part must call this at about the same time."""
+        ends = {device for piece in pieces for device in (piece.source, piece.target)}
+        # In an order that does not depend on the process, as all of them must build the same program.
+        devices = sorted(ends, key=lambda device: (device.process_index, device.id))
+        self.is_here = any_here(devices)
+        if not self.is_here:
+            return
+        self.rounds = _rounds(pieces, devices)
+        # A mesh of its own, of the devices of both ends: a permute runs over the devices of one mesh.
+        mesh = Mesh(np.array(devices), (AXIS,))
+        self._avals = [stacked(mesh, each.shape, dtype) for each in self.rounds]
+        self._mine = [(at, device) for at, device in enumerate(devices) if is_here(device)]
+        self._blanks = [[self._blank(blanks, each, dtype, at, d) for at, d in self._mine] for each in self.rounds]
+        specs = tuple(stacked_spec(mesh, each.shape) for each in self.rounds)
+        pairs = [each.pairs for each in self.rounds]
+
+        def permute(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+            return (*(lax.ppermute(x, AXIS, p) for x, p in zip(arrays, pairs, strict=True)), token())
+
+        program = jax.shard_map(
+            permute, mesh=mesh, in_specs=specs, out_specs=(*specs, PartitionSpec()), check_vma=False
+        )
+        self._permute = in_turn(_jax.compiled(jax.jit(program).lower(*self._avals)), devices)
+        together(devices, lambda: self._permute(*map(_zeros, self._avals)))
+
+    def _blank(self, blanks: Blanks, each: _Round, dtype: DTypeLike, at: int, device: Device) -> jax.Array | None:
+        return None if at in each.sent else blanks.get(each.shape, dtype, device)
+
+    def __call__(self, pieces: Mapping[int, jax.Array]) -> tuple[dict[int, jax.Array], Token]:
+        """Send `pieces`; return the pieces that devices of this process receive, by number, and the token."""
+        arrays: list[jax.Array] = []
+        for each, aval, blanks in zip(self.rounds, self._avals, self._blanks, strict=True):
+            shown = [
+                pieces[each.sent[at]] if blank is None else blank
+                for (at, _), blank in zip(self._mine, blanks, strict=True)
+            ]
+            arrays.append(joined(aval, shown))
+        *results, done = self._permute(*arrays)
+        received: dict[int, jax.Array] = {}
+        for each, result in zip(self.rounds, results, strict=True):
+            for (at, _), block in zip(self._mine, _jax.blocks(result), strict=True):
+                if at in each.got:
+                    received[each.got[at]] = block
+        return received, done
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Round:
+    """Pieces of one shape: pairs of device positions, and the number of the piece that a position sends or receives."""
+
+    shape: tuple[int, ...]
+    pairs: tuple[tuple[int, int], ...]
+    sent: Mapping[int, int]
+    got: Mapping[int, int]
+
+
+def _rounds(pieces: Sequence[Sent], devices: Sequence[Device]) -> list[_Round]:
+    """Assign each piece to the first round of its shape in which its sender and its receiver are idle."""
+    place = {device: at for at, device in enumerate(devices)}
+    rounds: dict[tuple[int, ...], list[tuple[dict[int, int], dict[int, int], list[tuple[int, int]]]]] = {}
+    for piece in pieces:
+        source, target = place[piece.source], place[piece.target]
+        existing = rounds.setdefault(piece.shape, [])
+        # First-fit colouring of the edges of a bipartite graph, of senders and receivers. As many rounds as the busiest
+        # device has pieces would be enough (König's theorem), and first fit takes less than twice as many. Fewer rounds
+        # are fewer collectives, but most transfers need only one or two.
+        free = next((r for r in existing if source not in r[0] and target not in r[1]), None)
+        if free is None:
+            free = {}, {}, []
+            existing.append(free)
+        sent, got, pairs = free
+        sent[source] = got[target] = piece.number
+        pairs.append((source, target))
+    return [
+        _Round(shape=shape, pairs=tuple(pairs), sent=sent, got=got)
+        for shape, existing in rounds.items()
+        for sent, got, pairs in existing
+    ]
+
+
+def together(devices: Sequence[Device], run: Callable[[], object]) -> None:
+    """Run a program on devices of several processes for the first time, after all of them are ready.
+
+    The CPU's collectives connect the devices of a group at its first use, and time out when one is half a minute late.
+    """
+    meet(processes_of(devices))
+    jax.block_until_ready(run())
+
+
+def _zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
+    def block(index: Any) -> np.ndarray:
+        shape = [len(range(*part.indices(n))) for part, n in zip(index, like.shape, strict=True)]
+        return np.zeros(shape, like.dtype)
+
+    return jax.make_array_from_callback(like.shape, like.sharding, block)
+
 
 Local = Callable[[jax.Array], jax.Array]
 """A function of a device's block, inside the program."""
@@ -147,8 +299,8 @@ class Crossing:
         ]
         self._launch_cut = None if self.cut is None else in_turn(self.cut, self.source)
         self._launch_land = None if self.land is None else in_turn(self.land, self.target)
-        found = Exchange(sent, dtype, blanks) if sent else None
-        self.exchange = found if found is not None and found.is_here else None
+        exchange = Exchange(sent, dtype, blanks) if sent else None
+        self.exchange = exchange if exchange is not None and exchange.is_here else None
 
     def _compile_landing(self, blanks: Blanks) -> None:
         course, mesh = self.course, self.course.wanted.mesh
@@ -186,10 +338,12 @@ class Crossing:
         """The number of programs that a call launches from this process."""
         return (self.cut is not None) + (self.exchange is not None) + (self.land is not None)
 
-    def __call__(self, array: Any, sent: list[Message] | None = None, launched: LaunchObserver | None = None) -> Any:
+    def __call__(
+        self, array: jax.Array | None, sent: list[Message] | None = None, launched: LaunchObserver | None = None
+    ) -> jax.Array | None:
         """Return the array in its target sharding; None on processes without its devices, which may pass any value."""
         note = launched if launched is not None else _ignore
-        pieces = self._pieces(array, note) if self.here else {}
+        pieces = self._pieces(array, note) if self.here and array is not None else {}
         leaving = [pieces[n] for n in self.copied]
         exchanged: dict[int, jax.Array] = {}
         if self.exchange is not None:
@@ -218,17 +372,17 @@ class Crossing:
 
     def _pieces(self, array: jax.Array, note: LaunchObserver) -> dict[int, jax.Array]:
         """Return each piece of this process on its source device."""
-        found = dict[int, jax.Array]()
+        cut_out = dict[int, jax.Array]()
         if self.whole:
             blocks = dict(zip(self.here, _jax.blocks(array), strict=True))
-            found = {n: blocks[at] for n in self.whole if (at := self.course.hands[n].source) in blocks}
+            cut_out = {n: blocks[at] for n in self.whole if (at := self.course.hands[n].source) in blocks}
         if self._launch_cut is not None:
             *cut, done = self._launch_cut(array)
             note(done, at_source=True)
             for slot, made in zip(self.cut_slots, cut, strict=True):
                 blocks = zip(self.here, _jax.blocks(made), strict=True)
-                found.update({slot.numbers[at]: block for at, block in blocks if slot.numbers[at] >= 0})
-        return found
+                cut_out.update({slot.numbers[at]: block for at, block in blocks if slot.numbers[at] >= 0})
+        return cut_out
 
     def _tell(self, sent: list[Message], leaving: Sequence[jax.Array]) -> None:
         for n, piece in zip(self.copied, leaving, strict=True):
@@ -241,7 +395,9 @@ def _ignore(token: Token, *, at_source: bool) -> None:
     del token, at_source
 
 
-def compiled(function: Callable[..., Any], avals: Sequence[Any], wanted: NamedSharding | None = None) -> Any:
+def compiled(
+    function: Callable[..., object], avals: Sequence[jax.ShapeDtypeStruct], wanted: NamedSharding | None = None
+) -> jax.stages.Compiled:
     """Compile a function that also returns a token; `wanted`: sharding of its result, which JAX may drop for empty
     arrays.
     """
@@ -263,23 +419,24 @@ def _slots(pieces: Sequence[tuple[int, int, tuple[int, ...]]], hands: Sequence[H
         # A device with several pieces of one shape has the next one in the next slot.
         seen[at, shape] += 1
     slots: list[PieceSlot] = []
-    for (shape, _), found in places.items():
+    for (shape, _), at_device in places.items():
         offsets = np.zeros((count, len(shape)), np.int32)
-        for at, (_, offset) in found.items():
+        for at, (_, offset) in at_device.items():
             offsets[at] = offset
-        numbers = tuple(found[at][0] if at in found else -1 for at in range(count))
+        numbers = tuple(at_device[at][0] if at in at_device else -1 for at in range(count))
         slots.append(PieceSlot(shape=shape, numbers=numbers, offsets=offsets))
     return slots
 
 
-def _cut(course: Course, slots: Sequence[PieceSlot]) -> Callable[..., Any]:
+def _cut(course: Course, slots: Sequence[PieceSlot]) -> Callable[..., tuple[jax.Array, ...]]:
     """Return a function that gives one array per slot, with the piece of each device; a device without one gives any
     part.
     """
     mesh = course.source.mesh
 
-    def cut(x: jax.Array) -> Any:
+    def cut(x: jax.Array) -> tuple[jax.Array, ...]:
         at = lax.axis_index(mesh.axis_names)
+        # Pieces are cut out of the resolved block: a partial sum has no values to send yet.
         x = x if course.resolve is None else course.resolve(x)
         cuts = [lax.dynamic_slice(x, tuple(jnp.asarray(slot.offsets)[at]), slot.shape) for slot in slots]
         return (*cuts, token())
@@ -289,12 +446,13 @@ def _cut(course: Course, slots: Sequence[PieceSlot]) -> Callable[..., Any]:
     return jax.shard_map(cut, mesh=mesh, in_specs=course.source.spec, out_specs=out_specs, check_vma=False)
 
 
-def _land(course: Course, slots: Sequence[PieceSlot]) -> Callable[..., Any]:
+def _land(course: Course, slots: Sequence[PieceSlot]) -> Callable[..., tuple[jax.Array, ...]]:
     """Return a function that assembles the pieces of each device and gathers them, dropping the gather's padding."""
     mesh, chunk, dtype = course.wanted.mesh, course.chunk, course.array.dtype
+    # One piece per device that is the whole chunk needs no array of zeros to be put into.
     whole = len(slots) == 1 and slots[0].is_full and slots[0].shape == chunk
 
-    def land(*parts: jax.Array) -> Any:
+    def land(*parts: jax.Array) -> tuple[jax.Array, ...]:
         at = lax.axis_index(mesh.axis_names)
         x = parts[0] if whole else jnp.zeros(chunk, dtype)
         for slot, part in zip(slots, () if whole else parts, strict=False):
@@ -307,116 +465,3 @@ def _land(course: Course, slots: Sequence[PieceSlot]) -> Callable[..., Any]:
     in_specs = tuple(stacked_spec(mesh, slot.shape) for slot in slots)
     out_specs = (course.wanted.spec, PartitionSpec())
     return jax.shard_map(land, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Windows:
-    """Runs of rows along a dim: `count` runs of `size` rows, the first from row `start`."""
-
-    dim: int
-    start: int
-    size: int
-    count: int
-
-
-def relocation(array: jax.ShapeDtypeStruct, wanted: NamedSharding, windows: Windows | None, blanks: Blanks) -> Crossing:
-    """Compile a relocation. Collective: all processes that take part must call this. `array` carries its sharding."""
-    return Crossing(course_between(array, wanted, windows), blanks)
-
-
-def course_between(array: jax.ShapeDtypeStruct, wanted: NamedSharding, windows: Windows | None = None) -> Course:
-    """Return the pieces between two shardings. With windows the result has `count * size` rows along their dim."""
-    source = array.sharding
-    assert isinstance(source, NamedSharding)
-    here, there = devices_of(source.mesh), devices_of(wanted.mesh)
-    held, shape = _boxes(source, array.shape), array.shape
-    runs = [0]
-    if windows is not None:
-        shape = _with_rows(shape, windows.dim, windows.size)
-        runs = [windows.start + i * windows.size for i in range(windows.count)]
-    landed = _boxes(wanted, shape)
-    senders = _PieceSenders(held, here)
-    hands: list[Hand] = []
-    for target, box in enumerate(landed):
-        for number, first in enumerate(runs):
-            moved = box if windows is None else _shifted(box, windows.dim, first)
-            # In the chunk of a device its shares of the runs lie one after the other.
-            shift = tuple(number * (b - a) if windows and d == windows.dim else 0 for d, (a, b) in enumerate(box))
-            for owned, part in senders.overlaps(moved):
-                landing = [a - first + by for (a, _), (first, _), by in zip(part, moved, shift, strict=True)]
-                hands.append(
-                    Hand(
-                        source=senders.choose(owned, part, there[target]),
-                        target=target,
-                        shape=_size(part),
-                        start=tuple(a - first for (a, _), (first, _) in zip(part, owned, strict=True)),
-                        landing=tuple(landing),
-                    )
-                )
-    count = 1 if windows is None else windows.count
-    rows = {} if windows is None else {windows.dim: count}
-    chunk = tuple(n * rows.get(d, 1) for d, n in enumerate(_size(landed[0])))
-    whole = tuple(n * rows.get(d, 1) for d, n in enumerate(shape))
-    return Course(array=array, hands=tuple(hands), held=_size(held[0]), chunk=chunk, shape=whole, wanted=wanted)
-
-
-def on_plain_mesh(sharding: NamedSharding) -> NamedSharding:
-    """Return the sharding on a mesh whose axes have no types, which programs on local blocks need."""
-    mesh = sharding.mesh
-    assert isinstance(mesh, Mesh)
-    return NamedSharding(Mesh(mesh.devices, mesh.axis_names), sharding.spec)
-
-
-class _PieceSenders:
-    """Which devices hold each box, and how many bytes each sends."""
-
-    def __init__(self, held: Sequence[Box], devices: Sequence[Device]) -> None:
-        self.devices, self.sent = devices, Counter[int]()
-        self.holders: dict[Box, list[int]] = {}
-        for place, box in enumerate(held):
-            self.holders.setdefault(box, []).append(place)
-
-    def overlaps(self, wanted: Box) -> list[tuple[Box, Box]]:
-        """Return the distinct boxes that overlap `wanted`, each with the intersection."""
-        found: list[tuple[Box, Box]] = []
-        for owned in self.holders:
-            part = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(wanted, owned, strict=True))
-            if all(a < b for a, b in part):
-                found.append((owned, part))
-        return found
-
-    def choose(self, owned: Box, part: Box, receiver: Device) -> int:
-        """Return the sender: the receiver itself, a device of its process, or the device that has sent the fewest
-        bytes.
-        """
-
-        def cost(place: int) -> tuple[bool, bool, int, int]:
-            device = self.devices[place]
-            # The place comes last, so that all processes choose the same among equals.
-            return device != receiver, device.process_index != receiver.process_index, self.sent[place], place
-
-        place = min(self.holders[owned], key=cost)
-        if self.devices[place] != receiver:
-            self.sent[place] += prod(_size(part))
-        return place
-
-
-def _boxes(sharding: NamedSharding, shape: tuple[int, ...]) -> list[Box]:
-    """Return the box of each device, in the order of the mesh."""
-    indices = sharding.devices_indices_map(shape)
-    return [
-        tuple((part.start or 0, n if part.stop is None else part.stop) for part, n in zip(index, shape, strict=True))
-        for index in (indices[device] for device in devices_of(sharding.mesh))
-    ]
-
-
-def _size(box: Box) -> tuple[int, ...]:
-    return tuple(b - a for a, b in box)
-
-
-def _shifted(box: Box, dim: int, by: int) -> Box:
-    return tuple((a + by, b + by) if d == dim else (a, b) for d, (a, b) in enumerate(box))
-
-
-def _with_rows(shape: tuple[int, ...], dim: int, rows: int) -> tuple[int, ...]:
-    return tuple(rows if d == dim else n for d, n in enumerate(shape))

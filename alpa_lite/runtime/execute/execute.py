@@ -1,9 +1,9 @@
 """Execute a program on the devices of this process: one thread launches everything, in the program's total order.
 
     before the first step   every executable is compiled (compile), every instruction is bound (bind)
-    in a step               launches only, with a bounded number in flight per group of devices (in_flight); nothing is
-                            fetched from devices
-    on a hang               an error names the instruction (in_flight within a step, watch after it)
+    in a step               launches only, with a bounded number in flight per group of devices (job.activity); nothing
+                            is fetched from devices
+    on a hang               an error names the instruction (job.activity within a step, watch after it)
 
 A step that is one task on one micro-batch needs no list of instructions: its arguments go directly to the executable
 (`Executor._as_one_task`).
@@ -13,32 +13,40 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
-from alpa_lite._jax import Device
+from alpa_lite._jax import Device, TreeLeaf
 from alpa_lite.errors import ExecutionError
 from alpa_lite.lower.emission import Executable, boundary_spec
-from alpa_lite.lower.instructions import Program, TaskTime
+from alpa_lite.lower.instructions import InstructionKind, TaskTime
 from alpa_lite.plan.plan import Plan
-from alpa_lite.program.equations import Equation
-from alpa_lite.program.phases import StepGraph
 from alpa_lite.runtime.execute.aliasing import copies, donations, shared_results, with_copies
-from alpa_lite.runtime.execute.bind import Binder
-from alpa_lite.runtime.execute.compile import Tell, concat_units, precompile, task_units, zeros_units
-from alpa_lite.runtime.execute.exchange import Blanks, Delivery, Result, wanted, warm
+from alpa_lite.runtime.execute.bind import Binder, Slots
+from alpa_lite.runtime.execute.compile import LoweredStep, Tell, concat_units, precompile, task_units, zeros_units
+from alpa_lite.runtime.execute.crossing import Blanks
 from alpa_lite.runtime.execute.placing import Alone, InJob
-from alpa_lite.runtime.execute.run_transfers import compile_transfers
+from alpa_lite.runtime.execute.run_transfers import Delivery, Result, compile_transfers, wanted, warm
 from alpa_lite.runtime.execute.stacked import Leaves
 from alpa_lite.runtime.execute.watch import Watch, Watchdog, explanation, short_name, spans
-from alpa_lite.runtime.job.in_flight import CPU_CREDITS, CREDITS, Flight
-from alpa_lite.runtime.job.launch_order import in_turn, participants, verify_order
-from alpa_lite.runtime.job.processes import all_here, any_here, devices_of, handle, host_by_host, processes_of
+from alpa_lite.runtime.job.activity import CPU_CREDITS, CREDITS, Flight, HangPolicy, InstructionInfo
+from alpa_lite.runtime.job.processes import (
+    all_here,
+    any_here,
+    devices_of,
+    handle,
+    host_by_host,
+    in_turn,
+    participants,
+    processes_of,
+    verify_order,
+)
 from alpa_lite.runtime.job.shutdown import at_work, end_hung, is_watched
 from alpa_lite.sharding.specs import Spec
 
@@ -47,6 +55,22 @@ OnHang = Literal["auto", "raise", "end"]
 
 WATCHDOG_SECONDS = 300.0
 """Seconds without any progress of a step before it counts as hung."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HangOptions:
+    """What counts as a hang of a step, and the reaction to it.
+
+    watchdog_seconds  seconds without progress of a step after which it counts as hung; None: for ever
+    on_hang           "end" the job then, "raise" `HangError`, or ("auto") end it if there are several processes
+    """
+
+    watchdog_seconds: float | None = WATCHDOG_SECONDS
+    on_hang: OnHang = "auto"
+
+    def ends_job(self) -> bool:
+        """Return True if a hang ends the job: an error in one process alone would leave the others waiting."""
+        return self.on_hang == "end" or (self.on_hang == "auto" and is_watched())
 
 
 def stage_meshes(plan: Plan, devices: Sequence[Device] | None = None) -> tuple[Mesh, ...]:
@@ -61,6 +85,7 @@ def stage_meshes(plan: Plan, devices: Sequence[Device] | None = None) -> tuple[M
         )
     meshes: list[Mesh] = []
     for stage in plan.stages:
+        # Row-major, as the plan numbers the devices of a submesh.
         chosen = np.array([available[d] for d in stage.submesh.devices]).reshape(stage.mesh_shape.shape)
         meshes.append(Mesh(chosen, stage.mesh_shape.axis_names))
     return tuple(meshes)
@@ -72,6 +97,7 @@ def device_groups(meshes: Sequence[Mesh]) -> tuple[int, ...]:
     """
     of_device: dict[Device, int] = {}
     for number, mesh in enumerate(meshes):
+        # A plan has few stages, so that relabelling all devices of merged groups is fast enough.
         met = {of_device[d] for d in mesh.devices.flat if d in of_device}
         # A stage may connect groups that were apart before: they become one.
         of_device.update({d: number for d, group in of_device.items() if group in met})
@@ -85,29 +111,25 @@ class Executor:
 
     def __init__(
         self,
-        program: Program,
-        plan: Plan,
-        step: StepGraph,
-        equations: Sequence[Equation],
+        lowered: LoweredStep,
         *,
         donated: Sequence[bool],
         devices: Sequence[Device] | None = None,
         progress: Tell | None = None,
-        watchdog_seconds: float | None = WATCHDOG_SECONDS,
-        on_hang: OnHang = "auto",
+        hangs: HangOptions,
     ) -> None:
         """Compile everything; `progress(name, done, total)` is called meanwhile.
 
-        donated           `donated[i]`: input i may be overwritten by the output that replaces it
-        watchdog_seconds  seconds without progress of a step after which it counts as hung; None: for ever
-        on_hang           "end" the job then, "raise" `HangError`, or ("auto") end it if there are several processes
+        `donated[i]`: input i may be overwritten by the output that replaces it.
         """
+        program, plan, step = lowered.program, lowered.plan, lowered.step
         self.program, self.plan, self.step = program, plan, step
         self.meshes = stage_meshes(plan, devices)
         self._shardings: dict[tuple[int, Spec | None], NamedSharding] = {}
         self._is_here = [any_here(devices_of(mesh)) for mesh in self.meshes]
         blanks = Blanks()
         self.placing = (Alone if jax.process_count() == 1 else InJob)(blanks)
+        # Arguments lie on their home stages between steps, where the step reads or updates them.
         homes = [self._sharding(*program.homes[v]) for v in step.graph.inputs]
         shapes = [value.shape for value in step.graph.values]
         held = [shapes[v] for v in step.graph.inputs]
@@ -118,7 +140,7 @@ class Executor:
         self.outputs = Leaves(step.output_parts, returned, self._returned, self.placing)
         self._shared = shared_results(program, plan, step, donated)
         given = donations(program, plan, step, donated)
-        tasks = task_units(program, plan, step, equations, self.meshes, given)
+        tasks = task_units(lowered, self.meshes, given)
         zeros, concats = zeros_units(program, step, self.meshes), concat_units(program, step, self.meshes)
         made = precompile([*tasks, *zeros.values(), *concats.values()], progress)
         self.counts = made.counts
@@ -128,7 +150,9 @@ class Executor:
         ]
         rest = iter(made.compiled[len(tasks) :])
         # `zip` asks `zeros` first, and at its end takes nothing more from `rest`, which goes on with the concats.
-        self._zeros, self._concats = dict(zip(zeros, rest, strict=False)), dict(zip(concats, rest, strict=True))
+        zeros_here, concats_here = list(zip(zeros, rest, strict=False)), list(zip(concats, rest, strict=True))
+        self._zeros = {task: compiled for task, compiled in zeros_here if compiled is not None}
+        self._concats = {buffer: compiled for buffer, compiled in concats_here if compiled is not None}
         # All processes meet here, with their tasks compiled: none is late for the first program that spans several.
         self._delivery = self._connected(blanks)
         self.transfers = compile_transfers(program, step, self.meshes, blanks)
@@ -138,12 +162,14 @@ class Executor:
         self.flight = Flight(
             1 + max(self._groups),
             limit=CPU_CREDITS if on_cpu else CREDITS,
-            patience=watchdog_seconds,
-            explain=partial(explanation, program, step, self.meshes),
-            name=partial(short_name, program),
-            processes=self._processes,
-            at_work=at_work,
-            end=end_hung if on_hang == "end" or (on_hang == "auto" and is_watched()) else None,
+            instructions=InstructionInfo(
+                explain=partial(explanation, program, step, self.meshes),
+                name=partial(short_name, program),
+                processes=self._processes,
+            ),
+            hang_policy=HangPolicy(
+                patience=hangs.watchdog_seconds, at_work=at_work, end=end_hung if hangs.ends_job() else None
+            ),
         )
         self.watchdog = Watchdog(self.flight)
         self._indices = self._microbatch_indices()
@@ -187,37 +213,38 @@ class Executor:
         values = [v for v, part in zip(graph.outputs, parts, strict=True) if part.leaf == leaf]
         shape = graph.values[values[0]].shape
         if parts[graph.outputs.index(values[0])].rows is not None:
+            # An array in parts: the parts are consecutive rows of it.
             shape = (sum(graph.values[v].shape[0] for v in values), *shape[1:])
         dtype = _jax.struct((), graph.values[values[0]].dtype).dtype
         array = jax.ShapeDtypeStruct(self._full(values[0], shape), dtype, sharding=self.outputs.sharding(leaf))
         return Result(number=leaf, array=array, is_state=values[0] in self.step.aliases)
 
     def _full(self, value: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of a result of the whole step; the graph holds that of a micro-batch."""
+        """Return the shape of a result of the whole step; the graph has the shape for a micro-batch."""
         dim = self.step.batch_dims[value]
         count = self.step.num_microbatches
         return tuple(n * count if d == dim else n for d, n in enumerate(shape))
 
-    def _complete(self, results: list[Any]) -> list[jax.Array]:
+    def _complete(self, results: Slots) -> list[jax.Array]:
         """Return the results of the step, with handles for those on other processes."""
         if all(self._is_here):
             return results
-        found: list[Any] = []
+        complete: list[jax.Array] = []
         for value, array, sharding in zip(self.step.graph.outputs, results, self._returned, strict=True):
             if any_here(devices_of(sharding.mesh)):
-                found.append(array)
+                complete.append(array)
             else:
                 about = self.step.graph.values[value]
-                found.append(handle(self._full(value, about.shape), _jax.struct((), about.dtype).dtype, sharding))
-        return found
+                complete.append(handle(self._full(value, about.shape), _jax.struct((), about.dtype).dtype, sharding))
+        return complete
 
     def _delivered(self, leaves: list[jax.Array]) -> list[jax.Array]:
         if self._delivery is None or not self._delivery.results:
             return leaves
-        found, token = self._delivery(leaves)
+        delivered, token = self._delivery(leaves)
         # The number after that of the last instruction stands for the delivery, as in the message on a hang.
         self.flight.launched(0, len(self.program.instructions), token)
-        return found
+        return delivered
 
     def _processes(self, instruction: int) -> frozenset[int]:
         """Return the processes that take part in an instruction; the delivery, one past the last instruction, involves
@@ -238,15 +265,16 @@ class Executor:
                 on_devices[mesh] = [self.placing.put(np.int32(i), whole) for i in range(count)]
         return [on_devices[mesh] for mesh in self.meshes]
 
-    def _as_one_task(self) -> Callable[[Sequence[Any]], list[jax.Array]] | None:
+    def _as_one_task(self) -> Callable[[Sequence[TreeLeaf]], list[jax.Array]] | None:
         """Return a function that runs a single-task program on arguments in place; None for other programs."""
-        instructions = [i for i in self.program.instructions if i.kind != "FREE"]
-        runs = [number for number, i in enumerate(self.program.instructions) if i.kind == "RUN"]
+        instructions = [i for i in self.program.instructions if i.kind != InstructionKind.FREE]
+        runs = [number for number, i in enumerate(self.program.instructions) if i.kind == InstructionKind.RUN]
         # An accumulator, a transfer or a concatenation needs slots for what passes between instructions.
-        if len(runs) != 1 or any(i.kind not in ("PLACE", "RUN") for i in instructions):
+        if len(runs) != 1 or any(i.kind not in (InstructionKind.PLACE, InstructionKind.RUN) for i in instructions):
             return None
         if len(processes_of(devices_of(self.meshes[0]))) < jax.process_count():
             return None  # the other processes place arguments one by one, in instruction order
+        # From here on the program is one task that reads arguments and writes results.
         (number,) = runs
         run = self.program.instructions[number]
         executable = self.executables[run.task]
@@ -257,12 +285,14 @@ class Executor:
         places = [input_number[b.value] for b in run.reads]
         shardings = [aval.sharding for aval in executable.avals]
         order = [position[b] for b in self.program.outputs]
+        # Mostly both orders are the identity, and no list has to be made in a step.
         in_order = order == [*range(len(run.writes))]
         all_in_order = places == [*range(len(input_number))]
+        assert executable.compiled is not None, "all processes have a device of the mesh"
         compiled = in_turn(executable.compiled, devices_of(executable.mesh))
         launched, put_all = self.flight.launched, self.placing.put_all
 
-        def at_once(inputs: Sequence[Any]) -> list[jax.Array]:
+        def at_once(inputs: Sequence[TreeLeaf]) -> list[jax.Array]:
             arrays = inputs if all_in_order else [inputs[i] for i in places]
             *results, token = compiled(*put_all(arrays, shardings))
             launched(0, number, token)
@@ -275,7 +305,7 @@ class Executor:
         return self.inputs.sharding(leaf)
 
     def __call__(
-        self, inputs: Sequence[Any], record: list[TaskTime] | None = None, *, awaited: bool = True
+        self, inputs: Sequence[TreeLeaf], record: list[TaskTime] | None = None, *, awaited: bool = True
     ) -> list[jax.Array]:
         """Run one step. With `record`, append the measured span of every instruction but FREE.
 
@@ -308,7 +338,7 @@ class Executor:
         self.watchdog.watch()
         return leaves
 
-    def _run_awaited(self, slots: list[Any], record: list[TaskTime]) -> None:
+    def _run_awaited(self, slots: Slots, record: list[TaskTime]) -> None:
         began = time.perf_counter()
         for (action, free), number in zip(self.bound.actions, self.bound.instructions, strict=True):
             instruction = self.program.instructions[number]
@@ -319,7 +349,7 @@ class Executor:
             for i in free:
                 slots[i] = None
 
-    def _run_watched(self, slots: list[Any], record: list[TaskTime]) -> None:
+    def _run_watched(self, slots: Slots, record: list[TaskTime]) -> None:
         watch, launches = Watch(len(self.flight.queues)), dict[int, float]()
         self.flight.observer = watch.launched
         began = time.perf_counter()
@@ -329,7 +359,7 @@ class Executor:
                 launches[number] = time.perf_counter() - began
                 action(slots)
                 # A copy that launches no program leaves no token by which its end could be seen.
-                if instruction.kind == "SEND" and not self.transfers[instruction.writes[0]].num_programs:
+                if instruction.kind == InstructionKind.SEND and not self.transfers[instruction.writes[0]].num_programs:
                     watch.copied(number, slots[self.bound.slot[instruction.writes[0]]])
                 for i in free:
                     slots[i] = None
@@ -346,19 +376,19 @@ class Executor:
             self._shardings[key] = NamedSharding(self.meshes[stage], partition)
         return self._shardings[key]
 
-    def own_constants(self, first: int, constants: Sequence[Any]) -> list[jax.Array]:
+    def own_constants(self, first: int, constants: Sequence[TreeLeaf]) -> list[jax.Array]:
         """Return copies, in their shardings, of captured arrays, which are inputs of the step from number `first` on.
 
         As with `jax.jit`, the caller may overwrite or donate the originals without changing the step.
         """
-        found: list[Any] = []
+        copied: list[jax.Array] = []
         for leaf, constant in enumerate(constants, first):
             array = constant if isinstance(constant, jax.Array) else np.asarray(constant)
             placed = self.placing.put(array, self.input_sharding(leaf))
             # `put` returns an array that is in place as it is, still shared with the caller.
-            found += copies([placed]) if array is constant else [placed]
-        return found
+            copied += copies([placed]) if array is constant else [placed]
+        return copied
 
-    def place_inputs(self, inputs: Sequence[Any]) -> list[jax.Array]:
+    def place_inputs(self, inputs: Sequence[TreeLeaf]) -> list[jax.Array]:
         """Return the inputs in their shardings, so that the next call moves nothing."""
         return [self.placing.put(x, self.input_sharding(leaf)) for leaf, x in enumerate(inputs)]

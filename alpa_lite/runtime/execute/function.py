@@ -15,14 +15,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from alpa_lite import _jax
-from alpa_lite._jax import Tree
+from alpa_lite._jax import Aval, DType, Tree, TreeLeaf
 from alpa_lite.errors import ExecutionError, PlanError, TraceError
-from alpa_lite.lower.instructions import TaskTime
+from alpa_lite.lower.instructions import InstructionKind, TaskTime
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.progress import Progress
 from alpa_lite.runtime.execute.aliasing import Apart, copies
 from alpa_lite.runtime.execute.compile import joined_texts, summed_costs
-from alpa_lite.runtime.execute.exchange import Blanks
+from alpa_lite.runtime.execute.crossing import Blanks
 from alpa_lite.runtime.execute.execute import Executor
 from alpa_lite.runtime.execute.measure import Allocated, allocated, typical_times
 from alpa_lite.runtime.execute.placing import InJob
@@ -42,12 +42,12 @@ class CompiledFunction:
     step: TracedStep
     executor: Executor
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Tree:
+    def __call__(self, *args: Tree, **kwargs: Tree) -> Tree:
         """Run one step and return its outputs."""
         call = self._call(args, kwargs)
         return self.finish(self.run_flat(self._leaves(call), None), call)
 
-    def timed(self, *args: Any, **kwargs: Any) -> tuple[Tree, list[TaskTime]]:
+    def timed(self, *args: Tree, **kwargs: Tree) -> tuple[Tree, list[TaskTime]]:
         """Run one step with every instruction awaited; return the outputs and the measured spans."""
         record: list[TaskTime] = []
         call = self._call(args, kwargs)
@@ -78,7 +78,8 @@ class CompiledFunction:
         """Return XLA's estimates ("flops", "bytes accessed") for one device of each stage, summed over all stages and
         micro-batches of a step.
         """
-        runs = Counter(i.task for i in self.executor.program.instructions if i.kind == "RUN")
+        # An executable runs once for each micro-batch.
+        runs = Counter(i.task for i in self.executor.program.instructions if i.kind == InstructionKind.RUN)
         tasks = enumerate(self.executor.executables)
         return summed_costs((each.compiled.cost_analysis(), runs[i]) for i, each in tasks if each.compiled is not None)
 
@@ -86,7 +87,7 @@ class CompiledFunction:
         """Return the peak allocation on the device that needs most, as XLA reports it; see `allocated` for all."""
         return max(self.allocated(), key=lambda stage: stage.peak_bytes)
 
-    def run_flat(self, leaves: Sequence[Any], record: list[TaskTime] | None) -> Tree:
+    def run_flat(self, leaves: Sequence[TreeLeaf], record: list[TaskTime] | None) -> Tree:
         """Run one step on flattened traced arguments; return the pytree of all arrays that come out."""
         try:
             # Without a look at the types: mostly all leaves are JAX arrays, and this runs before every step.
@@ -116,7 +117,7 @@ class CompiledFunction:
         results = self.traced.results
         return arrays if results.is_plain else results.finish(arrays, call)
 
-    def place(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    def place(self, *args: Tree, **kwargs: Tree) -> tuple[Tree, ...]:
         """Return the positional arguments on their planned devices, where state stays from then on."""
         call = self._call(args, kwargs)
         with _jax.no_mesh():
@@ -138,16 +139,16 @@ class CompiledFunction:
         return Apart(traced.leaves, shardings, traced.donated, next_of)
 
     @functools.cached_property
-    def _finished(self) -> list[tuple[int, Callable[[Any], Any]]]:
+    def _finished(self) -> list[tuple[int, Callable[[jax.Array], Any]]]:
         """The results that `jax.jit` returns as another type of array than executables do, with their conversions."""
         leaves = enumerate(self.traced.out_leaves)
         return [(i, _finishing(leaf)) for i, leaf in leaves if leaf.weak_type or leaf.dtype == jax.dtypes.float0]
 
-    def _call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+    def _call(self, args: Sequence[Tree], kwargs: Mapping[str, Tree]) -> Call:
         refuse_tracing(self.traced.name)
         return Call.of(self.traced.fun, args, kwargs, self.traced.static)
 
-    def _leaves(self, call: Call) -> list[Any]:
+    def _leaves(self, call: Call) -> list[TreeLeaf]:
         """Return the traced arguments of a call, flattened. Raises `PlanError` for others than were compiled for."""
         leaves, structure = jax.tree.flatten(call.tree)
         if structure != self.traced.in_tree:
@@ -173,10 +174,10 @@ class CompiledFunction:
         return [leaf.shape for leaf in self.traced.leaves]
 
     @functools.cached_property
-    def _dtypes(self) -> list[Any]:
+    def _dtypes(self) -> list[DType]:
         return [leaf.dtype for leaf in self.traced.leaves]
 
-    def _check_dtypes(self, leaves: Sequence[Any]) -> None:
+    def _check_dtypes(self, leaves: Sequence[TreeLeaf]) -> None:
         """Raise `PlanError` for another dtype than was compiled for, after converting NumPy dtypes to JAX's."""
         for leaf, wanted, name in zip(leaves, self._dtypes, self.traced.names, strict=True):
             given = aval_of(leaf, name).dtype
@@ -186,7 +187,7 @@ class CompiledFunction:
                     "compile again."
                 )
 
-    def _misfit(self, leaves: Sequence[Any]) -> str:
+    def _misfit(self, leaves: Sequence[TreeLeaf]) -> str:
         given = zip(leaves, self._shapes, self.traced.names, strict=True)
         leaf, wanted, name = next(each for each in given if np.shape(each[0]) != each[1])
         return (
@@ -194,7 +195,7 @@ class CompiledFunction:
             "given. Trace and compile again."
         )
 
-    def _given_away(self, leaves: Sequence[Any]) -> str:
+    def _given_away(self, leaves: Sequence[TreeLeaf]) -> str:
         pairs = zip(leaves, self.traced.names, strict=True)
         name = next(name for leaf, name in pairs if isinstance(leaf, jax.Array) and leaf.is_deleted())
         return (
@@ -203,19 +204,19 @@ class CompiledFunction:
         )
 
 
-def _finishing(leaf: jax.ShapeDtypeStruct) -> Callable[[Any], Any]:
+def _finishing(leaf: jax.ShapeDtypeStruct) -> Callable[[jax.Array], Any]:
     """Return the conversion of an executable's result to the type of `jax.jit`'s: weakly typed, or without bytes
     (float0).
     """
     if leaf.dtype == jax.dtypes.float0:
         return lambda array: np.zeros(leaf.shape, leaf.dtype)
-    known: dict[Sharding, Any] = {}
+    avals: dict[Sharding, Aval] = {}
 
     def finish(array: jax.Array) -> jax.Array:
         # The same object in all steps, since the next step recognises its arguments by identity.
-        if array.sharding not in known:
-            known[array.sharding] = array.aval.update(weak_type=True)
-        return _jax.weak(array, known[array.sharding])
+        if array.sharding not in avals:
+            avals[array.sharding] = array.aval.update(weak_type=True)
+        return _jax.weak(array, avals[array.sharding])
 
     return finish
 
@@ -231,7 +232,7 @@ def refuse_tracing(name: str) -> None:
         )
 
 
-def refuse_shapes(name: str, leaves: Sequence[Any]) -> None:
+def refuse_shapes(name: str, leaves: Sequence[TreeLeaf]) -> None:
     """Raise `TraceError` for a call with abstract arrays instead of arrays."""
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
         raise TraceError(
@@ -258,6 +259,7 @@ def compiling(progress: Progress) -> Callable[[str, int, int], None]:
         nonlocal told
         progress(f"compiling {name} ({done}/{total})")
         progress.expect("compile", total - told)
+        # Several units may have ended since the last call.
         for _ in range(done - told):
             progress.did()
         told = done
@@ -265,7 +267,7 @@ def compiling(progress: Progress) -> Callable[[str, int, int], None]:
     return tell
 
 
-def init_sharded(init_fn: Callable[..., Any], *args: Any, like: CompiledFunction, argument: int | str = 0) -> Tree:
+def init_sharded(init_fn: Callable[..., Tree], *args: Tree, like: CompiledFunction, argument: int | str = 0) -> Tree:
     """Initialise state directly in the shardings of a compiled step: no device ever holds more than its own blocks.
 
     Args:
@@ -279,21 +281,23 @@ def init_sharded(init_fn: Callable[..., Any], *args: Any, like: CompiledFunction
         PlanError: the step has no such argument, or the result of `init_fn` has another structure.
     """
     positional, keywords = like.input_shardings()
-    known = {**positional, **keywords}
-    if argument not in known:
+    # One name space, since positions are numbers and keywords are strings.
+    by_name = {**positional, **keywords}
+    if argument not in by_name:
         raise PlanError(
-            f"argument={argument!r} was given, but the compiled step takes arrays in {', '.join(map(repr, known))}. "
+            f"argument={argument!r} was given, but the compiled step takes arrays in {', '.join(map(repr, by_name))}. "
             "Name one of these."
         )
-    shardings = known[argument]
+    shardings = by_name[argument]
     flat, structure = jax.tree.flatten(shardings)
+    # Abstractly: the whole state may be larger than the memory of this process.
     shapes = jax.eval_shape(init_fn, *args)
     if jax.tree.structure(shapes) != structure:
         raise PlanError(
             f"init_fn returns {jax.tree.structure(shapes)}, but argument {argument!r} of the compiled step is "
             f"{structure}. Give an init_fn that returns that argument."
         )
-    result: list[Any] = [None] * len(flat)
+    result: list[jax.Array | None] = [None] * len(flat)
     leaves = jax.tree.leaves(shapes)
     # A jitted function runs on one set of devices, so each mesh has its own; XLA drops what its arrays do not need.
     for mesh in dict.fromkeys(s.mesh for s in flat):
@@ -303,7 +307,7 @@ def init_sharded(init_fn: Callable[..., Any], *args: Any, like: CompiledFunction
                 result[i] = handle(leaves[i].shape, leaves[i].dtype, flat[i])
             continue
 
-        def part(*inputs: Any, mine: Sequence[int] = tuple(mine)) -> list[Any]:
+        def part(*inputs: Tree, mine: Sequence[int] = tuple(mine)) -> list[TreeLeaf]:
             leaves = jax.tree.leaves(init_fn(*inputs))
             return [leaves[i] for i in mine]
 
@@ -314,9 +318,10 @@ def init_sharded(init_fn: Callable[..., Any], *args: Any, like: CompiledFunction
     return jax.tree.unflatten(structure, result)
 
 
-def _on(mesh: Mesh, args: Sequence[Any]) -> Sequence[Any]:
+def _on(mesh: Mesh, args: Sequence[Tree]) -> Sequence[Tree]:
     """Return the arguments with arrays replicated on all devices of a mesh, if it spans several processes."""
     if all_here(devices_of(mesh)):
         return args
+    # A function on several processes takes only arrays that lie on the devices of all of them.
     placing, whole = InJob(Blanks()), NamedSharding(mesh, PartitionSpec())
     return jax.tree.map(lambda x: placing.put(x, whole) if isinstance(x, jax.Array) else x, args)

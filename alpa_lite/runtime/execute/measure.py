@@ -13,19 +13,19 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import numpy as np
 
 from alpa_lite import _jax
-from alpa_lite.lower.instructions import Buffer, Instruction, TaskTime
+from alpa_lite._jax import TreeLeaf
+from alpa_lite.lower.instructions import Buffer, Instruction, InstructionKind, TaskTime
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.pricing import local_bytes
 from alpa_lite.runtime.execute.execute import Executor
 from alpa_lite.sharding.specs import Spec, replicated
 
-Inputs = Callable[[Sequence[Any]], list[Any]]
+Inputs = Callable[[Sequence[TreeLeaf]], list[TreeLeaf]]
 
 NUM_STEPS = 3
 """Number of steps run to measure one."""
@@ -41,6 +41,7 @@ def step_seconds(executor: Executor, shapes: Sequence[jax.ShapeDtypeStruct], inp
 
 
 def _seconds_once(executor: Executor, shapes: Sequence[jax.ShapeDtypeStruct], inputs: Inputs) -> float:
+    # Outside of the measured time, and awaited: the step must not wait for its arguments.
     leaves = jax.block_until_ready(executor.place_inputs([*map(_zeros, shapes)]))
     # Placed anew for every step, as the step before may have taken over the memory of its arguments.
     started = time.perf_counter()
@@ -128,6 +129,7 @@ class _BufferWalk:
 
     def __init__(self, executor: Executor, plan: Plan) -> None:
         self.executor, self.program, self.plan = executor, executor.program, plan
+        # Stages on the same devices share one memory, so that their buffers add up.
         self.place = {i: min(stages) for stages in self.plan.stages_together for i in stages}
         self.live: dict[int, dict[Buffer, float]] = {place: {} for place in self.place.values()}
         self.most: dict[int, Allocated] = {}
@@ -140,28 +142,31 @@ class _BufferWalk:
 
     def take(self, instruction: Instruction) -> None:
         """Apply the effect of one instruction."""
-        if instruction.kind == "FREE":
+        if instruction.kind == InstructionKind.FREE:
             for live in self.live.values():
                 for buffer in instruction.reads:
                     live.pop(buffer, None)
-        elif instruction.kind in ("RUN", "ZEROS"):
+        elif instruction.kind in (InstructionKind.RUN, InstructionKind.ZEROS):
             self._run(instruction)
         else:
             live = self.live[self.place[instruction.stage]]
+            # What arrives is in memory from now on, and lives until its FREE.
             live.update({buffer: self.size(buffer, instruction.spec) for buffer in instruction.writes})
 
     def _run(self, instruction: Instruction) -> None:
         place = self.place[instruction.stage]
         live, task = self.live[place], self.program.tasks[instruction.task]
-        ports = (*task.outputs, *task.sums) if instruction.kind == "RUN" else task.sums
+        ports = (*task.outputs, *task.sums) if instruction.kind == InstructionKind.RUN else task.sums
         written = {b: self.size(b, port.spec) for b, port in zip(instruction.writes, ports, strict=True)}
-        if instruction.kind == "RUN":
+        if instruction.kind == InstructionKind.RUN:
             executable = self.executor.executables[instruction.task]
+            assert executable.compiled is not None, "this process has a device of the mesh"
             memory = executable.compiled.memory_analysis()
             # JAX returns None for platforms whose compilers give no analysis, and alpa_lite runs on none of these.
             assert memory is not None
             now = Allocated(
                 resident_bytes=sum(live.values()),
+                # XLA counts an output that overwrites an argument twice: among the outputs, and as an alias.
                 output_bytes=float(memory.output_size_in_bytes - memory.alias_size_in_bytes),
                 temporary_bytes=float(memory.temp_size_in_bytes),
             )

@@ -6,17 +6,27 @@
 
 Both programs are compiled ahead of time. In a job of several processes each process compiles and launches the programs
 in which its devices take part; a transfer inside one process is the same as in a job of one process.
+
+Small results of a step are delivered to every process, so that `float(loss)` works on all of them (`Delivery`):
+
+    which     results of at most `MAX_BYTES` that some process could not read, except arrays of the state   `wanted`
+    gather    on the stage that has a result, if it is split there
+    deliver   one program over one device of each process, for all results of a step
+
+Scalars of the state (a step counter) are delivered too; the next step takes them from the process's own device.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from math import prod
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -26,10 +36,21 @@ from alpa_lite.lower.emission import boundary_shape, boundary_spec
 from alpa_lite.lower.instructions import Buffer, Program
 from alpa_lite.lower.local_machine import move
 from alpa_lite.program.phases import StepGraph
-from alpa_lite.runtime.execute.crossing import Course, Crossing, Hand, LaunchObserver, Message, compiled
-from alpa_lite.runtime.execute.exchange import Blanks, token
-from alpa_lite.runtime.job.launch_order import in_turn
-from alpa_lite.runtime.job.processes import all_here, any_here, devices_of
+from alpa_lite.runtime.execute.crossing import (
+    AXIS,
+    Blanks,
+    Course,
+    Crossing,
+    Hand,
+    LaunchObserver,
+    Message,
+    compiled,
+    joined,
+    together,
+    token,
+)
+from alpa_lite.runtime.job.activity import Token
+from alpa_lite.runtime.job.processes import Launchable, all_here, any_here, devices_of, in_turn, is_here, processes_of
 from alpa_lite.sharding.specs import Spec, local_shape
 from alpa_lite.sharding.transfer import PlannedTransfer
 
@@ -43,7 +64,9 @@ class Transfer(ABC):
         """The number of programs that one call launches."""
 
     @abstractmethod
-    def __call__(self, array: Any, sent: list[Message] | None = None, launched: LaunchObserver | None = None) -> Any:
+    def __call__(
+        self, array: jax.Array | None, sent: list[Message] | None = None, launched: LaunchObserver | None = None
+    ) -> jax.Array | None:
         """Return the array in the target placement, asynchronously; bytes for other devices are appended to `sent`.
 
         `launched` observes each program that may have to wait for other devices. A process without devices of the
@@ -58,7 +81,7 @@ def compile_transfers(
 
     Equal transfers are compiled once. All processes of a job compile in the order of the program.
     """
-    made, found = dict[object, Transfer](), dict[Buffer, Transfer]()
+    made, by_buffer = dict[object, Transfer](), dict[Buffer, Transfer]()
     shared = Blanks() if blanks is None else blanks
     for instruction in program.instructions:
         planned = instruction.transfer
@@ -72,8 +95,8 @@ def compile_transfers(
         key = (planned, dtype, source, target)
         if key not in made:
             made[key] = compile_transfer(planned, dtype, source, target, shared)
-        found[instruction.writes[0]] = made[key]
-    return found
+        by_buffer[instruction.writes[0]] = made[key]
+    return by_buffer
 
 
 def compile_transfer(
@@ -83,6 +106,7 @@ def compile_transfer(
 
     A transfer of typed PRNG keys is planned for the words that store them (`lower.instructions.planned_transfer`).
     """
+    # The cheapest form that fits: copies by JAX, the collectives of one mesh, or pieces between two meshes.
     is_key = dtype.startswith("key<")
     outside, inside = planned.source.spec, planned.target.spec
     shared = Blanks() if blanks is None else blanks
@@ -110,7 +134,10 @@ class _Whole(Transfer):
     def num_programs(self) -> int:
         return 0
 
-    def __call__(self, array: Any, sent: list[Message] | None = None, launched: LaunchObserver | None = None) -> Any:
+    def __call__(
+        self, array: jax.Array | None, sent: list[Message] | None = None, launched: LaunchObserver | None = None
+    ) -> jax.Array | None:
+        assert array is not None, "all devices of both meshes belong to this process"
         if sent is not None:
             for block, (source, target) in zip(_jax.blocks(array), self.pairs, strict=True):
                 _note(sent, block, source, target)
@@ -128,7 +155,10 @@ class _InPlace(Transfer):
     def num_programs(self) -> int:
         return 1
 
-    def __call__(self, array: Any, sent: list[Message] | None = None, launched: LaunchObserver | None = None) -> Any:
+    def __call__(
+        self, array: jax.Array | None, sent: list[Message] | None = None, launched: LaunchObserver | None = None
+    ) -> jax.Array | None:
+        assert array is not None, "this process has a device of the mesh"
         # Source and target are one mesh, so the program counts once.
         moved, done = self._launch(array)
         if launched is not None:
@@ -169,7 +199,9 @@ class _MeshCrossing(Transfer):
     def num_programs(self) -> int:
         return self.crossing.num_programs
 
-    def __call__(self, array: Any, sent: list[Message] | None = None, launched: LaunchObserver | None = None) -> Any:
+    def __call__(
+        self, array: jax.Array | None, sent: list[Message] | None = None, launched: LaunchObserver | None = None
+    ) -> jax.Array | None:
         return self.crossing(array, sent, launched)
 
 
@@ -196,7 +228,9 @@ class _OfKeys(Transfer):
     def num_programs(self) -> int:
         return (self.unwrap is not None) + self.words.num_programs + (self.wrap is not None)
 
-    def __call__(self, array: Any, sent: list[Message] | None = None, launched: LaunchObserver | None = None) -> Any:
+    def __call__(
+        self, array: jax.Array | None, sent: list[Message] | None = None, launched: LaunchObserver | None = None
+    ) -> jax.Array | None:
         words = self.words(None if self.unwrap is None else self.unwrap(array), sent, launched)
         return None if self.wrap is None else self.wrap(words)
 
@@ -232,15 +266,17 @@ def _gathered(planned: PlannedTransfer, x: jax.Array) -> jax.Array:
     block = local_shape(planned.target.spec, planned.shape, planned.target.mesh.axis_sizes)
     for step in planned.gathers:
         x = lax.all_gather(x, step.axes, axis=step.dim, tiled=True)
+        # The last chunk was padded to the size of the others.
         x = lax.slice_in_dim(x, 0, block[step.dim], axis=step.dim)
     return x
 
 
-def _walk(planned: PlannedTransfer, mesh: Mesh) -> Callable[..., Any]:
+def _walk(planned: PlannedTransfer, mesh: Mesh) -> Callable[..., tuple[jax.Array, jax.Array]]:
     wanted = planned.target.spec
 
     def walk(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         x = _local(planned, x)
+        # Outside of programs a partial sum has its terms along a leading dim.
         return x[None] if wanted.partial else x, token()
 
     return jax.shard_map(
@@ -250,3 +286,122 @@ def _walk(planned: PlannedTransfer, mesh: Mesh) -> Callable[..., Any]:
         out_specs=(boundary_spec(wanted), PartitionSpec()),
         check_vma=False,
     )
+
+
+def warm(mesh: Mesh) -> None:
+    """Connect the devices of a mesh of several processes, in every group that collectives may use."""
+    axes = [axis for axis, size in mesh.shape.items() if size > 1]
+    # Every set of axes is a group of its own to the collectives, with connections of its own.
+    groups = [tuple(a for i, a in enumerate(axes) if chosen >> i & 1) for chosen in range(1, 1 << len(axes))]
+
+    # Scalars suffice, as only the connections are wanted.
+    def reduce() -> tuple[jax.Array]:
+        return (jax.numpy.stack([lax.psum(jnp.ones(()), group) for group in groups]),)
+
+    program = jax.shard_map(reduce, mesh=mesh, in_specs=(), out_specs=(PartitionSpec(),), check_vma=False)
+    devices = list(mesh.devices.flat)
+    together(devices, in_turn(jax.jit(program).lower().compile(), devices))
+
+
+MAX_BYTES = 1 << 16
+"""Largest result, in bytes, that is delivered; larger ones stay on the devices that computed them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """A result of the step, by its number, in its original sharding; `is_state`: it is an argument of the next step."""
+
+    number: int
+    array: jax.ShapeDtypeStruct
+    is_state: bool
+
+    @property
+    def sharding(self) -> NamedSharding:
+        """The sharding in which the result is computed."""
+        sharding = self.array.sharding
+        assert isinstance(sharding, NamedSharding)
+        return sharding
+
+
+def wanted(result: Result) -> bool:
+    """Return True if the result is to be delivered."""
+    shape, dtype = result.array.shape, result.array.dtype
+    # Typed keys would have to be unwrapped for the program, and are rarely read on the host.
+    if jax.numpy.issubdtype(dtype, jax.dtypes.extended):
+        return False
+    small = prod(shape) * dtype.itemsize <= MAX_BYTES
+    # All processes can read a result where it is only if each of them has a replica.
+    readable = result.sharding.is_fully_replicated and _count(result) == jax.process_count()
+    return small and not readable and (not result.is_state or not shape)
+
+
+def _count(result: Result) -> int:
+    return len(processes_of(devices_of(result.sharding.mesh)))
+
+
+class Delivery:
+    """The delivery of a step's results, compiled on all processes of the job; `devices`: of the job."""
+
+    def __init__(self, results: Sequence[Result], devices: Sequence[Device], blanks: Blanks) -> None:
+        """Compile the delivery. Collective: all processes must call this. `results`: the results to deliver."""
+        self.results = tuple(results)
+        if not self.results:
+            return
+        # Reversed, so that of each process its first device remains.
+        first = {device.process_index: device for device in reversed(devices)}
+        processes = sorted(first)
+        mesh = Mesh(np.array([first[p] for p in processes]), (AXIS,))
+        self.mine = first[jax.process_index()]
+        self.owners = [devices_of(result.sharding.mesh)[0] for result in self.results]
+        places = [processes.index(owner.process_index) for owner in self.owners]
+        whole = NamedSharding(mesh, PartitionSpec())
+        self._avals = [jax.ShapeDtypeStruct(r.array.shape, r.array.dtype, sharding=whole) for r in self.results]
+        self._blanks = [blanks.get(aval.shape, aval.dtype, self.mine) for aval in self._avals]
+        self._gather = [_gathering(result) for result in self.results]
+
+        def deliver(*blocks: jax.Array) -> tuple[jax.Array, ...]:
+            # Of the blocks of all processes the owner's is taken; they are small, so that gathering all costs little
+            # more.
+            return (*(lax.all_gather(x, AXIS)[at] for x, at in zip(blocks, places, strict=True)), token())
+
+        # Each process contributes a different block of an array declared replicated; the program makes them equal.
+        specs = (PartitionSpec(),) * len(self.results)
+        program = jax.shard_map(
+            deliver, mesh=mesh, in_specs=specs, out_specs=(*specs, PartitionSpec()), check_vma=False
+        )
+        self._deliver = in_turn(_jax.compiled(jax.jit(program).lower(*self._avals)), devices_of(mesh))
+        together(devices_of(mesh), lambda: self._deliver(*map(self._shown, self._avals, self._blanks)))
+
+    def __call__(self, leaves: Sequence[jax.Array]) -> tuple[list[jax.Array], Token]:
+        """Return all results of a step, the small ones delivered, and the program's token."""
+        results, shown = list(leaves), list[jax.Array]()
+        for result, gather, owner, aval, blank in zip(
+            self.results, self._gather, self.owners, self._avals, self._blanks, strict=True
+        ):
+            array = leaves[result.number]
+            if gather is not None:
+                array, _ = gather(array)
+            shown.append(self._shown(aval, self._block(array, owner) if is_here(owner) else blank))
+        *delivered, done = self._deliver(*shown)
+        for result, array in zip(self.results, delivered, strict=True):
+            results[result.number] = array
+        return results, done
+
+    def _block(self, array: jax.Array, owner: Device) -> jax.Array:
+        """Return the block of one device of this process, on the device that it is delivered from."""
+        (block,) = (block for block in _jax.blocks(array) if owner in block.devices())
+        return block if owner == self.mine else jax.device_put(block, self.mine)
+
+    @staticmethod
+    def _shown(aval: jax.ShapeDtypeStruct, block: jax.Array) -> jax.Array:
+        return joined(aval, [block])
+
+
+def _gathering(result: Result) -> Launchable | None:
+    """Return a function that replicates a result on its stage; None if it is replicated or not on this process."""
+    sharding = result.sharding
+    if sharding.is_fully_replicated or not any_here(devices_of(sharding.mesh)):
+        return None
+    whole = NamedSharding(sharding.mesh, PartitionSpec())
+    gather = _jax.compiled(jax.jit(lambda x: (x, token()), out_shardings=(whole, whole)).lower(result.array))
+    return in_turn(gather, devices_of(sharding.mesh))

@@ -14,16 +14,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import groupby, islice
-from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
+from alpa_lite._jax import TreeLeaf
 from alpa_lite.program.phases import LeafPart
-from alpa_lite.runtime.execute.crossing import Windows
-from alpa_lite.runtime.execute.placing import Placing
+from alpa_lite.runtime.execute.placing import Placing, Windows
 from alpa_lite.runtime.job.processes import any_here, devices_of, handle, is_here
 from alpa_lite.sharding.stacked_rest import resting
 
@@ -80,11 +79,11 @@ class RowBlocks:
         return self._split(array)
 
     @cached_property
-    def _join(self) -> Any:
+    def _join(self) -> Callable[[list[jax.Array]], jax.Array]:
         return jax.jit(jax.numpy.concatenate, out_shardings=self.sharding)
 
     @cached_property
-    def _split(self) -> Any:
+    def _split(self) -> Callable[[jax.Array], list[jax.Array]]:
         first = self.rows[0][0]
         bounds = [(start - first, stop - first) for start, stop in self.rows]
         return jax.jit(lambda x: [x[start:stop] for start, stop in bounds], out_shardings=self.sharding)
@@ -105,6 +104,7 @@ def joint_sharding(runs: Sequence[RowBlocks]) -> NamedSharding | None:
         return first
     mesh = Mesh(np.stack([run.devices for run in runs]), (STAGE_AXIS, *first.mesh.axis_names))
     leading, *rest = first.spec or (None,)
+    # The rows of a stage may be split over axes of its own mesh too.
     inner = () if leading is None else leading if isinstance(leading, tuple) else (leading,)
     return NamedSharding(mesh, PartitionSpec((STAGE_AXIS, *inner), *rest))
 
@@ -137,8 +137,10 @@ class StackedRest:
     @staticmethod
     def of(runs: Sequence[RowBlocks], shape: Sequence[int]) -> StackedRest:
         """Return the placement of an array of this shape."""
+        # Several runs may lie on one mesh, whose devices count once.
         meshes = list(dict.fromkeys(run.sharding.mesh for run in runs))
         devices = [devices_of(mesh) for mesh in meshes]
+        # Of each row the number of its run, and then of the mesh of that run.
         owners = [number for number, run in enumerate(runs) for _ in range(run.num_rows)]
         places = [meshes.index(runs[number].sharding.mesh) for number in owners]
         at = resting(tuple(shape), tuple(places), tuple(map(len, devices)))
@@ -203,7 +205,7 @@ class Stack:
         """The sharding of the whole array between steps."""
         return self.joint or self.rest.sharding
 
-    def split(self, array: Any, placing: Placing, *, donated: bool) -> list[jax.Array]:
+    def split(self, array: TreeLeaf, placing: Placing, *, donated: bool) -> list[jax.Array]:
         """Return the parts, each on its stage. `donated`: the array is not needed any more."""
         # The first step gets the array as the user made it; later ones get it as this class has returned it.
         if not isinstance(array, jax.Array) or array.sharding != self.sharding:
@@ -226,7 +228,7 @@ class Stack:
         return parts
 
     @staticmethod
-    def _part(array: Any, start: int, stop: int, run: RowBlocks, placing: Placing) -> jax.Array:
+    def _part(array: TreeLeaf, start: int, stop: int, run: RowBlocks, placing: Placing) -> jax.Array:
         rows = Windows(dim=0, start=start, size=stop - start, count=1)
         return placing.rows(placing.staged(array, rows, run.sharding), rows, 0, run.sharding)
 
@@ -236,6 +238,7 @@ class Stack:
         joined = [run.join([next(rest) for _ in run.rows]) for run in self.runs]
         if self.joint is None:
             return self.rest.put(joined, placing)
+        # The shards of the joint array are the blocks of the parts: nothing is copied.
         shards = [block for x in joined for block in _jax.blocks(x)]
         shape = (sum(x.shape[0] for x in joined), *joined[0].shape[1:])
         return jax.make_array_from_single_device_arrays(shape, self.joint, shards, dtype=joined[0].dtype)
@@ -266,14 +269,14 @@ class Leaves:
 
     def sharding(self, leaf: int) -> NamedSharding:
         """Return the sharding of a whole array between steps."""
-        found = self.whole[leaf]
-        return found.sharding if isinstance(found, Stack) else found
+        whole = self.whole[leaf]
+        return whole.sharding if isinstance(whole, Stack) else whole
 
-    def split(self, leaves: Sequence[Any]) -> list[Any]:
+    def split(self, leaves: Sequence[TreeLeaf]) -> list[TreeLeaf]:
         """Return the graph inputs, made of the arguments."""
         if not self.in_parts:
             return list(leaves)
-        parts: list[Any] = []
+        parts: list[TreeLeaf] = []
         for number, (array, whole) in enumerate(zip(leaves, self.whole, strict=True)):
             donated = number < len(self._donated) and self._donated[number]
             parts += whole.split(array, self._placing, donated=donated) if isinstance(whole, Stack) else [array]
@@ -300,6 +303,7 @@ def _leaf(members: Sequence[tuple[LeafPart, tuple[int, ...], NamedSharding]]) ->
     first, shape, sharding = members[0]
     if first.rows is None:
         return sharding
+    # Parts of one array that lie next to each other in one sharding form a run.
     runs = groupby(members, key=lambda member: member[2])
     return Stack(
         runs=tuple(

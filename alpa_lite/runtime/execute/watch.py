@@ -27,14 +27,13 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
-from alpa_lite.lower.instructions import SUM, Buffer, Instruction, Program, TaskTime
+from alpa_lite.lower.instructions import SUM, Buffer, Instruction, InstructionKind, Program, TaskTime
 from alpa_lite.program.phases import StepGraph
-from alpa_lite.runtime.job.in_flight import Clock, Flight, Patience, Token
+from alpa_lite.runtime.job.activity import Clock, Flight, Patience, Token
 
 
 class Watch:
@@ -44,6 +43,7 @@ class Watch:
         """Start the measurement. `num_groups`: number of groups of devices whose launches run in order."""
         self.ends: dict[int, float] = {}
         self._clock = clock
+        # Tokens of one group are ready in order, so that one thread can wait for all of them.
         self._tokens: tuple[queue.SimpleQueue[tuple[int, Token] | None], ...] = tuple(
             queue.SimpleQueue() for _ in range(num_groups)
         )
@@ -69,7 +69,7 @@ class Watch:
             thread.join()
         return self.ends
 
-    def _begin(self, wait: Callable[..., None], *what: Any) -> None:
+    def _begin(self, wait: Callable[..., None], *what: object) -> None:
         """Start a thread for one wait: with fewer threads, a copy's wait would begin only after another's end."""
         thread = threading.Thread(target=wait, args=what, name="alpa_lite watches a step", daemon=True)
         self._threads.append(thread)
@@ -90,6 +90,7 @@ class Watch:
         except RuntimeError:
             # Donated before the wait began, or the launch failed, which the step reports. The end is unknown.
             return
+        # An instruction may have launched several programs: the last one counts.
         self.ends[instruction] = max(self._clock(), self.ends.get(instruction, 0.0))
 
 
@@ -110,12 +111,13 @@ def spans(
         for before in waits_for[number] if number in latest else ():
             latest[before] = min(latest.get(before, latest[number]), latest[number])
     ended: dict[int, float] = {}
-    found: list[TaskTime] = []
+    times: list[TaskTime] = []
     for number, launched in launches.items():
+        # The earliest possible start: devices are not asked when they really began.
         start = max([launched, *(ended[before] for before in waits_for[number])])
         ended[number] = max(start, latest[number]) if number in ends else start
-        found.append(TaskTime.of(program, program.instructions[number], start, ended[number]))
-    return found
+        times.append(TaskTime.of(program, program.instructions[number], start, ended[number]))
+    return times
 
 
 def _waits_for(program: Program, groups: Sequence[int], numbers: Iterable[int]) -> dict[int, list[int]]:
@@ -125,18 +127,19 @@ def _waits_for(program: Program, groups: Sequence[int], numbers: Iterable[int]) 
     """
     writer: dict[Buffer, int] = {}
     last: dict[object, int] = {}
-    found: dict[int, list[int]] = {}
+    needed: dict[int, list[int]] = {}
     for number in numbers:
         instruction = program.instructions[number]
         here = groups[instruction.stage]
         # Transfers between the same two groups share a link; they overlap with the tasks of both.
-        where = {"RUN": here, "SEND": (groups[instruction.source_stage], here)}.get(instruction.kind)
-        found[number] = [writer[b] for b in instruction.reads if b in writer]
+        link = (groups[instruction.source_stage], here)
+        where = {InstructionKind.RUN: here, InstructionKind.SEND: link}.get(instruction.kind)
+        needed[number] = [writer[b] for b in instruction.reads if b in writer]
         if where is not None:
-            found[number] += [last[where]] if where in last else []
+            needed[number] += [last[where]] if where in last else []
             last[where] = number
         writer.update(dict.fromkeys(instruction.writes, number))
-    return found
+    return needed
 
 
 MOST_INPUTS = 8
@@ -154,14 +157,14 @@ def explanation(program: Program, step: StepGraph, meshes: Sequence[Mesh], numbe
             "not call the step, or takes longer than that; in the second case give a higher watchdog_seconds."
         )
     instruction = program.instructions[number]
-    if instruction.kind == "SEND":
+    if instruction.kind == InstructionKind.SEND:
         return _of_transfer(program, step, meshes, number)
     task = program.tasks[instruction.task]
     devices = ", ".join(map(str, meshes[instruction.stage].devices.flat))
     inputs = list(zip(instruction.reads, (*task.inputs, *task.sums), strict=False))
     named = [f"{_name(step, b)} {_facts(step, b, str(p.spec))}{_origin(program, number, b)}" for b, p in inputs]
     more = f"; and {len(named) - MOST_INPUTS} more" if len(named) > MOST_INPUTS else ""
-    sent = any(_writer(program, number, b).kind == "SEND" for b, _ in inputs)
+    sent = any(_writer(program, number, b).kind == InstructionKind.SEND for b, _ in inputs)
     suspect = "it, or a transfer that brings its inputs," if sent else "it"
     return (
         f"{short_name(program, number)}, on stage {instruction.stage} ({devices}). "
@@ -178,7 +181,7 @@ def short_name(program: Program, number: int) -> str:
     instruction = program.instructions[number]
     batch = "" if instruction.microbatch is None else f" of micro-batch {instruction.microbatch}"
     place = f"instruction {number} of {len(program.instructions)}"
-    if instruction.kind != "RUN":
+    if instruction.kind != InstructionKind.RUN:
         return f"{instruction.kind} to stage {instruction.stage}{batch}, {place}"
     return f"{program.tasks[instruction.task].name!r}{batch}, {place}"
 
@@ -212,7 +215,7 @@ def _facts(step: StepGraph, buffer: Buffer, spec: str) -> str:
 
 def _origin(program: Program, number: int, buffer: Buffer) -> str:
     writer = _writer(program, number, buffer)
-    return f", sent by stage {writer.source_stage}" if writer.kind == "SEND" else ""
+    return f", sent by stage {writer.source_stage}" if writer.kind == InstructionKind.SEND else ""
 
 
 def _writer(program: Program, number: int, buffer: Buffer) -> Instruction:

@@ -1,6 +1,6 @@
-"""Manage the processes of a job: how they start, what they agree on, and how they end.
+"""Manage the processes of a job: how they start, agree on values, and end.
 
 `launch` starts them on one machine, `start` joins them to a job, and `consensus` lets them exchange and compare values
 without using a device, and agree on when to stop. `shutdown` ends them together after a failure or a hang, so that none
-waits for another in vain; `in_flight` tracks launches that are not done.
+waits for another in vain. `activity` observes what they do, and `processes` says which devices they have.
 """

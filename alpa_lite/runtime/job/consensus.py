@@ -61,6 +61,9 @@ PATIENCE_SECONDS = 6 * 3600.0
 """Seconds that another process may take, as it may have to plan or to compile in the meantime."""
 
 
+Json = Any
+"""A value that JSON can represent."""
+
 TURN = 16
 """The largest number of agreements by which the first process is ahead of the others."""
 
@@ -70,7 +73,7 @@ def agreed_number(value: float) -> float:
     return float(agreed_data(value))
 
 
-def agreed_data(value: Any) -> Any:
+def agreed_data(value: Json) -> Json:
     """Return the first process's JSON value; those of the others are ignored."""
     return value if jax.process_count() == 1 else _service().said_by_first(value)
 
@@ -78,8 +81,8 @@ def agreed_data(value: Any) -> Any:
 def same_everywhere(facts: Mapping[str, str]) -> None:
     """Raise `MismatchError` on all processes, with one sentence, if facts of one differ from those of the first."""
     # All processes get the same answer, so that all of them raise.
-    if jax.process_count() > 1 and (found := _service().compared(facts)):
-        raise MismatchError(found)
+    if jax.process_count() > 1 and (sentence := _service().compared(facts)):
+        raise MismatchError(sentence)
 
 
 def meet(processes: Sequence[int]) -> None:
@@ -90,16 +93,16 @@ def meet(processes: Sequence[int]) -> None:
 
 def differences(facts: Sequence[Mapping[str, str]]) -> str:
     """Return a sentence on the facts that differ from the first process's; empty if there are none."""
-    first, found = facts[0], defaultdict[str, list[int]](list)
+    first, numbers_of = facts[0], defaultdict[str, list[int]](list)
     for number, stated in enumerate(facts):
         for name in dict.fromkeys((*first, *stated)):
             mine, other = stated.get(name, "none"), first.get(name, "none")
             if mine != other:
-                found[f"{name} {mine}, where process 0 has {other}"].append(number)
-    if not found:
+                numbers_of[f"{name} {mine}, where process 0 has {other}"].append(number)
+    if not numbers_of:
         return ""
     # Processes with the same difference share a part of the sentence, of which a large job would have hundreds.
-    told = "; ".join(f"{_processes(numbers)} {what}" for what, numbers in found.items())
+    told = "; ".join(f"{_processes(numbers)} {what}" for what, numbers in numbers_of.items())
     return (
         f"The processes of this job do not do the same, and nothing was run: {told}. Start all processes with the same "
         "program, the same arguments, and the same versions of all packages."
@@ -112,7 +115,7 @@ def _processes(numbers: Sequence[int]) -> str:
     return f"processes {', '.join(map(str, numbers[:-1]))} and {numbers[-1]} have"
 
 
-def everywhere(value: Any) -> list[Any]:
+def everywhere(value: Json) -> list[Json]:
     """Return the JSON values of all processes, in their order; on all of them."""
     return [value] if jax.process_count() == 1 else _service().everywhere(value)
 
@@ -141,14 +144,14 @@ class _Service:
         self._words = KeyValues(job)
         self._groups: dict[tuple[int, ...], _GroupExchange] = {}
 
-    def said_by_first(self, value: Any) -> Any:
+    def said_by_first(self, value: Json) -> Json:
         return self._of(self._all).said_by_first(value)
 
     def compared(self, facts: Mapping[str, str]) -> str:
         """Return the `differences` of the facts of all processes, computed by the first one."""
         return self._of(self._all).gathered(dict(facts), differences)
 
-    def everywhere(self, value: Any) -> list[Any]:
+    def everywhere(self, value: Json) -> list[Json]:
         return self._of(self._all).gathered(value, list)
 
     def meet(self, processes: tuple[int, ...]) -> None:
@@ -173,8 +176,9 @@ class _GroupExchange:
         self._numbers = itertools.count()
         self._read_by_all_that_come: list[str] = []
 
-    def gathered(self, value: Any, combine: Callable[[list[Any]], Any]) -> Any:
+    def gathered(self, value: Json, combine: Callable[[list[Json]], Json]) -> Json:
         """Return the first process's combination of the values of all."""
+        # All processes take part in the same agreements in the same order, so that they count to the same number.
         key = self._key()
         self._words.set(f"{key}/{self._words.me}", value)
         if self._words.me != self._first:
@@ -187,7 +191,7 @@ class _GroupExchange:
         self._words.set(f"{key}/answer", answer)
         return answer
 
-    def said_by_first(self, value: Any) -> Any:
+    def said_by_first(self, value: Json) -> Json:
         """Return the first process's value."""
         number = next(self._numbers)
         # Now and then all of them answer: otherwise the first process would never learn that they have read its values,
@@ -212,7 +216,7 @@ class KeyValues:
         """Connect to the service, without writing."""
         self._client, self._roll_call, self.me = job.client, RollCall(job), job.process
 
-    def set(self, name: str, value: Any) -> None:
+    def set(self, name: str, value: Json) -> None:
         """Write a value under a name that was not used before."""
         # Compressed: whole plans are exchanged, whose JSON repeats itself.
         self._client.key_value_set_bytes(f"alpa_lite/{name}", zlib.compress(json.dumps(value).encode()))
@@ -223,7 +227,7 @@ class KeyValues:
             with suppress(jax.errors.JaxRuntimeError):  # if the service is gone, JAX ends this process
                 self._client.key_value_delete(f"alpa_lite/{name}")
 
-    def get(self, name: str, process: int) -> Any:
+    def get(self, name: str, process: int) -> Json:
         """Return the value of another process under a name, waiting until it is written."""
         key, read = f"alpa_lite/{name}", self._client.blocking_key_value_get_bytes
         began = at_work = time.monotonic()
@@ -305,13 +309,13 @@ def reason_of(error: BaseException) -> str:
 
 
 def reasons_in_words(reasons: Sequence[str | None]) -> str:
-    """Return what each process reports, with their numbers unless all report the same."""
+    """Return the reasons that processes report, with process numbers unless all report the same."""
     if len({*reasons}) == 1:
         return reasons[0] or ""
-    found: dict[str, list[int]] = {}
+    by_reason: dict[str, list[int]] = {}
     for process, reason in enumerate(reasons):
-        found.setdefault(reason or "", []).append(process)
-    return "; ".join(f"{reason} ({name_processes(which)})" for reason, which in found.items() if reason)
+        by_reason.setdefault(reason or "", []).append(process)
+    return "; ".join(f"{reason} ({name_processes(which)})" for reason, which in by_reason.items() if reason)
 
 
 SIGNAL_LOOK_SECONDS = 0.5
@@ -342,7 +346,7 @@ class Stopping:
         """Start without listening."""
         self._told = threading.Event()
         self._over = threading.Event()
-        self._before: Any = None
+        self._before: Callable[[int, FrameType | None], object] | int | None = None
         self._listens = False
         self._answering = threading.Lock()
         self._asked = 0

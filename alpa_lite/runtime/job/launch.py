@@ -93,6 +93,7 @@ class Listeners:
 
     def __init__(self, targets: Sequence[Target]) -> None:
         """Start without threads. Targets that are one file share a lock."""
+        # With separate locks, lines of the two streams could mix where `2>&1` makes them one file.
         for number, target in enumerate(targets):
             for earlier in targets[:number]:
                 if target.same_as(earlier):
@@ -114,6 +115,7 @@ class Listeners:
                 thread.join(_POLL_SECONDS)  # with a timeout, so that a signal can interrupt the wait
 
     def _run(self, source: BinaryIO, target: Target, name: str) -> None:
+        # Bytes, not text: the output of a program may be in any encoding, or in none.
         first, next_one = f"[{name}] ".encode(), f"[{name}+] ".encode()
         held, begun = b"", False
         while part := self._read(source.fileno()):
@@ -195,12 +197,6 @@ class LaunchResult:
         return 0 if self.failed is None else self.codes[self.failed]
 
 
-def free_port() -> int:
-    """Return a free port of the loopback interface."""
-    with reserved_port() as found:
-        return int(found.getsockname()[1])
-
-
 def reserved_port(port: int = 0) -> socket.socket:
     """Return a socket that reserves a port of the loopback interface until it is closed; 0: any free port.
 
@@ -210,21 +206,21 @@ def reserved_port(port: int = 0) -> socket.socket:
     Raises:
         ExecutionError: the port is in use.
     """
-    found = socket.socket()
+    reserved = socket.socket()
     try:
         try:
-            found.bind(("127.0.0.1", port))
+            reserved.bind(("127.0.0.1", port))
         except OSError:
             # Connections of an earlier job in TIME_WAIT do not matter; a socket that listens does.
-            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            found.bind(("127.0.0.1", port))
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # only after the bind has shown it to be free
+            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            reserved.bind(("127.0.0.1", port))
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # only after the bind has shown it to be free
     except (OSError, OverflowError) as error:
-        found.close()
+        reserved.close()
         raise ExecutionError(
             f"The coordinator cannot listen at 127.0.0.1:{port}: {error}. Give a port that is free, or none."
         ) from error
-    return found
+    return reserved
 
 
 def launch(
@@ -241,12 +237,12 @@ def launch(
 
     Args:
         program: a file and its arguments, or "-m", a module and its arguments.
-        num_processes: how many.
-        environment: of the processes; default this one's.
-        port: of the coordinator; default one that is free.
-        grace_seconds: between SIGTERM and SIGKILL.
-        out: gets what they write to standard output; default this process's.
-        err: gets what they write to the error stream; default this process's.
+        num_processes: number of processes.
+        environment: environment variables of the processes; default: those of this process.
+        port: port of the coordinator; default: a free one.
+        grace_seconds: seconds between SIGTERM and SIGKILL.
+        out: receives the standard output of the processes; default: standard output of this process.
+        err: receives the error streams of the processes; default: error stream of this process.
 
     Raises:
         ExecutionError: there are no processes to start, or the program cannot be started.
@@ -330,6 +326,7 @@ class _Job:
 
     def end(self) -> None:
         """End the processes that still run, and forward their last output; a second signal cuts that short."""
+        # A process may save its state on SIGTERM; SIGKILL ends those that take too long.
         for how, seconds in ((signal.SIGTERM, self.grace_seconds), (signal.SIGKILL, None)):
             for process in self.processes:
                 # Child processes may outlive a process, whose id remains the id of its group.
@@ -372,10 +369,10 @@ def ended_with(process: subprocess.Popen[bytes]) -> int | None:
 
     The process stays waitable, so that its id is not reused.
     """
-    found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    if found is None:
+    status = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if status is None:
         return None
-    return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+    return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
 
 
 def _as_shells_tell(code: int) -> int:

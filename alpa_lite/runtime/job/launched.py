@@ -74,10 +74,10 @@ def summary(error: BaseException) -> str:
 
 def _users(error: BaseException) -> TracebackType | None:
     """Return the traceback from the first frame that is neither this file's nor runpy's."""
-    found = error.__traceback__
-    while found is not None and found.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>", runpy.__file__):
-        found = found.tb_next
-    return found
+    rest = error.__traceback__
+    while rest is not None and rest.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>", runpy.__file__):
+        rest = rest.tb_next
+    return rest
 
 
 def register() -> None:

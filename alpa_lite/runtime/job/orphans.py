@@ -34,7 +34,7 @@ def watch(pipe: int, launcher: int, grace_seconds: float) -> None:
         launcher: the process id of the launcher, which is the parent of this process.
         grace_seconds: between SIGTERM and SIGKILL.
     """
-    text, over, asked = b"", False, set[int]()
+    text, over, terminated = b"", False, set[int]()
     kill_at: float | None = None
     while True:
         if not over and select.select([pipe], [], [], _LOOK_SECONDS)[0]:
@@ -53,10 +53,10 @@ def watch(pipe: int, launcher: int, grace_seconds: float) -> None:
             continue
         left = [group for group in map(int, words) if _is_there(group)]
         for group in left:
-            if now > kill_at or group not in asked:
+            if now > kill_at or group not in terminated:
                 _signal(group, signal.SIGKILL if now > kill_at else signal.SIGTERM)
                 _signal(group, signal.SIGCONT)  # a stopped process handles SIGTERM only once continued
-                asked.add(group)
+                terminated.add(group)
         if over and (not left or now > kill_at + _ZOMBIE_SECONDS):
             return
         time.sleep(_LOOK_SECONDS)

@@ -26,8 +26,7 @@ from typing import ClassVar, NoReturn
 import jax
 
 from alpa_lite import _jax
-from alpa_lite.runtime.job.activity import Neighbours, doing, dump_stacks, place, where
-from alpa_lite.runtime.job.in_flight import awaited, last_instructions
+from alpa_lite.runtime.job.activity import Neighbours, awaited, doing, dump_stacks, last_instructions, place, where
 from alpa_lite.runtime.job.launch import COORDINATOR, ENDED, HUNG
 
 LAST_WORDS_SECONDS, LAST_WORDS_SECONDS_EACH = 4.0, 0.02
@@ -96,6 +95,7 @@ class RollCall:
         if not self.listening():
             return []
         seconds = self.last_words_seconds() if seconds is None else seconds
+        # Numbered, so that answers to an earlier call are not taken for answers to this one.
         call = "last" if last else f"{1 + max(_calls(self.said(), _SILENT).values(), default=-1)}"
         self.say(f"{_CALL}{call}", "")
         self._answer(call, seconds)
@@ -146,16 +146,16 @@ class RollCall:
 
     def doing(self, process: int) -> str:
         """Return the activity of a process; empty if it has published none, or not again for `STALE_SECONDS`."""
-        found = ""
+        published = ""
         with suppress(jax.errors.JaxRuntimeError):
-            found = str(self._client.key_value_try_get(f"{_DOING}{process}"))
+            published = str(self._client.key_value_try_get(f"{_DOING}{process}"))
         now = time.monotonic()
         # The age is that of the last change seen here: the clocks of several machines are not compared.
         before, since = _watched.heard.get(process, ("", now))
-        if found != before:
+        if published != before:
             since = now
-        _watched.heard[process] = found, since
-        return found.partition(" ")[2] if now - since < STALE_SECONDS else ""
+        _watched.heard[process] = published, since
+        return published.partition(" ")[2] if now - since < STALE_SECONDS else ""
 
     def say_place(self) -> None:
         """Publish where this process runs, for `Neighbours`."""
@@ -165,12 +165,12 @@ class RollCall:
     def places(self) -> dict[int, str]:
         """Return the places published so far."""
         with suppress(jax.errors.JaxRuntimeError):
-            found = self._client.key_value_dir_get(_PLACES)
-            return {int(key.rpartition("/")[2]): text for key, text in found}
+            published = self._client.key_value_dir_get(_PLACES)
+            return {int(key.rpartition("/")[2]): text for key, text in published}
         return {}
 
     def unheard(self, what: str, processes: set[int], seconds: float) -> set[int]:
-        """Return those of these processes that do not write some message within `seconds`."""
+        """Return the processes, of the given ones, that do not write a message within `seconds`."""
         until = time.monotonic() + seconds
         while True:
             said = self.said()
@@ -181,14 +181,15 @@ class RollCall:
 
     def ended(self, said: Mapping[str, str], *, or_leaving: bool = False) -> dict[int, str]:
         """Return the other processes that have ended, and the reason of each; empty for none."""
+        # A process that leaves launches nothing more: for those that wait for its launches, it has ended.
         names = {(name.removeprefix(_LEAVING) if or_leaving else name): text for name, text in said.items()}
         return {int(name): text for name, text in names.items() if name.isdecimal() and int(name) != self.me}
 
 
 def _calls(said: Iterable[str], kind: str) -> dict[str, int]:
     """Return the numbers of roll calls, by the names of their messages."""
-    found = {name: name.removeprefix(kind).partition(" ")[0] for name in said if name.startswith(kind)}
-    return {name: int(number) for name, number in found.items() if number.isdecimal()}
+    numbers = {name: name.removeprefix(kind).partition(" ")[0] for name in said if name.startswith(kind)}
+    return {name: int(number) for name, number in numbers.items() if number.isdecimal()}
 
 
 def roll_call() -> RollCall | None:
@@ -283,8 +284,9 @@ def _end_hung(here: RollCall | None, reason: str = "") -> NoReturn:
         _watched.neighbours.wake()
     if here is not None and reason:
         here.say(_HANG, json.dumps([here.me, reason]), once=True)
-    found = json.loads(here.said().get(_HANG, "[-1, null]")) if here is not None else [-1, None]
-    say(f"process {found[0]} found a hang: {found[1]} The job ends." if found[1] else "The program hangs: it ends.")
+    # The first report counts, which may be that of another process.
+    first = json.loads(here.said().get(_HANG, "[-1, null]")) if here is not None else [-1, None]
+    say(f"process {first[0]} found a hang: {first[1]} The job ends." if first[1] else "The program hangs: it ends.")
     mine = f"at {where()}; {last_instructions() or 'has launched no step'}{doing() and f'; {doing()}'}"
     say(f"process {0 if here is None else here.me} is {mine}. Its stacks:")
     dump_stacks()
@@ -299,6 +301,7 @@ def _end_hung(here: RollCall | None, reason: str = "") -> NoReturn:
 def _tell_hang(here: RollCall) -> None:
     """Report on the first process where all are, once the others had time to end."""
     if here.me:
+        # The first process waits as long for all others, and may begin later than this one.
         until = time.monotonic() + 2 * here.last_words_seconds()
         while _OVER not in here.said() and time.monotonic() < until:
             time.sleep(0.1)
@@ -367,7 +370,9 @@ class Heartbeat:
         self._here, self._awaited, self._seconds = here, awaited, seconds
         self._over = threading.Event()
         self._was_busy, self._looks = False, 0
+        # The launches that wait for processes that have ended, and the time since which these are the same.
         self._stuck, self._since = frozenset[object](), time.monotonic()
+        # A daemon, which does not keep Python running after the main thread has ended.
         self._thread = threading.Thread(target=self._run, daemon=True, name="alpa_lite heartbeat")
 
     def begin(self, hang_timeout_seconds: float | None = None, stopped_seconds: float = float("inf")) -> None:
@@ -409,7 +414,7 @@ class Heartbeat:
         return self._in_vain(ended, now) if ended else ""
 
     def _in_vain(self, ended: Mapping[int, str], now: float) -> str:
-        """Return what waits for processes that have ended, if it has done so for long."""
+        """Return a sentence on launches that have long waited for processes that have ended; empty for none."""
         stuck = {launch: needed & ended.keys() for launch, needed in self._awaited().items() if needed & ended.keys()}
         # Whenever the launches that wait change, there was progress, and the time starts again.
         if frozenset(stuck) != self._stuck:
@@ -441,8 +446,8 @@ class Heartbeat:
 
     def _run(self) -> None:
         while not self._over.wait(LOOK_SECONDS) and not _left.is_set():
-            if found := self.look(time.monotonic()):
-                _end(found, GRACE_SECONDS)
+            if problem := self.look(time.monotonic()):
+                _end(problem, GRACE_SECONDS)
 
     def _see(self, neighbours: Neighbours) -> None:
         """Look for stopped processes, in a separate thread: where the first process is stopped, reading messages blocks
@@ -462,8 +467,8 @@ class Heartbeat:
         _finish(self._here, self._awaited, time.monotonic() + self._seconds)
         self._over.set()
         self._thread.join(2 * LOOK_SECONDS)
-        if found := self.wait_for_all():
-            _end(found, 0.0)
+        if problem := self.wait_for_all():
+            _end(problem, 0.0)
 
 
 def _end(reason: str, grace: float) -> None:

@@ -43,14 +43,14 @@ def initialize(
 ) -> None:
     """Join the other processes of the job: `jax.distributed.initialize`, before anything else that uses JAX.
 
-    What is not given comes from `alpa-lite launch`, or else from what JAX finds: SLURM, Open MPI, Kubernetes, Cloud
-    TPU. Where nothing is found this process is the whole job, and says so.
+    Arguments that are not given come from `alpa-lite launch`, or else from the scheduler that JAX detects: SLURM, Open
+    MPI, Kubernetes, Cloud TPU. If there is none, this process is the whole job, and says so.
 
     Args:
         coordinator_address: where the first process listens, as `host:port`; the same on all processes.
-        num_processes: of the job.
+        num_processes: number of processes in the job.
         process_id: number of this process.
-        coordinator_bind_address: the interface and port on which the first process listens. Default: that of the
+        coordinator_bind_address: the interface and port on which the first process listens. Default: the
             coordinator's address if it is a number or `localhost`, so that a job on loopback cannot be reached from
             outside; for names of hosts JAX's default, all interfaces.
         heartbeat_timeout_seconds: a process that gives no sign of life for so long is taken for lost, which ends the

@@ -19,10 +19,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import jax
 
+from alpa_lite._jax import Array
 from alpa_lite.program.equations import Equation, GraphWithEquations, without_dead_ops
 from alpa_lite.program.ir import Graph, Op, Value
 from alpa_lite.program.phases import LeafPart
@@ -185,17 +185,17 @@ class Precomputed:
 
     program: GraphWithEquations
     leaves: tuple[int, ...]
-    _compiled: list[Callable[..., tuple[Any, ...]]] = field(
-        default_factory=list[Callable[..., tuple[Any, ...]]], repr=False, compare=False
+    _compiled: list[Callable[..., tuple[Array, ...]]] = field(
+        default_factory=list[Callable[..., tuple[Array, ...]]], repr=False, compare=False
     )
 
-    def __call__(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
+    def __call__(self, inputs: Sequence[Array]) -> tuple[Array, ...]:
         """Return the further inputs of the step, from its flat arguments followed by captured arrays."""
         if not self._compiled:
             self._compiled.append(jax.jit(self._run))
         return self._compiled[0](*(inputs[leaf] for leaf in self.leaves))
 
-    def _run(self, *arrays: jax.Array) -> tuple[Any, ...]:
+    def _run(self, *arrays: jax.Array) -> tuple[Array, ...]:
         return evaluate(self.program.graph, self.program.equations, arrays)
 
 

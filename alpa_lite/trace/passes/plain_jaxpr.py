@@ -3,12 +3,13 @@
 Input: a closed jaxpr. Output: one that computes the same, of operations that the factor rules know.
 
     mutable arrays (`jax.new_ref`)    become the values that they hold; loops and branches carry them   `without_refs`
-    constraints, reshardings          are removed: they compute nothing                                 `without_meshes`
+    constraints, reshardings          become `user_sharding` equations, which compute nothing and say what the user
+                                      wants; with `user_shardings="ignore"` they are removed            `without_meshes`
     types that name a mesh            become plain ones, in the bodies of loops too
     shard_map                         becomes vmap over the blocks, with one dim for each mesh axis
     primitives of other libraries     become calls of the function that defines them                    `_expanded`
 
-A plan lays out the arrays of a step anew, so that nothing is left of the layout that the user's code asks for. Under
+A plan lays out the arrays of a step anew, so that no mesh is left of the layout that the user's code asks for. Under
 `vmap` collectives are ordinary ops along a dim: a psum is a sum, a permute a gather, the index of a device an iota.
 They have rules, so that a planner may split these dims over the devices, or others.
 """
@@ -22,11 +23,13 @@ from typing import Any
 
 import jax
 from jax.extend import core as jex_core
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.interpreters import batching, mlir
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
 
 from alpa_lite import _jax
 from alpa_lite._jax import Aval, ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Tree, Var
 from alpa_lite.errors import TraceError
+from alpa_lite.program.user_shardings import USER_SHARDING, Mode, UserSharding
 from alpa_lite.rules import has_rule
 
 Params = dict[str, Any]
@@ -96,19 +99,57 @@ def _makes_refs(jaxpr: Jaxpr) -> bool:
     return any(map(_makes_refs, bodies))
 
 
-def without_meshes(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
+def without_meshes(jaxpr: ClosedJaxpr, user_shardings: Mode = "ignore") -> ClosedJaxpr:
     """Return a closed jaxpr without the meshes that the user's function names.
 
-    Constraints and reshardings, which compute nothing, go; types of values and parameters of equations no longer
-    name a mesh. A function under `shard_map` becomes the same function under `vmap`, once for each device of its mesh:
-    blocks are rows of arrays with a dim for each mesh axis, collectives are sums and moves along these dims.
+    Constraints and reshardings, which compute nothing, go, or become `user_sharding` equations; types of values and
+    parameters of equations no longer name a mesh. A function under `shard_map` becomes the same function under `vmap`,
+    once for each device of its mesh: blocks are rows of arrays with a dim for each mesh axis, collectives are sums and
+    moves along these dims.
     """
     with _jax.no_mesh():
-        return _MeshRemover().closed(jaxpr)
+        return _MeshRemover(user_shardings).closed(jaxpr)
 
 
 _CONSTRAINTS = frozenset({"sharding_constraint", "reshard", "mesh_cast", "pvary", "pcast"})
 """Primitives that return their operands, and say where these are."""
+
+user_sharding_p = jex_core.Primitive(USER_SHARDING)
+"""Return the operand.
+
+Parameters: `mesh` and `dims` of the `UserSharding` that the user wants; `pinned`, whether the plan must obey it.
+"""
+
+user_sharding_p.def_impl(lambda x, **_: x)
+user_sharding_p.def_abstract_eval(lambda x, **_: x)
+mlir.register_lowering(user_sharding_p, lambda _, x, **__: [x])
+
+
+def _batched(operands: Sequence[Any], places: Sequence[int], *, dims: Any, **params: Any) -> tuple[Any, int]:
+    (place,) = places
+    return user_sharding_p.bind(*operands, dims=(*dims[:place], None, *dims[place:]), **params), place
+
+
+batching.primitive_batchers[user_sharding_p] = _batched
+
+
+def user_sharding(sharding: Sharding | None, rank: int) -> UserSharding | None:
+    """Return the layout that a sharding of JAX describes; None if it names no mesh of several devices."""
+    if not isinstance(sharding, NamedSharding) or sharding.mesh.empty or sharding.mesh.size == 1:
+        return None
+    entries = [*sharding.spec, *[None] * (rank - len(sharding.spec))]
+    dims = tuple(None if entry is PartitionSpec.UNCONSTRAINED else _axes_of_entry(entry) for entry in entries)
+    return UserSharding(mesh=tuple(sharding.mesh.shape.items()), dims=dims)
+
+
+def _axes_of_entry(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """Return the axes that an entry of a `PartitionSpec` names."""
+    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+
+
+def _is_explicit(mesh: Any) -> bool:
+    """Return whether types of arrays are split by axes of a mesh."""
+    return not mesh.empty and AxisType.Explicit in mesh.axis_types
 
 
 _UNGROUPED = {"axis_index_groups": None}
@@ -125,7 +166,8 @@ class _MeshRemover:
     That matters beyond speed: the conversion to a graph makes one body of each jaxpr object, which is analysed once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, user_shardings: Mode) -> None:
+        self._user_shardings: Mode = user_shardings
         # Original and rewritten jaxpr by the id of the original, which is held so that its id is not reused.
         self._rewritten: dict[int, tuple[Jaxpr, Jaxpr]] = {}
 
@@ -158,10 +200,14 @@ class _MeshRemover:
         constvars, invars = [renamed(v) for v in jaxpr.constvars], [renamed(v) for v in jaxpr.invars]
         equations: list[JaxprEqn] = []
         for eqn in jaxpr.eqns:
+            wanted = self._wanted(eqn)
             if eqn.primitive.name in _CONSTRAINTS:
-                # The result is another name of the operand in all later equations.
-                now |= zip(eqn.outvars, map(renamed, eqn.invars), strict=True)
                 changed = True
+                if wanted is None:
+                    # The result is another name of the operand in all later equations.
+                    now |= zip(eqn.outvars, map(renamed, eqn.invars), strict=True)
+                else:
+                    equations.append(self._constraint(eqn, renamed(eqn.invars[0]), renamed(eqn.outvars[0]), wanted))
                 continue
             operands, results = [renamed(v) for v in eqn.invars], [renamed(v) for v in eqn.outvars]
             plain = _expanded(self._without_region(eqn))
@@ -171,10 +217,41 @@ class _MeshRemover:
                 plain = plain.replace(invars=operands, outvars=results, params=params, ctx=context)
             equations.append(plain)
             changed |= plain is not eqn
+            if wanted is not None:
+                changed, (result,) = True, results
+                now[eqn.outvars[0]] = type(result)(result.aval)
+                equations.append(self._constraint(eqn, result, now[eqn.outvars[0]], wanted))
         if not changed:
             return jaxpr
         outvars = [renamed(v) for v in jaxpr.outvars]
         return jaxpr.replace(constvars=constvars, invars=invars, outvars=outvars, eqns=equations)
+
+    def _wanted(self, eqn: JaxprEqn) -> UserSharding | None:
+        """Return the layout that the user gives for the only result of an equation."""
+        if self._user_shardings == "ignore" or len(eqn.outvars) != 1:
+            return None
+        aval: Any = eqn.outvars[0].aval
+        # Scalars have no dims to split, and every device holds all random keys.
+        if not getattr(aval, "shape", ()) or jax.numpy.issubdtype(aval.dtype, jax.dtypes.extended):
+            return None
+        if eqn.primitive.name == "sharding_constraint":
+            return user_sharding(eqn.params["sharding"], aval.ndim)
+        # On a mesh of explicit types alone `out_sharding` is the user's: elsewhere JAX writes it for itself.
+        of_type = eqn.primitive.name == "reshard" or eqn.params.get("out_sharding") is not None
+        return user_sharding(aval.sharding, aval.ndim) if of_type and _is_explicit(aval.sharding.mesh) else None
+
+    def _constraint(self, eqn: JaxprEqn, operand: Any, result: Any, wanted: UserSharding) -> JaxprEqn:
+        """Return the equation that says what the user wants for the result of an equation."""
+        params = {"mesh": wanted.mesh, "dims": wanted.dims, "pinned": self._user_shardings == "pin"}
+        context = _jax.context_without_mesh(eqn)
+        return eqn.replace(
+            primitive=user_sharding_p,
+            invars=[operand],
+            outvars=[result],
+            params=params,
+            ctx=context,
+            effects=frozenset(),
+        )
 
     def _without_region(self, eqn: JaxprEqn) -> JaxprEqn:
         """Return an equation on whole arrays in place of one that is written for the blocks of a device."""

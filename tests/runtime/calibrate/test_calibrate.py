@@ -9,11 +9,10 @@ import pytest
 
 from alpa_lite.errors import ExecutionError
 from alpa_lite.runtime.calibrate.calibrate import Calibration, CalibrationPrograms, conclude, quick_cluster
-from alpa_lite.runtime.calibrate.fit import predicted_seconds
+from alpa_lite.runtime.calibrate.measurements import Stopwatch, TimedProgram, predicted_seconds
 from alpa_lite.runtime.calibrate.probes import Probe
-from alpa_lite.runtime.calibrate.timing import Stopwatch, TimedProgram
 from cost_models import Cluster, Link, cluster_sources, load_cluster
-from tests.runtime.calibrate.test_fit import GUESS, TRUTH, measurements
+from tests.runtime.calibrate.test_measurements import GUESS, TRUTH, measurements
 
 SHARED = replace(GUESS, num_hosts=1, devices_per_host=8, shared_processor=True)
 

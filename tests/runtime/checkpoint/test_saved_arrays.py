@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,16 +15,11 @@ import numpy as np
 import pytest
 
 import alpa_lite as al
+from tests.distributed.launched import free_port
 from tests.plan.test_plan import planned
 from tests.runtime.checkpoint.saved_states import ROWS, global_values
 
 ROOT = Path(__file__).parents[3]
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def _run_two(folder: Path, *, fails: int = -1) -> list[dict[str, Any]]:
@@ -36,7 +30,7 @@ def _run_two(folder: Path, *, fails: int = -1) -> list[dict[str, Any]]:
         "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
         "NPROC": "16",
     }
-    script, port = str(Path(__file__).with_name("saving_processes.py")), str(_free_port())
+    script, port = str(Path(__file__).with_name("saving_processes.py")), str(free_port())
     processes = [
         subprocess.Popen(
             [sys.executable, script, port, str(number), str(folder), str(fails)],

@@ -17,7 +17,7 @@ from alpa_lite.errors import ExecutionError
 from alpa_lite.lower.emission import Emitted
 from alpa_lite.plan.progress import Progress
 from alpa_lite.planners import Hybrid, Pipeline
-from alpa_lite.runtime.execute.compile import precompile, task_units
+from alpa_lite.runtime.execute.compile import LoweredStep, precompile, task_units
 from alpa_lite.schedule import Interleaved1F1B
 from tests.end_to_end.cases import assert_same, eager_cluster
 from tests.runtime.pipelines import arguments, compiled, step_with
@@ -81,13 +81,19 @@ def test_a_literal_makes_another_program(scales: list[float], forward: list[int]
     _check(found, scales)
 
 
+def _lowered(found: al.CompiledFunction) -> LoweredStep:
+    """The program of a compiled step, and what it was lowered from."""
+    executor = found.executor
+    return LoweredStep(program=executor.program, plan=executor.plan, step=executor.step, equations=found.step.equations)
+
+
 def test_donation_and_placement_make_another_program(devices: Any) -> None:
     found = compiled(EQUAL, Pipeline(pipeline=4), 4)
     executor = found.executor
-    arguments = executor.program, executor.plan, executor.step, found.step.equations, executor.meshes
-    forms = [unit.form for unit in task_units(*arguments, {})]
+    lowered = _lowered(found)
+    forms = [unit.form for unit in task_units(lowered, executor.meshes, {})]
     assert forms[1] == forms[2] and hash(forms[1]) == hash(forms[2])
-    given = task_units(*arguments, {1: (0,)})
+    given = task_units(lowered, executor.meshes, {1: (0,)})
     assert given[1].form != given[2].form
     stages = list(executor.plan.stages)
     tasks = executor.program.tasks
@@ -95,7 +101,7 @@ def test_donation_and_placement_make_another_program(devices: Any) -> None:
     placement = stages[2].ops[one]
     whole = type(placement)(factors=((),) * len(placement.factors), results=placement.results)
     stages[2] = replace(stages[2], ops={**stages[2].ops, one: whole})
-    moved = task_units(executor.program, replace(executor.plan, stages=tuple(stages)), *arguments[2:], {})
+    moved = task_units(replace(lowered, plan=replace(executor.plan, stages=tuple(stages))), executor.meshes, {})
     assert (moved[1].form == moved[2].form) == (placement == whole)
 
 
@@ -138,7 +144,7 @@ def test_progress_is_told_in_order_and_to_the_end(devices: Any) -> None:
     told: list[tuple[int, int]] = []
     found = compiled(EQUAL, Pipeline(pipeline=4), 4)
     executor = found.executor
-    units = task_units(executor.program, executor.plan, executor.step, found.step.equations, executor.meshes, {})
+    units = task_units(_lowered(found), executor.meshes, {})
     made = precompile(units, lambda name, done, total: told.append((done, total)), num_threads=1)
     assert [done for done, _ in told] == sorted(done for done, _ in told)
     assert told[0] == (0, len(units)) and told[-1] == (len(units), len(units))

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
 from alpa_lite.program.phases import LeafPart
-from alpa_lite.runtime.execute.exchange import Blanks
+from alpa_lite.runtime.execute.crossing import Blanks
 from alpa_lite.runtime.execute.placing import Alone
 from alpa_lite.runtime.execute.stacked import Leaves
 

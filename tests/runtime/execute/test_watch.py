@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from alpa_lite.errors import HangError
-from alpa_lite.lower.instructions import Buffer, Instruction
+from alpa_lite.lower.instructions import Buffer, Instruction, InstructionKind
 from alpa_lite.planners import Hybrid
 from alpa_lite.runtime.execute.watch import Watch, spans
 from alpa_lite.schedule import Interleaved1F1B, OneFOneB
@@ -29,11 +29,13 @@ def test_a_span_begins_when_all_that_it_waits_for_has_ended() -> None:
     program: Any = SimpleNamespace(
         tasks=[SimpleNamespace(name="first"), SimpleNamespace(name="second")],
         instructions=[
-            Instruction(kind="RUN", stage=0, task=0, microbatch=0, writes=(sent,)),
-            Instruction(kind="SEND", stage=1, source_stage=0, microbatch=0, reads=(sent,), writes=(received,)),
-            Instruction(kind="RUN", stage=0, task=0, microbatch=1, writes=(later,)),
-            Instruction(kind="RUN", stage=1, task=1, microbatch=0, reads=(received,)),
-            Instruction(kind="RUN", stage=1, task=1, microbatch=1),
+            Instruction(kind=InstructionKind.RUN, stage=0, task=0, microbatch=0, writes=(sent,)),
+            Instruction(
+                kind=InstructionKind.SEND, stage=1, source_stage=0, microbatch=0, reads=(sent,), writes=(received,)
+            ),
+            Instruction(kind=InstructionKind.RUN, stage=0, task=0, microbatch=1, writes=(later,)),
+            Instruction(kind=InstructionKind.RUN, stage=1, task=1, microbatch=0, reads=(received,)),
+            Instruction(kind=InstructionKind.RUN, stage=1, task=1, microbatch=1),
         ],
     )
     launches = {0: 0.0, 1: 0.1, 2: 0.2, 3: 0.3, 4: 9.0}

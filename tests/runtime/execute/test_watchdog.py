@@ -17,7 +17,7 @@ import alpa_lite as al
 from alpa_lite.errors import HangError
 from alpa_lite.planners import Hybrid
 from alpa_lite.runtime.execute.watch import Watchdog
-from alpa_lite.runtime.job.in_flight import Flight
+from alpa_lite.runtime.job.activity import Flight, HangPolicy, InstructionInfo
 from tests.end_to_end.cases import eager_cluster
 
 
@@ -32,7 +32,8 @@ class Never:
 
 
 def _flight(patience: float | None) -> Flight:
-    return Flight(1, limit=4, patience=patience, explain=lambda number: f"instruction {number}")
+    instructions = InstructionInfo(explain=lambda number: f"instruction {number}")
+    return Flight(1, limit=4, instructions=instructions, hang_policy=HangPolicy(patience=patience))
 
 
 def _until(condition: Any) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 import pytest
 
 from alpa_lite.errors import ExecutionError, HangError
-from alpa_lite.runtime.job.in_flight import Flight, Patience
+from alpa_lite.runtime.job.activity import Flight, HangPolicy, InstructionInfo, Patience, Timer
 
 
 @dataclass
@@ -40,14 +40,20 @@ class Token:
         return self.ready
 
 
-def flight(time: Time, *, limit: int = 2, patience: float | None = 10.0, num_groups: int = 2) -> Flight:
+def flight(
+    time: Time,
+    *,
+    limit: int = 2,
+    patience: float | None = 10.0,
+    num_groups: int = 2,
+    end: Callable[[str], object] | None = None,
+) -> Flight:
     return Flight(
         num_groups,
         limit=limit,
-        patience=patience,
-        explain=lambda number: f"instruction {number}",
-        clock=time,
-        sleep=time.sleep,
+        instructions=InstructionInfo(explain=lambda number: f"instruction {number}"),
+        hang_policy=HangPolicy(patience=patience, end=end),
+        timer=Timer(clock=time, sleep=time.sleep),
     )
 
 
@@ -98,7 +104,7 @@ def test_a_slow_step_that_moves_is_no_hang() -> None:
 def test_other_work_of_those_that_take_part_is_no_hang() -> None:
     time, token = Time(), Token()
     found, busy = flight(time, limit=1), {3: 25.0}
-    found._processes = lambda instruction: frozenset({0, 3})
+    found._instructions = replace(found._instructions, processes=lambda instruction: frozenset({0, 3}))
     found._at_work = lambda processes: any(time.now < busy.get(process, 0.0) for process in processes)
     found.launched(0, 0, token)
     with pytest.raises(HangError):
@@ -108,7 +114,7 @@ def test_other_work_of_those_that_take_part_is_no_hang() -> None:
 
 def test_a_hang_ends_the_process_where_it_is_to() -> None:
     ended: list[str] = []
-    found = Flight(1, limit=1, patience=10.0, explain=lambda n: f"instruction {n}", end=ended.append, **clock(Time()))
+    found = flight(Time(), limit=1, num_groups=1, end=ended.append)
     assert found.ends and found.last_instruction() == ""
     found.launched(0, 4, Token(ready=True))
     assert found.last_instruction() == "has done 4"
@@ -117,11 +123,6 @@ def test_a_hang_ends_the_process_where_it_is_to() -> None:
         found.launched(0, 6, Token())
     assert len(ended) == 1 and "instruction 5" in ended[0]
     assert found.last_instruction() == "waits for 5"
-
-
-def clock(time: Time) -> Any:
-    """Options of a flight."""
-    return {"clock": time, "sleep": time.sleep}
 
 
 def test_without_patience_it_waits_for_ever() -> None:

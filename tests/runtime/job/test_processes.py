@@ -9,7 +9,7 @@ import pytest
 import alpa_lite as al
 from alpa_lite.errors import VerificationError
 from alpa_lite.planners import Pipeline
-from alpa_lite.runtime.job.launch_order import orders, participants, verify_order
+from alpa_lite.runtime.job.processes import orders, participants, verify_order
 from tests.end_to_end.cases import eager_cluster
 from tests.runtime.pipelines import arguments, step_with
 

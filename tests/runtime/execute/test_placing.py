@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from alpa_lite.runtime.execute.crossing import Windows, course_between, relocation
-from alpa_lite.runtime.execute.exchange import Blanks, Exchange, Sent
+from alpa_lite.runtime.execute.crossing import Blanks, Exchange, Sent
+from alpa_lite.runtime.execute.placing import Windows, course_between, relocation
 
 SHAPE = (12, 8)
 

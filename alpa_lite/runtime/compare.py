@@ -25,16 +25,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from alpa_lite import _jax
-from alpa_lite._jax import Device, Tree
+from alpa_lite._jax import AnyJaxpr, Device, Jaxpr, Literal, Tree, TreeLeaf, Var
 from alpa_lite.errors import CheckError, ExecutionError
-from alpa_lite.runtime.check.check_report import MAX_LOW_STEPS, MAX_STEPS, CheckedLeaf, CheckReport
+from alpa_lite.runtime.check_report import MAX_LOW_STEPS, MAX_STEPS, CheckedLeaf, CheckReport
 from alpa_lite.runtime.execute.function import CompiledFunction
 from alpa_lite.trace.batch import is_key
 from alpa_lite.trace.call import Call
@@ -47,7 +46,7 @@ _LOW = 1e-5
 """Relative units in the last place above this belong to float16, bfloat16 and below."""
 
 
-def check_compiled(compiled: CompiledFunction, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CheckReport:
+def check_compiled(compiled: CompiledFunction, args: Sequence[Tree], kwargs: Mapping[str, Tree]) -> CheckReport:
     """Run a compiled step and `jax.jit` of its function on copies of these arguments, and compare.
 
     Arguments that are `jax.ShapeDtypeStruct`s are replaced by random ones. The step runs once, `jax.jit` once and then
@@ -85,23 +84,31 @@ def _advice(compiled: CompiledFunction) -> str:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Perturbed:
+    """Arguments with their floats moved a little, and the results of `jax.jit` for them, on the host."""
+
+    leaves: list[TreeLeaf]
+    outputs: list[np.ndarray]
+
+
 @dataclass(kw_only=True)
 class _StepComparison:
-    """One comparison; `seed` is that of random arguments and of the signs of perturbations."""
+    """One comparison; `seed` determines random arguments and the signs of perturbations."""
 
     compiled: CompiledFunction
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: tuple[Tree, ...]
+    kwargs: dict[str, Tree]
     seed: int = _SEED
-    leaves: list[Any] = field(default_factory=list[Any])
-    _noisy: dict[float, list[tuple[list[Any], list[np.ndarray]]]] = field(default_factory=dict[float, Any])
+    leaves: list[TreeLeaf] = field(default_factory=list[TreeLeaf])
+    _noisy: dict[float, list[_Perturbed]] = field(default_factory=dict[float, "list[_Perturbed]"])
 
     @cached_property
-    def reference(self) -> Callable[..., Any]:
+    def reference(self) -> Callable[[Sequence[TreeLeaf]], Tree]:
         """`jax.jit` of the user's function, of its traced arguments flattened."""
         traced, call = self.compiled.traced, self._call
 
-        def whole(leaves: Sequence[Any]) -> Tree:
+        def whole(leaves: Sequence[TreeLeaf]) -> Tree:
             arrays, _ = call.run(traced.fun, jax.tree.unflatten(traced.in_tree, leaves))
             return arrays
 
@@ -128,14 +135,14 @@ class _StepComparison:
                 f"{jax.tree.structure(want_tree)} under jax.jit: it does not return the same each time it is traced."
             )
         units = coarsest_units(_jax.open_jaxpr(traced.jaxpr))
-        found = [
+        compared = [
             self._compared(number, got, wanted, units[number])
             for number, (got, wanted) in enumerate(zip(jax.tree.leaves(got_tree), want, strict=True))
         ]
         drawn = any(map(is_drawn, given))
-        return CheckReport(function=traced.name, plan=self.compiled.plan, leaves=tuple(found), drawn=drawn)
+        return CheckReport(function=traced.name, plan=self.compiled.plan, leaves=tuple(compared), drawn=drawn)
 
-    def _held(self, given: Sequence[Any]) -> Tree:
+    def _held(self, given: Sequence[TreeLeaf]) -> Tree:
         """Fill `leaves`; return the results of `jax.jit` for them.
 
         If random arguments give numbers that are not finite, their absolute values are tried.
@@ -151,17 +158,20 @@ class _StepComparison:
                 self.leaves, want = others, again
         return want
 
-    def _perturbed(self, unit: float) -> list[tuple[list[Any], list[np.ndarray]]]:
+    def _perturbed(self, unit: float) -> list[_Perturbed]:
         """Return perturbed arguments with the results of `jax.jit`, by draw; the last moves by all units that are
         allowed.
         """
         if unit not in self._noisy:
             # Another seed than the arguments', so that signs do not depend on the values that they change.
-            rng, found = np.random.default_rng(self.seed + 1), list[tuple[list[Any], list[np.ndarray]]]()
+            rng, runs = np.random.default_rng(self.seed + 1), list[_Perturbed]()
             for ulps in (*[1.0] * NUM_DRAWS, allowed_steps(unit)):
+                # Signs are drawn at random: errors of one sign in all inputs would cancel in differences, and add up in
+                # sums.
                 leaves = [perturbed(leaf, unit, ulps, rng) for leaf in self.leaves]
-                found.append((leaves, [*map(_on_host, jax.tree.leaves(self.reference(leaves)))]))
-            self._noisy[unit] = found
+                outputs = [*map(_on_host, jax.tree.leaves(self.reference(leaves)))]
+                runs.append(_Perturbed(leaves=leaves, outputs=outputs))
+            self._noisy[unit] = runs
         return self._noisy[unit]
 
     def _compared(self, number: int, got: jax.Array, want: jax.Array, unit: float) -> CheckedLeaf:
@@ -199,6 +209,7 @@ class _StepComparison:
 
     def _step(self, number: int, want: np.ndarray, scale: float, unit: float) -> float:
         """Return one absolute rounding step of a leaf; for leaves without floats a share of elements."""
+        # Rounding the result alone may change it by one unit, even where the inputs change nothing.
         own = float(jnp.finfo(self.compiled.traced.out_leaves[number].dtype).eps) if is_inexact(want) else 0.0
         return max(own * scale, self._noise(number, want, unit))
 
@@ -207,12 +218,13 @@ class _StepComparison:
         follows = self.compiled.traced.aliases.get(number)
         before = _on_host(jnp.asarray(self.leaves[follows])) if follows is not None and is_inexact(want) else None
         noise = 0.0
-        for draw, (leaves, outputs) in enumerate(self._perturbed(unit)):
-            moved = change(outputs[number], want)
+        for draw, run in enumerate(self._perturbed(unit)):
+            moved = change(run.outputs[number], want)
             if follows is not None and before is not None:
-                after = _on_host(jnp.asarray(leaves[follows]))
+                after = _on_host(jnp.asarray(run.leaves[follows]))
                 # A weight moves with its perturbed old value, which would hide an error in its update.
-                moved = min(moved, change(outputs[number] - after, want - before))
+                moved = min(moved, change(run.outputs[number] - after, want - before))
+            # The last draw has moved the inputs by as many units as are allowed: the change per unit counts.
             noise = max(noise, moved / (1.0 if draw < NUM_DRAWS else allowed_steps(unit)))
         return noise
 
@@ -229,31 +241,31 @@ def _quotient(difference: float, unit: float) -> float:
     return float(difference / unit) if unit else float("inf")
 
 
-def coarsest_units(jaxpr: Any) -> list[float]:
+def coarsest_units(jaxpr: Jaxpr) -> list[float]:
     """Return the relative unit in the last place of the lowest precision on the path to each output of a jaxpr; 0 for
     none.
     """
-    known: dict[Any, float] = {}
+    coarsest: dict[Var, float] = {}
 
-    def of(atom: Any) -> float:
-        return _unit(atom) if isinstance(atom, _jax.Literal) else known.get(atom, _unit(atom))
+    def of(atom: Var | Literal) -> float:
+        return _unit(atom) if isinstance(atom, Literal) else coarsest.get(atom, _unit(atom))
 
     # In the order of the equations, so that the precision on the path to each operand is known.
     for eqn in jaxpr.eqns:
         # A loop or a call may compute in lower precision inside, whatever its results have.
         inside = max(map(_coarsest_inside, _jax.inner_jaxprs(eqn)), default=0.0)
         before = max(map(of, eqn.invars), default=0.0)
-        known |= {var: max(before, inside, _unit(var)) for var in eqn.outvars}
+        coarsest |= {var: max(before, inside, _unit(var)) for var in eqn.outvars}
     return [of(atom) for atom in jaxpr.outvars]
 
 
-def _coarsest_inside(jaxpr: Any) -> float:
+def _coarsest_inside(jaxpr: AnyJaxpr) -> float:
     inner = _jax.open_jaxpr(jaxpr)
     own = max((_unit(var) for eqn in inner.eqns for var in eqn.outvars), default=0.0)
     return max([own, *[_coarsest_inside(each) for eqn in inner.eqns for each in _jax.inner_jaxprs(eqn)]])
 
 
-def _unit(atom: Any) -> float:
+def _unit(atom: Var | Literal) -> float:
     dtype = getattr(atom.aval, "dtype", None)
     return float(jnp.finfo(dtype).eps) if dtype is not None and jnp.issubdtype(dtype, jnp.inexact) else 0.0
 
@@ -303,6 +315,7 @@ def _note(got: jax.Array, want: jax.Array, host: np.ndarray, step: float, differ
         notes.append("jax.jit itself changes it when its inputs change in the last place")
     if difference and step == np.inf:
         notes.append("jax.jit itself is not always finite there")
+    # Reported, not refused: the numbers are the same, but later promotion of dtypes may differ.
     if getattr(want, "weak_type", False) != getattr(got, "weak_type", False):
         notes.append("weakly typed under jax.jit")
     return "; ".join(notes)
@@ -311,12 +324,12 @@ def _note(got: jax.Array, want: jax.Array, host: np.ndarray, step: float, differ
 _WIDTH = 0.1
 
 
-def is_inexact(leaf: Any) -> bool:
+def is_inexact(leaf: TreeLeaf) -> bool:
     """Return True if a leaf holds floats or complex numbers."""
     return isinstance(leaf, (float, complex)) or (hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact))
 
 
-def is_drawn(leaf: Any) -> bool:
+def is_drawn(leaf: TreeLeaf) -> bool:
     """Return True if a leaf is a shape alone, for which values have to be drawn."""
     return isinstance(leaf, jax.ShapeDtypeStruct)
 
@@ -326,6 +339,7 @@ def draw(shape: jax.ShapeDtypeStruct, rng: np.random.Generator, *, positive: boo
     arguments.
     """
     if jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
+        # From the same generator as all other leaves, so that keys depend on the seed as well.
         key = jax.random.key(int(rng.integers(2**31)), impl=_jax.key_implementation(str(shape.dtype)))
         return jax.random.split(key, shape.shape)
     if is_key(shape):
@@ -334,6 +348,7 @@ def draw(shape: jax.ShapeDtypeStruct, rng: np.random.Generator, *, positive: boo
         return jnp.asarray(rng.integers(0, 2, shape.shape).astype(bool))
     if not jnp.issubdtype(shape.dtype, jnp.inexact):
         return jnp.asarray(rng.integers(0, 2, shape.shape), shape.dtype)
+    # Small enough that exponentials and powers in most steps stay finite.
     values = _WIDTH * rng.normal(size=shape.shape)
     if jnp.issubdtype(shape.dtype, jnp.complexfloating):
         values = values + 1j * _WIDTH * rng.normal(size=shape.shape)
@@ -341,13 +356,13 @@ def draw(shape: jax.ShapeDtypeStruct, rng: np.random.Generator, *, positive: boo
     return _weak(jnp.asarray(values, shape.dtype), shape)
 
 
-def held(leaves: Sequence[Any], device: Device, seed: int, *, positive: bool = False) -> list[Any]:
+def held(leaves: Sequence[TreeLeaf], device: Device, seed: int, *, positive: bool = False) -> list[TreeLeaf]:
     """Return the leaves with values, on one device: copies of arrays, random values for shapes."""
     rng = np.random.default_rng(seed)
     return [draw(leaf, rng, positive=positive) if is_drawn(leaf) else _on_one(leaf, device) for leaf in leaves]
 
 
-def _on_one(leaf: Any, device: Device) -> Any:
+def _on_one(leaf: TreeLeaf, device: Device) -> TreeLeaf:
     """Return a leaf on one device; a leaf that is no JAX array is returned as it is."""
     if not isinstance(leaf, jax.Array):
         return leaf
@@ -359,12 +374,12 @@ def _on_one(leaf: Any, device: Device) -> Any:
     return jax.device_put(leaf, device)
 
 
-def copied(leaf: Any) -> Any:
+def copied(leaf: TreeLeaf) -> TreeLeaf:
     """Return a copy of a leaf, which may be donated."""
     return jnp.copy(leaf) if isinstance(leaf, jax.Array) else leaf
 
 
-def perturbed(leaf: Any, unit: float, ulps: float, rng: np.random.Generator) -> Any:
+def perturbed(leaf: TreeLeaf, unit: float, ulps: float, rng: np.random.Generator) -> TreeLeaf:
     """Return a leaf of floats with every number moved up or down by `ulps` units in the last place.
 
     The last place is that of numbers of relative precision `unit`, or of the leaf's own where that is coarser. Leaves
@@ -394,10 +409,11 @@ def _moved(values: np.ndarray, relative: float, rng: np.random.Generator) -> np.
     """Return real numbers, each moved by a multiple of the last place: 2^exponent · relative precision."""
     values = np.asarray(values)
     with np.errstate(invalid="ignore"):
+        # `frexp` gives mantissas in [1/2, 1): the unit in the last place is relative to 2^(exponent - 1).
         exponents = np.frexp(values)[1]
     places = np.where(np.isfinite(values) & (values != 0), np.ldexp(relative, exponents - 1), 0.0)
     return values + places * rng.choice((-1.0, 1.0), values.shape)
 
 
-def _weak(array: jax.Array, like: Any) -> jax.Array:
+def _weak(array: jax.Array, like: TreeLeaf) -> jax.Array:
     return _jax.weak(array, array.aval.update(weak_type=True)) if getattr(like, "weak_type", False) else array

@@ -1,4 +1,13 @@
-"""Fit the constants of a cluster, so that the cost model predicts the measurements.
+"""Time programs on a machine that others use too, and fit the constants of a cluster to the times.
+
+
+trips      chosen for each program so that one run takes about run_seconds                     (_choose_trips)
+rounds     in every round each program runs once, so that a slow minute affects all of them alike (time_programs)
+seconds    median of the samples, without those further than 3 · 1.4826 · MAD from the median of all
+           (MAD: median absolute deviation; Rousseeuw, Croux, JASA 88(424), 1993)               (typical_seconds)
+
+The constants make the cost model predict the measurements:
+
 
     minimise over θ   Σ_i ρ(log(predicted_i(θ) / measured_i)),   ρ(r) = 2 (sqrt(1 + r²) - 1)            (fit_cluster)
     predicted_i       = price of the parts of i by a ComposedCostModel of the cluster θ, added up    (predicted_seconds)
@@ -12,7 +21,8 @@ grows only linearly with |r|: a few bad timings do not spoil the rest (Huber, An
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -21,6 +31,119 @@ import numpy as np
 from cost_models.cluster import Cluster
 from cost_models.composed import ComposedCostModel
 from cost_models.work import Collective, Work
+
+_MAX_TRIPS = 1 << 14
+_MIN_ROUNDS = 3
+_OUTLIER = 3 * 1.4826
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedProgram:
+    """A program to time: `run(trips)` repeats it `trips` times and returns when all is done."""
+
+    name: str
+    run: Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """Seconds of one trip of a program.
+
+    Attributes:
+        seconds: median of the accepted samples.
+        num_samples: number of accepted samples; `num_rejected`: number of outliers.
+        spread: largest relative difference of an accepted sample from the median.
+    """
+
+    seconds: float
+    num_samples: int
+    num_rejected: int = 0
+    spread: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stopwatch:
+    """Settings of a measurement.
+
+    Attributes:
+        run_seconds: target duration of one run of a program.
+        num_rounds: samples of each program.
+        limit_seconds: after this no new round begins, once each program has 3 samples.
+        clock: returns the current time in seconds.
+        agree: combines the numbers of several processes that measure together into one, the same on all of them.
+    """
+
+    run_seconds: float = 0.01
+    num_rounds: int = 15
+    limit_seconds: float = 60.0
+    clock: Callable[[], float] = time.perf_counter
+    agree: Callable[[float], float] = float
+
+
+def time_programs(
+    programs: Sequence[TimedProgram], stopwatch: Stopwatch, progress: Callable[[str], None] = lambda _: None
+) -> list[Timing]:
+    """Return the timing of each program; `progress` is called with a program's name before each of its samples."""
+    began = stopwatch.clock()
+    trips: list[int] = []
+    for program in programs:
+        progress(program.name)
+        trips.append(_choose_trips(program, stopwatch))
+    samples: list[list[float]] = [[] for _ in programs]
+    for number in range(stopwatch.num_rounds):
+        # Agreed on, as processes that measure together must run equally many rounds.
+        late = stopwatch.agree(float(stopwatch.clock() - began > stopwatch.limit_seconds))
+        if late and number >= _MIN_ROUNDS:
+            break
+        # Every other round runs backwards, so that a program is not always timed with the same program's caches.
+        for index in range(len(programs))[:: 1 if number % 2 == 0 else -1]:
+            progress(programs[index].name)
+            samples[index].append(_run_seconds(programs[index], trips[index], stopwatch) / trips[index])
+    timings = [typical_seconds(times) for times in samples]
+    return [replace(timing, seconds=stopwatch.agree(timing.seconds)) for timing in timings]
+
+
+def num_samples(num_programs: int, stopwatch: Stopwatch) -> int:
+    """Return how often `time_programs` calls `progress` if the time limit is not reached."""
+    return num_programs * (stopwatch.num_rounds + 1)
+
+
+def typical_seconds(samples: Sequence[float]) -> Timing:
+    """Return the median without outliers."""
+    times = np.asarray(samples)
+    middle = float(np.median(times))
+    # 1.4826 · MAD estimates the standard deviation of normally distributed samples.
+    reach = _OUTLIER * float(np.median(np.abs(times - middle)))
+    accepted = times[np.abs(times - middle) <= reach]
+    seconds = float(np.median(accepted))
+    return Timing(
+        seconds=seconds,
+        num_samples=accepted.size,
+        num_rejected=times.size - accepted.size,
+        spread=float(np.max(np.abs(accepted - seconds))) / seconds if seconds > 0 else 0.0,
+    )
+
+
+def _choose_trips(program: TimedProgram, stopwatch: Stopwatch) -> int:
+    """Return the number of trips for one run; the first run also pays for page faults, so it does not count."""
+    program.run(1)
+    trips = 1
+    while trips < _MAX_TRIPS:
+        # Equally many trips on all processes, or a collective would wait for ever.
+        seconds = stopwatch.agree(_run_seconds(program, trips, stopwatch))
+        if seconds >= stopwatch.run_seconds / 2:
+            break
+        wanted = trips * stopwatch.run_seconds / max(seconds, 1e-9)
+        # In bounded steps, since a run that is too short says little about the next one.
+        trips = min(_MAX_TRIPS, max(2 * trips, min(16 * trips, round(wanted))))
+    return trips
+
+
+def _run_seconds(program: TimedProgram, trips: int, stopwatch: Stopwatch) -> float:
+    start = stopwatch.clock()
+    program.run(trips)
+    return stopwatch.clock() - start
+
 
 _CONVOLUTION = "device.convolution_efficiency"
 
@@ -108,6 +231,7 @@ def _fit(guess: Cluster, names: Sequence[str], measurements: Sequence[Measuremen
 
     if not measurements:
         return guess
+    # In logarithms, so that relative errors count: programs take from microseconds to seconds.
     measured = np.log([m.seconds for m in measurements])
 
     def residuals(shifts: np.ndarray) -> np.ndarray:
@@ -117,11 +241,11 @@ def _fit(guess: Cluster, names: Sequence[str], measurements: Sequence[Measuremen
         # The last terms pull very weakly towards the guess: they determine constants that no measurement depends on.
         return np.concatenate([predicted - measured, 1e-2 * shifts])
 
-    found = min(
+    best = min(
         (least_squares(residuals, start, loss="soft_l1", diff_step=1e-3) for start in _starts(len(names))),
         key=lambda result: result.cost,
     )
-    return _shifted(guess, dict(zip(names, np.exp(found.x), strict=True)))
+    return _shifted(guess, dict(zip(names, np.exp(best.x), strict=True)))
 
 
 def _starts(num_constants: int) -> list[np.ndarray]:

@@ -41,7 +41,7 @@ class CheckedLeaf:
         allowed_steps: rounding steps that are fine: 32; 8 where the leaf is computed in float16, bfloat16 or below.
         limit: the largest `error` with which the leaf is fine, that many rounding steps; 0 where it must be equal.
         ok: whether it is.
-        note: what else a reader should know; for instance that `jax.jit` itself changes an integer.
+        note: further information, for instance that `jax.jit` itself changes an integer.
     """
 
     name: str
@@ -56,12 +56,12 @@ class CheckedLeaf:
 
     def to_dict(self) -> dict[str, object]:
         """Return JSON-compatible data; numbers that are not finite are null."""
-        found = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {name: _plain(value) for name, value in found.items()}
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: _plain(value) for name, value in values.items()}
 
     @property
     def share(self) -> float:
-        """The difference as a fraction of what is allowed."""
+        """The difference as a fraction of the allowed difference."""
         return self.rounding_steps / self.allowed_steps
 
     @property
@@ -70,6 +70,7 @@ class CheckedLeaf:
         what = f"{self.name or 'the output'} ({self.dtype}{list(self.shape)})"
         if not math.isfinite(self.error):
             return f"{what} is not finite in the same places"
+        # Integers, booleans and keys, and leaves of zeros, which have no last place.
         if self.limit == 0:
             return f"{what} differs in {self.error:.2g} of its elements, and must be equal"
         return (
@@ -102,6 +103,7 @@ class CheckReport:
     @property
     def worst(self) -> tuple[CheckedLeaf, ...]:
         """The leaves, failed ones first, by the fraction of the allowed rounding that they use."""
+        # False sorts before True, so that leaves that failed come first.
         return tuple(sorted(self.leaves, key=lambda leaf: (leaf.ok, -leaf.share)))
 
     def to_dict(self) -> dict[str, object]:
@@ -164,6 +166,7 @@ class CheckReport:
         return Group(Text(self.verdict), table, Text("; ".join(filter(None, notes))))
 
     def __str__(self) -> str:
+        # Of a fixed width and without colours, so that logs are the same whatever terminal the program has.
         console = Console(file=io.StringIO(), width=_WIDTH, color_system=None, markup=False, highlight=False)
         with console.capture() as captured:
             console.print(self)
@@ -171,6 +174,7 @@ class CheckReport:
 
 
 def _plain(value: object) -> object:
+    # JSON has neither infinities nor NaN.
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return list(value) if isinstance(value, tuple) else value
@@ -181,5 +185,6 @@ def _short(value: float) -> str:
 
 
 def _count(number: int, what: str) -> str:
+    # Enough of English for "batch", "device" and "output".
     plural = what + ("es" if what.endswith("ch") else "s")
     return f"{number} {what if number == 1 else plural}"

@@ -1,0 +1,129 @@
+"""What the shardings that the user's code gives would cost: the integer program with each of them, and without.
+
+Both plans are one stage on the user's mesh, so that the difference is due to the sharding alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import islice
+
+from alpa_lite.errors import AlpaLiteError, PlanError
+from alpa_lite.inspection.text.tables import Table, render, short_source
+from alpa_lite.inter_op.plan_request import Pins, PlanRequest
+from alpa_lite.inter_op.sharding_demands import argument_pins, user_layout, wanted_shardings
+from alpa_lite.intra_op.stage import NO_LAYOUT, GivenLayout
+from alpa_lite.intra_op.strategies import FREE_CHOICE
+from alpa_lite.plan.plan import Plan
+from alpa_lite.planners.on_mesh import MeshConstraints, plan_on_mesh
+from alpa_lite.program.user_shardings import NO_USER_SHARDINGS, UserSharding
+from alpa_lite.text import show_milliseconds
+
+Mesh = tuple[tuple[str, int], ...]
+"""Pairs of an axis and its number of devices."""
+
+MOST_ROWS = 12
+"""The most places in the user's code that are priced; each takes as long as planning one stage."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardingCost:
+    """The price of the user's shardings of one line or argument.
+
+    Attributes:
+        source: the line, or `argument` and a path.
+        mesh: the user's mesh.
+        wanted: the shardings, as text.
+        free: the best plan on this mesh, or why there is none.
+        given: the best plan on this mesh that has the shardings, or why there is none.
+    """
+
+    source: str
+    mesh: Mesh
+    wanted: str
+    free: Plan | str
+    given: Plan | str
+
+    @property
+    def seconds(self) -> float | None:
+        """The seconds by which a step takes longer with the shardings; None where a plan is missing."""
+        if isinstance(self.free, str) or isinstance(self.given, str):
+            return None
+        return self.given.prediction.step_seconds - self.free.prediction.step_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardingCosts:
+    """The prices of the user's shardings of a step, with the plan that they were asked for."""
+
+    plan: Plan
+    rows: tuple[ShardingCost, ...]
+    num_left_out: int
+
+    def __str__(self) -> str:
+        if not self.rows:
+            return 'The step and its arguments name no shardings, or user_shardings="ignore" was given.'
+        note = f"ms: per step, predicted, in one stage; the plan takes {_milliseconds(self.plan)}"
+        columns = ("where", "yours", "mesh", "ms without", "ms with", "costs ms")
+        table = Table(
+            title="Shardings that your code gives, each by itself on its mesh",
+            columns=columns,
+            rows=tuple(map(_row, self.rows)),
+            numeric=frozenset(columns[3:]),
+            note=note + (f"; {self.num_left_out} more were not priced" if self.num_left_out else ""),
+        )
+        problems = {f"{short_source(row.source)}: {row.given}" for row in self.rows if isinstance(row.given, str)}
+        return "\n\n".join([render([], [table]), *([render(sorted(problems))] if problems else [])])
+
+
+def _row(cost: ShardingCost) -> tuple[str, ...]:
+    mesh = " × ".join(f"{axis}={size}" for axis, size in cost.mesh)
+    more = "" if cost.seconds is None else show_milliseconds(cost.seconds)
+    return (short_source(cost.source), cost.wanted, mesh, _milliseconds(cost.free), _milliseconds(cost.given), more)
+
+
+def _milliseconds(plan: Plan | str) -> str:
+    return "no plan" if isinstance(plan, str) else show_milliseconds(plan.prediction.step_seconds)
+
+
+def sharding_costs(plan: Plan) -> ShardingCosts:
+    """Return what the shardings of the user would cost: those of each line and of each argument by themselves.
+
+    Raises:
+        PlanError: the plan comes from a file, and was not replayed for a step.
+    """
+    if plan.request is None:
+        raise PlanError(
+            "A plan from a file has no step to price shardings with. Replay it: al.plan(step, *args, planner=plan)."
+        )
+    request: PlanRequest = plan.request
+    if request.user_shardings.mode == "ignore" or request.pinned is None:
+        return ShardingCosts(plan=plan, rows=(), num_left_out=0)
+    # Both plans take the micro-batches of this one, so that only the sharding differs.
+    request = replace(request.pinned(), num_microbatches=plan.num_microbatches, advise=False)
+    step = request.best_step((1,), loop_parts=0)
+    sources = dict[str, list[UserSharding]]()
+    for _, sharding in wanted_shardings(step, request.user_shardings):
+        sources.setdefault(sharding.source, []).append(sharding)
+    free: dict[Mesh, Plan | str] = {}
+    rows: list[ShardingCost] = []
+    for source, shardings in islice(sources.items(), MOST_ROWS):
+        mesh = shardings[0].mesh
+        if mesh not in free:
+            free[mesh] = _planned(request, mesh, {}, NO_LAYOUT)
+        pins = argument_pins(step, request.user_shardings, only=source)
+        given = _planned(request, mesh, pins, user_layout(step, dict(mesh), only=source))
+        wanted = ", ".join(dict.fromkeys(map(str, shardings)))
+        rows.append(ShardingCost(source=source, mesh=mesh, wanted=wanted, free=free[mesh], given=given))
+    return ShardingCosts(plan=plan, rows=tuple(rows), num_left_out=len(sources) - len(rows))
+
+
+def _planned(request: PlanRequest, mesh: Mesh, pins: Pins, layout: GivenLayout) -> Plan | str:
+    """Return a plan of one stage on the mesh, or why there is none."""
+    # The pins and the layout are all that the plan has to obey.
+    request = replace(request, user_shardings=NO_USER_SHARDINGS)
+    try:
+        constraints = MeshConstraints(restriction=FREE_CHOICE, pins=pins, layout=layout)
+        return plan_on_mesh("mesh", request, dict(mesh), constraints)
+    except AlpaLiteError as error:
+        return str(error)

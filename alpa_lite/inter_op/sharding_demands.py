@@ -1,0 +1,159 @@
+"""The shardings of the user as demands on a plan, and what a plan makes of them.
+
+    demands    on the mesh that they name: specs of arguments, and layout constraints on the results of the ops that
+               hold a sharding                                              `user_mesh`, `argument_pins`, `user_layout`
+    uses       for each line of the user's code and each argument: whether the plan has that sharding  `sharding_uses`
+
+A sharding that the shape of the array does not allow, since its parts would be unequal, demands nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+from alpa_lite.errors import PlanError
+from alpa_lite.intra_op.stage import GivenLayout, Wanted
+from alpa_lite.plan.parts import OpPlacement, UserShardingUse
+from alpa_lite.program.ir import Graph, Value, wiring_of
+from alpa_lite.program.phases import StepGraph
+from alpa_lite.program.user_shardings import USER_SHARDING, UserSharding, UserShardings
+from alpa_lite.sharding.specs import Spec
+
+
+def user_mesh(step: StepGraph, given: UserShardings) -> dict[str, int] | None:
+    """Return the devices per axis of the mesh on which the user's shardings must be obeyed; None if there are none.
+
+    Raises:
+        PlanError: the shardings are on different meshes.
+    """
+    if given.mode != "pin":
+        return None
+    first: dict[tuple[tuple[str, int], ...], str] = {}
+    for _, sharding in wanted_shardings(step, given):
+        first.setdefault(sharding.mesh, sharding.source)
+    if len(first) > 1:
+        (one, at), (other, there), *_ = first.items()
+        raise PlanError(
+            f'user_shardings="pin" asks for one mesh, but {at} names {dict(one)} and {there} names {dict(other)}. '
+            'Use one mesh, or user_shardings="hint".'
+        )
+    return dict(next(iter(first))) if first else None
+
+
+def argument_pins(step: StepGraph, given: UserShardings, *, only: str = "") -> dict[str, Sequence[Any]]:
+    """Return the specs of arguments that the user has placed, by path, in the form of `Pins`.
+
+    only: a source, whose arguments alone count; "" for all.
+    """
+    values = (step.graph.values[v] for v in step.graph.inputs)
+    shapes = {value.name: value for value in values if value.rank and not value.dtype.startswith("key<")}
+    return {
+        name: [dim or None for dim in sharding.dims]
+        for name, sharding in given.arguments.items()
+        if only in ("", sharding.source)
+        and name in shapes
+        and len(sharding.dims) == shapes[name].rank
+        and sharding.divides(shapes[name].shape)
+    }
+
+
+def user_layout(step: StepGraph, axes: Mapping[str, int], *, only: str = "") -> GivenLayout:
+    """Return the layout constraints on the results of the ops that pin a sharding of the user; other ops are exempt.
+
+    An axis that the user's sharding does not use splits no dim, unless some dims are open. `only`: a source, whose ops
+    alone count; "" for all.
+    """
+    layout: dict[Graph, list[Wanted]] = {}
+    held: dict[Graph, set[int]] = {}
+    for graph, op in step.graph.walk():
+        if op.primitive != USER_SHARDING or only not in ("", op.source):
+            continue
+        value = graph.values[op.results[0]]
+        sharding = value.user_shardings[0]
+        if sharding.divides(value.shape):
+            layout.setdefault(graph, [()] * len(graph.values))[value.id] = _wanted(sharding, axes)
+            held.setdefault(graph, set()).add(op.id)
+    exempt = {graph: frozenset(range(len(graph.ops))) - ops for graph, ops in held.items()}
+    return GivenLayout(values=layout, exempt=exempt)
+
+
+def _wanted(sharding: UserSharding, axes: Mapping[str, int]) -> Wanted:
+    place = {axis: dim for dim, names in enumerate(sharding.dims) for axis in names or ()}
+    is_open = None in sharding.dims
+    # A mesh of the plan has no axes of one device.
+    return tuple((a, place.get(a)) for a, size in axes.items() if size > 1 and (a in place or not is_open))
+
+
+def wanted_shardings(step: StepGraph, given: UserShardings) -> Iterator[tuple[Value, UserSharding]]:
+    """Yield the arrays of a step that have a sharding of the user, with that; `source` says where it is given."""
+    for graph in _graphs(step.graph):
+        for value in graph.values:
+            yield from ((value, sharding) for sharding in value.user_shardings)
+    for v in step.graph.inputs:
+        value = step.graph.values[v]
+        yield from ((value, sharding) for sharding in _of_argument(value, given))
+
+
+def _graphs(graph: Graph) -> dict[Graph, None]:
+    """Return a graph and the bodies of its ops, each once."""
+    found = {graph: None}
+    for inner, op in graph.walk():
+        found |= {inner: None, **dict.fromkeys(op.bodies)}
+    return found
+
+
+def _of_argument(value: Value, given: UserShardings) -> list[UserSharding]:
+    sharding = given.arguments.get(value.name)
+    return [] if sharding is None or len(sharding.dims) != value.rank else [sharding]
+
+
+class PlacedOps(NamedTuple):
+    """The part of a plan in which its specs are looked up: the placements of ops, and the specs of inputs."""
+
+    ops: Mapping[int, OpPlacement]
+    inputs: Mapping[int, Spec]
+    sizes: Mapping[str, int]
+
+
+def sharding_uses(step: StepGraph, given: UserShardings, stages: Sequence[PlacedOps]) -> tuple[UserShardingUse, ...]:
+    """Return the shardings of the user beside those of the plan; equal ones of one line are one entry."""
+    if given.mode == "ignore":
+        return ()
+    found: dict[tuple[str, tuple[int, ...], UserSharding], list[tuple[bool, str]]] = {}
+    for stage in stages:
+        for value, spec in _specs(step.graph, stage.inputs, stage.ops):
+            of_argument = _of_argument(value, given) if value in step.graph.values else []
+            for sharding in (*value.user_shardings, *of_argument):
+                parts = [prod(stage.sizes[axis] for axis in dim) for dim in spec.dims]
+                same = all(w is None or w == p for w, p in zip(sharding.ways, parts, strict=True))
+                key = (sharding.source, value.shape, sharding)
+                found.setdefault(key, []).append((same and not spec.partial, str(spec)))
+    return tuple(
+        UserShardingUse(
+            source=source,
+            shape=shape,
+            mesh=sharding.mesh,
+            wanted=str(sharding),
+            planned=tuple(dict.fromkeys(spec for _, spec in planned)),
+            follows=all(follows for follows, _ in planned),
+            divides=sharding.divides(shape),
+        )
+        for (source, shape, sharding), planned in found.items()
+    )
+
+
+def _specs(
+    graph: Graph, inputs: Mapping[int, Spec], placements: Mapping[int, OpPlacement]
+) -> Iterator[tuple[Value, Spec]]:
+    """Yield the arrays of a graph and of its bodies that have a spec, with that."""
+    yield from ((graph.values[v], spec) for v, spec in inputs.items())
+    for number, placement in placements.items():
+        op = graph.ops[number]
+        yield from zip(graph.results(op), placement.results, strict=False)
+        wiring = wiring_of(op)
+        for n, (body, inside) in enumerate(zip(op.bodies, placement.bodies, strict=False)):
+            read = wiring.inputs[n] if wiring is not None and placement.body_operands else ()
+            specs = {v: placement.body_operands[i] for v, i in zip(body.inputs, read, strict=False)}
+            yield from _specs(body, specs, inside)
