@@ -9,6 +9,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import get_args
 
 from rich.console import Console
 
@@ -25,6 +26,7 @@ from alpa_lite.inspection.text.diff import Candidate, ClusterComparison, PinsCos
 from alpa_lite.inspection.text.progress_bar import planning_progress
 from alpa_lite.inspection.text.tables import plan_summary
 from alpa_lite.planners.by_name import PLANNERS, options_of
+from alpa_lite.program.user_shardings import Mode
 from alpa_lite.text import read_bytes
 from cost_models.cluster import Cluster, known_clusters
 
@@ -38,6 +40,7 @@ class _PlanArguments:
     kwargs: dict[str, Tree]
     planner: al.planners.Planner | al.Plan
     num_microbatches: int | str
+    user_shardings: Mode
     cache: bool
     console: Console
 
@@ -50,6 +53,7 @@ class _PlanArguments:
                 cluster=cluster,
                 planner=planner or self.planner,
                 num_microbatches=self.num_microbatches,
+                user_shardings=self.user_shardings,
                 progress=progress,
                 # Ctrl-C stops the search, and the best plan so far is printed and saved as any other.
                 on_interrupt="best",
@@ -70,6 +74,7 @@ def run_plan(given: argparse.Namespace) -> int:
         kwargs=kwargs,
         planner=make_planner(given.planner, given.option),
         num_microbatches=given.num_microbatches,
+        user_shardings=given.user_shardings,
         cache=not given.no_cache,
         console=Console(stderr=True, quiet=given.json),
     )
@@ -219,6 +224,12 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
         "--pins", type=Path, metavar="FILE.yaml", help="the sharding of some arguments; prints its cost as well"
     )
     add_microbatches(parser, "auto")
+    parser.add_argument(
+        "--user-shardings",
+        choices=get_args(Mode),
+        default="hint",
+        help="obey the shardings that the step names, list them beside those of the plan, or drop them (default: hint)",
+    )
     parser.add_argument("--no-cache", action="store_true", help="plan anew even if this plan was made before")
     parser.add_argument("--output", type=Path, metavar="PLAN.json", help="save the plan")
 

@@ -81,8 +81,8 @@ class OnMesh(Planner):
         asked = user_mesh(request.step_at(1, 0), request.user_shardings)
         if asked is not None and _wide(asked) != _wide(self.axes):
             raise PlanError(
-                f'user_shardings="pin": the shardings of {request.signature.function} are on the mesh {asked}, but the planner '
-                f"is to use {dict(self.axes)}. Give the planner that mesh."
+                f'user_shardings="pin": the shardings of {request.signature.function} are on the mesh {asked}, but the '
+                f"planner is to use {dict(self.axes)}. Give the planner that mesh."
             )
         constraints = MeshConstraints(restriction=restriction, pins=self.pins, outputs=self.outputs)
         return plan_on_mesh(self.name, request, self.axes, constraints)

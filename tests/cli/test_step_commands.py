@@ -57,6 +57,31 @@ def test_a_cluster_that_is_too_small_is_a_row(capsys):
     assert code == Exit.INFEASIBLE and "does not fit" in err
 
 
+SHARDED = """
+import jax
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec as P
+
+def sharded():
+    rows = NamedSharding(AbstractMesh((2, 4), ("data", "model")), P("data"))
+    train_step, arguments = example()
+    return lambda params, x, y: train_step(params, jax.lax.with_sharding_constraint(x, rows), y), arguments
+"""
+
+
+def test_shardings_that_the_step_names(at_work, capsys):
+    (at_work / "sharded_model.py").write_text(MODULE + SHARDED)
+    found = {}
+    for mode in ("hint", "pin", "ignore"):
+        command = ["plan", "sharded_model.py:sharded", "--cluster", "p3.16xlarge", "--user-shardings", mode, "--json"]
+        capsys.readouterr()
+        assert cli.main(command) == 0
+        found[mode] = documented("plan", json.loads(capsys.readouterr().out))
+    assert [use["wanted"] for use in found["hint"]["user_shardings"]] == ["[data, -]"]
+    assert all(use["follows"] for use in found["pin"]["user_shardings"])
+    assert found["pin"]["stages"][0]["mesh"] == {"data": 2, "model": 4}
+    assert found["ignore"]["user_shardings"] == []
+
+
 def test_memory_and_bandwidth(capsys):
     here = run_json(capsys, "--cluster", "p3.16xlarge", *DATA)
     changed = run_json(capsys, "--cluster", "p3.16xlarge", *DATA, "--memory", "8GiB", "--bandwidth-scale", "0.5")
