@@ -264,14 +264,14 @@ class _GraphBuilder:
             # An array without elements needs neither computation nor communication; made on the spot, it also cuts
             # false dependencies between stages.
             return [self.empty(aval, at) for aval in avals]
-        _refuse(eqn, at.source)
-        if is_kernel(name):
-            return self.kernel(eqn, operands, at, jaxpr)
-        made = Equation(primitive=eqn.primitive, params=eqn.params)
-        return self.append(_NewOp(equation=made, effectful=bool(eqn.effects)), operands, avals, at)
+        return self.operation(eqn, operands, at, jaxpr)
 
-    def kernel(self, eqn: JaxprEqn, operands: list[int], at: _Location, jaxpr: Jaxpr) -> list[int]:
-        """Append the call of a kernel in a jaxpr, or inline it, and return the value ids of its results."""
+    def operation(self, eqn: JaxprEqn, operands: list[int], at: _Location, jaxpr: Jaxpr) -> list[int]:
+        """Append an equation of a jaxpr that becomes an op, and return the value ids of its results."""
+        _refuse(eqn, at.source)
+        avals, made = list(map(_jax.aval_of, eqn.outvars)), Equation(primitive=eqn.primitive, params=eqn.params)
+        if not is_kernel(eqn.primitive.name):
+            return self.append(_NewOp(equation=made, effectful=bool(eqn.effects)), operands, avals, at)
         key = (id(eqn.params), unread_results(eqn, jaxpr))
         if key not in self.kernels:
             # A proof takes time. Holding a reference to the parameters keeps their id from being reused.
@@ -279,9 +279,7 @@ class _GraphBuilder:
         plain = self.kernels[key][1]
         if plain is None:
             return self.call(eqn.params["call"], operands, at)
-        made = Equation(primitive=eqn.primitive, params=eqn.params)
-        new = _NewOp(equation=made, effectful=bool(eqn.effects), plain=plain)
-        return self.append(new, operands, list(map(_jax.aval_of, eqn.outvars)), at)
+        return self.append(_NewOp(equation=made, effectful=bool(eqn.effects), plain=plain), operands, avals, at)
 
     def user_sharding(self, eqn: JaxprEqn, value: int, at: _Location) -> int:
         """Give a value a sharding of the user, or append an op whose result must have it; return the value's id."""
