@@ -87,6 +87,7 @@ def device_from_json(value: object, where: str = "'device'") -> Device:
     check_keys(where, values, Device)
     for key in ("peak_flops", "matrix_efficiency"):
         part = values.get(key, {})
+        # The efficiency may also be one number for all formats.
         if key == "peak_flops" or not isinstance(part, (int, float)):
             require_object(f"{key} of the device", part)
     _check_magnitudes(where, values)
@@ -151,6 +152,7 @@ def read_shipped(folder: str, name: object) -> JsonObject:
         ClusterError: an unknown name (the message lists the valid ones and the closest).
     """
     known, what = _names(folder), folder.removesuffix("s")
+    # Only listed names are opened, so that a name from a file can never be a path.
     if not isinstance(name, str) or name.lower() not in known:
         instead = (
             "spell it out as an object" if folder != "clusters" else "the path of a .json file that describes yours"

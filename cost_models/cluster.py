@@ -114,6 +114,7 @@ class Cluster:
             raise ClusterError(
                 f"The cluster has {self.num_devices} devices, of at most {MOST_DEVICES}: describe a part of it."
             )
+        # JSON may hold anything here, and most strings would count as true.
         if self.shared_processor not in (True, False):
             raise ClusterError(f"Cluster.shared_processor is {self.shared_processor!r}, but true or false is needed.")
         if not 0 < self.device_share <= 1:
@@ -323,6 +324,7 @@ def cluster_sources(name: str) -> dict[str, str]:
 
 
 def _read(name_or_path: str) -> JsonObject:
+    # All else is taken as a name, whose error message lists the valid ones.
     if name_or_path.lower() not in known_clusters() and name_or_path.lower().endswith(".json"):
         return read_file(Path(name_or_path))
     return read_shipped("clusters", name_or_path)
@@ -408,6 +410,7 @@ def with_bandwidth(cluster: Cluster, scale: float) -> Cluster:
     Raises:
         ClusterError: a scale that is not above 0.
     """
+    # Not `scale <= 0`, which would let NaN pass.
     if not scale > 0:
         raise ClusterError(f"A bandwidth scale of {scale!r} was given; it must be above 0: 0.5 for half as fast links.")
 

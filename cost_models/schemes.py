@@ -120,6 +120,7 @@ def levels_of(group: Group, cluster: Cluster, *, all_to_all: bool = False) -> tu
 def rate_of_host(link: Link, cluster: Cluster, *, num_senders: int, num_concurrent: int = 1) -> float:
     """Return the bytes per second from a host over `link` for one of `num_concurrent` groups of `num_senders`."""
     cards = max(1.0, link.num_cards / cluster.devices_per_host)
+    # A group gets its share of the link at most, and no more than the cards that its senders reach.
     part = min(1.0 / num_concurrent, num_senders * cards / link.num_cards)
     return link.bytes_per_second * min(1.0, part)
 
@@ -131,6 +132,7 @@ def _bottom(group: Group, cluster: Cluster, num_members: int, *, all_to_all: boo
     an all_reduce of 1 KB among 2, 4 and 8 of 8 virtual devices takes 50, 100 and 150 us.
     """
     link = cluster.intra_host
+    # Members and sibling groups that share a processor take turns on it.
     turns = num_members * group.num_concurrent if cluster.shared_processor else 1
     return Level(
         name="inside a host" if num_members <= group.devices_per_host else "inside a domain",
@@ -180,6 +182,7 @@ def _check_fits(group: Group, cluster: Cluster) -> None:
     )
 
 
+# Both are measured, see the module docstring.
 TREE_CHAIN_PASSES = 4.0
 IN_NETWORK_EFFICIENCY = 0.85
 
@@ -279,6 +282,7 @@ def _by_level(
 ) -> Iterator[Scheme]:
     menus, below = list[list[SchemePart]](), 1
     for level in levels:
+        # A unit sends the slices of all devices below it; other kinds are reduced or gathered inside the unit first.
         size = below * bytes if kind == "all_to_all" else bytes
         menus.append(_menu(kind, size, level, algorithms))
         below *= level.num_members
@@ -320,6 +324,7 @@ def _ring(kind: CollectiveKind, bytes: float, levels: Sequence[Level]) -> Scheme
     moved = bytes if kind == "broadcast" else passes * (num_devices - 1) / num_devices * bytes
     above = [*(level.num_units for level in levels[1:]), 1]
     parts = [
+        # The hops of one level are those that stay within a unit of the next; over all levels they are n - 1.
         SchemePart(level, "ring", passes * (1 if level.single_round else level.num_units - upper), moved)
         for level, upper in zip(levels, above, strict=True)
     ]

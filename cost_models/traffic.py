@@ -166,6 +166,7 @@ def parameter_server(bytes: float, num_devices: int, num_servers: int = 1) -> Tr
         max_sent_bytes=bytes,
         num_rounds=2,
         num_serial_messages=2,
+        # The servers' links carry the pushes and then the pulls of all devices.
         serial_bytes=2 * num_devices * bytes / num_servers,
     )
 
@@ -188,6 +189,7 @@ def pairwise_all_to_all(bytes: float, num_devices: int) -> Traffic:
 def bruck_all_to_all(bytes: float, num_devices: int) -> Traffic:
     """All-to-all that moves half of the buffer in each of ceil(log2 n) rounds: fewer messages, more bytes."""
     rounds = _log2(num_devices)
+    # Exact for powers of two; for other n, some rounds move less than half.
     return _evenly(rounds, num_devices * rounds * bytes / 2, num_devices)
 
 
@@ -210,6 +212,7 @@ def chain_broadcast(bytes: float, num_devices: int) -> Traffic:
     return Traffic(
         total_sent_bytes=(num_devices - 1) * bytes,
         max_sent_bytes=bytes,
+        # The links of the chain carry successive pieces at once, so that each message delays the last device once.
         num_rounds=num_devices - 1,
         num_serial_messages=num_devices - 1,
         serial_bytes=bytes,

@@ -151,6 +151,7 @@ class Group:
     @property
     def num_hosts(self) -> int:
         """Number of hosts that the group spans, ceil(num_devices / devices_per_host)."""
+        # Rounded up, since a host with fewer members still takes part between hosts.
         return -(-self.num_devices // self.devices_per_host)
 
 

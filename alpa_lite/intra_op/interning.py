@@ -88,6 +88,7 @@ class SharedArrays:
 
     def product(self, array: FloatArray, factor: float) -> FloatArray:
         """Return array · factor."""
+        # The array itself, so that readers recognise it as one that they have processed.
         if factor == 1.0:
             return array
         return self._once(("product", id(array), factor), (array,), lambda: array * factor)
@@ -102,6 +103,7 @@ class SharedArrays:
 
     def diagonal(self, array: FloatArray) -> FloatArray:
         """Return a copy of the diagonal of a square matrix."""
+        # A copy, since the view of NumPy would hold the whole matrix in memory.
         return self._once(("diagonal", id(array)), (array,), lambda: np.diagonal(array).copy())
 
     def kept_where_zero(self, array: FloatArray, other: FloatArray) -> FloatArray:

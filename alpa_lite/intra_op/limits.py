@@ -180,6 +180,7 @@ def explain_infeasible(
     budget = _budget(solver, time_limit_seconds)
     lean = _leanest(problem, budget)
     if lean.choices is None:
+        # A proven bound of infinity means that not even unlimited memory helps.
         impossible = math.isinf(lean.bound_bytes)
         return Infeasibility(
             limit_bytes=problem.limit_bytes,
@@ -187,6 +188,7 @@ def explain_infeasible(
             conflict=_conflict(problem) if impossible else (),
             bound_bytes=lean.bound_bytes,
         )
+    # The last solve gets all of the time that is left.
     best = budget.best(problem, lean.peak_bytes, share=1.0)
     # The leanest choices do fit, if no cheaper ones were reached in time.
     choices = lean.choices if best.choices is None else best.choices
@@ -241,6 +243,7 @@ def _conflict(problem: Problem) -> tuple[int, ...]:
             pairs = finite & possible[source][:, None] & possible[target][None, :]
             if not pairs.any():
                 return (source, target)
+            # A strategy of the source needs a pair in its row, one of the target a pair in its column.
             for node, axis in ((source, 1), (target, 0)):
                 left = np.logical_or.reduce(pairs, axis=axis)
                 changed |= bool((left != possible[node]).any())
@@ -291,6 +294,7 @@ def _point(problem: Problem, budget: _Budget, limit_bytes: float | None, *, shar
     if solution.choices is None:
         return None
     return Point(
+        # Without a limit, the peak of the answer is the least limit under which it can be had.
         limit_bytes=solution.peak_bytes if limit_bytes is None else limit_bytes,
         peak_bytes=solution.peak_bytes,
         cost=solution.cost,
@@ -321,6 +325,7 @@ def _cheaper(first: Point, second: Point) -> bool:
 def _front(points: Iterable[Point]) -> tuple[Point, ...]:
     """Return the points that no other one matches in both peak and cost, by growing peak."""
     kept: list[Point] = []
+    # By growing peak, so that a point must be cheaper than all leaner ones, of which the last kept is cheapest.
     for point in sorted(points, key=lambda each: (each.peak_bytes, each.cost)):
         if not kept or _cheaper(point, kept[-1]):
             kept.append(point)

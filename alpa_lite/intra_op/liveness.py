@@ -71,6 +71,7 @@ class _Use(NamedTuple):
     loop_end: int
 
 
+# Without slots, which would leave no place for the cached property.
 @dataclass(frozen=True, kw_only=True)
 class Lives:
     """The lifetimes of the values of a stage, the time span of each op, and the ends of the loop and of the stage.
@@ -100,6 +101,7 @@ def lives_of(view: StageView, *, fusion: Fusion = "all", fused_attention: bool =
     outer = _LiveScope(view.graph, (), _Timing(spans=spans, options=options), view=view)
     # A value that goes from an operand's buffer straight into a stacked array has an empty lifetime.
     found = [life for life in (*outer.external(), *outer.lives()) if life.start < life.end]
+    # One more than the last op, so that state has a lifetime even in a stage without ops.
     return Lives(
         lives=tuple(sorted(found, key=lambda life: (life.start, life.end))), spans=spans, loop_end=loop_end, end=end + 1
     )
@@ -126,6 +128,7 @@ def _spans(graph: Graph, ops: Sequence[int], path: Path, start: int) -> Iterator
         op, begun = graph.ops[op_id], now
         now += 1
         for number, body in enumerate(op.bodies):
+            # Branches of a condition follow each other in time although one alone runs: their values never coexist.
             inner = list(_spans(body, range(len(body.ops)), (*path, (op_id, number)), now))
             yield from inner
             now = max((span.end for _, span in inner), default=now)
@@ -251,6 +254,7 @@ class _LiveScope:
         step = self.view.step
         for v in self.view.external:
             producer = self.graph.producer[v]
+            # State is held throughout, which `usages` charges, and scalars hardly take memory.
             is_state = producer is None and step.batch_dims[v] is None
             readers = [c for c in self.graph.consumers[v] if c in self.here]
             if is_state or not readers or self.graph.values[v].rank == 0:
@@ -329,6 +333,7 @@ class _LiveScope:
             if passed_on is None:
                 phase = self._phase(c)
                 used = self._used_by(c, value)
+                # Ops in bodies have no phase of their own (None); their times lie within the loop of micro-batches.
                 later = _Use(used, phase is Phase.BACKWARD, used if phase is None or phase.in_loop else 0)
                 end, backward = max(end, later.end), backward or later.backward
                 loop_end = max(loop_end, later.loop_end)
@@ -368,6 +373,8 @@ class _LiveScope:
         free.
         """
         wiring = wiring_of(op)
+        # An operand is read for one unit of time. The result that takes over its buffer begins after that, so that the
+        # two are not counted together.
         after = self.span(op.id).start + 1
         found: dict[int, int] = {}
         if wiring is not None:

@@ -161,6 +161,7 @@ class Problem:
             _check_shape(edge, vectors)
         return Problem(
             node_costs=Ragged.of(vectors),
+            # Reshaped, since NumPy gives an empty list the shape (0,).
             edge_nodes=np.array([(e.source, e.target) for e in edges], dtype=np.intp).reshape(-1, 2),
             edge_costs=Ragged.of(edge.costs for edge in edges),
             usage_nodes=np.array([usage.node for usage in usages], dtype=np.intp),
@@ -216,6 +217,7 @@ class Problem:
                 "instead."
             )
         sizes = self.node_costs.sizes[self.edge_nodes]
+        # The body raises, so that each of these loops reports its first defect only.
         for index in np.flatnonzero(self.edge_costs.sizes != sizes.prod(axis=1)):
             raise ValueError(_bad_edge(self.edge_nodes[index], (int(self.edge_costs.sizes[index]),), sizes[index]))
         bad = _first_bad(self.edge_costs, np.isnan(self.edge_costs.values) | np.isneginf(self.edge_costs.values))
@@ -254,6 +256,7 @@ class Problem:
 def _first_bad(vectors: Ragged, bad: NDArray[np.bool_]) -> int | None:
     """Return the number of the first vector with a bad entry, or None."""
     position = int(bad.argmax()) if bad.any() else None
+    # From the right, since an empty vector starts where the next one does and owns no position.
     return None if position is None else int(np.searchsorted(vectors.starts, position, side="right")) - 1
 
 
@@ -289,6 +292,7 @@ def _check_shape(edge: Edge, vectors: Sequence[FloatArray]) -> None:
     nodes, shape = np.array([edge.source, edge.target], dtype=np.intp), np.shape(edge.costs)
     if all(0 <= node < len(vectors) for node in nodes.tolist()):
         needed = (vectors[edge.source].size, vectors[edge.target].size)
+        # Loops have an error message of their own in `Problem`.
         if shape != needed and edge.source != edge.target:
             raise ValueError(_bad_edge(nodes, shape, needed))
 
@@ -337,6 +341,7 @@ class Solution:
         if self.choices is None or math.isinf(self.bound):
             return math.inf
         difference = max(self.cost - self.bound, 0.0)
+        # The smallest float in place of a cost of zero makes the gap infinite instead of a division by zero.
         return difference if difference == 0.0 else difference / max(abs(self.cost), math.ulp(0.0))
 
 
@@ -356,6 +361,7 @@ def usage_over_time(problem: Problem, choices: Sequence[int]) -> tuple[IntArray,
     times, index = np.unique(problem.usage_times, return_inverse=True)
     # Releases of NumPy disagree on the shape of the inverse.
     index = index.reshape(-1, 2)
+    # In integers, so that the end of a usage takes away exactly what its start has added.
     change = np.zeros(times.size, dtype=np.int64)
     np.add.at(change, index[:, 0], used)
     np.add.at(change, index[:, 1], -used)

@@ -81,6 +81,7 @@ def read_problem(path: str | Path) -> Problem:
 def _problem_of(data: Any) -> Problem:
     parts = data["problem"]
     nodes, edges = parts["nodes"], parts["edges"]
+    # A `Problem` refuses usages that are never alive.
     live = [node for node, (start, end) in enumerate(nodes["intervals"]) if start < end]
     if not len(nodes["costs"]) == len(nodes["intervals"]) == len(nodes["usages"]):
         raise ValueError("nodes.costs, nodes.intervals and nodes.usages must have one entry for each node.")
@@ -132,12 +133,14 @@ def write_problem(problem: Problem, path: str | Path) -> None:
     used: list[list[float]] = []
     followers: list[tuple[int, int, FloatArray]] = []
     for node, mine in enumerate(usages):
+        # An interval from 0 to 0 is empty, so that the bytes of a node without usages never count.
         start, end, amount = mine[0] if mine else (0, 0, np.zeros(len(costs[node])))
         intervals.append([start, end])
         used.append(_numbers(amount))
         for start, end, amount in mine[1:]:
             pairs.append([node, problem.num_nodes + len(followers)])
             matrices.append(_numbers(np.where(np.eye(amount.size) > 0, 0.0, np.inf).reshape(-1)))
+            # Followers are numbered after all nodes, so that the first choices of a solution are those of the problem.
             followers.append((start, end, amount))
     for start, end, amount in followers:
         costs.append([0] * amount.size)
@@ -193,6 +196,7 @@ def _write(path: Path, data: dict[str, object]) -> None:
 
 SOLVERS_BY_NAME: dict[str, Solver] = {
     "portfolio": Portfolio(),
+    # No problem with edges is then small enough for HiGHS to solve it whole.
     "search": Portfolio(max_program_entries=0),
     "highs": Highs(),
     "pulp": IntegerProgram(),
@@ -207,6 +211,7 @@ def solver_named(name: str, *, seed: int = 0, rounds: int | None = None) -> Solv
     solver = SOLVERS_BY_NAME.get(name.replace("-", "_"))
     if solver is None:
         raise ProblemFileError(f"There is no solver {name!r}. Choose one of {', '.join(SOLVERS_BY_NAME)}.")
+    # Only the portfolio searches in rounds, which the seed and the number of rounds control.
     if isinstance(solver, Portfolio):
         return replace(solver, rounds=Rounds(seed=seed, max_rounds=rounds))
     return solver

@@ -113,6 +113,7 @@ def held_bytes(usages: Iterable[UsageOf], choices: Sequence[int], time: int) -> 
 
 def moment_name(view: StageView, lives: Lives, time: int) -> str:
     """Describe a time by the innermost op that starts then."""
+    # Ops start at every time but the last, which follows all of them.
     if time not in lives.running:
         return "at the end"
     path, op_id = lives.running[time]

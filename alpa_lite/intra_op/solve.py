@@ -119,6 +119,7 @@ def _phase_seconds(pricer: Pricer, parts: Mapping[Phase, Estimator]) -> dict[Pha
     """
     seconds = {phase: part.seconds for phase, part in parts.items()}
     model = pricer.cost_model
+    # Devices that share a processor have no idle time in which a collective could hide.
     if not model.backend.overlap_gradients or model.cluster.shared_processor:
         return seconds
     backward, update = parts[Phase.BACKWARD], parts[Phase.UPDATE]
@@ -173,6 +174,7 @@ def _read_by(view: StageView, second: frozenset[int], in_memory: frozenset[int])
         seen.add(v)
         if v in in_memory:
             found.add(v)
+        # It is recomputed in the second part, which therefore reads the operands of its producer.
         elif producer is not None and view.step.phases[producer].in_loop:
             queue += graph.ops[producer].operands
     return frozenset(found)

@@ -69,6 +69,7 @@ def _loop_kind(graph: Graph, op: Op) -> tuple[object, ...]:
     return (op.primitive, params, tuple(map(_body_text, op.bodies)), literals, results)
 
 
+# Without slots, which would leave no place for cached properties.
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StageView:
     """The ops of layers `first..last` of a step, with the invariant ops that they read.
@@ -140,6 +141,7 @@ class StageView:
     @cached_property
     def external(self) -> tuple[int, ...]:
         """The values read here but computed elsewhere: graph inputs and values of other stages (no literals)."""
+        # A dict serves as an ordered set: `remap` pairs the values of two stages by their order.
         graph, found = self.graph, dict[int, None]()
         for op_id in self.ops:
             for v in graph.ops[op_id].operands:

@@ -64,6 +64,7 @@ class BatchSplit(Enum):
     MUST = "must"
 
 
+# Finite, since some steps leave no other way: such a move must be dear, but not impossible.
 SCATTERED = 100.0
 """The factor on the price of moves that scatter partial sums where these are to be whole."""
 
@@ -104,6 +105,7 @@ class Restriction:
         """Return True if a partial sum over this axis may be left scattered over it."""
         role = self.role(axis)
         if role in (AxisRole.BATCH, AxisRole.CONTEXT):
+            # Sums over these axes are gradients, and scattered ones would make the update work on split state.
             return self.optimizer is not BatchSplit.NEVER
         if role in _SUMMED_IN_LOOP:
             return self.scatter_sums
@@ -115,6 +117,7 @@ class Restriction:
         With `scatter_sums` false, arrays between products should be whole over TENSOR axes wherever possible, and no
         partial sum over MODEL or ANY axes should be scattered.
         """
+        # An all_reduce leaves nothing scattered, so that it is never penalised.
         if self.scatter_sums or step.kind == "all_reduce":
             return 1.0
         roles = {self.role(axis) for axis in step.axes}
@@ -212,6 +215,7 @@ def axis_choices(op: LeadingOp, sizes: Mapping[str, int], restriction: Restricti
             # The update works on state, which only some axes may split.
             choices = [None, *fits] if split_state else [None]
         if takes_partial and not (role in _SPLITS_ANY_BATCH and batch_factors):
+            # A sum of partial sums is a partial sum again: one collective after the addition replaces one per addend.
             choices.append(-1)
         per_axis.append(choices)
     found: list[tuple[int | None, ...]] = []
@@ -239,6 +243,7 @@ def _loop_choices(
             # An axis that divides no batch factor stays unused.
             return batch or [None]
         case AxisRole.TENSOR if contracts_batch and (tensor := _tensor_factors(rule, batch_factors)).intersection(fits):
+            # Without None: as in Megatron-LM, a contraction that the axis can split must be split.
             return [f for f in fits if f in tensor]
         case AxisRole.MODEL | AxisRole.TENSOR:
             return [None, *others]
@@ -263,6 +268,7 @@ def _tensor_factors(rule: Rule, batch_factors: frozenset[int]) -> frozenset[int]
     weights = [factors for factors in arrays if not factors & batch_factors]
     if weights:
         return frozenset[int]().union(*weights)
+    # Attention scores have no weights: their heads occur in all arrays, their positions in some only.
     return arrays[0].intersection(*arrays[1:]) - batch_factors
 
 
@@ -331,6 +337,7 @@ def resolutions(
                 extended.append(spec)
             extended.append(Spec(spec.dims, rest))
             for dim, size in enumerate(shape if may_scatter(axis) else ()):
+                # Minor to the axes that split the dim already: a reduce_scatter divides the blocks of devices further.
                 dims = spec.dims[:dim] + ((*spec.dims[dim], axis),) + spec.dims[dim + 1 :]
                 if size > 0 and divides(Spec(dims, rest), shape, sizes):
                     extended.append(Spec(dims, rest))

@@ -121,6 +121,7 @@ class Catalogue:
         self._tables: dict[object, FloatArray] = {}
         self._sizes: dict[object, FloatArray] = {}
         self._copies: dict[object, FloatArray] = {}
+        # Keyed by identity, since options compare so; the caches above make equal options one object.
         self._scratch: dict[PlacementOptions, FloatArray | None] = {}
         self._value_specs: dict[object, tuple[Spec, ...]] = {}
         self._number: Numbering[tuple[Spec, ...]] = Numbering()
@@ -156,6 +157,7 @@ class Catalogue:
             way = self._way(graph, op, main, specs, keep_partial)
             found = self._followers[key] = PlacementOptions(
                 placements=way.placements,
+                # Ops of one layout class follow alike, but their prices differ with their work.
                 seconds=self._seconds_of(graph, op, main, specs, way),
                 demanded=way.demanded,
                 results=way.results,
@@ -331,6 +333,7 @@ class Catalogue:
         if known is None:
             walks, size = self._graph(value).walks(source, value.bytes), float(value.bytes)
             known = self._moves[key] = walks.seconds(
+                # The factor of the restriction steers the choice only: the chosen plan is priced without it.
                 lambda step: self.pricer.step_seconds(step, size) * self.restriction.dearer(step)
             )
         return known
@@ -372,6 +375,7 @@ class Catalogue:
         if key not in self._copies:
             homes, sizes = self.local_sizes(value, offered), self.local_sizes(value, demanded)
             if paired:
+                # Specs that differ in partial sums alone have equal blocks: the sum is completed in its own buffer.
                 same = np.array([a.dims == b.dims for a, b in zip(offered, demanded, strict=True)])
                 other = ~same & (sizes >= homes)
             else:
@@ -407,4 +411,5 @@ def batch_factors(rule: Rule, op: Op, batch_dims: Sequence[int | None]) -> froze
     """Return the factors of an op that contain the batch dim."""
     tensors = zip((*rule.operands, *rule.results), (*op.operands, *op.results), strict=True)
     dims = ((tensor, batch_dims[v]) for tensor, v in tensors)
+    # A dim is split by its first factor, the major one, whose blocks are contiguous.
     return frozenset(tensor[dim][0] for tensor, dim in dims if dim is not None and tensor[dim])

@@ -117,6 +117,7 @@ class _Collector:
                 offer = self.layout.offers[key]
                 yield self._use(key, offer, life.start, life.end)
                 if life.saved and self.in_flight > 1:
+                    # The other micro-batches are at any point of their passes: their values are held throughout.
                     yield self._use(key, offer, 0, self.lives.loop_end, self.in_flight - 1.0)
 
     def _sum(self, life: Life) -> Iterator[UsageOf]:
@@ -167,6 +168,7 @@ class _Collector:
         offer = self.layout.offers.get(key)
         end, held = self._until(key, specs, end)
         if offer is not None and not held and self.layout.value(key).rank > 0 and offer.specs != specs:
+            # One node decides on both specs then, so that strategies of equal number belong together.
             paired = offer.node == node
             sizes = self.catalogue.copy_sizes(self.layout.value(key), offer.specs, specs, paired=paired)
             yield UsageOf(value=key, node=node, sizes=sizes, start=start, end=end)

@@ -123,6 +123,7 @@ def planned_transfer(plan: Plan, value: Value, source: tuple[int, Spec], target:
 
     def layout(number: int, spec: Spec) -> Placement:
         stage = plan.stages[number]
+        # The dim of words is whole: a key is one element.
         dims = (*spec.dims, ()) if is_key else spec.dims
         return Placement(submesh=stage.submesh, mesh=stage.mesh_shape, spec=Spec(dims, spec.partial))
 
@@ -253,6 +254,7 @@ class _ProgramBuilder:
         target = Buffer(value, stage, self._index(value, microbatch))
         if target in self.written:
             return target
+        # One copy per stage serves all of its tasks: the plan gives one spec for each value that comes in.
         return self._send(Buffer(value, origin, target.microbatch), target, spec)
 
     def _fetch_input(self, value: int, spec: Spec, stage: int, microbatch: int | None) -> Buffer:

@@ -56,6 +56,7 @@ def _folded(array: Array, runs: Sequence[Sequence[int]]) -> tuple[Array, tuple[i
     gone = {dim for run in runs for dim in run[1:]}
     wide = {run[0]: prod(array.shape[dim] for dim in run) for run in runs}
     kept = [dim for dim in range(array.ndim) if dim not in gone]
+    # The dims of a run are adjacent, so that the reshape moves no data.
     return array.reshape([wide.get(dim, array.shape[dim]) for dim in kept]), tuple(kept.index(run[0]) for run in runs)
 
 
@@ -86,6 +87,7 @@ def ragged_dot_general(op: LocalOp, operands: Sequence[Array]) -> list[Array]:
 
 def _sizes_within(sizes: Array, offset: Array | int, num_rows: int) -> Array:
     """Return how many of the rows [offset, offset + num_rows) belong to each group."""
+    # Ends of the groups relative to the block: clipping leaves no rows to groups that lie outside of it.
     ends = jnp.cumsum(sizes) - offset
     return jnp.clip(ends, 0, num_rows) - jnp.clip(ends - sizes, 0, num_rows)
 
@@ -158,11 +160,13 @@ def _fills(op: LocalOp, operands: Sequence[Array]) -> list[Array | float]:
     """
     if op.name == "reduce_window":
         inits = operands[len(operands) // 2 :]
+        # One fill for each operand, in the order of the op: first the arrays, then their initial values.
         return [*inits, *inits]
     largest = op.name == "reduce_window_max" or getattr(op.params.get("select_prim"), "name", "") == "ge"
     if op.name == "reduce_window_sum":
         return [0]
     extreme = _loser(operands[-1].dtype, largest=largest)
+    # Of two operands the first is summed or gathered, and the second is compared.
     return [extreme] if len(operands) == 1 else [0, extreme]
 
 

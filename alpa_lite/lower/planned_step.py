@@ -58,6 +58,7 @@ def equations_again(again: Rematerialised, graph: Graph, equations: Sequence[Equ
     Copied ops take the equation of the op in `graph` that they were copied from; inserted ops are optimisation
     barriers.
     """
+    # By graph, since an op is identified by its number within the graph or body that contains it.
     known: dict[Graph, Sequence[Equation]] = {}
     _register(known, graph, equations)
     made = dict[Graph, tuple[Equation, ...]]()

@@ -187,6 +187,7 @@ class Slicer:
             if later is not None:
                 resolved.append((v, spec, later))
         if place.kind is TaskRole.STEP:
+            # This task runs the loop and the update: the sums that it resolves are its own, not its inputs.
             resolved += [(v, sums.stored, sums.resolved) for v, sums in stage.accumulators.items()]
         buckets = self._buckets([v for v, _, _ in resolved])
         # Sums in buckets are resolved bucket by bucket, the others after them.
@@ -298,6 +299,7 @@ class Slicer:
         if origin is None or origin.stage != place.stage:
             return stage.inputs.get(v, replicated(self.graph.values[v].rank)), None
         if place.kind is TaskRole.UPDATE and self._is_sum(v):
+            # If wave 0 reads a sum, it resolves it for all later waves.
             if place.wave == 0 or not self._read_by_wave_zero(v):
                 stored, resolved = self.stored_spec(v), self.resolved_spec(v)
                 return stored, resolved if stored != resolved else None
@@ -348,6 +350,7 @@ class Slicer:
 
     def _leaving_spec(self, v: int, place: OpPlace) -> Spec:
         """Return the spec of an output of a task: the caller's if only the caller reads it, else the spec of its op."""
+        # Resharding for the caller inside the task saves a program of its own, unless other tasks read the value too.
         only_returned = v in self.graph.outputs and not any(p != place for p in self._real_readers(v))
         if only_returned and self.output_stage(v) == place.stage:
             return self.output_spec(v)
@@ -368,6 +371,7 @@ def run_parts(walk: Walk[A], task: TaskSpec, step: StepGraph) -> Iterator[Phase]
         if phase is Phase.UPDATE:
             for value, stored, resolved in task.resolved:
                 walk.arrays[value] = {stored: walk.get(value, stored)}
+                # No other copy remains, so that every reader of the update gets the resolved sum.
                 walk.arrays[value] = {resolved: walk.get(value, resolved)}
         walk.run(part)
         if phase.in_loop and phase is [p for p in parts if p.in_loop][-1]:

@@ -313,21 +313,23 @@ def _through(graph: Graph, op: Op, operands: Sequence[int | None]) -> list[int |
 
 
 def _same_place(operand: Value, dim: int, result: Value) -> int | None:
-    """The dim of size 1 with as many elements in front as there are in front of a dim of size 1."""
+    """Return the result's dim of size 1 that has as many elements in front of it as `dim` of the operand has."""
     before = prod(operand.shape[:dim])
     places = (d for d, n in enumerate(result.shape) if n == 1 and prod(result.shape[:d]) == before)
     return next(places, None)
 
 
 def _major(rule: Rule, factors: tuple[int, ...]) -> int | None:
-    """The factor that a split of a dim would split; that of a dim of size 1 is its only one."""
+    """Return the factor that a split of a dim would split; for a dim of size 1, its first one."""
     return next((f for f in factors if rule.sizes[f] > 1), factors[0] if factors else None)
 
 
 def _around(
     op: Op, wiring: Wiring, operands: Sequence[int | None], bodies: dict[Graph, BodyScope], known: _Known
 ) -> list[int | None]:
-    """Through the bodies until what they carry from trip to trip has the batch where it came in with it."""
+    """Return the batch dims of an op with bodies, followed until each carried value that leaves a body with a batch
+    also enters it with one.
+    """
     inside = [_slice(dim) if i in wiring.scanned else dim for i, dim in enumerate(operands)]
     while True:
         results: list[int | None] = [None] * len(op.results)
@@ -343,9 +345,10 @@ def _around(
         if not entered:
             return [dim + 1 if dim is not None and r in wiring.stacked else dim for r, dim in enumerate(results)]
         for i, dim in entered.items():
+            # Every round gives a batch to at least one more operand, so that the loop ends.
             inside[i] = dim
 
 
 def _slice(dim: int | None) -> int | None:
-    """The dim of a slice of the leading dim; a batch that is scanned over is gone."""
+    """Return the batch dim of a slice along the leading dim, or None: a batch that is scanned over is gone."""
     return None if not dim else dim - 1

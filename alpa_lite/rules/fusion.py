@@ -162,6 +162,7 @@ def fusion_groups(graph: Graph, *, within_calls: bool = False) -> tuple[int, ...
             if within_calls and not (is_folded(graph, made_by) or is_folded(graph, op) or _one_call(made_by, op)):
                 continue
             if inner[producer]:
+                # The smaller number is the root, so that a group is named by its first op.
                 first, second = sorted((root(producer), root(op.id)))
                 parent[second] = first
     return tuple(root(op) for op in range(len(graph.ops)))
@@ -266,6 +267,7 @@ def _is_fusible(graph: Graph, op: Op) -> bool:
 
 def _ends_group(graph: Graph, op: Op) -> bool:
     """Return True for reductions whose result is known only after the kernel has read everything."""
+    # `reduce_precision` rounds each element, in spite of its name.
     if not op.primitive.startswith(("reduce_", "arg")) or op.primitive == "reduce_precision":
         return False
     # Dims of size 1 do not separate the reduced dims from the end of a row.
@@ -312,6 +314,7 @@ def _read_by(graph: Graph, groups: Sequence[int]) -> list[int | None]:
     for v in graph.outputs:
         found[v] = _SEVERAL
     for op in reversed(graph.ops):
+        # In reverse, a folded op is met after its readers, whose groups it passes on to its operands.
         readers = {found[r] for r in op.results} if is_folded(graph, op) else {groups[op.id]}
         for v in op.operands:
             others = readers | {found[v]}
@@ -336,6 +339,7 @@ def _indexed(graph: Graph, op: Op) -> Access:
     """Return the traffic of look-ups, which read and write rows, and of updates, which read, combine and write rows."""
     if op.primitive.startswith("scatter"):
         update = OperandSlot(False, 2)
+        # The rows that are updated are read as well: they have as many bytes as the update.
         return Access(reads=(update, update, OperandSlot(False, 1)), writes=(update,), num_kernels=1)
     if op.primitive == "dynamic_update_slice":
         return Access(reads=(OperandSlot(False, 1),), writes=(OperandSlot(False, 1),), num_kernels=1)
@@ -350,6 +354,7 @@ def _indexed(graph: Graph, op: Op) -> Access:
 def on_chip(graph: Graph) -> OnChip:
     """Return the effect of fused attention kernels on a graph."""
     scores = {op.results[0] for op in graph.ops if _makes_scores(graph, op)}
+    # Ops are in execution order, so that one pass reaches everything that derives from the scores.
     region = set(scores)
     for op in graph.ops:
         if is_fusible(graph, op) and any(v in region for v in op.operands):
@@ -371,6 +376,7 @@ def _masked_by_pairs(graph: Graph, large: set[int]) -> set[int]:
     """Return the values of the kernels in which a mask over pairs of positions hides half of the scores."""
     import networkx as nx
 
+    # Values of one op belong to one kernel, so that a mask holds for its whole connected component.
     kernels: nx.Graph[int] = nx.Graph()
     for op in graph.ops:
         held = [v for v in (*op.operands, *op.results) if v in large]

@@ -55,6 +55,7 @@ def broadcast_in_dim(view: OpView) -> Rule:
     operand, shape = view.operands[0], view.results[0].shape
     result = b.factors(shape)
     target = ints(view.params["broadcast_dimensions"])
+    # A dim of size 1 that is expanded stays whole, however the result is split.
     dims = tuple(result[t] if n == shape[t] else (b.factor(n),) for n, t in zip(operand.shape, target, strict=True))
     return b.build((dims, *(() for _ in view.operands[1:])), (result,), linear=linear_groups(view, (0,)))
 
@@ -230,6 +231,7 @@ def stack(view: OpView) -> Rule:
     axis = int(view.params["axis"]) % whole.rank
     b = RuleBuilder()
     part_dims = b.factors(part.shape)
+    # A part is one index of this dim, so that a split would leave each part to some devices only.
     new = (b.factor(whole.shape[axis], FactorKind.REPLICATED),)
     whole_dims = (*part_dims[:axis], new, *part_dims[axis:])
     parts_in, parts_out = (part_dims, whole_dims) if view.primitive == "stack" else (whole_dims, part_dims)
@@ -319,6 +321,7 @@ def gather(view: OpView) -> Rule:
     roles = _roles(view)
     b = RuleBuilder()
     searched = FactorKind.REPLICATED if is_key(operand) else FactorKind.REDUCTION
+    # Window dims of the result correspond in order to the dims of the operand that are not hidden.
     window = iter(roles.window)
     operand_dims: list[tuple[int, ...]] = []
     result_dims: dict[int, tuple[int, ...]] = {}

@@ -56,6 +56,7 @@ def op_classes(graph: Graph) -> tuple[OpClass, ...]:
     known: dict[Hashable, OpClass] = {}
     found: list[OpClass] = []
     for op in graph.ops:
+        # The graph holds the parameters, so that no other object can get their id meanwhile.
         params = texts.get((op.primitive, id(op.params)))
         if params is None:
             params = texts[op.primitive, id(op.params)] = _text_of_params(op)
@@ -92,6 +93,7 @@ def _class(look: _Look) -> OpClass:
 
 def _class_of(look: _Look) -> OpClass:
     rule = (opaque_rule if look.effectful else rule_of)(look.view)
+    # Flops and the kind of work set prices but limit no sharding: without them, more ops share a layout class.
     return OpClass(rule=rule, layout=_layout(replace(rule, flops=0.0, work_kind="elementwise")), view=look.view)
 
 

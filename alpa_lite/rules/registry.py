@@ -73,6 +73,7 @@ class Halo:
     after: int
 
 
+# Without slots, which would leave no place for cached properties.
 @dataclass(frozen=True, kw_only=True)
 class Rule:
     """The factor rule of one op.
@@ -198,6 +199,7 @@ def ints(numbers: Iterable[int]) -> tuple[int, ...]:
 
 def is_key(value: Value) -> bool:
     """Return True for arrays of typed PRNG keys, which can be moved but not added."""
+    # JAX names these dtypes after their generator: "key<fry>", "key<rbg>".
     return value.dtype.startswith("key<")
 
 

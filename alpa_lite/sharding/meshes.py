@@ -112,6 +112,7 @@ class LogicalMesh:
         """
         places = np.arange(self.num_devices).reshape(self.shape)
         last = [self._position(axis) for axis in axes]
+        # With the axes of the group last, each row of the reshaped grid is one group.
         rows = np.moveaxis(places, last, range(-len(last), 0)).reshape(-1, math.prod(map(self.size, axes)))
         return tuple(tuple(int(place) for place in row) for row in rows)
 
@@ -328,6 +329,7 @@ def axis_group(submesh: Submesh, logical_mesh: LogicalMesh, *axes: str, hosts_pe
     groups = logical_mesh.groups(*axes)
     members = [Counter(at // submesh.devices_per_host for at in group) for group in groups]
     groups_on_host = Counter(host for hosts in members for host in hosts)
+    # The group that spans most hosts is the slowest, and of several the one with the fewest members on a host.
     widest = max(members, key=lambda hosts: (len(hosts), -max(hosts.values())))
     return AxisGroup(
         num_devices=math.prod(map(logical_mesh.size, axes)),

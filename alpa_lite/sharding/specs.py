@@ -163,6 +163,7 @@ def moves(spec: Spec, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Itera
         # Only the minor-most axis: its blocks are adjacent, while a gather along any other axis would interleave them.
         axis, shorter = axes[-1], _with(spec.dims, dim, axes[:-1])
         gathered = Spec(shorter, spec.partial)
+        # The bytes are those of the gathered result, by the convention of `cost_models.work`.
         yield Move(kind=MoveKind.ALL_GATHER, axes=(axis,), dim=dim, spec=gathered, bytes_factor=local * sizes[axis])
         for target in _can_split(block, sizes[axis]):
             if target != dim:
@@ -187,8 +188,10 @@ def addend(spec: Spec, axis: str) -> Move:
 
 def rearrangements(spec: Spec, sizes: Mapping[str, int]) -> Iterator[Move]:
     """Yield the permutes to all other specs with blocks of the same shape; each device sends to one other device."""
+    # An array that no dim splits has no blocks to rearrange.
     if not any(spec.dims):
         return
+    # The devices along an axis of a partial sum hold different addends, not copies that could be exchanged.
     free = tuple(a for a in sizes if a not in spec.partial)
     blocks = tuple(prod(sizes[a] for a in axes) for axes in spec.dims)
     local = 1.0 / num_shards(spec, sizes)

@@ -276,6 +276,7 @@ def _gathers(shape: tuple[int, ...], target: Placement, spread: Sequence[tuple[s
             continue
         held[dim] *= prod(sizes[a] for a in axes)
         left[dim] = ()
+        # The axes of the parts are minor: they divide the blocks of the target.
         dims = tuple((*wanted, *parts) for wanted, parts in zip(target.spec.dims, left, strict=True))
         factor = prod(held) / prod(shape)
         steps.append(Move(kind=MoveKind.ALL_GATHER, axes=axes, dim=dim, spec=Spec(dims), bytes_factor=factor))
@@ -364,6 +365,7 @@ class _BoxSenders:
             away = host != receiver // self.per_host
             # Breaks ties: receivers next to each other take different senders.
             distance = (place - target) % len(self.devices)
+            # Compared from left to right: sending nothing beats staying on the host, which beats balanced traffic.
             return device != receiver, away, sent["host", host] if away else 0, sent[device], distance
 
         place = min(self.holders[held], key=cost)

@@ -11,5 +11,6 @@ from alpa_lite.intra_op.solvers.solver import Control as Control
 from alpa_lite.intra_op.solvers.solver import SolveProgress as SolveProgress
 from alpa_lite.intra_op.solvers.solver import Solver as Solver
 
+# `Rounds` is missing, since it holds the options of a search that only the portfolio starts.
 SOLVERS: tuple[Solver, ...] = (BruteForce(), Elimination(), IntegerProgram(), Highs(), Portfolio())
 """One instance of each solver, for the tests that all solvers share."""

@@ -74,6 +74,7 @@ class BruteForce(Solver):
         limit = math.inf if problem.limit_bytes is None else problem.limit_bytes
         feasible = finite & (peaks <= limit)
         if not feasible.any():
+            # The limit that would suffice is reported, so that forbidden choices must not lower it.
             smallest = float(peaks[finite].min()) if finite.any() else math.inf
             return no_solution(attempt, status=Status.INFEASIBLE, peak_bytes=smallest)
         best = int(np.where(feasible, costs, math.inf).argmin())

@@ -33,6 +33,7 @@ def compile_kernels() -> None:
     dual = Dual(flat=flat)
     dual.run(40, upper=2.0)  # memory gets prices only after the warm-up passes
     dual.strategies_left(2.0)
+    # `recombine` begins with choices within the limit: strategies 1 keep 2 of 3 bytes alive.
     first, second = np.array([1, 1]), np.array([0, 0])
     Neighbourhood(flat=flat, seed=0).run(first, dual.best_prices, num_blocks=1, first_heat=1.0, last_heat=0.5)
     recombine(problem, flat, first, second)

@@ -205,6 +205,7 @@ class Dual:
 
     def __post_init__(self) -> None:
         flat = self.flat
+        # A link has one message entry for each strategy of its own node.
         owner = np.repeat(np.arange(flat.cost_start.size - 1), np.diff(flat.link_start))
         ends = np.cumsum(np.diff(flat.cost_start)[owner])
         self._message_start = np.concatenate([np.zeros(1, dtype=np.int64), ends]).astype(np.int64)
@@ -238,9 +239,11 @@ class Dual:
                     # There is no average to continue before the first decoding.
                     first = not np.isfinite(self.bound)
                     self._averaged = used.copy() if first else _KEPT * self._averaged + (1.0 - _KEPT) * used
+            # The bound is that of the second pass: no pass lowers what the first one has reached.
             self._note(bound - paid, upper)
             self._passes += 1
             if flat.room.size and self._passes > _WARM_UP:
+                # Polyak's step needs the optimum; the best known cost takes its place.
                 _price(self._row_prices, self._averaged, flat.room, self._step * max(upper - self.bound, 0.0))
         enough = _ENOUGH_GAIN * max(upper - self.bound, 0.0) + _ROUNDING * abs(self.bound)
         self._stalled = self.bound - before <= enough
@@ -264,4 +267,5 @@ class Dual:
         paid = _prefix_sums(self.best_prices, self.flat.room, prices)
         bounds = np.empty(self.flat.costs.size)
         _bounds_by_strategy(self.flat, self._message_start, self._messages, prices, bounds)
+        # The tolerance covers rounding, which must not remove a strategy of an optimal solution.
         return bounds - paid <= upper + 1e-9 * (abs(upper) + paid)

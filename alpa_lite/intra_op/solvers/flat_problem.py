@@ -73,6 +73,7 @@ def flat_problem(problem: Problem) -> Flat:
     order = np.argsort(node, kind="stable")
     place = np.empty_like(order)
     place[order] = np.arange(order.size)
+    # Links at sources read the transposed copies, which come first in `tables`; links at targets read the matrices.
     table = np.concatenate([starts[:-1], starts[:-1] + matrices.size])
     return Flat(
         cost_start=problem.node_costs.starts.astype(np.int64),
@@ -110,6 +111,7 @@ def _flat_memory(problem: Problem) -> dict[str, IntArray | FloatArray]:
 def with_rows(flat: Flat, rows: IntArray) -> Flat:
     """Return ``flat`` with only these memory rows (ascending)."""
     first, last = np.searchsorted(rows, flat.run_first), np.searchsorted(rows, flat.run_last)
+    # Runs that meet none of the rows would only take time.
     some = first < last
     owner = np.repeat(np.arange(flat.run_start.size - 1), np.diff(flat.run_start))[some]
     return flat._replace(
@@ -160,6 +162,7 @@ def usage_of(flat: Flat, choices: IntArray, used: FloatArray) -> None:
     used[:] = 0.0
     for node in range(choices.size):
         for run in range(flat.run_start[node], flat.run_start[node + 1]):
+            # Added at the first row and taken away after the last: the prefix sums below then hold for every row.
             amount = flat.bytes[flat.run_bytes[run] + choices[node]]
             used[flat.run_first[run]] += amount
             if flat.run_last[run] < used.size:

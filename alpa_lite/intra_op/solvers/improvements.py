@@ -80,6 +80,7 @@ def recombine(problem: Problem, flat: Flat, first: IntArray, second: IntArray) -
     parts = _parts(problem, first != second)
     gains = _gains(problem, first, second, parts)
     result, overrun = first.copy(), overrun_of(flat, first)
+    # Greedy, since parts compete for the rows that they share: which set of them is best is a knapsack problem.
     for part in sorted(range(len(parts)), key=lambda part: -gains[part]):
         if gains[part] <= 0.0:
             break
@@ -177,6 +178,7 @@ class ExactBlocks:
             return []
         row = int(self._random.integers(flat.room.size))
         runs = np.flatnonzero((flat.run_first <= row) & (row < flat.run_last))
+        # From the right, which passes over nodes without runs: they start where the next node does.
         owners = np.unique(np.searchsorted(flat.run_start, runs, side="right") - 1)
         return self._random.permutation(owners)[:count].tolist()
 
@@ -204,6 +206,7 @@ class ExactBlocks:
             left,
             time_limit_seconds=max(self.seconds_left(), 0.01),
             control=Control(stop=self.stop),
+            # HiGHS begins with the current strategies, and can then only improve on them.
             start=reduced.project(now),
         )
         return None if found.choices is None else reduced.restore(found.choices)
@@ -246,6 +249,7 @@ def _usages(
     runs = np.array([run for _, run in owned])
     bounds = np.unique(np.concatenate([flat.run_first[runs], flat.run_last[runs]]))
     starts, ends = (np.searchsorted(bounds, rows).tolist() for rows in (flat.run_first[runs], flat.run_last[runs]))
+    # Cut at the last bound, since `reduceat` extends its last range to the end of the array.
     room = np.minimum.reduceat((flat.room - used)[: bounds[-1]], bounds[:-1])
     limit = max(float(room.max()), 0.0)
     usages = [

@@ -72,6 +72,7 @@ class _Model:
 
     def shifted(self, costs: FloatArray) -> FloatArray:
         """Return (costs - min costs) / scale, and add the minimum to the offset."""
+        # Each node and each edge contributes exactly one entry, so that a shift changes all objectives alike.
         least = float(costs.min())
         self.offset += least
         return (costs - least) / self.scale
@@ -130,6 +131,7 @@ def _cover_cut(model: _Model, row: MemoryRow, choices: tuple[int, ...]) -> None:
     """Add a cover cut: the strategies of ``choices`` that are alive in ``row`` must not all be chosen again."""
     import pulp
 
+    # No feasible choices are lost: together these strategies overrun the row, whatever the other nodes do.
     variables = [model.nodes[node][choices[node]] for node, used in row.bytes.items() if used[choices[node]] > 0]
     model.add_row(dict.fromkeys(variables, 1.0), pulp.LpConstraintLE, len(variables) - 1.0)
 
@@ -214,6 +216,7 @@ def _highs(seconds: float, relative_gap: float) -> pulp.HiGHS:
         msg=False,
         timeLimit=max(seconds, 0.01),
         gapRel=relative_gap,
+        # By default HiGHS also stops at an absolute gap of 1e-6, which is not small for every problem.
         gapAbs=0.0,
         mip_feasibility_tolerance=_TOLERANCE,
         primal_feasibility_tolerance=_TOLERANCE,
@@ -350,6 +353,7 @@ class IntegerProgram(Solver):
             if left <= 0:
                 return replace(run, choices=None)
             for row in overrun:
+                # Every round excludes the strategies of one overrun for good, so that the loop ends.
                 _cover_cut(model, row, run.choices)
 
 
@@ -362,6 +366,7 @@ def leanest_choices(problem: Problem, *, time_limit_seconds: float) -> tuple[int
         return None
     # All rows that determine the peak: without a limit, none can be ruled out.
     rows = maximal_rows(problem)
+    # In units of the largest total that can be alive, so that P lies in [0, 1] as all variables do.
     unit = max(1.0, *(sum(float(used.max()) for used in row.bytes.values()) for row in rows)) if rows else 1.0
     peak = model.variable("peak", integer=False)
     # The costs do not matter here, only which of them are finite.

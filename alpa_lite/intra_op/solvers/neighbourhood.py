@@ -98,6 +98,7 @@ def _uniform(random: IntArray) -> float:
     state ^= state >> np.uint64(7)
     state ^= state << np.uint64(17)
     random[0] = np.int64(state)
+    # 52 bits and a half over 2^52: never 0, whose logarithm is infinite, and never 1.
     return (float(state >> np.uint64(12)) + 0.5) / 4503599627370496.0
 
 
@@ -112,6 +113,7 @@ def _enter(flat: Flat, scratch: Scratch, node: int, link: int, count: int, numbe
     for own in range(flat.link_start[node], flat.link_start[node + 1]):
         other = flat.link_node[own]
         if scratch.entered[other] == number:
+            # At most one neighbour is in the block: `_grow` takes nodes that one edge joins to it.
             scratch.parent[count] = scratch.place[other]
             continue
         if scratch.seen[other] != number:
@@ -129,6 +131,7 @@ def _enter(flat: Flat, scratch: Scratch, node: int, link: int, count: int, numbe
 def _grow(flat: Flat, scratch: Scratch, number: int) -> int:
     """Grow a random block and return the number of its nodes."""
     num_nodes = flat.cost_start.size - 1
+    # The square favours small blocks, which take the least time.
     size = 1 + int(_MAX_BLOCK * _uniform(scratch.random) ** 2)
     num_trees = 1 + int(_MAX_TREES * _uniform(scratch.random) ** 2)
     count = 0
@@ -198,6 +201,7 @@ def _condition(
 @kernel
 def _climb(flat: Flat, scratch: Scratch, count: int) -> None:
     """Pass messages from the leaves to the roots: h_u(i) += min_j h_v(j) + C_uv(i, j) for the children v of u."""
+    # Parents precede children, so that a node has all messages of its children before it sends its own.
     for place in range(count - 1, -1, -1):
         above = scratch.parent[place]
         if above < 0:
@@ -328,6 +332,7 @@ def _search(
         number = first_number + block
         heat = first_heat * (last_heat / first_heat) ** (block / num_blocks) if first_heat > 0.0 else 0.0
         count = _grow(flat, scratch, number)
+        # Without the block, `used` holds what the nodes outside it keep alive.
         _put(flat, scratch, count, choices, False, -1.0, used)
         for place in range(count):
             _condition(flat, scratch, scratch.nodes[place], number, choices, used, prices, heat)
@@ -400,6 +405,7 @@ class Neighbourhood:
         self._press(overrun, row_prices, cost_of(self.flat, choices))
         overrun = overrun_of(self.flat, best)
         self._watch(overrun, 1.0)
+        # The search saw the tracked rows alone, so that its best choices may overrun another one.
         if cost < self.best_cost and (overrun <= 0.0).all():
             self.best, self.best_cost = best, cost
         return choices
@@ -407,6 +413,7 @@ class Neighbourhood:
     def _press(self, overrun: FloatArray, row_prices: FloatArray, cost: float) -> None:
         """Raise the prices of rows that remain overrun, and lower those of all others."""
         over = overrun > 0.0
+        # Prices of the dual set the scale. Without one, the largest overrun costs a fraction of all costs.
         first = max(
             float(row_prices.max(initial=0.0)),
             _FIRST_PRESSURE * (abs(cost) or 1.0) / max(overrun.max(initial=0.0), 1.0),
@@ -423,4 +430,5 @@ class Neighbourhood:
         while near.size:
             row = int(near[overrun[near].argmax()])
             self._rows.add(row)
+            # Rows that are close in time have mostly the same live nodes: the fullest speaks for those around it.
             near = near[np.abs(near - row) > max(1, overrun.size // 1000)]

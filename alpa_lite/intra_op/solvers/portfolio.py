@@ -66,6 +66,7 @@ _LEAST_CALLS = 3
 def choices_in_haste(problem: Problem, *, seconds: float, control: Control) -> tuple[int, ...] | None:
     """Return choices of finite cost within the limit, or None if a search of ``seconds`` reaches none."""
     halt = no_halt()
+    # More than any finite costs can differ, so that no saving outweighs a forbidden choice.
     forbidden = 2.0 * cost_span(problem)
     flat = with_finite_costs(flat_problem(problem), forbidden)
     clock = Clock(seconds=seconds, control=control)
@@ -95,6 +96,7 @@ def choices_in_haste(problem: Problem, *, seconds: float, control: Control) -> t
 def _starts(problem: Problem) -> Iterator[IntArray]:
     """Yield choices from which to start a search, without end."""
     yield _lowest(problem, problem.node_costs.values)
+    # Where the cheapest strategies overrun the limit, the leanest ones may be closer to feasible choices.
     yield _lowest(problem, _bytes_times_lifetime(problem))
     random = np.random.default_rng(0)
     while True:
@@ -241,6 +243,7 @@ class Portfolio(Solver):
             first = Highs(relative_gap=self.relative_gap).search(
                 problem, time_limit_seconds=_PROGRAM_SHARE * clock.left, control=clock.control
             )
+            # Both bounds are proven, so that the higher one holds for either answer.
             first = replace(_cheaper(first, free), bound=max(first.bound, min(free.bound, first.cost)))
             if first.status in (Status.OPTIMAL, Status.INFEASIBLE) or first.gap <= self.relative_gap:
                 return first

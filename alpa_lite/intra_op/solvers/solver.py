@@ -144,6 +144,7 @@ def solution_of(
 
     Raises VerificationError if the choices are infeasible.
     """
+    # Code that no solver shares prices every answer, so that a defect of a solver cannot pass for a plan.
     priced = evaluate(problem, choices)
     if not priced.feasible:
         raise VerificationError(
