@@ -219,6 +219,7 @@ def moving_seconds(bytes: float, bytes_per_second: float, ramp_seconds: float = 
     seconds = bytes / bytes_per_second
     if not ramp_seconds or not bytes:
         return seconds
+    # From (1 + loss) times the seconds, for short messages, to the whole ramp in addition, for long ones.
     return seconds + ramp_seconds * bytes / (bytes + ramp_seconds * bytes_per_second / _SHORT_MESSAGE_LOSS)
 
 

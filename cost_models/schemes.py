@@ -80,7 +80,7 @@ class Level:
 
     @property
     def is_inside(self) -> bool:
-        """Whether the members are devices of one host (or of one domain without a link of its own)."""
+        """True if the members are devices of one host (or of one domain without a link of its own)."""
         return self.members_per_host > 0
 
     def moving_seconds(self, bytes: float) -> float:

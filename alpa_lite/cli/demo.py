@@ -199,10 +199,12 @@ def compare(
     steps: dict[str, Step] = {chosen.plan.name: chosen}
     predicted: dict[str, float | None] = {chosen.plan.name: chosen.plan.prediction.step_seconds}
     states: dict[str, Tree] = {chosen.plan.name: chosen.place(state, batches[0])[0]}
+    # The chosen plan has been compiled for training already.
     compiling: dict[str, float] = {chosen.plan.name: 0.0}
     with progress_line(console) as progress:
         for planner in config.manual:
             start = time.perf_counter()
+            # On the same cluster, so that the predictions of all plans have the same calibration.
             function = al.parallelize(
                 training.step,
                 donate_argnums=0,

@@ -63,6 +63,7 @@ def run_explain(given: argparse.Namespace) -> int:
     plan = al.Plan.load(given.plan)
     with planning_progress(Console(stderr=True, quiet=given.json)) as progress:
         if given.step is not None:
+            # Only a plan made in this process has its request, from which alternatives and values are priced.
             plan = _planned(plan, given.step, progress).last_plan
         found = _explained(plan, given)
     if given.html is not None:
@@ -76,7 +77,7 @@ def run_explain(given: argparse.Namespace) -> int:
 
 
 def _explained(plan: al.Plan, given: argparse.Namespace) -> TimeUse | MemoryUse | Explanation | None:
-    """Return the explanation that was asked for; None for the plan itself."""
+    """Return the explanation that the options name; None for the plan itself."""
     if given.time:
         return time_use(plan)
     if given.memory:
@@ -232,12 +233,14 @@ def run_solve(given: argparse.Namespace) -> int:
         print("\r\033[K", end="", file=sys.stderr)
     # What follows gets a moment even if solving has taken all of the time.
     left = max(_seconds_left(given), 0.1)
+    # Each point is a solve of its own under another limit.
     front = () if given.pareto is None else front_of_file(given.file, num_points=given.pareto, time_limit_seconds=left)
     # Without `--pareto` the data have no such entry, so that readers can tell.
     points = {} if given.pareto is None else {"pareto": [point_data(point) for point in front]}
     text = "\n".join([solution_line(solution), *map(point_line, front)])
     answer(given, text, lambda: {**solution_data(solution), **points})
     if solution.status is Status.INFEASIBLE:
+        # With `--json` the status says it, without the time that an explanation takes.
         if not given.json:
             complain(why_infeasible(given.file, time_limit_seconds=left))
         return Exit.INFEASIBLE
@@ -273,6 +276,7 @@ def _seconds_left(given: argparse.Namespace) -> float:
 def _report_progress(progress: SolveProgress) -> None:
     cost = "none yet" if math.isinf(progress.cost) else f"{progress.cost:.8g}"
     line = f"{progress.seconds:6.1f} s  cost {cost}  bound {progress.bound:.8g}  {progress.doing}"
+    # Back to the first column, and clear what a longer line has left.
     print(f"\r\033[K{line}", end="", flush=True, file=sys.stderr)
 
 

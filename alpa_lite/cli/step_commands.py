@@ -95,6 +95,7 @@ def _plan_one(given: argparse.Namespace, asked: _PlanArguments, cluster: Cluster
     plan = found.last_plan
     _save(given, plan)
     note = "\nThis plan is from the cache; --no-cache plans anew." if found.cached else ""
+    # Tables of a large plan take time, which `--json` does not need.
     text = "" if given.json else f"{plan}{note}"
     answer(given, text, lambda: {"kind": "plan", **plan_summary(plan), "cached": found.cached})
     return Exit.DONE
@@ -136,6 +137,7 @@ def _plan_for_each(given: argparse.Namespace, asked: _PlanArguments, clusters: S
         except AlpaLiteError as error:
             # One cluster without a plan must not hide the results of the others.
             candidates.append(Candidate(cluster=cluster, plan=None, problem=str(error)))
+            # The exit code tells a step that fits nowhere from a mistake in its description.
             infeasible |= isinstance(error, InfeasibleError)
     found = ClusterComparison(candidates=tuple(candidates))
     answer(given, found, lambda: {"kind": "clusters", **found.to_json()})
@@ -143,7 +145,7 @@ def _plan_for_each(given: argparse.Namespace, asked: _PlanArguments, clusters: S
 
 
 def _clusters(given: argparse.Namespace) -> list[Cluster]:
-    """Return the named clusters with the changes that were asked for; an empty list means this machine unchanged."""
+    """Return the named clusters with the changes of the options; an empty list means this machine unchanged."""
     changes = {"memory_bytes": given.memory, "bandwidth_scale": given.bandwidth_scale}
     if given.cluster:
         return [varied(al.cluster(name, num_hosts=given.num_hosts), **changes) for name in given.cluster]

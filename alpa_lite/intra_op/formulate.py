@@ -376,7 +376,7 @@ class Builder:
         """Add the node of an operand of control flow, and the edge that prices resharding it to the spec that the
         bodies read.
 
-        For a scanned operand the spec is that of each slice. `sums`: the loop only adds to the operand, which may then
+        For a scanned operand the spec describes each slice. `sums`: the loop only adds to the operand, which may then
         be a partial sum.
         """
         outer = at.graph.values[at.op.operands[number]]

@@ -333,7 +333,7 @@ class _LiveScope:
             if passed_on is None:
                 phase = self._phase(c)
                 used = self._used_by(c, value)
-                # Ops in bodies have no phase of their own (None); their times lie within the loop of micro-batches.
+                # Ops in bodies have no phase (None): `loop_end` matters for values of the step's own graph alone.
                 later = _Use(used, phase is Phase.BACKWARD, used if phase is None or phase.in_loop else 0)
                 end, backward = max(end, later.end), backward or later.backward
                 loop_end = max(loop_end, later.loop_end)

@@ -107,6 +107,7 @@ def held_bytes(usages: Iterable[UsageOf], choices: Sequence[int], time: int) -> 
         if usage.start <= time < usage.end:
             # Rounded up as in `Problem`, so that the values add up to its usage.
             size = math.ceil(float(usage.sizes[choices[usage.node]]))
+            # Copies of a value for several readers count with it.
             held[usage.value] = held.get(usage.value, 0.0) + size
     return held
 

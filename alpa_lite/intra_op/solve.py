@@ -105,6 +105,7 @@ def price_choice(view: StageView, pricer: Pricer, choice: Choice, solution: Solu
             activation_bytes=activations,
             temporary_bytes=temporary,
         ),
+        # An estimator prices one run of its task; forward and backward run once per micro-batch.
         compute_seconds=sum(p.compute_seconds * (1 if ph is Phase.UPDATE else runs) for ph, p in parts.items()),
         flops=sum(p.flops * (1 if ph is Phase.UPDATE else runs) for ph, p in parts.items()),
         collectives=tuple(use for p in parts.values() for use in p.collectives),
@@ -261,6 +262,7 @@ def _leave(walk: Walk[int], view: StageView, choice: Choice, phase: Phase, run: 
             if producer in run:
                 walk.get(v, accumulator.stored)
         return
+    # New state gets the spec of the state that it replaces, with which the next step begins.
     for out, target in view.step.aliases.items():
         if out in walk.arrays and target in choice.inputs and out not in view.outputs:
             walk.get(out, choice.inputs[target])

@@ -380,6 +380,7 @@ class Catalogue:
                 other = ~same & (sizes >= homes)
             else:
                 dims = {spec.dims for spec in offered}
+                # The node of the value may choose any of its specs: a copy counts only if it is one for all of them.
                 other = np.array([spec.dims not in dims for spec in demanded]) & (sizes >= homes.max())
             self._copies[key] = frozen(np.where(other, sizes, 0.0))
         return self._copies[key]

@@ -132,7 +132,7 @@ class Executable:
 
     @property
     def takes_microbatch(self) -> bool:
-        """Whether the last operand is the index of the micro-batch."""
+        """True if the last operand is the index of the micro-batch."""
         return self.emitted.takes_microbatch
 
 

@@ -100,6 +100,7 @@ def slice_(op: LocalOp, operands: Sequence[Array]) -> list[Array]:
 def tile(op: LocalOp, operands: Sequence[Array]) -> list[Array]:
     """Repeat the block as often as the device's share of the result needs."""
     columns = zip(op.params["reps"], op.local_result(0), op.local_operand(0), strict=True)
+    # A dim without elements has no quotient.
     reps = tuple(local // n if n else rep for rep, local, n in columns)
     return op.bind(operands, reps=reps)
 
@@ -145,6 +146,7 @@ def gather(op: LocalOp, operands: Sequence[Array]) -> list[Array]:
     rows = jnp.where(over_rows(here), rows, _zero(rows))
     if op.params["mode"].name == "FILL_OR_DROP":
         first = block_index(op.reduced_axes, op.axis_sizes) == 0
+        # On one device only, since the rows of all devices are summed.
         filled = jnp.where(first, _fill_value(op.params["fill_value"], rows.dtype), _zero(rows))
         rows = jnp.where(over_rows(bounds.contain(indices)), rows, filled)
     return [rows]
@@ -228,6 +230,7 @@ def scatter(op: LocalOp, operands: Sequence[Array]) -> list[Array]:
         # A scatter of one update that is dropped writes back what it reads there, for which XLA looks beyond the block
         # where the block was just sliced out of a larger array (see _clamped).
         operand = lax.optimization_barrier(operand)
+    # The others, min and max, may count the operand once per device.
     if op.reduced_axes and op.name in _NEUTRAL:
         first = block_index(op.reduced_axes, op.axis_sizes) == 0
         operand = jnp.where(first, operand, jnp.asarray(_NEUTRAL[op.name], operand.dtype))
@@ -244,6 +247,7 @@ def scatter(op: LocalOp, operands: Sequence[Array]) -> list[Array]:
     outside = jnp.asarray(jnp.iinfo(local.dtype).max, local.dtype)
     local = jnp.where(here[..., None], local, outside)
     mode = type(op.params["mode"]).FILL_OR_DROP
+    # Vectors that were moved out of bounds are all equal, and no longer in order.
     return op.bind([operand, local, updates], mode=mode, unique_indices=False, indices_are_sorted=False)
 
 
@@ -300,6 +304,7 @@ def dynamic_update_slice(op: LocalOp, operands: Sequence[Array]) -> list[Array]:
         )
         update = jnp.take(update, jnp.clip(place, 0, window[d] - 1), axis=d)
         starts[d] = jnp.zeros((), starts[d].dtype)
+    # Elements that the update does not reach stay as they are.
     current = lax.dynamic_slice(operand, starts, update.shape)
     return op.bind([operand, jnp.where(reduce(and_, hits), update, current), *starts])
 

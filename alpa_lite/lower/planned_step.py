@@ -144,6 +144,7 @@ def _ops(graph: Graph, placements: Mapping[int, OpPlacement], sizes: Sizes) -> I
         op = graph.ops[number]
         if not _are_specs_of(placement.results, graph.results(op), sizes):
             yield f"op {number}, {op.primitive}, cannot have results in {[*map(str, placement.results)]}"
+        # Ops with bodies have no factors of their own to split.
         elif not (_is_placement(rule_of_op(graph, number), placement, sizes) if not op.bodies else True):
             yield f"op {number}, {op.primitive}, cannot be split as {placement.factors}"
         elif op.bodies:

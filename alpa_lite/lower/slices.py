@@ -327,6 +327,7 @@ class Slicer:
             for c in self.graph.consumers[queue.pop()]:
                 op = self.graph.ops[c]
                 place = self.places[c]
+                # A repeated op is part of each task that reads its results: the search goes on behind it.
                 if place is not None and not any(r in self.free for r in op.results):
                     found.add(place)
                     continue
@@ -383,6 +384,7 @@ def run_parts(walk: Walk[A], task: TaskSpec, step: StepGraph) -> Iterator[Phase]
 def _by_phase(ops: Sequence[int], step: StepGraph) -> dict[Phase, list[int]]:
     """Return the ops of a task by phase, in order; invariant ops belong to the first phase that has any."""
     parts: dict[Phase, list[int]] = {Phase.FORWARD: [], Phase.BACKWARD: [], Phase.UPDATE: []}
+    # A task of invariant ops alone, which only returns their results, is an update.
     first = next((phase for phase in parts if any(step.phases[i] is phase for i in ops)), Phase.UPDATE)
     for i in ops:
         parts[first if step.phases[i] is Phase.INVARIANT else step.phases[i]].append(i)

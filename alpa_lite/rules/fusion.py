@@ -85,7 +85,7 @@ class OnChip:
 
 @memoized
 def accesses(graph: Graph, *, fusion: Fusion = "all", fused_attention: bool = False) -> tuple[Access, ...]:
-    """Return the memory traffic of each op of a graph, without that of bodies. See `Backend` for kinds of `fusion`."""
+    """Return the memory traffic of each op of a graph, without its bodies. See `Backend` for kinds of `fusion`."""
     if fusion == "none":
         return tuple(_alone(graph, op) for op in graph.ops)
     groups, hidden = (
@@ -359,6 +359,7 @@ def on_chip(graph: Graph) -> OnChip:
     for op in graph.ops:
         if is_fusible(graph, op) and any(v in region for v in op.operands):
             region.update(op.results)
+    # Small values of the region, such as the sums of rows, may be written: they cost little.
     large = {v for v in region if any(graph.values[v].num_elements >= graph.values[s].num_elements for s in scores)}
     # A value that is needed outside of the kernel is written; then the values that it is computed from may no longer
     # stay on chip either.

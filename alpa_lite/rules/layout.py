@@ -424,5 +424,6 @@ def dynamic_update_slice(view: OpView) -> Rule:
     update_dims = tuple(
         dims[d] if n == operand.shape[d] else (b.factor(n, FactorKind.REPLICATED),) for d, n in enumerate(update.shape)
     )
+    # Starts are scalars, which have no dims.
     starts = tuple(() for _ in view.operands[2:])
     return b.build((dims, update_dims, *starts), (dims,), linear=linear_groups(view, (0, 1)), positional=True)

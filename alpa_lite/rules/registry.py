@@ -165,6 +165,7 @@ class RuleOptions(TypedDict, total=False):
 
 
 def _factor_name(index: int) -> str:
+    # In the order of Shardy, whose first factor is i.
     letters = "ijklmnopqrstuvwxyzabcdefgh"
     return letters[index] if index < len(letters) else f"z{index}"
 

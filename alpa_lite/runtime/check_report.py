@@ -97,7 +97,7 @@ class CheckReport:
 
     @property
     def ok(self) -> bool:
-        """Whether all leaves are within their limits."""
+        """True if all leaves are within their limits."""
         return all(leaf.ok for leaf in self.leaves)
 
     @property

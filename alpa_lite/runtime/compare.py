@@ -105,7 +105,7 @@ class _StepComparison:
 
     @cached_property
     def reference(self) -> Callable[[Sequence[TreeLeaf]], Tree]:
-        """`jax.jit` of the user's function, of its traced arguments flattened."""
+        """The user's function under `jax.jit`, which takes its traced arguments as a list of leaves."""
         traced, call = self.compiled.traced, self._call
 
         def whole(leaves: Sequence[TreeLeaf]) -> Tree:

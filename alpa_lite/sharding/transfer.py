@@ -311,6 +311,7 @@ class _BoxSenders:
         self.block = local_shape(spec, shape, source.mesh.axis_sizes)
         self.holders: dict[Box, list[int]] = {}
         for place, box in enumerate(self.blocks):
+            # Devices with copies of a block are the alternatives of `_sender`.
             self.holders.setdefault(box, []).append(place)
 
     def num_sent(self, pieces: Sequence[Piece]) -> int:

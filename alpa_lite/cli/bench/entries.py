@@ -174,7 +174,7 @@ def device_time(plan: al.Plan, step: SimulatedStep) -> DeviceTime:
 
 
 def same_plan(one: al.Plan, other: al.Plan) -> bool:
-    """Whether two plans run the same program; names, prices and solver data may differ."""
+    """Return True if two plans run the same program; names, prices and solver data may differ."""
     apart = {"name": "", "alternatives": (), "solver": one.solver, "prediction": one.prediction}
     return replace(one, **apart) == replace(other, **apart)
 
@@ -214,6 +214,7 @@ class Running:
     def __call__(self) -> None:
         """Run one step and wait until all of it is done."""
         outputs = jax.tree.leaves(jax.block_until_ready(self.compiled.run_flat(self.leaves, None)))
+        # The step has consumed the donated arguments: its outputs take their places.
         for out, into in self.compiled.traced.aliases.items():
             self.leaves[into] = outputs[out]
 
@@ -280,6 +281,7 @@ def measured_rows(target: BenchTarget, entries: Sequence[PlannedEntry], rounds: 
 
 
 def _on_host(leaf: Tree) -> Tree:
+    # NumPy has no arrays of typed keys.
     is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     return leaf if is_key else np.array(leaf)
 

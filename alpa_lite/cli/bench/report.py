@@ -111,6 +111,7 @@ def shares(time: DeviceTime) -> tuple[float, float, float]:
     """Return the shares of a simulated step: computing, waiting for communication, idle."""
     total = time.step_seconds or 1.0
     communication, idle = time.communication_seconds / total, time.idle_seconds / total
+    # Rounding may leave a little less than nothing.
     return max(0.0, 1.0 - communication - idle), communication, idle
 
 
@@ -288,6 +289,7 @@ def _bar(row: Row, number: int, scale: float) -> str:
         f'<rect class="{kind(row)}" x="{_LEFT:.1f}" y="{y + 4:.1f}" width="{height * scale:.1f}" height="{_ROW - 8}"/>'
     )
     if row.run is not None:
+        # The quartiles change places, since a longer time is a lower rate.
         low, high = (_LEFT + rate(row, end) * scale for end in reversed(row.run.quartiles))
         predicted = _LEFT + rate(row, row.predicted_seconds) * scale
         middle, top, bottom = y + _ROW / 2, y + 3, y + _ROW - 3

@@ -199,6 +199,7 @@ def filled(tree: Tree) -> Tree:
             return jnp.broadcast_to(jax.random.key(0), leaf.shape)
         if jnp.issubdtype(leaf.dtype, jnp.floating):
             return (0.02 * rng.standard_normal(leaf.shape, np.float32)).astype(leaf.dtype)
+        # Zero is a valid index of every table and a valid label of every classifier.
         return np.zeros(leaf.shape, leaf.dtype)
 
     return jax.tree.map(fill, tree)
@@ -218,12 +219,12 @@ class Contender:
 
     @property
     def searches(self) -> bool:
-        """Whether it searches, as opposed to a manual plan."""
+        """True if it searches, as opposed to a manual plan."""
         return isinstance(self.planner, Auto)
 
     @property
     def is_auto(self) -> bool:
-        """Whether it is the full search."""
+        """True for the full search."""
         return isinstance(self.planner, Auto) and not (self.planner.intra_op_only or self.planner.inter_op_only)
 
 
@@ -244,6 +245,7 @@ def _all(cluster: Cluster) -> Iterator[Contender]:
     # First, so that a long comparison has the search's plans early.
     yield from map(_contender, SEARCHES)
     for name, kind in PLANNERS.items():
+        # Its variants are in `SEARCHES`.
         if kind is Auto:
             continue
         for options in _degrees(name, cluster):
@@ -262,6 +264,7 @@ def _degrees(name: str, cluster: Cluster) -> Sequence[Mapping[str, int | float]]
     if name in ("pipeline", "torchgpipe"):
         return [{"pipeline": n} for n in ways] or [{}]
     if name == "convolution_parallel":
+        # One degree for each dim: the combinations of several are too many to compare.
         return [{}, *({dim: ways[0]} for dim in ("height", "width", "channel", "filter") if ways)]
     # Tensor parallelism sends at every layer, which seldom pays between hosts.
     if name == "megatron":

@@ -178,6 +178,7 @@ def json_line(row: Row, environment: Environment) -> str:
     data = {name: getattr(row, name) for name in Row.__dataclass_fields__ if name not in ("price", "simulation", "run")}
     for group, names in ((row.price, _PRICE), (row.simulation, _SIMULATION), (row.run, _RUN)):
         data |= {key: _ABSENT.get(key) if group is None else getattr(group, name) for key, name in names.items()}
+    # Environment and row in one line, so that files of several runs can be concatenated.
     return json.dumps({**data, **asdict(environment)})
 
 
@@ -224,6 +225,7 @@ def _commit() -> str:
 
     try:
         git("ls-files", "--error-unmatch", Path(__file__).name)  # an installed copy may lie in another repository
+        # A plus marks changes that are in no commit.
         return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.CalledProcessError):
         return ""

@@ -96,6 +96,7 @@ class Case:
     def parameters(self) -> int:
         """Number of weights, counted as in `published_parameters`."""
         count = self.model.parameter_count()
+        # Untied models have two matrices of this size, embedding and head, of which the evaluation counts one.
         return count if isinstance(self.model, ResNet) else count - self.model.vocab_size * self.model.hidden
 
     @property
@@ -247,6 +248,7 @@ CASES: Mapping[str, Case] = {case.id: case for case in (*PUBLISHED, *LARGER)}
 def transformer_flops(model: Transformer, batch_size: int) -> float:
     """Return the FLOPs of one step of a transformer with full recomputation, with experts or without."""
     tokens, hidden = batch_size * model.seq_len, model.hidden
+    # The head is not computed again: three passes of 2 FLOPs per weight and token.
     head = 6.0 * tokens * hidden * model.vocab_size
     if model.experts is not None:
         return moe_flops(model, tokens) + head

@@ -131,17 +131,19 @@ class GPT:
         return reduce_losses(losses, reduction), {"accuracy": accuracy}
 
     def logits(self, params: GPTParams, tokens: jax.Array, key: jax.Array | None = None) -> jax.Array:
-        """``tokens [batch, seq_len] -> logits [batch, seq_len, vocab_size]``."""
+        """Return the logits of every token, ``[batch, seq_len] -> [batch, seq_len, vocab_size]``."""
         x = _layer_norm(self.hidden_states(params, tokens, key), params["final_norm"])
         return x @ (params["token_embedding"].T if self.tied else params["head"])
 
     def hidden_states(self, params: GPTParams, tokens: jax.Array, key: jax.Array | None = None) -> jax.Array:
         """Output of the last block, before the final norm: ``[batch, seq_len, hidden]``."""
         embedding_key, layer_keys = self._split_key(key)
+        # Sequences may be shorter than `seq_len`, and then use the first positions.
         x = params["token_embedding"][tokens] + params["position_embedding"][: tokens.shape[1]]
         x = self._dropout(x, embedding_key)
         block = jax.checkpoint(self._block) if self.remat else self._block
         if self.scan_layers:
+            # Without dropout the keys are None, an empty pytree, of which the scan has nothing to slice.
             x, _ = jax.lax.scan(lambda h, layer: (block(h, *layer), None), x, (params["layers"], layer_keys))
             return x
         for i, layer in enumerate(params["layers"]):
@@ -218,7 +220,7 @@ def stack_layers(params: GPTParams) -> GPTParams:
 
 
 def unstack_layers(params: GPTParams) -> GPTParams:
-    """The inverse of `stack_layers`."""
+    """Convert the weights of a model with `scan_layers` to unrolled ones."""
     # The leading dim of any leaf is the number of layers.
     num_layers = jax.tree.leaves(params["layers"])[0].shape[0]
     return {**params, "layers": [jax.tree.map(lambda leaf, i=i: leaf[i], params["layers"]) for i in range(num_layers)]}
@@ -289,6 +291,7 @@ class Llama:
         return {
             "embedding": _normal(embedding_key, (self.vocab_size, self.hidden)),
             "layers": (
+                # One draw per key under `vmap` too, so that stacked and unstacked weights are the same numbers.
                 jax.vmap(self._init_layer)(layer_keys)
                 if self.scan_layers
                 else [self._init_layer(k) for k in layer_keys]
@@ -329,7 +332,7 @@ class Llama:
         return reduce_losses(cross_entropy(self.logits(params, batch["tokens"]), batch["targets"]), reduction)
 
     def logits(self, params: LlamaParams, tokens: jax.Array) -> jax.Array:
-        """``tokens [batch, seq_len] -> logits [batch, seq_len, vocab_size]``."""
+        """Return the logits of every token, ``[batch, seq_len] -> [batch, seq_len, vocab_size]``."""
         x = _rms_norm(self.hidden_states(params, tokens), params["final_norm"])
         return x @ params["head"].astype(self.dtype)
 
@@ -379,6 +382,7 @@ class Llama:
 
     def _init_layer(self, key: jax.Array) -> LlamaParams:
         keys = jax.random.split(key, 7)
+        # Keys and values are narrower than queries, since heads share them.
         hidden, shared = self.hidden, self.num_kv_heads * self.head_dim
         return {
             "attention_norm": jnp.ones((hidden,)),

@@ -177,7 +177,7 @@ class BERT:
         return self._norm(x + drop(up @ w["w_down"] + w["b_down"], drops[2], self.dropout), layer["norm_mlp"])
 
     def _word_losses(self, params: BERTParams, x: jax.Array, batch: Mapping[str, jax.Array]) -> jax.Array:
-        """``[batch, num_masked]``, without the weights of the predictions."""
+        """Return the loss of each masked word, ``[batch, num_masked]``, without the weights of the predictions."""
         head = params["words"]
         # Only masked positions, a seventh of all, are projected to the vocabulary.
         masked = jnp.take_along_axis(x, batch["positions"][..., None], axis=1)
@@ -188,7 +188,7 @@ class BERT:
         return cross_entropy(logits, batch["targets"])
 
     def _follows_losses(self, params: BERTParams, x: jax.Array, batch: Mapping[str, jax.Array]) -> jax.Array:
-        """``[batch]``."""
+        """Return the loss of the prediction whether the second sentence follows the first, ``[batch]``."""
         pool, head = params["pool"], params["follows"]
         # The first token, [CLS], stands for the pair of sentences.
         pooled = jnp.tanh(x[:, 0].astype(jnp.float32) @ pool["w"] + pool["b"])
@@ -198,6 +198,7 @@ class BERT:
         """Normalise the last dim, in float32: ``[..., hidden] -> same``."""
         x32 = x.astype(jnp.float32)
         x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
+        # The epsilon of the published code.
         normed = x32 * lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + 1e-12)
         return (normed * weights["scale"] + weights["bias"]).astype(x.dtype)
 
@@ -251,6 +252,7 @@ class Translator:
 
     def init(self, key: jax.Array) -> TranslatorParams:
         """Draw the weights, uniform in [-0.1, 0.1] as in both papers; biases too."""
+        # Shapes are tuples, which JAX would otherwise flatten into their numbers.
         leaves, structure = jax.tree.flatten(self._shapes(), is_leaf=lambda node: isinstance(node, tuple))
         keys = jax.random.split(key, len(leaves))
         drawn = [jax.random.uniform(k, s, jnp.float32, -0.1, 0.1) for k, s in zip(keys, leaves, strict=True)]

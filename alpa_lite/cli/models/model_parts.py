@@ -28,7 +28,7 @@ def count_weights(shapes: Shapes) -> int:
 
 
 def stacked_shapes(shapes: Shapes, size: int) -> Shapes:
-    """Return the shapes of `size` such trees, stacked along a leading dim."""
+    """Return the shapes of `size` trees of these shapes, stacked along a leading dim."""
     return jax.tree.map(lambda shape: (size, *shape), shapes, is_leaf=_is_shape)
 
 

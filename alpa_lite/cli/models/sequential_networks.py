@@ -79,12 +79,13 @@ class MLP:
         return {}
 
     def apply(self, params: MLPParams, inputs: jax.Array) -> jax.Array:
-        """``[batch, in_features] -> [batch, out_features]``."""
+        """Return the outputs, ``[batch, in_features] -> [batch, out_features]``."""
         x = inputs.astype(self.dtype)
         for i, layer in enumerate(params):
             x = x @ layer["w"]
             if self.use_bias:
                 x = x + layer["b"]
+            # The outputs of a regression have no bounds, so that no relu follows the last layer.
             if i + 1 < len(params):
                 x = jax.nn.relu(x)
         return x
@@ -137,6 +138,7 @@ class CNN:
             "stem": self._init_conv(stem_key, self.in_channels, widths[0]),
             "blocks": [self._init_conv(k, i, o) for k, i, o in zip(block_keys, widths[:-1], widths[1:], strict=True)],
             "dense": {
+                # Without the factor of 2 of He initialisation, which makes up for a relu that does not follow here.
                 "w": jax.random.normal(dense_key, (widths[-1], self.num_classes), self.dtype) * widths[-1] ** -0.5,
                 "b": jnp.zeros((self.num_classes,), self.dtype),
             },
@@ -159,8 +161,9 @@ class CNN:
         return {"labels": self.num_classes}
 
     def apply(self, params: CNNParams, images: jax.Array) -> jax.Array:
-        """``[batch, image_size, image_size, in_channels] -> logits [batch, num_classes]``."""
+        """Return the logits, ``[batch, image_size, image_size, in_channels] -> [batch, num_classes]``."""
         x = _conv(images.astype(self.dtype), params["stem"], stride=1)
+        # JAX recognises max pooling by this pair of start value and function, and has a gradient for it.
         x = lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
         for block in params["blocks"]:
             x = _conv(x, block, stride=2)
@@ -205,6 +208,7 @@ class CNN:
         return reduce_losses(losses, reduction), {"accuracy": accuracy}
 
     def _init_conv(self, key: jax.Array, fan_in: int, fan_out: int) -> dict[str, jax.Array]:
+        # Every output sums over 3 × 3 pixels of all input channels.
         scale = (2.0 / (9 * fan_in)) ** 0.5
         return {
             "w": jax.random.normal(key, (3, 3, fan_in, fan_out), self.dtype) * scale,
@@ -302,11 +306,12 @@ class ConvNet:
         return reduce_losses(cross_entropy(self.logits(params, batch["images"], key), batch["labels"]), reduction)
 
     def logits(self, params: ConvNetParams, images: jax.Array, key: jax.Array | None = None) -> jax.Array:
-        """``[batch, image_size, image_size, 3] -> [batch, num_classes]``."""
+        """Return the logits, ``[batch, image_size, image_size, 3] -> [batch, num_classes]``."""
         x, window = images.astype(self.dtype), (1, self.pool_window, self.pool_window, 1)
         for layer, weights in zip(self.convolutions, params["convolutions"], strict=True):
             x = lax.conv_general_dilated(
                 x,
+                # Weights are float32 for the optimizer, and narrower only where they are used.
                 weights["w"].astype(self.dtype),
                 (layer.stride, layer.stride),
                 [(layer.padding, layer.padding)] * 2,
@@ -333,6 +338,7 @@ class ConvNet:
             convolutions.append((layer.size, layer.size, width, layer.channels))
             width, size = layer.channels, (size + 2 * layer.padding - layer.size) // layer.stride + 1
             if layer.pools:
+                # Pooling has no padding, so that a remainder of the image is dropped.
                 size = (size - self.pool_window) // 2 + 1
         widths = (width * size**2, *self.dense, self.num_classes)
         return {"convolutions": convolutions, "dense": list(pairwise(widths))}

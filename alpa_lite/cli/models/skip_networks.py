@@ -126,7 +126,10 @@ class UNet:
         return reduce_losses(batch["weights"] * losses, reduction)
 
     def logits(self, params: UNetParams, images: jax.Array) -> jax.Array:
-        """``[batch, image_size, image_size, in_channels] -> [batch, label_size, label_size, num_classes]``."""
+        """Return the logits of the labelled pixels.
+
+        ``[batch, image_size, image_size, in_channels] -> [batch, label_size, label_size, num_classes]``
+        """
         x, across = images.astype(self.dtype), list[jax.Array]()
         for level, block in enumerate(params["down"]):
             if level:
@@ -256,7 +259,7 @@ class ResNet:
         return {"stem": stem, "blocks": blocks, "dense": {"w": dense, "b": bias}}
 
     def parameter_count(self) -> int:
-        """Return the number of weights, those of the norms included."""
+        """Return the number of weights, including the norms."""
         return sum(prod(leaf.shape) for leaf in jax.tree.leaves(jax.eval_shape(self.init, jax.random.key(0))))
 
     def batch_shapes(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
@@ -294,7 +297,7 @@ class ResNet:
         return reduce_losses(cross_entropy(self.logits(params, batch["images"]), batch["labels"]), reduction)
 
     def logits(self, params: ResNetParams, images: jax.Array) -> jax.Array:
-        """``[batch, image_size, image_size, 3] -> [batch, num_classes]``."""
+        """Return the logits, ``[batch, image_size, image_size, 3] -> [batch, num_classes]``."""
         # Before the stem, so that every use of a weight reads the same narrow copy.
         weights = jax.tree.map(lambda w: w.astype(self.dtype), params)
         # Traced once per shape: the network has many convolutions of few shapes.

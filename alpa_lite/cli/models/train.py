@@ -148,6 +148,7 @@ class Adam:
         grad, old = grad.astype(jnp.float32), weight.astype(jnp.float32) if copy is None else copy
         first = self.b1 * moments.first + (1.0 - self.b1) * grad
         second = self.b2 * moments.second + (1.0 - self.b2) * jnp.square(grad)
+        # The decay is added to Adam's quotient and not to the gradient (AdamW, Loshchilov and Hutter 2019).
         change = first * fixes[0] / (jnp.sqrt(second * fixes[1]) + self.eps) + self.weight_decay * old
         if self.trust_ratio:
             lengths = jnp.sqrt(jnp.sum(jnp.square(old))), jnp.sqrt(jnp.sum(jnp.square(change)))

@@ -245,6 +245,7 @@ class Transformer:
         masked = self._norm(jax.nn.gelu(masked @ head["w"] + head["b"]), head["norm"])
         # Only the masked positions are projected to the vocabulary.
         predicted = cross_entropy(self._logits(params, masked) + head["vocab_bias"], batch["targets"])
+        # The first token stands for the pair of sentences, as in BERT.
         pooled = jnp.tanh(x[:, 0] @ head["w_pool"] + head["b_pool"])
         follows = cross_entropy(pooled @ head["w_follows"] + head["b_follows"], batch["follows"])
         return reduce_losses(predicted, reduction) + reduce_losses(follows, reduction)
@@ -266,14 +267,14 @@ class Transformer:
         return self._stack(params, x, key, causal=self.num_masked is None, memory=memory)
 
     def _embed(self, params: Params, tokens: jax.Array) -> jax.Array:
-        """``[batch, seq] -> [batch, seq, hidden]``."""
+        """Return the embeddings of tokens, ``[batch, seq] -> [batch, seq, hidden]``."""
         x = params["token_embedding"][tokens].astype(self.computation.dtype)
         if self.architecture.positions == "learned":
             x = x + params["position_embedding"].astype(self.computation.dtype)[: tokens.shape[1]]
         return x
 
     def _logits(self, params: Params, x: jax.Array) -> jax.Array:
-        """``[..., hidden] -> [..., vocab_size]``."""
+        """Project to the vocabulary, ``[..., hidden] -> [..., vocab_size]``."""
         if self.architecture.tied:
             return jnp.einsum("bsh,vh->bsv", x, params["token_embedding"].astype(self.computation.dtype))
         return jnp.einsum("bsh,hv->bsv", x, params["head"].astype(self.computation.dtype))
@@ -363,8 +364,10 @@ class Transformer:
             num_kv_heads=kind.num_kv_heads or self.num_heads,
             head_dim=kind.head_dim or self.hidden // self.num_heads,
             causal=causal,
+            # Queries and keys of cross attention are positions of different sequences, which have no common distances.
             rotary_base=kind.rotary_base if kind.positions == "rotary" and not cross else None,
             bias=kind.bias,
+            # Queries of cross attention have another input than its keys and values: one product cannot make all three.
             fused=self.computation.fused and not cross,
             recompute_core=self.computation.recompute == "selective",
             dropout=self.dropout,
@@ -416,6 +419,7 @@ class Transformer:
         shapes: Params = {"layers": stacked_shapes(layers, num_layers // self.period)}
         shapes["final_norm"] = self._norm_shapes()
         if self.architecture.positions == "relative":
+            # By group of queries that share keys, as the scores are.
             heads = self.architecture.num_kv_heads or self.num_heads
             shapes["relative_bias"] = (NUM_BUCKETS, heads, self.num_heads // heads)
         return shapes
@@ -431,6 +435,7 @@ class Transformer:
         return shapes | {"mlp": mlp.shapes()}
 
     def _norm_shapes(self) -> dict[str, tuple[int, ...]]:
+        # The rms norm never has a bias.
         names = ("scale", "bias") if self.architecture.norm == "layer" and self.architecture.bias else ("scale",)
         return {name: (self.hidden,) for name in names}
 

@@ -126,7 +126,7 @@ class Attention:
         bias: jax.Array | None = None,
         key: jax.Array | None = None,
     ) -> jax.Array:
-        """``[batch, seq, hidden] -> [batch, seq, hidden]``.
+        """Attend, ``[batch, seq, hidden] -> [batch, seq, hidden]``.
 
         Args:
             x: gives the queries.
@@ -185,7 +185,7 @@ def attention_core(
     key: jax.Array | None = None,
     dropout: float = 0.0,
 ) -> jax.Array:
-    """``softmax(q k^T / sqrt(head_dim) + bias) v`` with a float32 softmax.
+    """Return ``softmax(q k^T / sqrt(head_dim) + bias) v`` with a float32 softmax.
 
     Args:
         projected: queries, keys and values.
@@ -272,7 +272,7 @@ class FeedForward:
         return shapes | ({"b_up": (inner,), "b_down": (hidden,)} if self._has_bias else {})
 
     def apply(self, x: jax.Array, weights: Weights) -> jax.Array:
-        """``[batch, seq, hidden] -> [batch, seq, hidden]``."""
+        """Apply the layers, ``[batch, seq, hidden] -> [batch, seq, hidden]``."""
         act = activation_function(self.activation)
         if not self.gated:
             up = self.einsum("bsh,hi->bsi", x, weights["w_up"])
@@ -328,7 +328,7 @@ class Experts:
         }
 
     def apply(self, x: jax.Array, weights: Weights, mlp: FeedForward) -> jax.Array:
-        """``[batch, seq, hidden] -> [batch, seq, hidden]``."""
+        """Apply the experts, ``[batch, seq, hidden] -> [batch, seq, hidden]``."""
         tokens = self._groups(x)
         logits = jnp.einsum("bgsh,he->bgse", tokens, weights["w_router"])
         combine = route(jax.nn.softmax(logits.astype(jnp.float32), axis=-1), self.top_k, self.capacity)
@@ -345,7 +345,7 @@ class Experts:
         return jnp.einsum("bgsec,ebgch->bgsh", combine, outputs).reshape(x.shape)
 
     def _groups(self, x: jax.Array) -> jax.Array:
-        """``[batch, seq, hidden] -> [batch, groups, group_size, hidden]``; less batch for longer groups."""
+        """Form groups, ``[batch, seq, hidden] -> [batch, groups, group_size, hidden]``; long ones shrink the batch."""
         batch, seq, hidden = x.shape
         if seq % self.group_size and (self.group_size % seq or batch * seq % self.group_size):
             raise ValueError(

@@ -127,6 +127,7 @@ def table_html(
     """
     title = f"<{heading}>{escape(table.title)}</{heading}>" if heading else ""
     head = "".join(_cell("th", column, column in table.numeric, escape) for column in table.columns)
+    # Only these functions may return markup: all other cells are escaped.
     draw = cells or {}
     rows = "\n".join(
         "<tr>"

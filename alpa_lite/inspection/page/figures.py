@@ -57,6 +57,7 @@ def timeline_figure(
         kinds |= dict.fromkeys(_draw_spans(axes, plan, spans, longest))
         axes.tick_params(labelsize=8)
         axes.set_yticks(range(count), [f"stage {row_name(stages)}" for stages in plan.stages_together], fontsize=8)
+        # Downwards, so that the first stage is at the top.
         axes.set_ylim(count - 0.5, -0.5)
         axes.set_xlim(0.0, longest / scale)
         end = show_seconds(max(span.end_seconds for span in spans))
@@ -76,6 +77,7 @@ def _draw_spans(axes: Axes, plan: Plan, spans: Sequence[SpanLike], longest: floa
         length = span.end_seconds - span.start_seconds
         if length <= 0:
             continue
+        # All tasks of a program are instructions of one kind: their names say which pass they are.
         kind = kind_class(str(getattr(span, "name", span.kind)) if span.kind == "RUN" else str(span.kind))
         row = row_of[span.stage]
         bars.setdefault((kind, row), []).append((span.start_seconds / scale, length / scale))
@@ -132,6 +134,7 @@ def memory_figure(plan: Plan) -> Figure:
     """Draw bytes per device over time, a row per submesh; the capacity is dashed if near. Raises `FigureError`."""
     tracks = memory_over_time(plan)
     figure = _figure(0.6 + max(0.9, 0.55 * len(tracks)))
+    # One scale for all stages, so that their memory can be compared.
     all_axes: list[Axes] = figure.subplots(len(tracks), 1, sharex=True, sharey=True, squeeze=False)[:, 0].tolist()
     end = max(track.seconds[-1] for track in tracks)
     capacity = min(track.capacity_bytes for track in tracks)
@@ -140,6 +143,7 @@ def memory_figure(plan: Plan) -> Figure:
     scale, unit = next(((2.0**p, u) for p, u in ((30, "GiB"), (20, "MiB"), (10, "KiB")) if top >= 2.0**p), (1.0, "B"))
     for axes, track in zip(all_axes, tracks, strict=True):
         times = [seconds / time_scale for seconds in (*track.seconds, end)]
+        # With `step="post"` a value holds until the next time, so that the last one is repeated at the end of the step.
         held = [size / scale for size in (*track.bytes, track.bytes[-1])]
         colour = stage_colour(track.stages[0])
         axes.fill_between(times, held, step="post", facecolor=colour, alpha=0.35, edgecolor=colour, linewidth=0.6)

@@ -73,6 +73,7 @@ def page_data(
 def safe_json(data: object) -> str:
     """Return JSON that is safe inside a `<script>` element: names of the user cannot end it or begin a comment."""
     # The HTML parser ends a script at `</script`, even inside of a string of JSON.
+    # NaN and infinity, which JavaScript's parser refuses, raise an error here.
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
@@ -145,6 +146,7 @@ def _thinned(points: Sequence[tuple[int, float]]) -> Sequence[tuple[int, float]]
     """Return about `MAX_POINTS` of the points, including the highest and the lowest."""
     if len(points) <= MAX_POINTS:
         return points
+    # Every part of the points leaves two of them.
     size = -(-2 * len(points) // MAX_POINTS)
     kept: list[tuple[int, float]] = []
     for first in range(0, len(points), size):

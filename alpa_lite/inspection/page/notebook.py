@@ -32,12 +32,14 @@ def _lines(graph: Graph, step: StepGraph | None, indent: str) -> Iterator[str]:
         phase = f"{step.phases[op.id].value}  " if step is not None else ""
         yield f"{indent}{_head(graph, op)}  # {phase}{op.source}"
         for body in op.bodies:
+            # The ops of a body have no phases of their own.
             yield from _lines(body, None, indent + "  ")
     yield f"{indent}outputs {', '.join(_operand(graph, v) for v in graph.outputs)}"
 
 
 def _head(graph: Graph, op: Op) -> str:
     results = ", ".join(map(str, graph.results(op)))
+    # A loop without stacked arrays would not show its trip count otherwise.
     length = f" × {op.params['length']}" if op.primitive == "scan" else ""
     return f"{results} = {op.primitive}{length}({', '.join(_operand(graph, v) for v in op.operands)})"
 

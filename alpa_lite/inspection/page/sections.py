@@ -65,6 +65,7 @@ _MARKS = {
 def parameter_table(plan: Plan) -> str:
     """Return the table of arguments with its controls; "" if the plan names no arguments."""
     arguments = arguments_of(plan)
+    # Optimizer state last: the page hides its rows until the reader asks for them.
     groups = [*group_arguments(arguments.plain), *group_arguments(arguments.optimizer)]
     # Only kinds of sharding that occur, so that no choice empties the table.
     kinds = "".join(f"<option>{kind}</option>" for kind in sorted({sharding_kind(group.spec) for group in groups}))
@@ -81,6 +82,7 @@ def parameter_table(plan: Plan) -> str:
         "A spec names the mesh axes of each dim, - where it is whole. The bytes are those of all arrays of a row that "
         "one device holds, on the stage with the most of them.</p>"
     )
+    # An empty body leaves the section out of the page.
     return table if groups else ""
 
 
@@ -134,6 +136,7 @@ def _bytes_cell(group: ArgumentGroup) -> str:
     held = {stage: sum(_held(member) for member in group.members if member.stage == stage) for stage in group.stages}
     # The fullest stage is what must fit; the sum over stages is nobody's memory.
     most = max(held.values())
+    # Plans of earlier versions have no shapes: without all of them the sum would be too small.
     known = all(member.block is not None for member in group.members)
     size = f"{show_bytes(most)}<br>" if known else ""
     # The page sorts by this value, not by the text with its unit.
@@ -212,6 +215,7 @@ def _cards(plan: Plan) -> list[str]:
     peak, capacity = prediction.peak_bytes[fullest], plan.capacity_bytes(fullest)
     devices, found_in = show_count(plan.cluster.num_devices, "device"), show_seconds(solver.seconds)
     moved = sum(use.bytes * use.count for use in prediction.collectives)
+    # Counts may be fractions, since a branch of a condition counts as a part of a run.
     number = sum(use.count for use in prediction.collectives)
     cards = [
         _card("step, predicted", show_seconds(step), f"no plan below {show_seconds(solver.bound)}"),
@@ -374,6 +378,7 @@ def alternatives_section(plan: Plan) -> Section:
     seconds = (plan.prediction.step_seconds, *(found for _, found in plan.alternatives))
     worst = max((found for found in seconds if math.isfinite(found)), default=0.0)
     # The chosen plan is the first of the table, and stays before those that are as fast.
+    # Not strict: without alternatives the table has no rows, not even the chosen plan's.
     ordered = sorted(zip(table.rows, seconds, strict=False), key=lambda pair: pair[1])
     rows = "\n".join(
         f'<tr{" class=chosen" if row is table.rows[0] else ""}><th scope="row">{escape(row[0])}</th>'

@@ -103,7 +103,7 @@ def compare(plan: Plan, other: Plan) -> PlanDiff:
 
 
 def _different_steps(plan: Plan, other: Plan) -> bool:
-    """Whether the plans certainly belong to different code or shapes.
+    """Return True if the plans certainly belong to different code or shapes.
 
     The fingerprint covers the step at its number of micro-batches, so it tells nothing if these numbers differ.
     """
@@ -145,6 +145,7 @@ def _specs(plan: Plan, other: Plan) -> tuple[Difference, ...]:
     arguments, others = arguments_of(plan), arguments_of(other)
     before, after = arguments.by_name, others.by_name
     texts = {name: (_text(before.get(name)), _text(after.get(name))) for name in dict.fromkeys([*before, *after])}
+    # Of either plan, since an array may exist in one of them alone.
     owners = {**others.owners, **arguments.owners}
     changed: dict[tuple[str, str], list[Argument]] = {}
     for name, (old, new) in texts.items():
@@ -167,6 +168,7 @@ def _text(argument: Argument | None) -> str:
 
 
 def _collectives(before: Sequence[CollectiveUse], after: Sequence[CollectiveUse]) -> tuple[Difference, ...]:
+    # Of either plan, since a kind that only one of them has is a difference too.
     kinds = sorted({use.kind for use in (*before, *after)})
     pairs = [(kind, _kind_text(before, kind), _kind_text(after, kind)) for kind in kinds]
     return tuple(Difference(what=kind, before=a, after=b) for kind, a, b in pairs if a != b)
@@ -191,6 +193,7 @@ def _buys(before: float, after: float) -> str:
 
 def _memory(before: float, after: float) -> str:
     change = after - before
+    # Predictions are floats: a difference of less than half a byte is rounding.
     sign = "the same" if abs(change) < 0.5 else f"{show_bytes(abs(change))} {'less' if change < 0 else 'more'}"
     return f"Peak memory per device {show_bytes(before)} → {show_bytes(after)}, {sign}."
 
@@ -317,6 +320,7 @@ class PinsCost:
         before, after = (show_seconds(plan.prediction.step_seconds) for plan in (self.free, self.pinned))
         what = "Your pin" if len(self.pins) == 1 else f"Your {len(self.pins)} pins"
         verb = "costs" if len(self.pins) == 1 else "cost"
+        # As in `_buys`: both times would be printed alike.
         if abs(self.fraction) < 5e-4:
             return f"{what} {verb} nothing: {after} per step with and without."
         if self.fraction < 0:

@@ -93,7 +93,7 @@ class Arguments:
 
     @cached_property
     def owners(self) -> Mapping[str, str]:
-        """For the path of each optimizer array that belongs to a parameter, the path of this parameter."""
+        """The path of the parameter to which an optimizer array belongs, by the path of the array."""
         by_suffix: dict[tuple[str, ...], str] = {}
         # Of several parameters that end alike, the one with the shortest path is taken for the owner.
         for argument in sorted(self.plain, key=lambda a: a.name.count("/")):
@@ -127,7 +127,7 @@ def _argument(name: str, number: int, stage: StagePlan) -> Argument:
 
 
 def is_optimizer_state(name: str) -> bool:
-    """Whether a path goes through optimizer state."""
+    """Return True if a path goes through optimizer state."""
     # Not by the name of the array itself: a parameter may be called mu.
     return any(part in OPTIMIZER_NAMES for part in name.split("/")[:-1])
 
@@ -293,7 +293,7 @@ def _use(plan: Plan, axis: str, kind: str, uses: list[CollectiveUse]) -> AxisUse
 
 
 def crosses_hosts(stage: StagePlan, axis: str, devices_per_host: int) -> bool:
-    """Whether devices that differ along an axis are on different hosts; False if the stage's mesh lacks it."""
+    """Return True if devices that differ along an axis are on different hosts; False if the stage's mesh lacks it."""
     names = [name for name in axis.split("·") if name in stage.mesh_shape.axis_names]
     # Devices are numbered host by host, so the host of a device is its number divided by the devices per host.
     first = stage.submesh.first_device

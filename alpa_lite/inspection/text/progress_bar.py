@@ -39,6 +39,7 @@ class PlanningBar:
             TextColumn("{task.fields[left]}"),
             TextColumn("{task.description}", markup=False),
         )
+        # Without rich's own thread: `_draw` refreshes the bar, each time with a new estimate.
         self._bar = Bar(*columns, console=console, transient=True, auto_refresh=False)
         self._task = self._bar.add_task("", total=None, phase="", left="")
         self._pace, self._progress = pace or Pace(), Progress()

@@ -231,6 +231,7 @@ def groups_table(title: str, groups: Sequence[CollectiveGroup], max_rows: int) -
             group.phase,
             show_numbers(group.stages),
             show_number(group.count),
+            # The mean of all runs, since a group may join arrays of several sizes.
             show_bytes(group.bytes / group.count),
             show_milliseconds(group.seconds),
             group.source,
@@ -250,6 +251,7 @@ def opaque_table(plan: Plan) -> Table:
             use.primitive,
             str(use.num_ops),
             show_bytes(use.bytes),
+            # The repeated layers of a model have their ops on the same lines.
             ", ".join(dict.fromkeys(map(short_source, use.sources))),
         )
         for use in plan.opaque
@@ -291,7 +293,8 @@ def undivided_table(plan: Plan) -> Table:
 
 
 def user_shardings_table(plan: Plan) -> Table:
-    """Return the shardings that the user's code gives, beside those of the plan; ones that it does not have first."""
+    """Return the shardings that the user's code gives, next to the plan's; those that differ come first."""
+    # False sorts before True.
     uses = sorted(plan.user_shardings, key=lambda use: use.follows)
     rows = tuple(
         (
@@ -317,6 +320,7 @@ def alternatives_table(plan: Plan) -> Table:
     # With nothing to compare, the chosen plan alone makes no table.
     rows = [(f"{plan.name} (chosen)", show_milliseconds(chosen), show_ratio(1.0))] if plan.alternatives else []
     for name, seconds in plan.alternatives:
+        # A plan that does not fit has an infinite time.
         works, ratio = math.isfinite(seconds), show_ratio(seconds / chosen) if chosen > 0 else ""
         rows.append((name, show_milliseconds(seconds), ratio) if works else (name, "does not work", ""))
     columns = ("plan", "predicted ms per step", "against the chosen one")
@@ -365,6 +369,7 @@ def plan_summary(plan: Plan) -> dict[str, object]:
             {"primitive": use.primitive, "num_ops": use.num_ops, "bytes": use.bytes, "sources": list(use.sources)}
             for use in plan.opaque
         ],
+        # In the form in which plans are saved, so that one description of these fields serves both.
         "undivided": [encode(dim) for dim in plan.undivided],
         "user_shardings": [encode(use) for use in plan.user_shardings],
         "averaged": plan.averaged,

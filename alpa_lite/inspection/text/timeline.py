@@ -110,6 +110,7 @@ def predicted_timeline(plan: Plan) -> PredictedTimeline:
         weight_seconds=[stage.cost.weight_seconds for stage in stages],
         dispatch_seconds=each,
         transfer_seconds=[transfer * each for each in apart],
+        # Virtual devices run their tasks one at a time.
         serialized=plan.cluster.shared_processor,
     )
     updates = tuple(stage.cost.update_seconds + (0.0 if whole else dispatch) for stage in stages)
@@ -362,6 +363,7 @@ def _changes(bar: Bar, stage: StagePlan, *, with_backward: bool) -> Iterator[tup
     start, end = bar.start_seconds, bar.end_seconds
     if bar.kind == "update":
         return
+    # The largest temporaries of any task of the stage: a plan does not say which task needs them.
     yield start, stage.cost.temporary_bytes
     yield end, -stage.cost.temporary_bytes
     if bar.kind == TaskKind.FORWARD.value:

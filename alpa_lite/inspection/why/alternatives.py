@@ -193,7 +193,7 @@ def of_stage(repricing: Repricing, number: int) -> Alternatives | None:
 
 
 def _equivalent(a: LogicalMesh, b: LogicalMesh) -> bool:
-    """Whether two meshes are equivalent: the name of an axis does not matter if it is the only one."""
+    """Return True if two meshes are equivalent: the name of an axis does not matter if it is the only one."""
     return a == b or (len(a.shape) == len(b.shape) == 1)
 
 

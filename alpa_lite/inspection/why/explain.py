@@ -67,6 +67,7 @@ def deciding_ops(repricing: Repricing, wanted: str) -> dict[int, Key]:
             key for key, placed in stage.builder.placed.items() if _chooses(placed) and _is_at(stage, key, wanted)
         ]
         if fitting:
+            # Elementwise ops on the line mostly follow its contraction, which has the most work.
             found[number] = max(fitting, key=lambda key: _work_of(*stage.op(key)))
     if not found:
         return {}
@@ -270,6 +271,7 @@ def _others_on_its_devices(plan: Plan, number: int) -> list[str]:
 
 
 def _explain_op(plan: Plan, number: int, repricing: Repricing | None) -> Explanation:
+    # Invariant ops are repeated on every stage that reads their results.
     homes = [(i, stage) for i, stage in enumerate(plan.stages) if number in stage.ops]
     if not homes:
         there = show_numbers(_op_numbers(plan))
@@ -287,6 +289,7 @@ def _explain_op(plan: Plan, number: int, repricing: Repricing | None) -> Explana
         sums = f"its operands are partial sums over {', '.join(placement.partial)}; " if placement.partial else ""
         results = ", ".join(map(str, placement.results)) or "none"
         sentences.append(f"On stage {index} ({stage.mesh_shape}) {splits}; {sums}results {results}.")
+    # Of a repeated op the first stage decides which alternatives are priced.
     found = None if repricing is None else of_op(repricing, {homes[0][0]: (0, number)})
     if repricing is not None and found is None:
         sentences.append("It has no choice of its own: loops are decided by what is in them, scalars by nothing.")
@@ -383,6 +386,7 @@ def _explain_source(
     lines = sorted({short_source(use.source) for use in uses if use.source})
     found, chosen = None, list[str]()
     if repricing is not None and keys:
+        # In all of these stages together, as a change of the line would change all.
         found = of_op(repricing, keys)
         # The ops of all these stages are equal, so that the first describes all.
         number, key = next(iter(keys.items()))

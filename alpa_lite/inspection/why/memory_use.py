@@ -206,6 +206,7 @@ def _at_peak(stage: StageProblem) -> tuple[str, tuple[LiveValues, ...]]:
     # The sum of all sizes over time, from their beginnings and ends alone.
     changes = np.zeros(1 + max(usage.end for usage in usages))
     for usage in usages:
+        # One size each: `stage.usages` are cut down to the chosen strategies.
         changes[usage.start] += usage.sizes[0]
         changes[usage.end] -= usage.sizes[0]
     # A sweep over the ends of intervals: sizes change nowhere else, so that the peak is at one of them.
@@ -257,5 +258,6 @@ def _name(stage: StageProblem, key: Key) -> str:
     if graph.producer[key[1]] is None:
         # `value_name` puts dtype and shape last, whose numbers must stay.
         path, blank, kind = name.rpartition(" ")
+        # Only numbers that end a part of a path count layers, as in `layers/0` or `layer_0`.
         return re.sub(r"(?<![^/_])\d+(?![^/])", "*", path) + blank + kind
     return short_sources(name)

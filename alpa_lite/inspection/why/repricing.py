@@ -46,7 +46,7 @@ class _RepricedStage:
     solution: StageSolution
 
     def answers(self, other: StageProblem) -> bool:
-        """Whether the solution is one of an equal stage too: its memory limit is the same, or the solution fits it."""
+        """Return True if the solution is valid for an equal stage: with the same memory limit, or one that it fits."""
         mine, theirs = ((s.in_flight, s.limit_bytes) for s in (self.stage, other))
         has_choice = self.solution.choice is not None
         return mine == theirs or (
@@ -75,7 +75,7 @@ class Repricing:
 
     @staticmethod
     def of(plan: Plan, request: PlanRequest) -> Repricing:
-        """Create the repricing of a plan made for the request's step. Prices are those of the plan's own cluster."""
+        """Create the repricing of a plan made for the request's step. Prices hold for the plan's own cluster."""
         layers = Layers(num_layers=plan.num_layers, of_op=plan.op_layers, of_input=plan.input_layers)
         own = replace(request, cluster=plan.cluster)
         return Repricing(plan=plan, request=own, step=planned_step(plan, own), layers=layers)

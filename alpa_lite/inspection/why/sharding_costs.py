@@ -54,7 +54,7 @@ class ShardingCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardingCosts:
-    """The prices of the user's shardings of a step, with the plan that they were asked for."""
+    """The prices of the user's shardings of a step, with the plan of the step."""
 
     plan: Plan
     rows: tuple[ShardingCost, ...]
@@ -87,7 +87,7 @@ def _milliseconds(plan: Plan | str) -> str:
 
 
 def sharding_costs(plan: Plan) -> ShardingCosts:
-    """Return what the shardings of the user would cost: those of each line and of each argument by themselves.
+    """Return the price of the user's shardings, of each line and each argument by itself.
 
     Raises:
         PlanError: the plan comes from a file, and was not replayed for a step.
@@ -109,6 +109,7 @@ def sharding_costs(plan: Plan) -> ShardingCosts:
     rows: list[ShardingCost] = []
     for source, shardings in islice(sources.items(), MOST_ROWS):
         mesh = shardings[0].mesh
+        # The plan without shardings depends on the mesh alone, and serves all of its lines.
         if mesh not in free:
             free[mesh] = _planned(request, mesh, {}, NO_LAYOUT)
         pins = argument_pins(step, request.user_shardings, only=source)
@@ -126,4 +127,5 @@ def _planned(request: PlanRequest, mesh: Mesh, pins: Pins, layout: GivenLayout) 
         constraints = MeshConstraints(restriction=FREE_CHOICE, pins=pins, layout=layout)
         return plan_on_mesh("mesh", request, dict(mesh), constraints)
     except AlpaLiteError as error:
+        # A sharding that fits no plan is a result as well: its row shows the reason.
         return str(error)

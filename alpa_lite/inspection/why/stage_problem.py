@@ -81,7 +81,7 @@ class StageProblem:
 
     @property
     def used_restriction(self) -> Restriction:
-        """What each axis may be used for in this problem."""
+        """The permitted uses of each axis in this problem."""
         return self.builder.catalogue.restriction
 
     def problem(self, given: Given | None = None, *, limited: bool = True) -> Problem:
@@ -125,6 +125,7 @@ class StageProblem:
             choice,
             Solution(
                 choices=None,
+                # Seconds are computed anew by `price_choice`; of this solution only the peak matters.
                 cost=0.0,
                 status=Status.FEASIBLE,
                 bound=0.0,
@@ -157,6 +158,7 @@ class StageProblem:
         for leaf, v in self.rows:
             if leaf in forms:
                 for node, allowed in self.strategies_of_input(v).get(forms[leaf], {}).items():
+                    # A value that is restricted already stays so where a stacked argument lies on the same node.
                     found.setdefault(node, allowed)
         return found
 
@@ -252,7 +254,7 @@ class StageProblem:
 
 
 def _expresses(builder: Builder, stage: StagePlan) -> bool:
-    """Whether the problem can express all decisions of a plan on ops and inputs, except inside loops."""
+    """Return True if the problem can express all decisions of a plan on ops and inputs, except inside loops."""
     for number, placement in stage.ops.items():
         placed = builder.placed.get((0, number))
         if isinstance(placed, Placed) and placement not in placed.options:

@@ -1,7 +1,8 @@
 """The time of a step by cause: source line, collective and wait, each with a suggestion from the plan's own numbers.
 
-Seconds are those of an average device: a stage counts by its share of the devices. Compute and collectives of a device
-may overlap, so the rows can add up to more than the step; the second line of the text has the exposed communication.
+Seconds are per step of an average device: a stage counts by its share of the devices. Compute and collectives of a
+device may overlap, so the rows can add up to more than the step; the second line of the text has the exposed
+communication.
 
 compute      kernels of a source line, from the walk that also prices the plan                 (`_compute`)
 collective   of one kind over one axis on one source line                                      (`_collectives`)
@@ -115,6 +116,7 @@ def advice_on_collective(plan: Plan, group: CollectiveGroup) -> str:
     # Once per step and not per micro-batch, which calls for other advice.
     if group.phase == "update":
         return f"{each} each{hosts}; {_ON_UPDATE.get(group.kind, _ELSE)}"
+    # Without the function's name: `explain` looks for lines by a part of their text.
     where = group.source.split(" ")[0] or group.kind
     return f"{each} each{hosts}; {_IN_LOOP.get(group.kind, _ELSE)}; plan.explain({where!r}) shows what else it could be"
 
@@ -216,7 +218,7 @@ class TimeItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeUse:
-    """The time of a step by cause; all seconds are those of an average device.
+    """The time of a step by cause; all seconds are per step of an average device.
 
     exposed_seconds    communication that no compute overlaps
     by_line            whether compute is split by source line
@@ -284,6 +286,7 @@ def time_use(plan: Plan) -> TimeUse:
         total = sum(item.seconds for item in compute)
     else:
         compute = _compute_of_phases(plan, weights)
+        # Tasks contain their collectives, which have rows of their own.
         total = max(0.0, busy - in_all)
     # What is left of the step after all tasks; rounding may make it negative.
     waiting = max(0.0, step - busy)
@@ -316,6 +319,7 @@ def _compute(plan: Plan, weights: Sequence[float]) -> list[TimeItem]:
             seconds=sum(weights[n] * entry.seconds for n, entry in members),
             flops=sum(weights[n] * entry.flops for n, entry in members),
             bytes=sum(weights[n] * entry.bytes for n, entry in members),
+            # The advice is on one dtype: the first op speaks for its line.
             dtype=members[0][1].dtype,
             phases=_unique(entry.phase for _, entry in members),
             primitives=_unique(entry.primitive for _, entry in members),

@@ -91,9 +91,11 @@ def _program(problem: Problem) -> _HighsModel | None:
     matrix = _matrix(problem, edge, finite - problem.edge_costs.starts[edge])
     right = np.where(np.arange(matrix.num_rows) < problem.num_nodes, 1.0, 0.0)
     times = binding_times(problem)
+    # Added to a position in `usage_bytes`, it gives the column of the strategy.
     first = problem.node_costs.starts[problem.usage_nodes] - problem.usage_bytes.starts[:-1]
     return _HighsModel(
         problem=problem,
+        # Forbidden strategies have an upper bound of 0, so that any finite cost will do.
         highs=_pass(matrix, np.where(allowed, costs, 0.0) / scale, allowed.astype(float), right),
         scale=scale,
         offset=math.fsum(least_own.tolist()) + math.fsum(least_pair.tolist()),
@@ -158,6 +160,7 @@ def _pass(matrix: _Columns, costs: FloatArray, upper: FloatArray, right: FloatAr
     program.num_row_, program.num_col_ = matrix.num_rows, matrix.num_columns
     program.col_cost_, program.col_upper_ = costs, upper
     program.col_lower_ = np.zeros(costs.size)
+    # All rows are equations so far: memory rows, which are none, are added later.
     program.row_lower_ = program.row_upper_ = right
     program.a_matrix_.format_ = highspy.MatrixFormat.kColwise
     program.a_matrix_.start_, program.a_matrix_.index_ = matrix.starts, matrix.rows

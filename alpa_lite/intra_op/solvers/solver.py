@@ -73,6 +73,7 @@ class Clock:
 
     def report(self, doing: str, *, cost: float = math.inf, bound: float = -math.inf) -> None:
         """Report the progress to the caller; cost and bound are those of the current (reduced) problem."""
+        # The caller knows the given problem only, whose costs include what the reductions have removed.
         offset = self.offset
         self.control.report(SolveProgress(seconds=self.spent, cost=cost + offset, bound=bound + offset, doing=doing))
 

@@ -74,12 +74,12 @@ class Leaf:
 
     @property
     def is_key(self) -> bool:
-        """Whether it holds typed random keys."""
+        """True if it holds typed random keys."""
         return self.dtype.startswith("key<")
 
     @property
     def is_empty(self) -> bool:
-        """Whether it has no elements."""
+        """True if it has no elements."""
         return 0 in self.shape
 
     @property

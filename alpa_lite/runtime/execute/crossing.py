@@ -187,6 +187,7 @@ def together(devices: Sequence[Device], run: Callable[[], object]) -> None:
 
 def _zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
     def block(index: Any) -> np.ndarray:
+        # Slices of whole dims have no bounds of their own.
         shape = [len(range(*part.indices(n))) for part, n in zip(index, like.shape, strict=True)]
         return np.zeros(shape, like.dtype)
 
@@ -264,7 +265,7 @@ class PieceSlot:
 
     @property
     def is_full(self) -> bool:
-        """Whether every device has a piece."""
+        """True if every device has a piece."""
         return -1 not in self.numbers
 
 
@@ -318,6 +319,7 @@ class Crossing:
         ]
 
     def _lands_as_wanted(self) -> bool:
+        # With one piece per device, in the form of its block, joining the pieces makes the result without a program.
         slots, course = self.land_slots, self.course
         return (
             course.gather is None
@@ -329,7 +331,8 @@ class Crossing:
 
     @property
     def copies(self) -> bool:
-        """Whether the result shares no buffer with the source array."""
+        """True if the result shares no buffer with the source array."""
+        # Only a whole block that remains on its device is passed on as it is.
         stays = (self.source[h.source] == self.target[h.target] for h in map(self.course.hands.__getitem__, self.whole))
         return self.land is not None or not any(stays)
 
@@ -455,6 +458,7 @@ def _land(course: Course, slots: Sequence[PieceSlot]) -> Callable[..., tuple[jax
     def land(*parts: jax.Array) -> tuple[jax.Array, ...]:
         at = lax.axis_index(mesh.axis_names)
         x = parts[0] if whole else jnp.zeros(chunk, dtype)
+        # Not strict, since a whole chunk leaves nothing to place.
         for slot, part in zip(slots, () if whole else parts, strict=False):
             placed = lax.dynamic_update_slice(x, part, tuple(jnp.asarray(slot.offsets)[at]))
             # One program runs on all devices: one without a piece in this slot was given a blank, which is dropped.

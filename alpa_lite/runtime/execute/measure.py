@@ -81,7 +81,7 @@ def _length(record: Sequence[TaskTime]) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allocated:
-    """Bytes on one device of a stage at its peak, including those of other stages on the same device.
+    """Bytes on one device of a stage at its peak, including other stages on the same device.
 
     Attributes:
         resident_bytes: live buffers, arguments of the running task included.

@@ -54,7 +54,7 @@ class RowBlocks:
 
     @cached_property
     def is_here(self) -> bool:
-        """Whether the stage has a device of this process."""
+        """True if the stage has a device of this process."""
         return any_here(devices_of(self.sharding.mesh))
 
     @cached_property

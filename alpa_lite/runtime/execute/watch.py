@@ -244,7 +244,7 @@ class Watchdog:
 
     @property
     def is_watching(self) -> bool:
-        """Whether the thread watches the launches."""
+        """True while the thread watches the launches."""
         return _thread.has(self)
 
     def watch(self) -> None:

@@ -362,7 +362,7 @@ class Flight:
 
     @property
     def ends(self) -> bool:
-        """Whether a hang ends the process, which then states the cause."""
+        """True if a hang ends the process, which then states the cause."""
         return self._end is not None
 
     def raise_if_hung(self) -> None:
