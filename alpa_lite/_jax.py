@@ -89,7 +89,7 @@ TreeDef = Any
 """The structure of a pytree: `jax.tree_util.PyTreeDef`, which is compiled code without stubs like `jax.Device`."""
 
 DType = Any
-"""A dtype of NumPy, or an extended dtype of JAX, such as that of typed PRNG keys."""
+"""A dtype of NumPy, or an extended dtype of JAX, such as the dtype of typed PRNG keys."""
 
 Aval = Any
 """The shape and dtype of a value: JAX's classes of avals have no typed base class with these attributes."""
@@ -247,7 +247,7 @@ def key_implementation(dtype: str) -> str | object:
 
 
 def is_ref(aval: Aval) -> bool:
-    """Return whether an aval is that of a mutable array (`jax.Ref`)."""
+    """Return whether an aval belongs to a mutable array (`jax.Ref`)."""
     return type(aval).__name__ == "AbstractRef"
 
 
@@ -413,7 +413,7 @@ def copying_to(shardings: Sequence[Sharding]) -> Callable[[Sequence[jax.Array]],
 
         copy = xla_client.batched_copy_array_to_devices_with_sharding
         devices = [sharding._internal_device_list.addressable_device_list for sharding in targets]
-        semantics = [xla_client.ArrayCopySemantics.REUSE_INPUT] * len(targets)
+        semantics = [xla_client.ArrayCopySemantics.REUSE_INPUT] * len(targets)  # blocks in place already are shared
     except (ImportError, AttributeError):  # private: it may move
         return lambda arrays: jax.device_put(list(arrays), targets)
     return lambda arrays: copy(list(arrays), devices, targets, semantics)
@@ -430,7 +430,7 @@ def put_numpy(array: np.ndarray[Any, Any], sharding: Sharding) -> jax.Array:
     The result never shares memory with the array. On CPU JAX would alias it, and writing to the NumPy array later
     would change the result.
     """
-    array = own_memory(array, sharding)
+    array = own_memory(array, sharding)  # first, since REUSE_INPUT lets JAX alias what it is given
     try:
         from jax._src.interpreters import pxla
         from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]

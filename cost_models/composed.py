@@ -91,7 +91,7 @@ def estimate(work: Work, device: Device) -> ComputeEstimate:
         arithmetic = ideal * _head_loss(work.product)
     elif work.product is not None and work.flops and work.kind != "elementwise":
         tiling = _best_tiling(work.product, device)
-        # The tiling is that of one kernel of the product's own FLOPs; `work` holds as many as its FLOPs are.
+        # The tiling describes one kernel of the product; `work` may total several, for which the same loss holds.
         arithmetic = max(ideal, ideal / tiling.filled)
         tile = tiling.tile
     return ComputeEstimate(

@@ -90,13 +90,17 @@ def check_step(
     step: Callable[..., Tree], args: Sequence[Tree], kwargs: Mapping[str, Tree], given: Mapping[str, Any]
 ) -> CheckReport:
     """Run `check` with the options as a mapping; None means that an option is not given."""
+    # Both refusals come before tracing and planning, which may take minutes.
     check_one_process()
     decorated = isinstance(step, ParallelFunction)
+    # None stands for an option that was left out, so that a decorated step keeps its own value of it.
     named = {name: value for name, value in given.items() if value is not None}
+    # The values pass the same checks as those of `parallelize`; only those given replace the step's own.
     chosen = Options.of(**named)
     own = step.options if decorated else Options()
     options = replace(own, check=False, **{name: getattr(chosen, name) for name in named})
     _check_runs_here(options.cluster)
+    # A new wrapper leaves the compiled steps and `last_plan` of the caller's step alone.
     function = ParallelFunction(step.fun if decorated else step, options)
     return check_compiled(function.trace(*args, **kwargs).plan().lower().compile(), args, kwargs)
 

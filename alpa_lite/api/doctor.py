@@ -34,6 +34,7 @@ LIMIT_SECONDS = 10.0
 
 Leaf = TypeVar("Leaf")
 
+# Well above the effect of adding float32 numbers in another order, well below that of a wrong collective.
 _TOLERANCE = 1e-4
 _WIDTH = 64
 
@@ -87,6 +88,7 @@ def _arguments(make: Callable[[tuple[int, int]], Leaf], num_samples: int) -> tup
 def _planned() -> str:
     """Plan from shapes alone, with the full search."""
     shapes = _arguments(lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32), 64)
+    # A plan from the cache would prove nothing about the solver.
     plan = make_plan(_step, *shapes, cluster=cluster("p3.16xlarge"), cache=False)
     return f"plans a step for {plan.cluster.num_devices} described devices"
 
@@ -94,8 +96,10 @@ def _planned() -> str:
 def _ran() -> str:
     """Run one step on all devices of this process and compare it with `jax.jit`."""
     devices = jax.devices()
+    # `local_cluster()` might measure the devices first, which takes longer than this test.
     described = replace(cluster("p3.16xlarge", num_hosts=1), name="these devices", devices_per_host=len(devices))
     rng = np.random.default_rng(0)
+    # Eight samples for each device, so that any number of devices divides the batch.
     arguments = _arguments(lambda shape: rng.normal(size=shape).astype(np.float32), 8 * len(devices))
     step = parallelize(_step, cluster=described, planner=DataParallel(), cache=False, watchdog_seconds=LIMIT_SECONDS)
     found, expected = jax.device_get((step(*arguments), jax.jit(_step)(*arguments)))
@@ -183,6 +187,7 @@ def diagnose(*, test: bool = True) -> Diagnosis:
         advice=(
             *filter(None, [error, unusable]),
             *device_advice(devices, os.environ),
+            # Options of JAX come and go with its versions: one that is missing does no harm.
             *flag_advice(os.environ, {name: getattr(jax.config, name, None) for name in _HARMFUL_CONFIG}),
         ),
         self_test=self_test() if test else None,
@@ -236,6 +241,7 @@ def flag_advice(environment: Mapping[str, str], config: Mapping[str, object]) ->
     ]
     flags = environment.get("XLA_FLAGS", "").split()
     for flag, how in _HARMFUL_FLAGS.items():
+        # Compared by their beginnings, since some flags are followed by a path or a list of passes.
         found += [f"XLA_FLAGS has {given}: {how}. Take it out." for given in flags if given.startswith(flag)]
     for name, (value, how) in _HARMFUL_VARIABLES.items():
         if environment.get(name, "").lower() == value:
@@ -255,10 +261,12 @@ def compilation_cache() -> str:
 def calibration_found() -> tuple[str, str]:
     """Return the source of the description that `local_cluster()` gives, and what is wrong with it (mostly empty)."""
     path = path_for(fingerprint(jax.devices()))
+    # Without a file, `local_cluster()` would measure the devices, which this report does not wait for.
     if not path.exists():
         return f"none, devices are measured quickly; `alpa-lite calibrate` writes {path}", ""
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always", UnusableFileWarning)
+        # Called for its warning about a file that cannot be used; then it measures the devices instead.
         local_cluster()
     unusable = [str(each.message) for each in told if issubclass(each.category, UnusableFileWarning)]
     return (f"{path} cannot be used", unusable[0]) if unusable else (str(path), "")
@@ -273,6 +281,7 @@ def solver_error() -> str:
         problem = pulp.LpProblem("doctor", pulp.LpMaximize)
         x, y = (problem.add_variable(name, 0, 1, pulp.LpInteger) for name in "xy")
         problem += x + 2 * y
+        # The linear relaxation has its optimum 2.5 at x = 0.5: only a solver that branches returns 2.
         problem += x + y <= 1.5
         status = problem.solve(pulp.HiGHS(msg=False))
         right = status == pulp.LpStatusOptimal and round(pulp.value(problem.objective)) == 2
@@ -289,7 +298,9 @@ def virtual_cpu_environment(num_devices: int) -> dict[str, str]:
     """
     return {
         "JAX_PLATFORMS": "cpu",
+        # A device that waits in a collective blocks a thread, while others still need threads to get there.
         "NPROC": str(4 * num_devices),
+        # In seconds; collectives between the devices of one process take milliseconds unless they are stuck.
         "XLA_FLAGS": f"{_DEVICE_COUNT}={num_devices} {_WARN_STUCK}=5 {_TERMINATE_STUCK}=20",
     }
 
@@ -302,6 +313,7 @@ def steady_memory_environment() -> dict[str, str]:
     """
     return {
         "MALLOC_ARENA_MAX": "1",
+        # 1 TiB is larger than any array: none gets a mapping of its own, and no memory is returned.
         "MALLOC_MMAP_THRESHOLD_": str(1 << 40),
         "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
     }

@@ -54,6 +54,7 @@ class CallKey:
 
     def has_same_arrays(self, other: CallKey) -> bool:
         """Whether the arguments of both calls have the same structure, shapes and dtypes, whatever else differs."""
+        # Weak types, the third item, change the dtypes of results but not where arrays can lie.
         mine, others = ([leaf[:2] for leaf in key.leaves] for key in (self, other))
         return self.structure == other.structure and mine == others
 
@@ -64,6 +65,7 @@ def form_of(leaf: Tree) -> object:
     """
     if isinstance(leaf, jax.Array):
         return leaf.aval
+    # A Python number has no dtype: its type stands for the dtype and the weak type that JAX gives it.
     return np.shape(leaf), getattr(leaf, "dtype", type(leaf))
 
 
@@ -81,11 +83,13 @@ def key_of_call(
 
 def _array(leaf: object, name: str) -> _Leaf:
     aval = aval_of(leaf, name)
+    # `aval_of` shows float0 as bool; without its own dtype, an argument of float0 would equal one of booleans.
     has_no_bytes = getattr(leaf, "dtype", None) == jax.dtypes.float0
     return tuple(aval.shape), jax.dtypes.float0 if has_no_bytes else aval.dtype, bool(aval.weak_type)
 
 
 def _names(fun: Callable[..., Tree], structure: TreeDef) -> list[str]:
+    # JAX lists paths of trees, not of structures: the numbers only fill the places of the leaves.
     paths, _ = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(structure, range(structure.num_leaves)))
     return [leaf_name(fun, path) for path, _ in paths]
 
@@ -109,6 +113,7 @@ def _described(fun: Callable[..., Tree], key: CallKey) -> list[dict[str, str]]:
     arrays = zip(_names(fun, key.structure), key.leaves, strict=True)
     return [
         {name: f"{dtype}{list(shape)}{' with a weak type' if weak else ''}" for name, (shape, dtype, weak) in arrays},
+        # The type is shown since 1, True and 1.0 look alike or compare equal, but are three values.
         {argument_name(fun, i): f"{kind.__name__} {_short(value)}" for i, kind, value in key.static},
         {name: _short(value) for name, value in key.configuration},
     ]
@@ -121,6 +126,7 @@ def _short(value: object) -> str:
 
 def planner_with_placement(plan: Plan, traced: Traced) -> OnMesh | None:
     """Return a planner that leaves shared arguments where a plan has them; None if its stages lie apart."""
+    # Pins are specs on one mesh, but the arguments of several stages lie on several meshes.
     if len(plan.stages) != 1:
         return None
     (stage,) = plan.stages
@@ -153,6 +159,7 @@ def _same_name(name: str, others: Sequence[str]) -> str | None:
     lengths = {other: _common_end(name, other) for other in others}
     most = max(lengths.values(), default=0)
     longest = [other for other, length in lengths.items() if length == most]
+    # An ambiguous path is no match: pinned like the wrong argument, an array would move at every call.
     return longest[0] if most > 0 and len(longest) == 1 else None
 
 

@@ -46,6 +46,7 @@ class Options:
     on_hang: OnHang = "auto"
     on_interrupt: OnInterrupt = "raise"
     check: bool = False
+    # Checked by attributes (`_checked_like`): its classes are in modules that import this one.
     like: object = None
     user_shardings: Mode = "hint"
 
@@ -72,6 +73,7 @@ class Options:
     ) -> Options:
         """Check and convert the options that a user gave. Raises `PlanError` for a value that is not allowed."""
         return Options(
+            # None stays None: the devices of this process would start JAX while a function is being decorated.
             cluster=None if cluster is None else cluster_of(cluster),
             planner=planner_of(planner),
             num_microbatches=check_microbatches(num_microbatches),
@@ -106,6 +108,7 @@ def planner_of(value: Planner | type[Planner] | Plan | str | None) -> Planner:
         return planner_by_name(value, ())
     if isinstance(value, type) and issubclass(value, Planner):
         try:
+            # Planners are dataclasses: one with a field without a default raises `TypeError` here.
             return value()
         except TypeError as error:
             raise PlanError(f"{value.__name__} needs options; give an object of it, as {value.__name__}(…).") from error
@@ -138,6 +141,7 @@ def check_microbatches(value: int | str) -> int | str:
     """Check a number of micro-batches: 1 to `MOST_MICROBATCHES`, or "auto". Raises `PlanError` for anything else."""
     if value == "auto":
         return value
+    # True is an int in Python, but as a number of micro-batches it is a mistake.
     if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MOST_MICROBATCHES:
         return value
     raise PlanError(
@@ -146,6 +150,7 @@ def check_microbatches(value: int | str) -> int | str:
 
 
 def _checked(name: str, value: Chosen, values: object) -> Chosen:
+    # `values` is a `Literal` type, so that the allowed words are written once, where type checkers read them.
     if value not in get_args(values):
         allowed = " or ".join(f'"{each}"' for each in get_args(values))
         raise PlanError(f"{name}={value!r} was given; it must be {allowed}.")
@@ -153,6 +158,7 @@ def _checked(name: str, value: Chosen, values: object) -> Chosen:
 
 
 def _patience(seconds: float | None) -> float | None:
+    # True would otherwise count as a limit of one second.
     is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
     if seconds is None or (is_number and seconds > 0):
         return seconds
@@ -161,6 +167,7 @@ def _patience(seconds: float | None) -> float | None:
 
 def _checked_like(value: object) -> object:
     """Check that a value is a plan or has one. Raises `PlanError` otherwise."""
+    # A decorated or planned step has `last_plan`, a compiled one `plan`; a function may get its plan after this check.
     if value is None or isinstance(value, Plan) or hasattr(value, "last_plan") or hasattr(value, "plan"):
         return value
     raise PlanError(
@@ -181,8 +188,10 @@ def plan_of(like: object) -> Plan:
 
 
 def _numbers(value: int | Sequence[int] | None) -> tuple[int, ...]:
+    # One number, several, or None for none, as `jax.jit` accepts them.
     return (value,) if isinstance(value, int) else tuple(value or ())
 
 
 def _names(value: str | Iterable[str] | None) -> tuple[str, ...]:
+    # A string is also a sequence of its letters, so it must become one name before `tuple` sees it.
     return (value,) if isinstance(value, str) else tuple(value or ())

@@ -73,12 +73,15 @@ class ParallelFunction(Generic[P, R]):
         self.fun = fun
         self.options = options
         self.last_plan: Plan | None = None
+        # `update_wrapper` copies a name only if there is one: partials and callable objects have none.
         self.__name__ = getattr(self, "__name__", type(fun).__name__)
         self.last_check: CheckReport | None = None
         self._static = NamedArguments.of("static_argnames", fun, options.static_argnums, options.static_argnames)
         self._donated = NamedArguments.of("donate_argnames", fun, options.donate_argnums, options.donate_argnames)
         self._compiled: dict[CallKey, CompiledFunction] = {}
+        # The cheap key of the last call, which most calls repeat, and what it ran.
         self._last: tuple[object, CompiledFunction] | None = None
+        # The full key of the last call, from which the log says what is different in a new one.
         self._last_key: CallKey | None = None
         self._methods: dict[int, tuple[object, ParallelFunction[..., R]]] = {}
 
@@ -111,21 +114,27 @@ class ParallelFunction(Generic[P, R]):
 
         Raises `TraceError` for shapes given in place of arrays.
         """
+        # Tracers lie on no devices, and JAX can only transform the plain function.
         if _jax.is_tracing() or getattr(jax.config, "jax_disable_jit", False):
             return self.fun(*args, **kwargs)
+        # Static values need not be pytrees of arrays: they are taken out before anything is flattened.
         if self._static.numbers or self._static.names:
             return self._call(args, kwargs)
         configuration = _jax.configuration()
+        # The form of `Call.tree`: `_call` stores the key that is compared here.
         leaves, structure = jax.tree.flatten((dict(enumerate(args)), kwargs))
         try:
             # Arrays that the step before returned have the very avals of the call before: this compares pointers.
             seen = (structure, (), [x.aval for x in leaves], configuration)
+        # NumPy arrays, Python numbers and the functions in an Equinox module have no aval.
         except AttributeError:
             return self._call(args, kwargs)
         if self._last is None or self._last[0] != seen:
             return self._call(args, kwargs)
         compiled = self._last[1]
         self.last_plan = compiled.plan
+        # No result has to be finished here: calls with constants, or with modules that are updated in place, have a
+        # non-empty static part in their key.
         return compiled.run_flat(leaves, None)
 
     def _call(self, args: Sequence[Tree], kwargs: Mapping[str, Tree]) -> Any:
@@ -137,6 +146,7 @@ class ParallelFunction(Generic[P, R]):
         if self._last is not None and self._last[0] == seen:
             compiled = self._last[1]
         else:
+            # A `ShapeDtypeStruct` would trace and compile, and fail only when the step runs.
             refuse_shapes(self.__name__, leaves)
             key = key_of_call(self.fun, structure, call.static, leaves, configuration)
             compiled = self._compiled_for(key, args, kwargs)
@@ -156,6 +166,7 @@ class ParallelFunction(Generic[P, R]):
             return BoundParallelFunction(self, instance)
         # The object is held with its step: a compiled step reads its constants, and an id must stay its own.
         if id(instance) not in self._methods:
+            # Without the object, positions are one lower; negative ones count from the end and stay.
             moved = {
                 f"{kind}_argnums": tuple(n - 1 if n > 0 else n for n in getattr(self.options, f"{kind}_argnums") if n)
                 for kind in ("static", "donate")
@@ -187,6 +198,7 @@ class ParallelFunction(Generic[P, R]):
                     "%s is traced and compiled again, since the call differs from the last: %s", self.__name__, told
                 )
             made = self._planned(key, self._trace(args, kwargs)).lower().compile()
+            # A step that fails the comparison raises an error here, before later calls could use it.
             if self.options.check:
                 self.last_check = check_compiled(made, args, kwargs)
             self._compiled[key] = made
@@ -213,6 +225,7 @@ class ParallelFunction(Generic[P, R]):
         size = traced.traced.batch_size
         number: int | None = None
         if size is not None and plan.batch is not None:
+            # No micro-batch is larger than in that plan, under which the activations fit into memory.
             number = fitting_microbatches(size, plan.batch.size / plan.num_microbatches)
         planner = planner_with_placement(plan, traced.traced)
         if planner is not None:
@@ -231,8 +244,10 @@ class ParallelFunction(Generic[P, R]):
         return planned
 
     def _planned_for_batch(self, traced: TracedFunction, plan: Plan, number: int | None) -> PlannedFunction:
-        """Plan as the user asked; where that does not suit the batch, by another number of micro-batches or planner."""
+        """Plan with the user's options; if these do not suit the batch, with other micro-batches or another planner."""
+        # With as many stages, more of the state is likely to stay on its devices.
         stages = Auto(pipeline=len(plan.stages))
+        # A replayed plan is valid for the shapes of its own step alone.
         own = stages if isinstance(self.options.planner, Replay) else self.options.planner
         # The planner of the user may need a batch that its degrees divide.
         choices = ((None, None), (own, number), (stages, number), (Auto(), "auto"))
@@ -242,6 +257,7 @@ class ParallelFunction(Generic[P, R]):
                 return traced.plan(planner=planner, num_microbatches=count)
             except AlpaLiteError as error:
                 problems.append(error)
+        # The first error is about the user's own choice; the others are about substitutes for it.
         raise problems[0]
 
 
@@ -389,6 +405,7 @@ def parallelize(
         like=like,
         user_shardings=user_shardings,
     )
+    # The options were checked above, so that a mistake is reported at the line of the decorator.
     return functools.partial(ParallelFunction, options=options) if fun is None else ParallelFunction(fun, options)
 
 

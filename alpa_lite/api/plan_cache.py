@@ -98,6 +98,7 @@ class Answer:
 def planned(planner: Planner, request: PlanRequest, kept: Cache) -> Answer:
     """Return the plan of a planner, from the cache if it is there. Raises what the planner raises."""
     folder = folder_of(kept)
+    # The key is a digest of the whole step: without a cache no time is spent on it.
     key = key_of(planner, request) if folder is not None else None
     if folder is None or key is None:
         return Answer(plan=_made(planner, request), cached=False)
@@ -106,6 +107,7 @@ def planned(planner: Planner, request: PlanRequest, kept: Cache) -> Answer:
         request.progress(f"from the cache: the search for this plan took {known.solver.seconds:.1f} s")
         return Answer(plan=known, cached=True)
     plan = _made(planner, request)
+    # A complete search may find a better plan, which a stored one would keep from being looked for.
     if plan.solver.status != INTERRUPTED:
         _store(folder, key, plan)
     return Answer(plan=plan, cached=False)
@@ -121,6 +123,7 @@ def _made(planner: Planner, request: PlanRequest) -> Plan:
     likely = request.likely_step_at
     if likely is not None and not _measures(planner):
         plan = planner.plan(replace(request, step_at=likely))
+        # Tracing may fail at a number at which extrapolation did not: the second search avoids it, or says why.
         with suppress(NonAdditiveError, BatchError, TraceError):
             if plan.fingerprint == fingerprint(request.step_at(plan.num_microbatches, plan.loop_parts)):
                 return plan
@@ -146,6 +149,8 @@ def folder_of(kept: Cache) -> Path | None:
 
 def key_of(planner: Planner, request: PlanRequest) -> str | None:
     """Return the digest of everything that a plan depends on; None if a part has no content to compare."""
+    # A replayed plan needs no search, a measured one depends on the state of the machine, and rules of the user are
+    # code without a digest.
     if isinstance(planner, Replay) or _measures(planner) or not only_own_rules():
         return None
     signature = request.signature
@@ -158,6 +163,7 @@ def key_of(planner: Planner, request: PlanRequest) -> str | None:
     except _NoContentError:
         return None
     digest = hashlib.sha256(json.dumps([FORMAT, own_digest(), *parts]).encode())
+    # The key holds the step at the full batch alone; `_load` verifies a plan against the step at its own number.
     _add_step(digest, request.step_at(1, 0))
     return digest.hexdigest()
 
@@ -172,6 +178,7 @@ def content_digest(value: object) -> str:
 
 def _content(value: object) -> Json:
     """Return data that are equal for equal values only. Raises `_NoContentError` for types of other packages."""
+    # `repr` tells 1 from True and 1.0, and shows all digits of a float.
     if value is None or isinstance(value, (bool, int, float, str)):
         return repr(value)
     if isinstance(value, (tuple, list)):
@@ -184,6 +191,7 @@ def _content(value: object) -> Json:
         return ["PartitionSpec", [_content(entry) for entry in value]]
     named = value if isinstance(value, type) else type(value)
     name = f"{named.__module__}.{named.__qualname__}"
+    # Local classes ("<locals>") and lambdas of one name may differ in content.
     if named.__module__.partition(".")[0] not in _OWN or "<" in name:
         raise _NoContentError(name)
     if isinstance(value, type):
@@ -219,6 +227,7 @@ def own_digest() -> str:
     versions = [("python", platform.python_version()), *((name, metadata.version(name)) for name in _PACKAGES)]
     digest = hashlib.sha256(repr(versions).encode())
     root = Path(__file__).parents[2]
+    # Sorted, since the order of a folder's files depends on the file system.
     for path in sorted(path for package in _OWN for path in (root / package).rglob("*.py")):
         digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
     return digest.hexdigest()
@@ -228,11 +237,13 @@ def _load(folder: Path, key: str, request: PlanRequest) -> Plan | None:
     """Return the plan stored under a key if it fits the step, and mark it as used; None otherwise."""
     path = folder / f"{key}{_SUFFIX}"
     try:
+        # One byte more than is allowed shows that a file is too long.
         data = codec.from_text(_own_text(path, codec.MAX_BYTES + 1) or b"", path)
         if (data.pop(_MARK), data.pop(_KEY)) != (_WORDS, key):
             return None
         plan = Plan.from_json(data)
         plan.verify(request.step_at(plan.num_microbatches, plan.loop_parts), request.cluster)
+        # The time of change stands for the last use, by which `_make_room` orders files.
         os.utime(path)
     except Exception:  # a file that was damaged may fail in any way, and is written anew
         return None
@@ -241,14 +252,17 @@ def _load(folder: Path, key: str, request: PlanRequest) -> Plan | None:
 
 def _store(folder: Path, key: str, plan: Plan) -> None:
     """Write a plan atomically, so that other processes never see part of it, and remove old plans."""
+    # A full disk, or a plan too large for a file, costs the entry in the cache but not the plan.
     with suppress(OSError, PlanError):
         text = codec.to_text({_MARK: _WORDS, _KEY: key, **plan.to_json()})
         make_private(folder)
+        # In the same folder, since `os.replace` is atomic within one file system only.
         number, name = tempfile.mkstemp(dir=folder, prefix=f"{key}.", suffix=".tmp")
         try:
             with os.fdopen(number, "wb") as file:
                 file.write(text)
             os.replace(name, folder / f"{key}{_SUFFIX}")
+        # Ctrl-C must not leave part of a file behind either.
         except BaseException:
             os.unlink(name)
             raise
@@ -346,6 +360,7 @@ def _leading(planner: Planner, request: PlanRequest, kept: Cache) -> Answer:
 
     try:
         answer = planned(planner, replace(request, measure=measured if measure is not None else None), kept)
+    # The other processes wait for an answer: they would hang if planning failed here without one.
     except Exception as error:
         kind = type(error).__name__ if isinstance(error, AlpaLiteError) else PlanError.__name__
         text = str(error) if isinstance(error, AlpaLiteError) else f"Process 0 could not plan: {error!r}."
@@ -364,4 +379,5 @@ def _following(request: PlanRequest) -> Answer:
         if "plan" in said:
             return Answer(plan=Plan.from_json(said["plan"]), cached=said["cached"])
         if request.measure is not None:
+            # Only the time that process 0 measures counts; here the plan merely has to run.
             request.measure(Plan.from_json(said["measure"]))

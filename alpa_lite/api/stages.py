@@ -68,6 +68,7 @@ class TracedFunction:
         exact: whether the step must be traced at this number; else one extrapolated from other numbers will do, unless
             an exact one was made before.
         """
+        # A step traced exactly also answers requests for an extrapolated one, so it is used wherever it exists.
         key = (num_microbatches, loop_parts, exact or (num_microbatches, loop_parts, True) in self._steps)
         if key not in self._steps:
             with _jax.no_mesh(), self.options.progress.during("split"), self._telling_batch():
@@ -111,6 +112,7 @@ class TracedFunction:
         target = cluster_of(given)
         chosen = planner_of(planner) if planner is not None else self.options.planner
         wanted = self.options.num_microbatches if num_microbatches is None else num_microbatches
+        # A planner with a mesh of its own would drop the user's demands in silence.
         if self.traced.user_shardings.mode == "pin" and not chosen.obeys_user_shardings:
             raise PlanError(
                 f'user_shardings="pin" was given, but {chosen.name} lays out its own mesh. Use al.planners.Auto(), '
@@ -172,12 +174,15 @@ class TracedFunction:
                 arguments=traced.arguments,
                 results=traced.out_names,
             ),
+            # Steps are made on demand, since each number of micro-batches takes a trace of its own.
             step_at=lambda m, loop_parts: self.step(m, loop_parts=loop_parts).step,
             likely_step_at=lambda m, loop_parts: self.step(m, loop_parts=loop_parts, exact=False).step,
             cluster=cluster,
+            # A partial and not a lambda: the plan cache compares the cost model by content (`plan_cache._content`).
             cost_model_for=partial(ComposedCostModel, backend=backend) if backend else ComposedCostModel,
             num_microbatches=num_microbatches,
             user_shardings=traced.user_shardings,
+            # With demands the jaxpr has further equations, so that no step of this trace can be reused.
             pinned=lambda: replace(self, traced=traced.pinned(), _steps={}).request(cluster, num_microbatches),
             on_non_additive=self.options.on_non_additive,
             on_interrupt=self.options.on_interrupt,
@@ -264,6 +269,7 @@ class LoweredFunction:
         """Compile executables for the devices of this process (default: `jax.devices()`)."""
         traced = self.planned.function.traced
         options = self.planned.function.options
+        # Processes with different programs would wait for each other's collectives for ever.
         check_same_program(self.planned.last_plan, self.program, traced.donated)
         with _jax.no_mesh(), busy("compiling"), options.progress.during("compile"):
             executor = Executor(

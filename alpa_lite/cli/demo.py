@@ -167,7 +167,7 @@ def train(step: Step, state: Tree, batches: Sequence[Batch], console: Console) -
         for number, batch in enumerate(batches):
             start = time.perf_counter()
             state, metrics = step(state, batch)
-            # Reading the loss waits for the step, so that the time that follows is that of the whole step.
+            # Reading the loss waits for the step, so that the time below covers the whole step.
             losses.append(float(metrics["loss"]))
             times.append(time.perf_counter() - start)
             bar.update(task, advance=1, loss=losses[-1], milliseconds=1e3 * statistics.median(times))

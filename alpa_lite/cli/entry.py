@@ -201,7 +201,7 @@ COMPLETION = Command(
 )
 
 
-# In the order of use, which is that of `--help` and of the proposals of shells.
+# In the order of use, in which `--help` and the proposals of shells list them.
 COMMANDS: tuple[Command, ...] = (
     PLAN, CHECK, EXPLAIN, DIFF, SIMULATE, SOLVE, CALIBRATE, DOCTOR, LAUNCH, BENCH, DEMO, COMPLETION,
 )  # fmt: skip

@@ -283,12 +283,14 @@ class _PricedStage(NamedTuple):
 
     def _undivided(self, value: Value, used: set[str]) -> Iterator[UndividedDim]:
         spec, sizes = self.choice.inputs[value.id], self.pricer.sizes
+        # The order of a set of strings differs between processes, whose plans must be equal.
         for axis in sorted(used - spec.axes):
             count = sizes[axis]
             blocks = [n // prod(sizes[a] for a in axes) for n, axes in zip(value.shape, spec.dims, strict=True)]
             if any(block % count == 0 for block in blocks):
                 continue  # the axis could split another dim: the value stays whole by choice
             for dim, block in enumerate(blocks):
+                # Padding would leave some devices with nothing but padding.
                 if block < count:
                     continue
                 padded = ceil(block / count) * count

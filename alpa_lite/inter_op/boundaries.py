@@ -1,4 +1,4 @@
-"""What crosses the boundaries of stages: values in each micro-batch, and rows of stacked arguments in each step.
+"""The data that crosses the boundaries of stages: values per micro-batch, and rows of stacked arguments per step.
 
 A stage receives values from earlier ones once per micro-batch, each straight from the stage that makes it. A value that
 is read far above where it is made (a skip connection) is sent once to each stage that reads it, not through those

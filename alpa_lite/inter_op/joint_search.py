@@ -68,7 +68,7 @@ SEARCH_SECONDS = 3.0
 """Relative gap and time limit of a stage during the search, while others may still turn out to be better."""
 
 PATIENT_SECONDS = 60.0
-"""Time limit of a stage if no plan was found with `SEARCH_SECONDS`."""
+"""Time limit of a stage if `SEARCH_SECONDS` gave no plan."""
 
 
 @dataclass(kw_only=True)
@@ -312,6 +312,7 @@ class JointSearch:
         size, held, profiles = self._batch / number, self._held(number, schedule), self._profiles.values()
         guesses = StageGuesses(
             layer_seconds=self._of_layers(survey, number, beyond),
+            # What crosses a boundary is proportional to the samples of a micro-batch.
             inflow_seconds=self._inflows[0] * known.step.num_microbatches / number,
             slower_seconds=self._inflows[1] * known.step.num_microbatches / number,
             following=np.stack([profile.holds(self.space, size, number, held) - 1 for profile in profiles]),
@@ -412,6 +413,7 @@ class JointSearch:
         stages: list[PlacedStage] = []
         for number, ((start, end), submesh) in enumerate(zip(ranges, submeshes, strict=True)):
             mesh = search.space.mesh(found.stages[number].submesh, configurations[number].shape)
+            # Under policies of recomputation each layer of the search consists of several.
             first, last = start * parts, (end + 1) * parts - 1
             place = StagePlace(first, last, submesh, mesh)
             stages.append(place.with_solution(costs.solution(place, in_flight=configurations[number].in_flight)))

@@ -1,4 +1,4 @@
-"""Where a pipeline cuts a step: between the loops over layers, between parts of these loops, or between whole layers.
+"""The places at which a pipeline cuts a step: between loops over layers, parts of these, or whole layers.
 
 With f_s the forward FLOPs of stage s and w_s its share of them, a cut is taken if
 
@@ -40,10 +40,10 @@ from alpa_lite.step.clustering import make_layers
 from alpa_lite.step.layers import Layers, forward_loops, natural_cut, op_flops
 
 IMBALANCE = 0.1
-"""By how much a stage may exceed its share for the sake of smaller cuts."""
+"""The relative excess over its share that a stage may have for the sake of smaller cuts."""
 
 UNEVEN = 0.15
-"""By how much the largest stage of a cut between loops may exceed its share."""
+"""The relative excess over its share that the largest stage of a cut between loops may have."""
 
 _ROUNDING = 1 + 1e-6
 
@@ -106,6 +106,7 @@ def cut_into_stages(
         return PipelineCut(step=step, layers=make_layers(step, 1))
     shares = balance.shares or (1.0,) * count
     if written_out:
+        # No loop that is cut has more trips than this, so that each part is one trip.
         step = request.best_step(microbatches, loop_parts=MAX_TRIPS)
         return PipelineCut(step=step, layers=make_layers(step, count, imbalance=IMBALANCE, shares=shares))
     # The loops as they are written come first: cutting them makes the step larger, and its arguments rows.
@@ -214,6 +215,7 @@ def _reads_rows_apart(step: StepGraph, layers: Layers) -> bool:
     for v in graph.inputs:
         slices = [graph.ops[c] for c in graph.consumers[v] if graph.ops[c].primitive in ("slice", "dynamic_slice")]
         homes = [_layers_of(graph, layers, op) for op in slices if step.batch_dims[v] is None]
+        # Several slices that one layer reads stay together.
         if len(homes) > 1 and len(set[int]().union(*homes)) > 1:
             return True
     return False
@@ -263,9 +265,11 @@ def block_partition(costs: Sequence[float], count: int) -> tuple[int, ...]:
                 return tuple(b - a for a, b in pairwise(ends))
             cheapest = _cheapest(sums, ends, dearest)
             if dearest > cheapest:
+                # The block on the right hands over its first layer.
                 ends[cheapest + 1] += 1
                 given = cheapest + 1 == dearest
             else:
+                # The block on the left hands over its last layer.
                 ends[cheapest] -= 1
                 given = cheapest - 1 == dearest
 

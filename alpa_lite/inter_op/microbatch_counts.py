@@ -103,7 +103,9 @@ def next_numbers(
     def order(number: int) -> tuple[float, ...]:
         likely = guess(number).likely
         if likely <= least * (1 + NEAR) < math.inf:
+            # Guesses are surest near the number at which layers were surveyed.
             return (0.0, abs(math.log(number / solved_at)))
+        # Where several likely do not fit (infinite), the guess at best decides.
         return (1.0, likely, guess(number).at_best)
 
     return sorted(faster, key=order)

@@ -92,7 +92,7 @@ class PlanRequest:
 
     @property
     def batch_size(self) -> int | None:
-        """The samples of a step; None where no batch was found."""
+        """The samples of a step; None if its batch is unknown."""
         return self.signature.batch_size
 
     @cached_property
@@ -164,6 +164,7 @@ def pinned_specs(step: StepGraph, pins: Pins) -> dict[int, Spec]:
                     f"The pin of {pin!r} has {len(wanted)} dims, but {name} has shape {list(value.shape)}. Give one "
                     "entry per dim at most."
                 )
+            # As in a `PartitionSpec`, dims without an entry are whole.
             found[v] = Spec((*wanted, *((),) * (value.rank - len(wanted))))
     return found
 
@@ -217,6 +218,7 @@ def with_results(step: StepGraph, results: Sequence[str], inputs: Mapping[int, S
         spec = _of_result(name, graph.values[v], pins[name], axes)
         if found.setdefault(v, spec) != spec:
             raise PlanError(f"Result {name!r} is returned twice, in {found[v]} and in {spec}. Give both one spec.")
+        # An argument that is returned as it came is one array, with one spec.
         if v in graph.inputs and taken.setdefault(v, spec) != spec:
             raise PlanError(
                 f"Result {name!r} is an argument that is handed on as it came, in {taken[v]}, but {spec} was asked "
@@ -225,6 +227,7 @@ def with_results(step: StepGraph, results: Sequence[str], inputs: Mapping[int, S
     # The results of one step are the arguments of the next: in the same spec nothing moves between steps.
     for v in found.keys() & step.aliases.keys():
         taken.setdefault(step.aliases[v], found[v])
+    # State is returned in the spec of its argument in any case, so that it needs no entry among the outputs.
     return Pinned(taken, {v: s for v, s in found.items() if v not in taken and taken.get(step.aliases.get(v, -1)) != s})
 
 
@@ -248,6 +251,7 @@ def _of_result(name: str, value: Value, pin: Pin, axes: Axes) -> Spec:
 def _named(pin: str, names: Iterable[str]) -> str:
     # Pins may come from a file, and the name ends up in an error or a table.
     pin, known = printable(pin), dict.fromkeys(filter(None, names))
+    # A whole path takes precedence over paths that end like it.
     matches = [name for name in known if name == pin] or [name for name in known if name.endswith("/" + pin)]
     if len(matches) == 1:
         return matches[0]
@@ -258,6 +262,7 @@ def _named(pin: str, names: Iterable[str]) -> str:
 
 
 def _dims(name: str, dims: Pin) -> tuple[tuple[str, ...], ...]:
+    # A string is a sequence too, whose letters would be taken for axes.
     if isinstance(dims, str):
         raise PlanError(f"The pin of {name!r} is {dims!r}; give a PartitionSpec, or one entry per dim in a tuple.")
     return tuple(() if dim is None else (dim,) if isinstance(dim, str) else tuple(dim) for dim in dims)

@@ -32,6 +32,7 @@ def user_mesh(step: StepGraph, given: UserShardings) -> dict[str, int] | None:
         return None
     first: dict[tuple[tuple[str, int], ...], str] = {}
     for _, sharding in wanted_shardings(step, given):
+        # The message names the first line on which each mesh occurs.
         first.setdefault(sharding.mesh, sharding.source)
     if len(first) > 1:
         (one, at), (other, there), *_ = first.items()
@@ -50,6 +51,7 @@ def argument_pins(step: StepGraph, given: UserShardings, *, only: str = "") -> d
     values = (step.graph.values[v] for v in step.graph.inputs)
     shapes = {value.name: value for value in values if value.rank and not value.dtype.startswith("key<")}
     return {
+        # In a pin None stands for a whole dim and for an open one alike.
         name: [dim or None for dim in sharding.dims]
         for name, sharding in given.arguments.items()
         if only in ("", sharding.source)
@@ -72,6 +74,7 @@ def user_layout(step: StepGraph, axes: Mapping[str, int], *, only: str = "") -> 
             continue
         value = graph.values[op.results[0]]
         sharding = value.user_shardings[0]
+        # XLA pads parts of different sizes, but the parts in a plan are all equal.
         if sharding.divides(value.shape):
             layout.setdefault(graph, [()] * len(graph.values))[value.id] = _wanted(sharding, axes)
             held.setdefault(graph, set()).add(op.id)
@@ -81,6 +84,7 @@ def user_layout(step: StepGraph, axes: Mapping[str, int], *, only: str = "") -> 
 
 def _wanted(sharding: UserSharding, axes: Mapping[str, int]) -> Wanted:
     place = {axis: dim for dim, names in enumerate(sharding.dims) for axis in names or ()}
+    # An axis that the user does not name may split a dim that is open.
     is_open = None in sharding.dims
     # A mesh of the plan has no axes of one device.
     return tuple((a, place.get(a)) for a, size in axes.items() if size > 1 and (a in place or not is_open))
@@ -118,7 +122,7 @@ class PlacedOps(NamedTuple):
 
 
 def sharding_uses(step: StepGraph, given: UserShardings, stages: Sequence[PlacedOps]) -> tuple[UserShardingUse, ...]:
-    """Return the shardings of the user beside those of the plan; equal ones of one line are one entry."""
+    """Return the shardings of the user, each with the plan's specs; equal ones of one line are one entry."""
     if given.mode == "ignore":
         return ()
     found: dict[tuple[str, tuple[int, ...], UserSharding], list[tuple[bool, str]]] = {}
@@ -127,8 +131,10 @@ def sharding_uses(step: StepGraph, given: UserShardings, stages: Sequence[Placed
             of_argument = _of_argument(value, given) if value in step.graph.values else []
             for sharding in (*value.user_shardings, *of_argument):
                 parts = [prod(stage.sizes[axis] for axis in dim) for dim in spec.dims]
+                # Numbers of parts are compared, since the plan's axes have names of their own.
                 same = all(w is None or w == p for w, p in zip(sharding.ways, parts, strict=True))
                 key = (sharding.source, value.shape, sharding)
+                # A partial sum is not yet the array that the user lays out.
                 found.setdefault(key, []).append((same and not spec.partial, str(spec)))
     return tuple(
         UserShardingUse(

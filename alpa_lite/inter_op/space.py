@@ -1,4 +1,4 @@
-"""What the search chooses from: kinds of submesh, logical meshes over them, and which layers may go on which.
+"""The choices of the search: kinds of submesh, logical meshes over them, and which layers may go on which.
 
 A logical mesh has one axis that does anything; or an axis that splits the batch (and may split state) and one inside a
 host that splits everything else; or, of several hosts, one that splits the batch between them and leaves state whole on
@@ -181,6 +181,7 @@ class Space:
         for k, devices in enumerate(self.devices):
             share = self.shares[k]
             # Virtual devices take turns on one processor, so that shares of devices mean nothing.
+            # Too much work makes all other stages wait, too little leaves only the stage itself idle.
             fair = (share / IMBALANCE**2 <= of_range) & (of_range <= share * IMBALANCE)
             found[:, :, k] = in_order & (fair | self.cluster.shared_processor | (not self.fair))
             # A stage with all layers uses all devices, and the other way round.
@@ -198,6 +199,7 @@ def hosts_of_groups(cluster: Cluster) -> tuple[int, ...]:
 
 def _matrix_rate(cluster: Cluster) -> float:
     device = cluster.device
+    # Only ratios between devices matter, so that one dtype stands for all.
     return device.peak("bfloat16") * device.efficiencies[device.format("bfloat16")]
 
 
@@ -216,6 +218,7 @@ def _meshes(kind: SubmeshKind, cluster: Cluster) -> tuple[LogicalMesh, ...]:
     inside = [shape for shape in two if shape[-1] <= cluster.devices_per_host]
     found += [LogicalMesh(axis_names=("data", "model"), shape=shape) for shape in inside]
     if hosts > 1:
+        # With model = per_host there would be no axis left to split state inside a host.
         found += [_over_hosts(hosts, per_host, model) for model in range(1, per_host) if per_host % model == 0]
     return tuple(found)
 
@@ -238,6 +241,7 @@ def ways(
     """
     found: list[list[NDArray[np.bool_]]] = []
     if one_mesh:
+        # Shapes change fastest in the numbers of configurations (`Configurations`).
         found.append([np.tile(mask, repeats) for mask in _in_one_mesh(space)])
     if "devices" in equal:
         devices = np.array(space.devices)
@@ -246,6 +250,7 @@ def ways(
         number = np.arange(num_layers)
         length = (number[None, :] - number[:, None] + 1)[..., None, None]
         found.append([length == n for n in range(1, num_layers + 1) if num_layers % n == 0])
+    # Without any condition this yields one mask, under which everything is allowed.
     for masks in product(*found):
         yield reduce(np.logical_and, masks, np.ones((), dtype=np.bool_))
 
@@ -277,7 +282,7 @@ def _in_one_mesh(space: Space) -> Iterator[NDArray[np.bool_]]:
 
 @dataclass(frozen=True, slots=True)
 class StageConfiguration:
-    """How a stage runs.
+    """The logical mesh, policy and micro-batches in flight with which a stage runs.
 
     Attributes:
         shape: number of its logical mesh among those of its kind of submesh.

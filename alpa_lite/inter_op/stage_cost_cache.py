@@ -40,7 +40,7 @@ class _Parts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layering:
-    """How a step is cut into the layers of which stages consist.
+    """The cut of a step into the layers of which stages consist.
 
     Attributes:
         num_layers: number of layers; None: by the model.
@@ -142,6 +142,7 @@ class StageCostCache:
         # Layers that each become a stage should be even, for which loops may have to be cut into more parts.
         each_a_stage = self.layering.equal == "flops" and parts > 0 and cut == Cut.into(cut.num_layers)
         if each_a_stage:
+            # The estimate needs a step whose loops are whole.
             parts = parts_that_may_do(self.request.step_at(1, 0), parts, (1.0,) * cut.num_layers)
         while True:
             step = self.request.step_at(number, parts)
@@ -172,6 +173,7 @@ class StageCostCache:
         remat = policies_of(known.step, known.parts, [p for p in policies for _ in range(known.per_layer)])
         traced = known.parts.of_op
         nothing = (Remat.NONE,) * known.parts.num_layers
+        # `rematerialise` takes one policy for each layer, even where none recomputes anything.
         again = rematerialise(read_originals_across(known.step, traced), traced, remat or nothing)
         made = written.of_another(again.step, replace(known.parts, of_op=again.of_op))
         return replace(made, recomputed=Recomputed(remat=remat, traced_layers=traced))

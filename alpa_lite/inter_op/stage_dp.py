@@ -234,6 +234,7 @@ def solve(table: StageTable, terms: PipelineTerms, *, early_stop: bool = True, e
             f"A submesh kind belongs to group {beyond[0]}, but devices were given for {len(devices)} groups: give the"
             " number of devices of every group."
         )
+    # Each stage has at least one layer and one device.
     most = min(table.num_layers, sum(devices), table.num_layers if max_stages is None else max_stages)
     if most < min_stages:
         return _infeasible(
@@ -280,6 +281,7 @@ class _StageDp:
     def of(table: StageTable, *, devices: tuple[int, ...], min_stages: int, max_stages: int) -> _StageDp:
         """Build the arrays of the kernels, as small as the table allows."""
         kinds = _usable_kinds(table, devices)
+        # In one dtype and memory layout, for which numba compiles each kernel once.
         seconds = np.array(table.seconds[:, :, kinds], dtype=np.float64, order="C")
         following = np.array(table.max_following_stages[:, :, kinds], dtype=np.int64, order="C")
         cheapest = cheapest_of(seconds, following, max_stages)
@@ -389,6 +391,7 @@ def _bottlenecks(arrays: StageArrays) -> NDArray[np.float64]:
     new = np.isfinite(cheapest)
     new[1:] &= cheapest[1:] != cheapest[:-1]
     _, first, _, kind = np.nonzero(new)
+    # A stage takes g, and the inflow from one of the sender classes.
     values = np.unique(cheapest[new][:, None] + arrays.inflow[first, kind])
     # The largest of a bin admits all stages of the others. A stage may take 0 s, whose logarithm is a bin of its own.
     with np.errstate(divide="ignore"):
@@ -407,6 +410,7 @@ def _search(
         totals[index] = sum_at(index) + (num_microbatches - 1) * float(taus[index])
 
     visit(last)
+    # Pairs of indices between which no value was visited; -1 stands before the first.
     pending = [(-1, last)] if early_stop else []
     for index in () if early_stop else range(last):
         visit(index)
@@ -425,6 +429,7 @@ def _search(
         pending.append((middle, high))
         if sum_at(middle) < np.inf:
             pending.append((low, middle))
+    # Of equal totals the smallest tau, whatever the order in which they were visited.
     return min(totals, key=lambda index: (totals[index], index))
 
 
@@ -444,6 +449,7 @@ def _why_infeasible(dp: _StageDp) -> str:
 
     def feasible(lifted: StageTable) -> bool:
         lifted_dp = _StageDp.of(lifted, devices=dp.devices, min_stages=dp.min_stages, max_stages=dp.max_stages)
+        # The largest finite number: with tau = infinity, impossible stages would satisfy g <= tau.
         return lifted_dp.total(np.finfo(np.float64).max) < np.inf
 
     no_limit = replace(table, max_following_stages=np.full(table.seconds.shape, dp.max_stages))

@@ -105,6 +105,7 @@ def cheapest_of(seconds: FloatArray, following: IntArray, num_levels: int) -> Fl
         for k in range(i, num_layers):
             for b in range(num_kinds):
                 for c in range(num_configurations):
+                    # -1 stands for a stage that never fits: its range is empty.
                     for r in range(min(following[i, k, b, c] + 1, num_levels)):
                         cheapest[r, i, k, b] = min(cheapest[r, i, k, b], seconds[i, k, b, c])
     return cheapest
@@ -117,6 +118,7 @@ def fill(arrays: StageArrays, tau: float, sums: BottleneckSums) -> FloatArray:
     last = arrays.num_states - 1
     # Only the ranges are reset: values outside them are never read, so that those of the last bottleneck may stay.
     sums.low[:], sums.high[:] = 1, 0
+    # After the last layer nothing is left but the state without devices, at a sum of 0.
     sums.low[0, num_layers] = 0
     sums.values[0, num_layers, :, 0] = 0.0
     least, most = _reach(arrays, tau, sums.arrives)
@@ -149,6 +151,7 @@ def _reach(arrays: StageArrays, tau: float, arrives: NDArray[np.bool_]) -> tuple
             for b in range(num_kinds):
                 if most[j] >= 0 and arrays.cheapest[0, j, i - 1, b] <= tau and least[j] + arrays.shift[b] <= last:
                     least[i] = min(least[i], least[j] + arrays.shift[b])
+                    # These are outer limits only: the sum may run over from one group's digit into another's.
                     most[i] = min(last, max(most[i], most[j] + arrays.shift[b]))
                     arrives[i, arrays.sender[b]] = True
     return least, most
@@ -249,6 +252,7 @@ def trace(arrays: StageArrays, tau: float, sums: BottleneckSums, level: int) -> 
     count, i, a, x = 0, 0, 0, arrays.num_states - 1
     while i < num_layers:
         lowest, highest = _levels(arrays, level)
+        # The initial values end the loop if rounding should leave nothing to find.
         least, best_k, best_b, best_level = np.inf, num_layers - 1, 0, lowest
         for b in range(num_kinds):
             if x % arrays.block[b] < arrays.shift[b]:

@@ -34,16 +34,16 @@ from alpa_lite.step.recomputation import Remat
 from cost_models.composed import CostModel
 
 MANY = 3
-"""How many stages on a logical mesh must take longer than guessed before others are guessed to do so."""
+"""The number of stages on a logical mesh that must exceed their guess before higher guesses are made for others."""
 
 SOLVES, LEAST_SOLVES = 2, 6
-"""How many solves the search mostly takes for each stage that it guesses, and in all, at a number of micro-batches."""
+"""The usual number of solves for each stage that is guessed, and the least in all, at a number of micro-batches."""
 
 SPARED = 1 / 3
-"""How many of these a solve at an earlier number of micro-batches makes unnecessary on average."""
+"""The number of these that a solve at an earlier number of micro-batches makes unnecessary on average."""
 
 STILL = 1 / 4
-"""Where the search takes more solves than usual: the estimate of those left, as a part of those done."""
+"""The estimate of the solves left, as a part of those done, where the search takes more than usual."""
 
 
 _NOTHING = StageChoice(stages=(), seconds=np.inf, status=StageStatus.INFEASIBLE, reason="No equal stages are possible.")
@@ -183,6 +183,7 @@ class StageSearch:
         self._least_for_rows = (
             least_seconds_of_rows(costs.any_number, space) if moved else np.zeros(self._possible.shape)
         )
+        # Rows move once per step, and all seconds here are per micro-batch.
         work += self._least_for_rows[..., None] / batch.num_microbatches
         guessed = self._taking(work, self.inflow_seconds[..., None])
         self._guessed = np.where(self._at_best >= 0, guessed, np.inf)
@@ -402,6 +403,7 @@ class StageSearch:
         """
         part = self.configurations.block(0)
         known = np.where(self.states.solved[part], self.states.seconds[part], self.states.least[part])
+        # Lack of memory may be the reason elsewhere, and differs between policies.
         looked_at = np.isfinite(known) & _has_work(self._guessed) & (self._roomy >= 0)
         ratio = np.divide(known, self._guessed, out=np.ones(known.shape), where=looked_at)
         of_shapes = ratio.reshape(*known.shape[:3], -1, self.space.most_shapes).max(axis=3).clip(min=1.0)
@@ -486,6 +488,7 @@ class BestStages:
         least = (1 - _ROUNDING) * self.num_microbatches
         bounds = [least * float(np.where(mask[0], seconds[0], np.inf).min()) for mask in masks]
         best, number = _NOTHING, len(masks)
+        # By rising bounds, so that the first way that cannot win ends the search.
         for n in sorted(range(len(masks)), key=bounds.__getitem__):
             if bounds[n] > best.seconds or math.isinf(bounds[n]):
                 break
@@ -525,6 +528,7 @@ class BestStages:
         cluster = self.space.cluster
         if not found.stages:
             return found
+        # A host dispatches the tasks of all stages on its devices.
         beside = max(1, cluster.devices_per_host // self.space.devices[found.stages[0].submesh])
         tasks = 2 * self.num_microbatches * min(len(found.stages), beside)
         dispatched = max(found.seconds, self.cost_model.launch_seconds() * tasks)

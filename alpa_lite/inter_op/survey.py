@@ -1,4 +1,4 @@
-"""What layers take: each on one device (`Profile`), and a few of them on every logical mesh (`Survey`).
+"""The time and memory of layers: each on one device (`Profile`), and a few on every logical mesh (`Survey`).
 
 A profile measures layers against each other, and tells what can fit at all. On n devices a stage of layers i..j that
 has h micro-batches of b samples in flight at its peak needs at least about
@@ -42,10 +42,10 @@ from alpa_lite.sharding.meshes import LogicalMesh, Submesh
 FloatArray = NDArray[np.float64]
 
 MEMORY_SLACK = 1.1
-"""By how much more than a device has a stage may seem to need before it is left out."""
+"""The factor by which a stage may seem to exceed the memory of a device before it is left out."""
 
 SAVES = 1.3
-"""A policy of rematerialisation that keeps this many times as much as a faster one is not worth it."""
+"""A policy of rematerialisation that stores this many times as much as a faster one is not worth it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -96,7 +96,7 @@ class Profile:
 
     @property
     def num_layers(self) -> int:
-        """How many layers."""
+        """The number of layers."""
         return self.loop_seconds.size
 
     @property
@@ -199,6 +199,7 @@ def representatives(structures: Sequence[object], seconds: FloatArray) -> list[i
     `structures`: equal for equal layers; `seconds`: [2, layers], of both passes and of the update.
     """
     weight: dict[object, FloatArray] = {}
+    # Without an update all its shares are 0 rather than NaN.
     shares = seconds / np.maximum(seconds.sum(axis=1, keepdims=True), 1e-30)
     for structure, share in zip(structures, shares.T, strict=True):
         weight[structure] = weight.get(structure, np.zeros(2)) + share
@@ -244,7 +245,7 @@ class Survey:
         self._seen = dict.fromkeys(self._stands, nowhere)
 
     def add(self, costs: StageCosts, *, further: int = 0, kinds: Collection[int] = ()) -> None:
-        """Solve the layers that represent others, at the micro-batch size of a step; `further` such steps will follow.
+        """Solve the layers that represent others, at the micro-batch size of a step; `further` steps follow.
 
         `kinds`: solve on all logical meshes of these kinds of submesh alone; without, on promising ones of all kinds.
         """
@@ -325,6 +326,7 @@ class Survey:
             taken = layers[layer]
             seconds = taken.loop_seconds + taken.update_seconds / self._numbers[size]
             found |= (seconds <= FAR * seconds.min(axis=1, keepdims=True)) & self._cheap(taken, size)[:, None]
+        # Before the first survey every mesh is promising.
         return found if self._taken else ~found
 
     def _cheap(self, taken: _Taken, size: float) -> NDArray[np.bool_]:
@@ -334,6 +336,7 @@ class Survey:
         best = (taken.loop_seconds + taken.update_seconds / self._numbers[size]).min(axis=1) * devices
         bytes_ = taken.state_bytes + taken.sums_bytes + taken.saved_bytes * size + taken.working_bytes
         has_room = (bytes_ <= self.space.room_bytes[:, None]).any(axis=1)
+        # While no submesh is known to have memory, the limit is infinite and rules out none.
         return best <= DEAR * best[has_room & enough].min(initial=math.inf)
 
     def guess(
@@ -391,7 +394,7 @@ class Survey:
         profile: Profile | None,
         size: float,
     ) -> FloatArray:
-        """Return [layers, kinds, shapes]: a figure of each layer, that of its representative scaled by `measure`.
+        """Return [layers, kinds, shapes]: a figure of each layer, scaled from its representative by `measure`.
 
         `figure` is taken at micro-batches of `size` samples; `measure` is of each layer on one device.
         """

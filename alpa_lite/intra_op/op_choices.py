@@ -330,7 +330,7 @@ class Keeping:
             return None
         key = (id(options), wanted)
         if key not in self._penalties:
-            # The constraints of the operands come first in `wanted`, those of the results follow.
+            # In `wanted` the constraints of the operands come first and the results follow.
             results = list(zip(options.results, wanted[len(op.operands) :], strict=True))
             needed, want = options.demanded[main], wanted[main]
             misses = [

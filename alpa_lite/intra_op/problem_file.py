@@ -140,7 +140,7 @@ def write_problem(problem: Problem, path: str | Path) -> None:
         for start, end, amount in mine[1:]:
             pairs.append([node, problem.num_nodes + len(followers)])
             matrices.append(_numbers(np.where(np.eye(amount.size) > 0, 0.0, np.inf).reshape(-1)))
-            # Followers are numbered after all nodes, so that the first choices of a solution are those of the problem.
+            # Followers are numbered after all nodes, so that a solution begins with the choices of the problem.
             followers.append((start, end, amount))
     for start, end, amount in followers:
         costs.append([0] * amount.size)

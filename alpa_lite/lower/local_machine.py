@@ -137,7 +137,7 @@ class LocalMachine:
         earlier one by XLA, which drops barriers on some platforms. The n-th repetition therefore runs with n more
         leading dims of size 1: two collectives of different rank are never common subexpressions.
         """
-        # The ids of values in bodies repeat those of the step, so the value is also compared by identity.
+        # Values in bodies repeat the ids of the step, so the value is also compared by identity.
         bucketed = op is None and value.id in self.buckets.numbers and value is self.step.graph.values[value.id]
         array = self.buckets.held(value.id, array) if bucketed else array
         if op is not None and self._is_parameter(value) and any(step.kind is MoveKind.ALL_GATHER for step in steps):

@@ -35,7 +35,9 @@ MAX_BYTES, MAX_VALUES = 16 * 2**20, 1_500_000
 INLINE: Mapping[str, bool] = types.MappingProxyType({"inline": True})
 """Metadata of a field without a default that holds a dataclass: its fields are written without a level of their own."""
 
+# Larger integers do not fit the 64 bits of NumPy and JAX.
 _MAX_WHOLE = 2**63
+# JSON has no numbers for these.
 _NOT_FINITE = ("inf", "-inf", "nan")
 
 
@@ -47,6 +49,7 @@ def to_text(data: Mapping[str, object]) -> bytes:
     """
     text = json.dumps({**data, CHECKSUM: _digest(data)}, allow_nan=False).encode()
     try:
+        # Read back at once: a plan that can be written but not read would be lost.
         parse_json(text, max_bytes=MAX_BYTES, max_values=MAX_VALUES)
     except ValueError as error:
         raise PlanError(f"This plan cannot be saved: {error}.") from error
@@ -191,6 +194,7 @@ def _key(wanted: Any, text: str) -> Any:
     if wanted is str:
         return text
     # `int` also reads signs, underscores and digits of other scripts.
+    # Fewer than 19 digits stay below `_MAX_WHOLE`, and take no time to convert.
     if not (text.isascii() and text.isdecimal() and len(text) < 19 and text == str(int(text))):
         raise PlanError(f"{_shown(text)} stands where the file needs a number.")
     return int(text)
@@ -202,6 +206,7 @@ def _decode_object(wanted: Any, data: object) -> Any:
     from_json = getattr(wanted, "from_json", None)
     try:
         return from_json(given) if from_json is not None else _decode_dataclass(wanted, given)
+    # The message about an inner value says more than one about the whole object.
     except PlanError:
         raise
     except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:

@@ -19,7 +19,7 @@ _SHOWN = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpPlacement:
-    """How one op is sharded.
+    """The sharding of one op.
 
     Attributes:
         factors: for each factor of the op's rule the mesh axes that split it.
@@ -97,7 +97,7 @@ class OpaqueUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserShardingUse:
-    """A sharding that the user's code gives for an array, beside that of the plan.
+    """A sharding that the user's code gives for an array, with the plan's specs of the same array.
 
     Attributes:
         source: the line of the user's code, or `argument` and a path.
@@ -180,6 +180,7 @@ class BatchDims:
         """Return text such as `16 samples along dim 0 of batch/x, batch/y (assumed; …)`."""
         by_dim: dict[int, list[str]] = {}
         for name, dim in self.dims.items():
+            # Mostly all arguments hold the batch along the same dim, which is then written once.
             by_dim.setdefault(dim, []).append(name)
         parts = [f"dim {dim} of {_first_of(names)}" for dim, names in sorted(by_dim.items())]
         samples = "1 sample" if self.size == 1 else f"{self.size} samples"
@@ -224,6 +225,7 @@ class StageCost:
     @property
     def loop_seconds(self) -> float:
         """The time of both passes of one micro-batch."""
+        # `weight_seconds` is contained in the time of the backward pass.
         return self.forward_seconds + self.backward_seconds
 
     @property
@@ -237,6 +239,7 @@ class StageCost:
 
     def bytes_in_flight(self, num_microbatches: int) -> float:
         """Return the peak memory while `num_microbatches` micro-batches are in flight."""
+        # Temporary memory counts once, since the tasks of a stage run one after another.
         return self.resident_bytes + self.temporary_bytes + num_microbatches * self.activation_bytes
 
 

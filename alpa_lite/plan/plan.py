@@ -60,6 +60,7 @@ _MOST_PARTS = 2**16
 _MOST_DIMS = 64
 _MOST_ELEMENTS = 2**48
 _DTYPE = re.compile(r"[a-z][a-z0-9_]{0,20}|key<\w{1,20}>")
+# In seconds, bytes or FLOPs: more than any step takes.
 _LARGEST = 1e30
 
 INTERRUPTED = "interrupted"
@@ -92,7 +93,7 @@ class Plan:
             are those of the step with recomputation.
         traced_layers: with `remat`, the layer of each op of the step without recomputation.
         buckets: groups of gradients that are reduced together, in this order; () to reduce each separately.
-        user_shardings: the shardings that the user's code gives, beside those of the plan.
+        user_shardings: the shardings that the user's code gives, each with the plan's specs.
         batch: the arguments that hold the batch; None if no batch is known, or the file does not say.
         request: the `planners.PlanRequest` that the plan answers, from which explanations price alternatives. A plan
             from a file has none until it is replayed: `al.plan(step, *args, planner=plan)`.
@@ -168,6 +169,7 @@ class Plan:
         Raises:
             PlanError: the data are no consistent plan of this version.
         """
+        # Before anything else, since the same field may mean something else in another format.
         if not isinstance(data, Mapping) or data.get("format") != FORMAT:
             raise PlanError(f"This is no plan of format {FORMAT}. Give a file that plan.save of this version wrote.")
         hints = hints_of(Plan)
@@ -175,6 +177,7 @@ class Plan:
         if missing:
             raise PlanError(f"The plan file lacks {missing}: it is cut off or was edited. Save the plan again.")
         try:
+            # Fields that were added to the format later have their defaults.
             plan = Plan(**{name: _decoded(name, hints[name], data[name]) for name in _decided() if name in data})
             check_plan(plan)
         # A hostile file may nest deeper than the stack of Python.
@@ -300,6 +303,7 @@ def _text_of(graph: Graph, known: dict[Graph, bytes]) -> bytes:
     parts = [repr([(v.shape, v.dtype, v.literal) for v in graph.values]), repr((graph.inputs, graph.outputs))]
     found = [part.encode() for part in parts]
     for op in graph.ops:
+        # By name alone, since values of different types have no order.
         params = sorted(op.params.items(), key=lambda p: p[0])
         found.append(repr((op.primitive, op.operands, op.results, params)).encode())
         for body in op.bodies:
@@ -320,6 +324,7 @@ def _numbers(plan: Plan) -> Iterator[str]:
     """Yield the problems of counts and sizes, which must be small enough for lowering to handle."""
     if not plan.stages:
         yield "it has no stage"
+    # A program has tasks for every stage and micro-batch, so that their product is limited.
     if not 1 <= plan.num_microbatches <= MOST_MICROBATCHES // max(1, len(plan.stages)):
         yield f"it has {plan.num_microbatches} micro-batches in {len(plan.stages)} stages"
     if plan.batch is not None and not all(0 <= dim < _MOST_DIMS for dim in plan.batch.dims.values()):
@@ -328,6 +333,7 @@ def _numbers(plan: Plan) -> Iterator[str]:
         yield f"its batch has {plan.batch.size} samples"
     if not 0 <= plan.loop_parts <= _MOST_PARTS:
         yield f"loops are cut into {plan.loop_parts} parts"
+    # Called for its error about a number of stages that the schedule cannot run.
     plan.schedule.num_processors(len(plan.stages))
 
 
@@ -358,10 +364,12 @@ def _stages(plan: Plan) -> Iterator[str]:
             yield f"{name} has {submesh.num_devices} devices in a mesh of {stage.mesh_shape.num_devices}"
         axes = stage.mesh_shape.axis_names
         for spec in _specs(stage):
+            # An axis may split one dim, or stand for a partial sum, but not both.
             yield from (f"{name}: {problem}" for problem in _misuse((*spec.dims, spec.partial), axes))
         for placement in _placements(stage.ops.values()):
             yield from (f"{name}: {x}" for x in _misuse((*placement.factors, placement.partial), axes))
         yield from (f"{name} {problem}" for problem in _shapes(stage))
+        # Negative ids cannot occur: `codec` accepts digits alone as the keys of mappings.
         if any(op >= len(plan.op_layers) for op in stage.ops):
             yield f"{name} places ops beyond the {len(plan.op_layers)} that there are"
 
@@ -417,6 +425,7 @@ def _prediction(plan: Plan) -> Iterator[str]:
         for each in fields(part):
             value = getattr(part, each.name)
             numbers = value if each.name == "peak_bytes" else (value,) if isinstance(value, float) else ()
+            # NaN satisfies no comparison, so that this refuses it too.
             if not all(0 <= number <= _LARGEST or each.name == "bubble_fraction" for number in numbers):
                 yield f"it predicts {each.name} of {value}"
     if not abs(prediction.bubble_fraction) <= 1:

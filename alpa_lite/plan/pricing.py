@@ -212,6 +212,7 @@ def local_work(kind: PriceClass, cuts: Sequence[int]) -> Work:
     for is_result, number, part in (*access.reads, *access.writes):
         values, dims = (view.results, rule.results) if is_result else (view.operands, rule.operands)
         moved += part * values[number].bytes / _shards(dims[number], cuts)
+    # Under a causal mask the kernel skips the half of the product above the diagonal.
     flops = rule.flops / prod(cuts) * (0.5 if kind.half_masked else 1.0)
     # A matrix product runs at the rate of its operands' dtype, whatever the dtype of its accumulator and result.
     values = (*view.operands, *view.results) if matrix else (*view.results, *view.operands)
@@ -258,6 +259,7 @@ def local_product(rule: Rule, result: Value, cuts: Sequence[int]) -> Product | N
 def has_own_collectives(graph: Graph, op: Op) -> bool:
     """Return whether an op contains collectives under some placement."""
     rule = rule_of_op(graph, op.id)
+    # Sums may stay partial and be reduced later, by a collective of their own.
     return op.effectful or bool(rule.halos) or rule.reduction != "sum"
 
 
@@ -273,6 +275,7 @@ def own_collectives(
     found = _halo_exchanges(rule, placement, graph.operands(op), sizes)
     found += [("all_reduce", shared, float(v.bytes)) for v in graph.results(op) if shared and v.bytes]
     reduced = reduced_axes(rule, placement) if rule.reduction != "sum" else ()
+    # In the order of the mesh, so that the same axes are always the same key.
     axes = tuple(a for a in sizes if a in reduced)
     if not axes:
         return found
@@ -300,6 +303,7 @@ def _halo_exchanges(
         )
         row = item_bytes(value.dtype) * prod(n for d, n in enumerate(block) if d != halo.dim)
         found += [("permute", axes, float(row * rows)) for rows in (halo.before, halo.after) if rows]
+        # A halo along a second dim also carries the corners that the first one has fetched.
         block[halo.dim] += halo.before + halo.after
     return found
 
@@ -344,6 +348,7 @@ class Estimator:
     def reshard(self, array: int, value: Value, steps: tuple[Move, ...], op: Op | None) -> int:
         """Price the moves and return the last one."""
         for step in steps:
+            # A local move takes a part of what each device holds already.
             if not step.is_local:
                 array = self._use(step.kind, step.bytes_factor * value.bytes, step.axes, op, (array,))
         return array
@@ -365,11 +370,13 @@ class Estimator:
                 source=op.source if op else "",
             )
         )
+        # The host launches a collective as it launches a kernel.
         self.calls += self.trips
         return self._add(seconds, "communication", needs)
 
     def _add(self, seconds: float, stream: Stream, needs: Sequence[int], *, streams: bool = False) -> int:
         """Append a stream task that waits for the tasks `needs` and return its number."""
+        # An op may read the same result twice.
         needed = tuple(dict.fromkeys(n for n in needs if n != self.NOTHING))
         self.tasks.append(StreamTask(seconds=seconds, stream=stream, needs=needed, streams=streams))
         return len(self.tasks) - 1
@@ -398,6 +405,7 @@ class Estimator:
             outputs = body_walk(application, wiring, number, walk, list(range(len(operands))))
             pairs = zip(outputs, wiring.outputs[number], strict=True)
             handed_on = [(task, r) for task, r in pairs if r is not None and task != self.NOTHING]
+            # The next trip waits for these tasks at the operands that they replace.
             carried = [(task, wiring.carried[r]) for task, r in handed_on if r in wiring.carried]
             seconds += self._looped(self.tasks, carried, wiring.trips)
         self.trips, self.tasks = trips, tasks
@@ -446,6 +454,7 @@ def _sending_seconds(planned: PlannedTransfer, cost_model: CostModel) -> float:
         hosts = [device // per_host for device in ends]
         for way, device, host in zip(("out", "in"), ends, hosts, strict=True):
             if hosts[0] == hosts[1]:
+                # Inside a host each device has links of its own; hosts have one network that their devices share.
                 within[way, device] += sent
             else:
                 across[way, host] += sent

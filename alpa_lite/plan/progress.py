@@ -57,6 +57,7 @@ class Progress:
 
     def follow(self, follower: Callable[[Progress], None]) -> None:
         """Add a follower, which is called on every change."""
+        # A new tuple, since `_tell` may be going through the old one.
         self._followers += (follower,)
 
     def __call__(self, text: str) -> None:
@@ -95,6 +96,7 @@ class Progress:
         self.done[self.phase] = self.done.get(self.phase, 0) + 1
         left = self.left.get(self.phase)
         if left is not None:
+            # An expectation may have been too low.
             self.left[self.phase] = max(0.0, left - 1)
         self._tell()
 
@@ -110,6 +112,7 @@ class Progress:
         def interrupt(*_: object) -> None:
             if self.interrupted:
                 raise KeyboardInterrupt
+            # A signal handler may run between any two instructions, so that it only leaves a note.
             self.interrupted, self.doing = True, "interrupted: stopping after the current unit of work"
 
         # Only the main thread may set handlers, and a handler that the application installed is left in place.
@@ -128,6 +131,7 @@ class Progress:
         """Call all followers, then raise a delayed `KeyboardInterrupt`."""
         for follower in self._followers:
             follower(self)
+        # Cleared before it is raised: leaving the phases reports again, and must not raise a second one.
         if self.interrupted:
             self.interrupted = False
             raise KeyboardInterrupt
@@ -179,6 +183,7 @@ class Pace:
         if None in left.values() or num_done < FEW:
             return None
         usual = sum(self._seconds.get(phase, 0.0) for phase in left) / num_done
+        # As if each phase had finished FEW more units at the average pace.
         rates = {p: (self._seconds.get(p, 0.0) + FEW * usual) / (done.get(p, 0) + FEW) for p in left}
         found = sum((units or 0.0) * rates[phase] for phase, units in left.items())
         # Subtract the time that the current unit has taken already.

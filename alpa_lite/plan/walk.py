@@ -104,6 +104,7 @@ def specs_of_class(kind: OpClass, factors: tuple[tuple[str, ...], ...], partial:
 
 def linear_group(rule: Rule, operands: Sequence[Value]) -> tuple[int, ...]:
     """Return the operands that a placement may take as partial sums: the linear group with the most elements."""
+    # The larger the operands that stay partial, the more reductions can be put off.
     return max(rule.linear, key=lambda g: sum(operands[i].num_elements for i in g), default=())
 
 
@@ -113,6 +114,7 @@ def raw_result_specs(rule: Rule, placement: OpPlacement) -> tuple[Spec, ...]:
     # Parts of other reductions are combined inside the op, since specs only know partial sums.
     reduced = reduced_axes(rule, placement) if rule.reduction == "sum" else ()
     if reduced or len(partial) > 1:
+        # Specs compare by value, so the same axes must be in the same order.
         partial = tuple(sorted({*partial, *reduced}))
     axes = placement.factors
     return tuple([Spec(tuple([_axes(factors, axes) for factors in dims]), partial) for dims in rule.results])
@@ -138,6 +140,7 @@ def combination(reduction: str, dtype: str) -> tuple[str, int]:
 
 
 def _axes(factors: tuple[int, ...], axes: tuple[tuple[str, ...], ...]) -> tuple[str, ...]:
+    # Most dims hold one factor, and this runs for every placement that is considered.
     if len(factors) == 1:
         return axes[factors[0]]
     return tuple(axis for factor in factors for axis in axes[factor])
@@ -215,10 +218,13 @@ class Walk(Generic[A]):
         # The op is split as the spec says where its rule allows that; the rest is cut locally from the whole result.
         factors: list[tuple[str, ...]] = [()] * len(rule.sizes)
         for axes, dim_factors in zip(spec.dims, rule.results[index], strict=True):
+            # Factors of size 1 ahead of it leave it the outermost one.
             major = next((f for f in dim_factors if rule.sizes[f] > 1), None)
             if axes and major is not None and can_split(rule, major, axes, self.sizes):
                 factors[major] = axes
         raw = raw_result_specs(rule, OpPlacement(factors=tuple(factors)))
+        # Made as a whole sum first: below it becomes the addend of the first device where the reader wants a partial
+        # one.
         placement = OpPlacement(factors=tuple(factors), results=tuple(s.without_partial() for s in raw))
         self.apply(op, placement)
         made, whole = placement.results[index], spec.without_partial()
@@ -286,6 +292,7 @@ def replicated_placement(graph: Graph, op: Op) -> OpPlacement:
     wiring = wiring_of(op)
     if wiring is not None:
         inside = tuple(replicated(v.rank - (i in wiring.scanned)) for i, v in enumerate(graph.operands(op)))
+        # Ops of the bodies without a placement run replicated too (`Walk.run`).
         return OpPlacement(factors=(), results=results, bodies=({},) * len(op.bodies), body_operands=inside)
     rule = rule_of_op(graph, op.id)
     return OpPlacement(factors=((),) * len(rule.sizes), results=results)

@@ -137,6 +137,7 @@ class Auto(Planner):
             raise self._advised(limited, _most_telling([*problems, *manual_problems]))
         plans.sort(key=lambda plan: plan.name != self.name)  # of equally fast plans the one of the search is taken
         best = self._best(limited, plans)
+        # The work of one micro-batch bounds that of more, which read weights more often (`work_floor`).
         bound = least_seconds(request.step_at(1, 0), request.cluster, request.cost_model_for)
         return replace(
             best,
@@ -194,7 +195,7 @@ class Auto(Planner):
         return bool(stages or self.pins or self.schedule or self.remat not in ("auto", "none"))
 
     def _allows(self, plan: Plan) -> bool:
-        """Return True unless one stage was asked for and a manual plan has several."""
+        """Return True unless one stage is requested and a manual plan has several."""
         return len(plan.stages) == 1 or not (self.intra_op_only or self.pipeline == 1)
 
     def _best(self, request: PlanRequest, plans: Sequence[Plan]) -> Plan:
@@ -220,6 +221,7 @@ class Auto(Planner):
         """Return the error, with the cheapest change that would help if memory is the problem."""
         if not request.advise or not isinstance(problem, InfeasibleError):
             return problem
+        # Manual plans would take their time again for every change that is tried.
         alone = replace(self, manual=())
         changes = [*more_microbatches(alone, request, tried=numbers_to_search(request)[-1])]
         return InfeasibleError(f"{problem} {cheapest_fit(changes, more_hosts(alone, request))}")
@@ -238,6 +240,7 @@ class Auto(Planner):
     def _search(self, request: PlanRequest, problems: list[AlpaLiteError]) -> JointSearch:
         space = Space.of(request.cluster)
         if self.intra_op_only or self.inter_op_only:
+            # One stage takes all devices; stages without intra-op parallelism take one device each.
             space = space.only(request.cluster.num_devices if self.intra_op_only else 1)
         # If the number, devices or layers of stages are given, some stages may have little to do in every plan.
         given = self.inter_op_only or self.pipeline or self.layers != "flops" or "layers" in self.equal
@@ -292,6 +295,7 @@ def _fastest(request: PlanRequest, plans: Sequence[Plan]) -> Plan:
             f"No plan can be run on the devices of this process ({len(plans)} tried). The first: {failures[0]}. Leave "
             "measure_top out to take the plan that is predicted to be the fastest."
         )
+    # Plans do not compare, so equal times must not lead to comparing them.
     return min(measured, key=lambda each: each[0])[1]
 
 
@@ -316,12 +320,14 @@ def _others(best: Plan, plans: Sequence[Plan]) -> tuple[tuple[str, float], ...]:
     for plan in plans:
         name, seconds = with_microbatches(plan), plan.prediction.step_seconds
         found[name] = min(seconds, found.get(name, seconds))
+    # The chosen plan is not one of its own alternatives.
     found.pop(with_microbatches(best))
     return tuple(sorted(found.items(), key=lambda other: other[1]))
 
 
 def _most_telling(problems: Sequence[AlpaLiteError]) -> AlpaLiteError:
     infeasible = [p for p in problems if isinstance(p, InfeasibleError)]
+    # The user can act on a lack of memory, while other errors often concern a single manual plan.
     if infeasible:
         return infeasible[0]
     return problems[0] if problems else PlanError("No plan was found and no reason was given.")

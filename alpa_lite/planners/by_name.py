@@ -57,6 +57,7 @@ def options_of(planner: type[Planner]) -> frozenset[str]:
 
 def planner_by_name(name: str, options: Sequence[str]) -> Planner:
     """Return a planner by name with `name=value` options. Raises `PlanError` for unknown names and options."""
+    # Words on a command line are mostly joined by dashes.
     planner = PLANNERS.get(name.replace("-", "_"))
     if planner is None:
         close = get_close_matches(name, PLANNERS, n=1)
@@ -78,6 +79,7 @@ def planner_by_name(name: str, options: Sequence[str]) -> Planner:
         values[key] = fitting[0]
     try:
         return planner(**values)
+    # The constructor of a dataclass names the options that are missing.
     except TypeError as error:
         raise PlanError(
             f"The planner {name!r} needs more options: {error}. Give them as --option NAME=VALUE."
@@ -98,6 +100,7 @@ def _readings(text: str) -> list[object]:
 
 def _wanted(hint: object) -> str:
     """Return a clause that says which values an option takes."""
+    # The arguments of a `Literal` are values; those of a union are types.
     kinds = [hint] if get_origin(hint) is Literal else [hint, *get_args(hint)]
     words = [word for kind, word in _WORDS.items() if kind in kinds]
     words += [f"one of {', '.join(map(str, get_args(kind)))}" for kind in kinds if get_origin(kind) is Literal]
@@ -109,6 +112,7 @@ def _fits(value: object, hint: object) -> bool:
     if get_origin(hint) is Literal:
         return value in get_args(hint)
     if isinstance(value, dict):
+        # Subscripted types are compared: `isinstance` refuses them.
         return Mapping[str, int] in (hint, *get_args(hint))
     # Not `isinstance`: True is an int too, but no number for an option.
     return type(value) in (hint, *get_args(hint))

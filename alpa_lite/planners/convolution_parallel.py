@@ -78,6 +78,7 @@ class ConvolutionParallel(Planner):
         """Return the plan. Raises `PlanError` if no convolution has such dims, or none is divided by a degree."""
         others = {name: getattr(self, name) for name in (*_SPACE, *_KERNELS)}
         total = request.cluster.num_devices
+        # At least 1: `plan_on_mesh` reports degrees that do not make up the cluster.
         axes = {"sample": self.sample or max(1, total // prod(others.values())), **others}
         step = request.best_step((1,), loop_parts=0)
         if step.batch_size is None and axes["sample"] > 1:
@@ -144,6 +145,7 @@ def _spatial(
 ) -> Wanted:
     """Return the axes that split exactly one dim of a value and divide it, each with this dim."""
     found = ((axis, [d for d, node in enumerate(nodes) if node in names[axis]]) for axis in sizes)
+    # An axis cannot split two dims of one value.
     return tuple((axis, dims[0]) for axis, dims in found if len(dims) == 1 and shape[dims[0]] % sizes[axis] == 0)
 
 
@@ -155,6 +157,7 @@ def _exempt(
     for op in graph.ops:
         if op.bodies:
             continue
+        # Ops with bodies have no rule; the ops of their bodies are examined with the graphs of these.
         rule = rule_of_op(graph, op.id)
         for v, dims in zip((*op.operands, *op.results), (*rule.operands, *rule.results), strict=True):
             for node, factors in zip(classes.of_value(graph, v), dims, strict=True):
@@ -212,6 +215,7 @@ class OneWeirdTrick(Planner):
         layout = _whole_but_dense(step, found)
         graph, device = step.graph, request.cluster.device
         whole = sum(graph.values[v].bytes for v in graph.inputs if layout.of(graph, v))
+        # Checked before anything is solved: `Auto` asks for this plan at every number of micro-batches.
         if whole > device.memory_bytes:
             raise InfeasibleError(
                 f"{self.name} does not fit: state of convolutions alone, which every device holds whole, needs "
@@ -236,6 +240,7 @@ def _share_that_pays(found: Sequence[Contraction], num_microbatches: int) -> flo
             weights[graph, op.operands[i]] = sizes[i]
             # Either the operand or the result has to be moved, and the solver takes the smaller one.
             moved = min(size for n, size in enumerate(sizes) if n != i)
+            # A product of two weights has no operand with samples to be moved instead.
             if len(each.weights) == 1 and not _is_convolution(each) and moved * num_microbatches < sizes[i]:
                 paying.add((graph, op.operands[i]))
     return sum(weights[each] for each in paying) / max(1, sum(weights.values()))
@@ -250,11 +255,13 @@ def _whole_but_dense(step: StepGraph, found: Sequence[Contraction]) -> GivenLayo
             (kernels if _is_convolution(each) else dense).add(kind)
     # Gradients may be transposed: the order of dims is ignored.
     transposed = {tuple(sorted(kind)) for kind in dense}
+    # Biases have the last dim of their weights; a dim that kernels have too stays whole.
     made = {kind[-1] for kind in dense} - {node for kind in kernels for node in kind}
 
     def wanted(nodes: tuple[int, ...]) -> Wanted:
         # Optimizer state and gradients have the dims of their weights, and are as free as these.
         free = tuple(sorted(nodes)) in transposed or (bool(nodes) and set(nodes) <= made)
+        # With None for the dim, the axis must split no dim of the value.
         return () if free or not nodes else ((_AXIS, None),)
 
     return GivenLayout(

@@ -81,6 +81,7 @@ def _gradients(step: StepGraph, plan: Plan) -> list[Value]:
         if sums.stored.partial and not sums.resolved.partial
         if (producer := step.graph.producer[v]) is not None and step.phases[producer] is Phase.BACKWARD
     }
+    # Ops are numbered in the order in which they run.
     return [step.graph.values[v] for v in sorted(made, key=made.__getitem__)]
 
 
@@ -95,7 +96,9 @@ def buckets(gradients: Iterable[Value], first_bytes: int, bucket_bytes: int) -> 
         held[value.dtype] = held.get(value.dtype, 0) + value.bytes
         if held[value.dtype] >= limits.setdefault(value.dtype, first_bytes):
             done.append(filling.pop(value.dtype))
+            # Only the first bucket of a dtype is small.
             held[value.dtype], limits[value.dtype] = 0, bucket_bytes
+    # The gradients that are left form buckets that are not full.
     return tuple(map(tuple, [*done, *filling.values()]))
 
 
@@ -161,6 +164,7 @@ class FSDP(Planner):
     def plan(self, request: PlanRequest) -> Plan:
         """Return the plan. Raises `PlanError` if the batch or the devices do not divide."""
         cluster = request.cluster
+        # The axis of replicas is outermost (`Hybrid._mesh`), so that it lies across hosts.
         replicas = cluster.num_hosts if self.hybrid else self.replicas or 1
         hybrid = Hybrid(
             data=cluster.num_devices,

@@ -51,6 +51,7 @@ def microbatch_sizes(num_samples: int, data: int, largest: int) -> Iterator[int]
         return
     last = 0.0
     for size in divisors(num_samples // data):
+        # Sizes closer together differ little in time, and each takes a plan of its own.
         if 1.5 * last <= size <= largest:
             last = size
             yield size
@@ -104,6 +105,7 @@ class GridSearch(Planner):
                 failed[planner.name] = error
         if not found:
             problems = [*failed.values()]
+            # The user can act on a lack of memory, rather than on degrees that do not divide something.
             telling = next((error for error in problems if isinstance(error, InfeasibleError)), problems[0])
             kind = InfeasibleError if isinstance(telling, InfeasibleError) else PlanError
             raise kind(f"Of {len(failed)} grids none works. {telling}")
@@ -139,6 +141,7 @@ class GridSearch(Planner):
                 first = first or error
                 break
             found.append(plan)
+            # Larger micro-batches have longer bubbles: once a step takes longer, it mostly goes on to do so.
             if plan.prediction.step_seconds > shortest:
                 break
             shortest = plan.prediction.step_seconds

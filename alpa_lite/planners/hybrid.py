@@ -130,6 +130,7 @@ class Hybrid(Planner):
         for _, mesh in places:
             check_batch(self, step, mesh)
         if self.remat != "none":
+            # Stages are one layer each so far, but recomputation goes layer by layer.
             layers = subdivided(step, layers)
         traced_layers, per_stage = layers.of_op, layers.num_layers // self.num_stages
         remat = policies_of(step, layers, (Remat(self.remat),) * layers.num_layers)
@@ -146,6 +147,7 @@ class Hybrid(Planner):
             constraints=StageConstraints(
                 restriction=self.restriction(),
                 keeps_gathered=not self.reshard_after_forward,
+                # Parts may differ in their "data" axis alone, which splits no dims of weights by name.
                 layout=weights_layout(step, self.split, places[0][1].axis_sizes),
             ),
             recomputed=Recomputed(remat=remat, traced_layers=traced_layers),
@@ -158,6 +160,7 @@ class Hybrid(Planner):
             solved |= self._solve(costs, request, *places[part], tasks[part])
         stages = [
             StagePlace.nth(i, per_stage, submesh, mesh).with_solution(solved[i])
+            # Interleaved stages go round the parts: stage i runs on part i mod pipeline.
             for i, (submesh, mesh) in zip(range(self.num_stages), cycle(places), strict=False)
         ]
         staged = StagedStep(step=step, layers=layers, stages=stages, schedule=schedule)
@@ -180,6 +183,7 @@ class Hybrid(Planner):
         device = max((group.device for group in cluster.groups), key=lambda d: d.memory_bytes, default=cluster.device)
         # A lower bound: as if all state were split evenly over all axes that may split it.
         total = sum(step.graph.values[v].bytes for v in step.graph.inputs if step.batch_dims[v] is None)
+        # Without ZeRO state is whole along the axes that split nothing but samples or positions.
         whole_on = {"replica"} if self.zero else {"replica", "data", "context"}
         ways = sum(prod(n for axis, n in mesh.axis_sizes.items() if axis not in whole_on) for mesh in meshes)
         if total > ways * device.memory_bytes:
@@ -195,6 +199,7 @@ class Hybrid(Planner):
         """
         if self.pipeline == 1 or batch_size is None:
             return (1,)
+        # With four micro-batches per stage the bubble is (p - 1) / (5p - 1), under a fifth of the time.
         wanted = (4 * self.pipeline, 2 * self.pipeline, self.pipeline, 2)
         return (*(m for m in wanted if batch_size % (m * data) == 0), 1)
 
@@ -241,6 +246,7 @@ class Hybrid(Planner):
         total = request.cluster.num_devices
         self._check_degrees()
         rest = self.pipeline * self.context * self.tensor
+        # At least 1, so that the message below names degrees that could be given.
         data = self.data if self.data is not None else max(1, total // rest)
         if data * rest != total:
             context = f" × {self.context} context" if self.context > 1 else ""
@@ -278,6 +284,7 @@ class Hybrid(Planner):
             "model": self.tensor,
         }
         # The order is that of the devices: the last axis lies over neighbours, where the links are the fastest.
+        # A logical mesh has at least one axis.
         axes = {name: size for name, size in sizes.items() if size > 1} or {"data": 1}
         return LogicalMesh(axis_names=tuple(axes), shape=tuple(axes.values()))
 
@@ -331,11 +338,13 @@ class Hybrid(Planner):
         if self.zero < 3:
             text = "splitting parameters and optimizer state over the data axis (al.planners.FSDP)"
             changes.append(Remedy(text=text, planner=replace(self, zero=3), request=request))
+        # Parts of different sizes have no common degree that could be halved.
         data = 1 if self.devices else batch_ways(self.mesh(request))
         if data % 2 == 0:
             wider = replace(self, tensor=self.tensor * 2, data=data // 2)
             text = f"tensor parallelism over {wider.tensor} devices (al.planners.Hybrid)"
             changes.append(Remedy(text=text, planner=wider, request=request))
+        # Fixed numbers of devices would not cover further hosts.
         return cheapest_fit(changes, more_hosts(replace(self, data=None, devices=()), request))
 
 
@@ -358,6 +367,7 @@ def submeshes_of(cluster: Cluster, sizes: Sequence[int]) -> list[Submesh]:
 
 def batch_ways(mesh: LogicalMesh) -> int:
     """Return the number of parts into which the axes split the batch."""
+    # The context axis splits positions, not samples.
     return prod(mesh.axis_sizes.get(name, 1) for name in ("replica", "data", "expert"))
 
 

@@ -57,6 +57,7 @@ class ManualPlans:
         self._apart = replace(
             self._request, step_at=_no_step, likely_step_at=None, measure=None, progress=Progress(), workers=Workers()
         )
+        # Pairs of planner and number that this process plans itself, which workers need not do again.
         self._asked = set[tuple[int, int]]()
 
     def plans(self, best: Plan | None, *, too_large: Collection[int] = ()) -> Iterator[Plan]:
@@ -123,6 +124,7 @@ class ManualPlans:
     def _least_seconds(self, planner: Planner, number: int) -> float:
         """Return a lower bound on the seconds of a step, however the planner shards it."""
         loop, at_best = self._bounds
+        # The bound on waiting assumes equal devices that work independently.
         alike = not (self._request.cluster.groups or self._request.cluster.shared_processor)
         return at_best + (loop * (planner.slowdown(number) - 1) if alike else 0.0)
 
@@ -154,6 +156,7 @@ def _plan(
 
     try:
         return planner.plan(replace(request, step_at=step_at, num_microbatches=number))
+    # The planner needs a step that was not sent (`_no_step`): the main process makes this plan.
     except LookupError:
         return None
     except AlpaLiteError as error:

@@ -64,9 +64,11 @@ class Megatron(Planner):
         left = max(1, request.cluster.num_devices // (self.pipeline * (self.data or 1)))
         hybrid = Hybrid(
             pipeline=self.pipeline,
+            # Left open where only `tensor` is given: `Hybrid` takes the devices that remain.
             data=self.data,
             tensor=self.tensor or left,
             sequence_parallel=self.sequence_parallel,
+            # "model" is the tensor-parallel axis of `Hybrid`.
             split={"vocab": "model"} if self.vocab_parallel else {},
             schedule=self.schedule,
         )

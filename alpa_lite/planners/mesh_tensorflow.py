@@ -77,6 +77,7 @@ class MeshTensorFlow(Planner):
     def plan(self, request: PlanRequest) -> Plan:
         """Return the plan. Raises `PlanError` for unknown names and axes, and for illegal layouts."""
         step = request.best_step((1,), loop_parts=0)
+        # Axes of one device split nothing, and would multiply the layouts.
         axes = {name: size for name, size in self.mesh.items() if size > 1}
         if self.layout == AUTO:
             classes = DimClasses(step)
@@ -122,6 +123,7 @@ class MeshTensorFlow(Planner):
     def _class_of(self, step: StepGraph, classes: DimClasses, path: str, dim: int) -> int:
         graph = step.graph
         found = [v for v in graph.inputs if graph.values[v].name == path]
+        # A path may be given by its end, if that is unique.
         found = found or [v for v in graph.inputs if graph.values[v].name.endswith(f"/{path}")]
         if len(found) != 1 or not 0 <= dim < graph.values[found[0]].rank:
             shapes = ", ".join(f"{graph.values[v].name} {list(graph.values[v].shape)}" for v in found[:3]) or "none"
@@ -167,6 +169,7 @@ def _wanted(graph: Graph, v: int, split: DimSplit, sizes: Mapping[str, int]) -> 
                     f"({split.names[axis][nodes[dim]]}) is to be split in {parts[dim]}, which does not divide it."
                 )
         found.append((axis, dims[0] if dims else None))
+    # Scalars have no dims, and arrays of random keys are left to the solver.
     return tuple(found) if value.rank and not value.dtype.startswith("key<") else ()
 
 
@@ -228,6 +231,7 @@ def _assigned(
         yield dict(taken)
         return
     name, *rest = names
+    # A name may also have no axis.
     yield from _assigned(rest, fitting, apart, taken)
     for axis in fitting[name]:
         if not any(other == axis and frozenset((name, known)) in apart for known, other in taken.items()):
@@ -252,6 +256,7 @@ class _Memory:
         for life in lives.lives:
             graph = _graph_at(step.graph, life.path)
             summed = not life.path and life.value in sums
+            # The update may scatter a sum when it first reads it; a life cut short keeps the bound a lower one.
             end = min(_first_read(view, lives, life.value, life.end) + 1, life.end) if summed else life.end
             self._add(graph, life.value, life.start, end)
 
@@ -288,6 +293,7 @@ def least_memory(dims: NamedDims, axes: Mapping[str, int], model: CostModel, pla
     memory, found = _Memory(dims, model), list[tuple[float, int, Layout]]()
     for layout in dims.layouts(axes):
         found.append((memory.least(layout, axes), -len(layout), layout))
+        # Checked while they are made: their number grows exponentially with the number of names.
         if len(found) > MOST_LAYOUTS:
             raise PlanError(
                 f"The mesh {dict(axes)} has more than {MOST_LAYOUTS} layouts of the dims of the step. Use fewer axes, "

@@ -76,6 +76,7 @@ class OnMesh(Planner):
         if unknown := [axis for axis in self.batch if axis not in self.axes]:
             raise PlanError(f"batch names the axes {unknown}, but the mesh has {list(self.axes)}.")
         check_results(self.outputs, request.signature.results)
+        # Axes of one device are not part of the logical mesh (`_mesh`).
         roles = {axis: AxisRole.BATCH for axis in self.batch if self.axes[axis] > 1}
         restriction = Restriction(roles=roles, optimizer=BatchSplit.MAY, parameters=BatchSplit.MAY)
         asked = user_mesh(request.step_at(1, 0), request.user_shardings)
@@ -107,6 +108,7 @@ class MeshConstraints:
         """Return the constraints on the values of a step. Raises `PlanError` for pins that do not fit."""
         pins, layout = self.pins, self.layout
         if request.user_shardings.mode == "pin":
+            # Pins given as an option take precedence over the placement of the arguments.
             pins = {**argument_pins(step, request.user_shardings), **pins}
             layout = user_layout(step, axes) if layout is NO_LAYOUT else layout
         pinned = with_results(step, request.signature.results, pins_on_mesh(step, pins, axes), self.outputs, axes)
@@ -131,12 +133,14 @@ def plan_on_mesh(name: str, request: PlanRequest, axes: Mapping[str, int], const
     place = StagePlace(0, 0, submesh, mesh)
     solution = costs.solution(place)
     if solution.choice is None:
+        # Explaining a shortage takes further solves.
         why = costs.shortage(place) if request.advise else None
         raise InfeasibleError(
             f"{name} does not fit: it needs at least {show_bytes(solution.peak_bytes)} per device, but "
             f"{cluster.device.name} has {show_bytes(cluster.device.memory_bytes)}. {show_shortage(why)}Use more "
             "micro-batches, more hosts, or al.planners.Auto, which also tries pipelines."
         )
+    # With one stage all schedules run the same tasks in the same order.
     staged = StagedStep(step=step, layers=layers, stages=[place.with_solution(solution)], schedule=OneFOneB())
     plan = assemble(name, request, staged, started)
     return replace(plan, stages=(replace(plan.stages[0], outputs=given.outputs),))
@@ -209,6 +213,7 @@ def by_path(option: str, tree: object, paths: Sequence[str], empty: Sequence[str
         below = [name for name in paths if _is_in(name, path)]
         if not below and path not in empty:
             near = get_close_matches(path, paths, n=3, cutoff=0.3) or [*paths][:3]
+            # An argument or result that is one array has the empty path.
             meant = f"Did you mean {', '.join(near)}?" if near != [""] else "There is one array, and no container."
             raise PlanError(
                 f"{option} has an entry for {path!r}, but there is no such array. {meant} Write specs as "
@@ -229,6 +234,7 @@ def meshes(tree: object) -> list[dict[str, int]]:
 def dims_of(name: str, spec: object) -> Pin:
     """Return the dims of a spec, each None, an axis or a tuple of axes. Raises `PlanError` for anything else."""
     spec = spec.spec if _is_sharding(spec) else spec
+    # "?" marks something that is no spec, and is refused below together with wrong entries.
     dims = tuple(spec) if isinstance(spec, Iterable) and not isinstance(spec, str) else ("?",)
     entries = [axis for dim in dims for axis in (dim if isinstance(dim, tuple) else (dim,))]
     plain = all(axis is None or type(axis) is str for axis in entries) and "?" not in entries
@@ -353,6 +359,7 @@ class Custom(Planner):
                 f"in_specs has {len(entries)} entries, but the step takes {len(names)} positional "
                 f"arguments ({', '.join(names)}). Give one for each, None where the planner may choose."
             )
+        # No entries at all leave every argument open.
         return dict(zip(names, entries, strict=False))
 
     def _by_rules(self, names: Sequence[str]) -> dict[str, object]:
@@ -368,6 +375,7 @@ class Custom(Planner):
     def _axes(self, trees: Mapping[str, object]) -> Mapping[str, int]:
         found = meshes((trees, self.out_specs))
         if self.mesh is not None:
+            # A mesh of JAX has its sizes in `shape`; a mapping of the user is used as it is.
             shape = cast("Mapping[str, int]", getattr(self.mesh, "shape", self.mesh))
             found.append(dict(shape))
         if not found:

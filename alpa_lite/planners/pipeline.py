@@ -78,6 +78,7 @@ class TorchGPipe(Planner):
         """Return the plan. Raises `PlanError` if there are more stages than layers, or devices cannot be divided."""
         hybrid = Hybrid(
             pipeline=self.pipeline,
+            # torchgpipe runs the forward passes of all micro-batches before the first backward pass.
             schedule=GPipe(),
             equal="layer_flops" if self.balance == "time" else "layer_bytes",
             # GPipe holds the activations of all micro-batches, which mostly fit only if they are recomputed.

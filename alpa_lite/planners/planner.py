@@ -23,6 +23,8 @@ def renamed_options(**names: str) -> Callable[[PlannerClass], PlannerClass]:
     """
 
     def decorate(planner: PlannerClass) -> PlannerClass:
+        # Applied to the finished dataclass: its constructor is wrapped, and the class itself stays the one that was
+        # declared.
         made = planner.__init__
 
         @functools.wraps(made)
@@ -30,7 +32,9 @@ def renamed_options(**names: str) -> Callable[[PlannerClass], PlannerClass]:
             for old in names.keys() & options.keys():
                 message = f"{planner.__name__}({old}=…) is now {planner.__name__}({names[old]}=…)."
                 if names[old] in options:
+                    # Python raises the same error for an argument that is given twice.
                     raise TypeError(f"{message} Both were given.")
+                # Level 2 is the line of the user that makes the planner.
                 warnings.warn(message, DeprecationWarning, stacklevel=2)
                 options[names[old]] = options.pop(old)
             made(self, *args, **options)

@@ -50,6 +50,7 @@ def named_kinds(step: StepGraph, classes: DimClasses, name: str) -> Iterator[tup
 
 def _experts(step: StepGraph, classes: DimClasses, nodes: frozenset[int]) -> Iterator[tuple[Graph, int, int, str]]:
     for each in contractions(step):
+        # A factor that both operands and the result have repeats the product: here once for each expert.
         shared = {f for f in each.factors[-1] if all(f in factors for factors in each.factors)}
         rule = rule_of_op(each.graph, each.op.id)
         for i in each.weights:

@@ -31,6 +31,7 @@ def rare_collection() -> Iterator[None]:
     if before[0] == 0 or all(old >= new for old, new in zip(before, _THRESHOLDS, strict=True)):
         yield
         return
+    # A threshold that the user has raised further is not lowered.
     gc.set_threshold(*(max(old, new) for old, new in zip(before, _THRESHOLDS, strict=True)))
     try:
         yield

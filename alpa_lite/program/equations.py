@@ -45,6 +45,7 @@ def without_dead_ops(program: GraphWithEquations) -> GraphWithEquations:
             needed.update(op.operands)
             kept.append(op)
     kept.reverse()
+    # Inputs stay even if nothing reads them, since callers pass them by position; ops have a fixed number of results.
     needed.update(graph.inputs, *(op.results for op in kept))
     alive = [v for v in graph.values if v.id in needed]
     if len(kept) == len(graph.ops) and len(alive) == len(graph.values):
@@ -110,6 +111,7 @@ def _plain(value: object) -> object:
     # JAX also gives dtypes as scalar types like `jnp.float32`.
     if isinstance(value, np.dtype) or (hasattr(value, "dtype") and isinstance(value, type)):
         return str(np.dtype(value))
+    # Dtypes that JAX adds to those of NumPy have no `np.dtype`.
     if type(value).__module__.startswith("jax") and "DType" in type(value).__name__:
         return str(value)
     return _NO_PLAIN_FORM

@@ -55,6 +55,7 @@ def memoized(
             return subject.__dict__[name][key]
         except KeyError:
             pass
+        # Frozen dataclasses refuse `setattr`, but their `__dict__` is an ordinary dict.
         known: dict[object, Answer] = subject.__dict__.setdefault(name, {})
         known[key] = found = function(subject, *rest, **options)
         return found
@@ -77,6 +78,7 @@ def item_bytes(dtype: str) -> int:
         return _ITEM_BYTES[dtype]
     if dtype.startswith("key<"):
         return _KEY_BYTES.get(dtype, 8)
+    # The digits at the end of these names count bits of exponent and mantissa (float8_e4m3fn).
     if dtype.startswith("float8") or dtype.startswith("float4"):
         return 1
     digits = "".join(c if c.isdigit() else " " for c in dtype).split()
@@ -118,13 +120,14 @@ class Value:
 
     @property
     def is_float(self) -> bool:
-        """True for the dtypes that carry gradients."""
+        """Whether the dtype carries gradients."""
         return self.dtype.startswith(("float", "bfloat", "complex")) and self.dtype != "float0"
 
     def numbered(self, number: int) -> Value:
         """Return the same array under another id."""
         if number == self.id:
             return self
+        # Written out, since `dataclasses.replace` is slower and this runs for every value of a program.
         return Value(
             id=number,
             shape=self.shape,
@@ -303,6 +306,7 @@ def _wiring(primitive: str, num_operands: int, num_results: int, numbers: tuple[
         )
     (num_branches,) = numbers
     return Wiring(
+        # Operand 0 is the index of the branch.
         inputs=(tuple(range(1, num_operands)),) * num_branches,
         outputs=(tuple(range(num_results)),) * num_branches,
         carried={},
@@ -321,6 +325,7 @@ def parts_of(length: int, num_parts: int) -> list[tuple[int, int]]:
     # Parts of one row next to parts of two would be uneven by a factor of two.
     if length < 2 * count:
         count = next(c for c in range(count, length + 1) if length % c == 0)
+    # Rounded up, so that the larger parts come first.
     ends = [-(-i * length // count) for i in range(count + 1)]
     return [*pairwise(ends)]
 
@@ -334,6 +339,7 @@ def accumulators(op: Op, wiring: Wiring) -> dict[int, int]:
     found: dict[int, int] = {}
     for r, i in wiring.carried.items():
         # A while loop has its condition first; that reads the carried values as well.
+        # Only the last body makes the value that is carried on.
         *others, body = op.bodies
         if any(_read(other, inputs, i) for other, inputs in zip(others, wiring.inputs, strict=False)):
             continue
@@ -371,6 +377,7 @@ def verify(graph: Graph) -> Graph:
             if item.id != position:
                 raise VerificationError(f"The {what} at position {position} has the number {item.id}.")
     verified = set[Graph]()
+    # Literals have no producer, and may be read from the start.
     known = set(graph.inputs) | {v.id for v in graph.values if v.literal is not None}
     for op in graph.ops:
         unmade = [str(graph.values[v]) for v in op.operands if v not in known]

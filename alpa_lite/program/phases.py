@@ -42,7 +42,7 @@ class Phase(Enum):
 
     @property
     def in_loop(self) -> bool:
-        """True for ops that run once per micro-batch."""
+        """Whether ops of this phase run once per micro-batch."""
         return self in (Phase.FORWARD, Phase.BACKWARD)
 
 
@@ -156,6 +156,7 @@ def check_same_structure(full: Graph, other: Graph) -> None:
                 "code does not look at the batch size; use num_microbatches=1 otherwise."
             )
         for pair in zip(a.bodies, b.bodies, strict=True):
+            # Many loops may share a body, which is compared once.
             if pair not in checked:
                 check_same_structure(*pair)
                 checked.add(pair)
@@ -236,6 +237,7 @@ def _has_transposed_bodies(graph: Graph) -> bool:
 
 def _sums_gradients(graph: Graph, loop: set[int], batch: Sequence[int | None]) -> bool:
     """Return whether the loop has a result without a batch dim that has the shape and dtype of such an argument."""
+    # A gradient has the shape and dtype of its parameter.
     forms = {(v.shape, v.dtype) for v in map(graph.values.__getitem__, graph.inputs) if v.rank and batch[v.id] is None}
     outputs = set(graph.outputs)
     return any(
@@ -340,6 +342,7 @@ def weight_gradient_ops(step: StepGraph, ops: Iterable[int]) -> frozenset[int]:
     # Readers have higher ids, so that one pass from the end suffices.
     for op_id in reversed(mine):
         readers = (c for r in graph.ops[op_id].results for c in graph.consumers[r])
+        # Another stage may wait for a result directly, or through later ops of this stage.
         if any(c in awaited or (c not in here and phases[c].in_loop) for c in readers):
             awaited.add(op_id)
     return here - awaited

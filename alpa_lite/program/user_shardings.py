@@ -34,6 +34,7 @@ class UserSharding:
 
     mesh: tuple[tuple[str, int], ...]
     dims: tuple[tuple[str, ...] | None, ...]
+    # The same layout demanded on two lines is one layout.
     source: str = field(default="", compare=False)
 
     @property

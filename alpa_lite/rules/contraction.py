@@ -44,7 +44,7 @@ _CORE_RANK = {
 def dot_general(view: OpView) -> Rule:
     """Return a rule in which batch and free dims pass and contracted dims are reductions.
 
-    The dims of the result are those of the batch, then the free ones of the left, then of the right operand.
+    The dims of the result are the batch dims, then the free dims of the left and then of the right operand.
     """
     lhs, rhs = view.operands
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = _dot_dims(view.params["dimension_numbers"])
@@ -54,7 +54,7 @@ def dot_general(view: OpView) -> Rule:
     batch = {d: b.factor(lhs.shape[d]) for d in lhs_batch}
     inner = {d: b.factor(lhs.shape[d], contracted) for d in lhs_contract}
     lhs_factors = [batch.get(d, inner.get(d, -1)) for d in range(lhs.rank)]
-    # Free factors are numbered after batch and contracted ones, those of the left operand first.
+    # Free factors are numbered after batch and contracted ones, the left operand first.
     lhs_factors = [f if f >= 0 else b.factor(lhs.shape[d]) for d, f in enumerate(lhs_factors)]
     known = dict(zip((*rhs_batch, *rhs_contract), [*batch.values(), *inner.values()], strict=True))
     rhs_factors = [known[d] if d in known else b.factor(n) for d, n in enumerate(rhs.shape)]

@@ -169,7 +169,7 @@ def fusion_groups(graph: Graph, *, within_calls: bool = False) -> tuple[int, ...
 
 
 def _one_call(made_by: Op, op: Op) -> bool:
-    """Return True for an op and its reader for which a library has one call: those of one named scope, or one line.
+    """Return True for an op and its reader that a library runs in one call: both in one named scope, or on one line.
 
     Parts of arrays are views, and their gradients are assembled by the reader.
     """

@@ -163,7 +163,7 @@ def moves(spec: Spec, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Itera
         # Only the minor-most axis: its blocks are adjacent, while a gather along any other axis would interleave them.
         axis, shorter = axes[-1], _with(spec.dims, dim, axes[:-1])
         gathered = Spec(shorter, spec.partial)
-        # The bytes are those of the gathered result, by the convention of `cost_models.work`.
+        # The bytes are the size of the gathered result, by the convention of `cost_models.work`.
         yield Move(kind=MoveKind.ALL_GATHER, axes=(axis,), dim=dim, spec=gathered, bytes_factor=local * sizes[axis])
         for target in _can_split(block, sizes[axis]):
             if target != dim:

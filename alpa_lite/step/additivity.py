@@ -101,6 +101,7 @@ class _OuterProgram:
             self.graph, self.graph.inputs, [self._input(v, runs.get(v, 1)) for v in self.graph.inputs]
         )
         self.marks: dict[int, Marks] = {}
+        # Literals are known before the loop.
         self.of_data = {v.id for v in self.graph.values if v.literal is not None} | set(of_data)
         # For each value that is complete only after the loop: the reductions over the batch from which it follows.
         self.origins: dict[int, frozenset[int]] = {}
@@ -124,6 +125,7 @@ class _OuterProgram:
         refusals = [r.refusal for v in self.graph.outputs if (r := self._returned(v)).refusal is not None]
         hoisted = self._hoisted() if self.hoistable else ()
         relations = tuple([self.table.get(v.id, INVARIANT) for v in self.graph.values])
+        # One line of the user's code often spoils many outputs.
         return Proof(relations=relations, marks=self.marks, hoisted=hoisted, refusals=tuple(dict.fromkeys(refusals)))
 
     def _returned(self, v: int) -> Relation:
@@ -142,6 +144,7 @@ class _OuterProgram:
     def _read(self, op: Op) -> None:
         """Derive the relations of the results of an op."""
         relations = [self.table[v] for v in op.operands]
+        # An effect must not move in front of the loop.
         data = not op.effectful and self.of_data.issuperset(op.operands)
         if data:
             self.of_data.update(op.results)
@@ -188,6 +191,7 @@ class _OuterProgram:
 
         A sum over the batch is not complete inside the loop, unless it is a sum of data and can be computed before.
         """
+        # A loop may carry the sum on, and a scatter adds to its first operand: neither needs the total.
         goes_on_adding = op.bodies or (op.primitive.startswith(_ONTO_SUMS) and v == op.operands[0])
         if not relation.is_reduced and relation.kind is not RelationKind.AFTER:
             return relation

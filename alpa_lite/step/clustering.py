@@ -87,6 +87,7 @@ def cluster_contiguous(
     runs = _Runs.of(_inflow_bytes(num_ops, flows), ends, limit)
     even = runs.of_at_least(LEAST_SHARE * float(ends[-1]) / num_layers)
     bottleneck = _least_bottleneck(even, num_layers)
+    # No cut gives each layer its least share of the work: that condition is dropped.
     if np.isinf(bottleneck):
         even, bottleneck = runs, _least_bottleneck(runs, num_layers)
     firsts = _cut(even, num_layers, bottleneck)
@@ -197,6 +198,7 @@ def _cut(runs: _Runs, num_layers: int, bottleneck: float) -> list[int]:
     firsts = [runs.begin.size]
     for choice in reversed(chosen):
         firsts.append(int(choice[firsts[-1] - 1]))
+    # The list runs from the end of the last layer back to the first op of the first one.
     return firsts[:0:-1]
 
 
@@ -260,6 +262,7 @@ def subdivided(step: StepGraph, layers: Layers, *, imbalance: float = 0.3) -> La
     loops = {loop for loop in forward_loops(step) if contractions(graph, graph.ops[loop])}
     heavy = sum(contractions(graph, op) for ops in forward for op in ops if op.id not in loops)
     units = len(loops) + ceil(heavy / CONTRACTIONS_PER_PART)
+    # No layer can be cut into more parts than it has ops.
     count = max(1, min(MAX_LAYERS, round(units / layers.num_layers), *map(len, forward)))
     of_op: list[int | None] = [None] * len(graph.ops)
     for layer, ops in enumerate(forward):
@@ -288,6 +291,7 @@ def _flows(graph: Graph, index: Mapping[int, int]) -> list[Flow]:
         (here, index[consumer], float(graph.values[v].bytes))
         for op, here in index.items()
         for v in graph.ops[op].results
+        # Free values are made where they are read, so that they never flow.
         if v not in free
         for consumer in graph.consumers[v]
         if consumer in index and index[consumer] != here

@@ -28,7 +28,7 @@ TRANSFER_MODULES = (transfer_indexing, transfer_layout)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Marks:
-    """How an op differs from the traced one where it runs in micro-batches.
+    """The differences between a traced op and the op that runs in micro-batches.
 
     Attributes:
         once: numbers of the operands that are replaced by zeros in all micro-batches but the first.
@@ -127,6 +127,7 @@ class Interpreter:
         """Return the relations of the results of an op, and its marks."""
         touches = program.touching[op.id]
         if not touches and all([r.is_same for r in relations]):
+            # Zeros are a sum over micro-batches too, so that a loop may start adding from them.
             zero = all([is_zero(program.full, r) for r in op.results])
             return (ZERO if zero else INVARIANT,) * len(op.results), _UNMARKED
         wiring = wiring_of(op)
@@ -188,6 +189,7 @@ class Interpreter:
     ) -> tuple[tuple[Relation, ...], Marks]:
         """Return the relations of the results of a loop or a conditional, and its marks."""
         site = self.site(program, op, relations)
+        # The reason is passed on, since it names the line at which samples were mixed.
         broken = next((r for r in relations if r.kind is RelationKind.MIXED), None)
         if broken is not None:
             return (broken,) * len(op.results), Marks()
@@ -196,11 +198,13 @@ class Interpreter:
         if any(r.kind is RelationKind.AFTER or (r.is_reduced and r.dim >= 0) for r in relations):
             return site.refused(AGAIN).results, Marks()
         if op.primitive == "scan":
+            # Only a scan over samples may run fewer trips in a micro-batch.
             lengths = op.params["length"], site.other.params["length"]
             if lengths[0] != lengths[1]:
                 return self.over_samples(program, site, wiring)
             if op.params["reverse"] != site.other.params["reverse"]:
                 return site.refused("runs in the other direction at another batch size").results, Marks()
+        # Operand 0 is the index of the branch.
         if op.primitive == "cond" and not relations[0].is_same:
             return site.refused("branches on a value that differs between micro-batches").results, Marks()
         return self.trip_by_trip(program, site, wiring)
@@ -217,6 +221,7 @@ class Interpreter:
                 return site.refused("goes over samples in as many trips as the full batch").results, Marks()
         once: dict[int, None] = {}
         while True:
+            # Several branches make the same results, which are joined below; None stands for none so far.
             results: list[Relation | None] = [None] * len(op.results)
             marks: list[BodyMarks] = []
             for number in range(len(op.bodies)):
@@ -252,6 +257,7 @@ class Interpreter:
                 continue
             begins, makes = inside[i], results[r]
             if begins.kind is RelationKind.INVARIANT and makes.kind is RelationKind.SUM and counts_once(site.op, i):
+                # Where a sum starts from is added in the first micro-batch only, so that it counts once.
                 once[i] = None
                 begins = makes
             refusal = site.refusal("carries a value that combines differently over micro-batches after each trip")
@@ -270,6 +276,7 @@ class Interpreter:
             return None
         if relation.kind is RelationKind.MIXED:
             return relation.refusal
+        # The full batch goes on while any micro-batch does; samples that are done keep their values.
         if relation.kind is RelationKind.MAX and same_while_guard(op) and same_while_guard(site.other):
             return None
         return site.refusal("continues depending on a value that differs between micro-batches")
@@ -312,7 +319,7 @@ class Interpreter:
         return tuple(results), Marks(once=tuple(once), looked_into=True, bodies=(marks,))
 
     def _stacked_samples(self, relation: Relation, runs: set[int | None], site: Site) -> Relation:
-        """Return the relation of a stacked result from that of its row: samples along the leading dim."""
+        """Derive the relation of a stacked result from the relation of its row: samples along the leading dim."""
         if relation.is_same:
             return samples(0, next(iter(runs), 1))
         return relation if relation.kind is RelationKind.MIXED else mixed(site.refusal(_RUNNING))

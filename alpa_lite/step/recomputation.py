@@ -47,9 +47,10 @@ def originals(step: StepGraph) -> dict[int, tuple[int, ...]]:
 
 
 def _number(graph: Graph, numbers: dict[int, Hashable], value: int) -> Hashable:
-    """Return the number of a value: that of its computation, or a key for a literal or an input."""
+    """Return the number of a value: the key of its computation, or a key for a literal or an input."""
     literal = graph.values[value].literal
     if literal is not None:
+        # The text tells -0.0 from 0.0, and is equal for two NaNs.
         return ("literal", repr(literal), graph.values[value].dtype)
     return numbers.get(value, ("input", value))
 
@@ -57,6 +58,7 @@ def _number(graph: Graph, numbers: dict[int, Hashable], value: int) -> Hashable:
 def _static(op: Op, texts: dict[int, str]) -> tuple[str, ...]:
     """Return a key that is equal for ops with equal parameters and bodies."""
     if id(op.params) not in texts:
+        # The graph holds the parameters, so that their id is not reused meanwhile.
         texts[id(op.params)] = repr(sorted(op.params.items()))
     return (texts[id(op.params)], *map(_static_body, op.bodies))
 
@@ -87,6 +89,7 @@ def read_originals_across(step: StepGraph, of_op: Sequence[int | None]) -> StepG
     def source(value: int, here: int) -> int:
         if value not in known or not 0 <= layer_of(value) < here:
             return value
+        # Of several equal values, that of the nearest layer.
         return max((v for v in known[value] if layer_of(v) <= here), key=layer_of, default=value)
 
     ops: list[Op] = []
@@ -105,7 +108,7 @@ def read_originals_across(step: StepGraph, of_op: Sequence[int | None]) -> StepG
 
 
 class Remat(StrEnum):
-    """What the backward pass of a layer recomputes.
+    """The values that the backward pass of a layer recomputes.
 
     NONE        nothing: the step as it is written
     SELECTIVE   all but results of contractions with weights (those of attention have few FLOPs and large results)
@@ -124,6 +127,7 @@ def keeps_results(policy: Remat, graph: Graph, op: Op, batch_dims: Sequence[int 
     if policy is not Remat.SELECTIVE:
         return policy is Remat.NONE
     if op.bodies:
+        # The results of a loop or branch are stored or recomputed as a whole.
         return any(_is_contraction(body, inner) for outer in op.bodies for body, inner in outer.walk())
     weights = (v for v in graph.operands(op) if batch_dims[v.id] is None and v.is_float and v.rank > 1)
     return _is_contraction(graph, op) and any(weights)

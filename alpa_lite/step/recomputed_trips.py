@@ -56,6 +56,7 @@ class Copier:
     def barrier(self, value: int, source: str) -> int:
         """Append an `optimization_barrier` for a value and return the id of its result."""
         held = self.new_value(*self.like[value])
+        # `emit` gives it its number, operand and result.
         op = Op(id=0, primitive="optimization_barrier", operands=(), results=(), params={}, source=source)
         self.emit(op, (value,), (held,), None)
         return held
@@ -129,6 +130,7 @@ def _forward_loops(step: StepGraph, of_op: Sequence[int | None], backward: Op) -
     for v in backward.operands[_first_scanned(backward) :]:
         producer = graph.producer[v]
         op = graph.ops[producer] if producer is not None else None
+        # A trip with an effect must not run a second time.
         if op is None or op.primitive != "scan" or op.effectful or step.phases[op.id] is not Phase.FORWARD:
             continue
         if of_op[op.id] == of_op[backward.id] and op.params["length"] == backward.params["length"]:
@@ -190,6 +192,7 @@ class _LoopRewriter:
         """Return the rewritten step."""
         forward = frozenset(self.forward)
         if not self.origins:
+            # The step itself, with everything that is memoized on it.
             return Looped(step=self.step, forward=forward, origins={})
         made = replace(
             self.step,
@@ -245,6 +248,7 @@ class _LoopRewriter:
         read = tuple(sorted(inputs[v] for v in frontier if v in inputs and inputs[v] not in carries))
         there = {body.outputs[r]: r for r in range(num_carry, len(f.results)) if r not in ended}
         stacked = {v: there.get(v) for v in frontier if v not in inputs or inputs[v] in carries}
+        # Bytes of one trip are compared, since both loops run equally many.
         gained = sum(body.values[body.outputs[r]].bytes for r in ended)
         if gained <= sum(body.values[v].bytes for v, r in stacked.items() if r is None):
             return None
@@ -286,6 +290,7 @@ class _LoopRewriter:
         self.values.append(Value(id=len(self.values), shape=(length, *like.shape), dtype=like.dtype))
         self.full_shapes.append((length, *scope.full_shapes[value]))
         dim = scope.batch_dims[value]
+        # The trips are a new leading dim.
         self.batch_dims.append(None if dim is None else dim + 1)
         return len(self.values) - 1
 

@@ -164,6 +164,7 @@ def join(a: Relation, b: Relation, otherwise: Refusal) -> Relation:
     if a == b:
         return a
     if a.kind is RelationKind.MIXED or b.kind is RelationKind.MIXED:
+        # A reason that is there already is nearer to the cause than `otherwise`.
         return a if a.kind is RelationKind.MIXED else b
     if b.kind in _ABOVE.get(a.kind, ()):
         return b
@@ -175,5 +176,6 @@ def join(a: Relation, b: Relation, otherwise: Refusal) -> Relation:
         except Disagreement:
             return mixed(otherwise)
     if a.kind is b.kind is RelationKind.RUNNING and a.total[0] == b.total[0] and "" in (a.total[1], b.total[1]):
+        # A total to which nothing was added yet agrees with every reduction.
         return a if a.total[1] else b
     return mixed(otherwise)

@@ -109,6 +109,7 @@ class _StepWriter:
             if self.step.phases[op.id] is not Phase.BACKWARD or here is None:
                 continue
             reads.setdefault(here, []).extend(op.operands)
+            # Another layer may be on another stage, which cannot recompute the value.
             self.stored |= {v for v in op.operands if self._home(v) != here}
         for op in graph.ops:
             layer = self.layer_of[op.id] if self.step.phases[op.id] is Phase.FORWARD else None
@@ -136,6 +137,7 @@ class _StepWriter:
         def is_made_again(value: Value) -> bool:
             return value.id not in self.again and self._is_made_again(value.id, layer)
 
+        # Ids ascend in program order.
         return sorted(closure(self.graph, reads, is_made_again))
 
     def write(self, op: Op) -> None:
@@ -160,6 +162,7 @@ class _StepWriter:
         operands = [self._operand(v, layer, op.source) for v in op.operands]
         results = [self.copier.new_value(self.graph, r) for r in op.results]
         self.again.update(zip(op.results, results, strict=True))
+        # A copy runs with the backward pass, for which it is made.
         self._append(op, operands, results, layer, Phase.BACKWARD)
 
     def _operand(self, value: int, layer: int, source: str) -> int:

@@ -80,6 +80,7 @@ def _merged(at_full: _Body, at_small: _Body, marks: BodyMarks, memo: dict[object
     """Merge a graph or body at both sizes; merged bodies are memoized in `memo`."""
     (full, of_full), (small, of_small), marked = at_full, at_small, dict(marks)
     pairs = zip(full.values, small.values, strict=True)
+    # Scalars have the same shape at both sizes, so that literals are those of the full batch.
     values = tuple([v if v.shape == w.shape else w for v, w in pairs])
     ops: list[Op] = []
     equations: list[Equation] = []
@@ -117,6 +118,7 @@ def _with_bodies(
     bodies: list[_Body] = []
     for number, inner_marks in enumerate(mark.bodies):
         at_full, at_small = ((op.bodies[number], equation.bodies[number]) for op, equation in (one, other))
+        # Loops that share their body at both sizes, with equal marks, go on sharing one.
         key = (at_full[0], at_small[0], inner_marks)
         if key not in memo:
             memo[key] = _merged(at_full, at_small, inner_marks, memo)
@@ -145,7 +147,7 @@ def _apart(full: Graph, small: Graph, equations: Sequence[Equation], memo: dict[
 
 
 OnNonAdditive = Literal["refuse", "mean_of_means"]
-"""What to do with a step that is no sum over its samples: refuse to split it, or average over micro-batches."""
+"""The treatment of a step that is no sum over its samples: refusal, or an average over micro-batches."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,6 +190,7 @@ def by_micro_batch(array: Array, dim: int, runs: int, num_microbatches: int) -> 
     """
     shape = np.shape(array)
     cut = (*shape[:dim], runs, num_microbatches, shape[dim] // (runs * num_microbatches), *shape[dim + 1 :])
+    # Arrays of JAX have a sharding; arrays of NumPy stay on the host.
     library = jnp if hasattr(array, "sharding") else np
     return library.swapaxes(library.reshape(array, cut), dim, dim + 1).reshape(shape)
 
@@ -371,6 +374,7 @@ def _aliases(traced: Traced, parted: PartedProgram) -> dict[int, int]:
     graph = parted.program.graph
     inputs = {(part.leaf, part.rows): v for v, part in zip(graph.inputs, parted.input_parts, strict=True)}
     pairs = {
+        # A part of the new state replaces the same rows of the old one; -1 is the number of no leaf.
         v: inputs.get((traced.aliases.get(part.leaf, -1), part.rows))
         for v, part in zip(graph.outputs, parted.output_parts, strict=True)
         if graph.producer[v] is not None
@@ -487,6 +491,7 @@ def _refuse_effects(full: PartedProgram, other: PartedProgram) -> None:
     if not any(op.effectful for op in graph.ops):
         return
     loop = loop_ops(graph, batch_dims(graph, other.program.graph))
+    # An effect whose result the loop reads would run with it.
     loop |= effects_before(graph, loop)
     for op in graph.ops:
         if op.id in loop and op.effectful:
@@ -562,5 +567,6 @@ def _probe_sizes(size: int) -> tuple[int, ...]:
 
     Several are returned, since JAX may choose other algorithms at some sizes.
     """
+    # Sizes that divide the batch come first: the search needs these traces for micro-batches as well.
     smaller = [size // p for p in range(2, size) if size % p == 0]
     return tuple(dict.fromkeys((*smaller[:2], 2 * size, 3 * size, *smaller[2:3])))

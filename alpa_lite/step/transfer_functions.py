@@ -51,6 +51,7 @@ SIZES: Mapping[str, frozenset[str]] = {
     "split": frozenset(("sizes",)),
     "tile": frozenset(("reps",)),
     "pallas_call": frozenset(("grid_mapping", "out_avals", "cost_estimate", "sizes", "flops")),
+    # With one kernel per sample, `vmap` makes the batch a part of the groups.
     "conv_general_dilated": frozenset(("feature_group_count", "batch_group_count", "lhs_shape", "rhs_shape")),
 }
 
@@ -162,6 +163,7 @@ def transfer(site: Site) -> Transferred:
     """Return the relations of the results of an op that touches the batch and has no bodies."""
     for relation in site.operands:
         if relation.kind is RelationKind.MIXED:
+            # The first reason is passed on, since it names the line at which samples were mixed.
             return Transferred(results=(relation,) * len(site.op.results))
     if site.op.effectful:
         return site.refused("has an effect, once per micro-batch")
@@ -219,6 +221,7 @@ def _alike(a: Any, b: Any) -> bool:
         return True
     if type(a) is not type(b):
         return False
+    # Open and closed jaxprs compare by identity.
     if hasattr(a, "eqns") or hasattr(a, "jaxpr"):
         return str(a) == str(b)
     try:
@@ -241,7 +244,7 @@ def by_rule(site: Site) -> Transferred:
 
 
 def through_factor(site: Site) -> Transferred:
-    """Do the same as `by_rule` for an op that may use positions along other dims."""
+    """Return the relations as `by_rule` does, for an op that may use positions along other dims."""
     rule = rule_of_op(site.full, site.op.id)
     factor = _batch_factor(site, rule)
     if factor is None:
@@ -286,6 +289,7 @@ def _batch_factor(site: Site, rule: Rule) -> int | None:
     # All arrays of samples must share the factor, so that those of the first are all candidates.
     for factor in held[0] if held else ():
         sizes = list(rule.sizes)
+        # Only this factor may shrink: all shapes of the micro-batch must follow from it.
         sizes[factor], rest = divmod(sizes[factor], site.count)
         if not rest and _has_shapes(site, rule, sizes):
             return factor
@@ -322,6 +326,7 @@ def _runs_in_factor(site: Site, rule: Rule, factor: int) -> list[int | None]:
         _, rows = site.runs(i)
         if relation.blocks % before or rows % after:
             raise _NotWhole
+        # The factors ahead of this one in the dim repeat its runs.
         found.append(relation.blocks // before)
     return found
 

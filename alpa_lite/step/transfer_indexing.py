@@ -54,6 +54,7 @@ def _picks_own_rows(site: Site, columns: Sequence[int]) -> bool:
     (operand, indices), fact = site.operands[:2], site.operands[1].fact
     if indices.kind is not RelationKind.SAMPLES or len(columns) != 1 or not isinstance(fact, Own):
         return False
+    # If all elements are own numbers, index vectors of one element hold them in column 0.
     held = (0,) if fact.columns is None and site.value(1).shape[-1] == 1 else fact.columns or ()
     # With several runs, the rows of a micro-batch are not consecutive in the full batch, and no shift gives their
     # place.
@@ -112,6 +113,7 @@ def scatter(site: Site) -> Transferred:
     except Disagreement:
         return site.refused(ORDERS)
     hidden = ints(site.op.params["dimension_numbers"]["inserted_window_dims"])
+    # Each sample must fill exactly its own row: the batch dim of the operand may not be part of the window.
     if operand.dim not in hidden or updates.dim != _written_dim(site):
         return site.refused(_WRITES)
     return Transferred(results=(samples(operand.dim, 1),), own_columns=columns)
@@ -127,6 +129,7 @@ def _written_dim(site: Site) -> int:
 def _into_one(site: Site) -> Transferred:
     """Return the relations of a write of samples into an array without batch dim."""
     operand, combined = site.operands[0], _ADDING.get(site.op.primitive)
+    # Micro-batches write one after another, and the full batch in an order that XLA does not define.
     if combined is None:
         return site.refused("lets one sample overwrite what another wrote")
     # An array that holds a part of the same sum (or extreme) may be added to like any other.
@@ -153,6 +156,7 @@ def dynamic_slice(site: Site) -> Transferred:
     full, small = (ints(params["slice_sizes"]) for params in (site.op.params, site.other.params))
     if any(n != m for d, (n, m) in enumerate(zip(full, small, strict=True)) if d != operand.dim):
         return site.refused("takes a part that follows the batch size")
+    # A window over some samples only would lie in some of the micro-batches.
     if full[operand.dim] != site.value(0).shape[operand.dim] or site.batch_dim() != operand.dim:
         return site.refused(_PICKS)
     return through_factor(site)

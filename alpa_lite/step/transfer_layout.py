@@ -46,6 +46,7 @@ def iota(site: Site) -> Transferred:
     dim = site.batch_dim()
     if dim is None or dim == ODD:
         return site.refused(MIXES)
+    # All samples then have the same row, so that every number of runs is valid.
     if site.op.params["dimension"] != dim:
         return one(samples(dim, None))
     rows = site.small_result().shape[dim]
@@ -179,6 +180,7 @@ def _column_fact(site: Site, joined: int) -> Fact:
             own = range(width) if relation.fact.columns is None else relation.fact.columns
             columns += [first + c for c in own]
         first += width
+    # Own numbers of arrays of different lengths shift by different amounts.
     return Own(rows.pop(), tuple(columns)) if len(rows) == 1 else None
 
 
@@ -209,6 +211,7 @@ def _whole_runs(site: Site, rows: tuple[int, int], small: tuple[int, int]) -> Re
     """Return SAMPLES for rows (first, last + 1) along the batch dim at both sizes, or None if they divide a run."""
     source = site.operands[0]
     count, length = site.runs(0)
+    # Rows that are all alike may be cut anywhere: the part counts as one run.
     if source.blocks is None:
         length = small[1] - small[0]
     if (
@@ -233,6 +236,7 @@ def slice_(site: Site) -> Transferred:
     if source.kind is not RelationKind.SAMPLES:
         return site.refused(AGAIN)
     (full, small) = site.op.params, site.other.params
+    # None stands for strides of 1.
     strides = full.get("strides") or (1,) * rank
     ends = ("start_indices", "limit_indices")
     if any(full[name][d] != small[name][d] for name in ends for d in range(rank) if d != dim):
@@ -246,6 +250,7 @@ def slice_(site: Site) -> Transferred:
         part = _every_row(site, strides[dim])
     if part is None:
         return site.refused("picks samples of the batch by their numbers")
+    # A slice of the last dim renumbers the columns that hold own numbers.
     cut = isinstance(part.fact, Own) and part.fact.columns and site.value(0).shape[-1] != site.result().shape[-1]
     return one(part._replace(fact=None) if cut else part)
 
@@ -288,9 +293,11 @@ def _padded(site: Site, source: Relation, dim: int) -> Transferred:
     # Each row has `interior` rows of padding of its own, so that all samples are alike.
     if interior and low + high == interior and tuple(small) == (low, high, interior):
         return one(samples(dim, count))
+    # The micro-batches together must have as much padding as the full batch.
     in_proportion = all(n == m * site.count for n, m in zip((low, high), small[:2], strict=True))
     if interior or not in_proportion or min(low, high) < 0 or any(n % length for n in small[:2]):
         return site.refused("adds padding between samples")
+    # Padding counts as runs of the same length as the others.
     before, after = small[0] // length, small[1] // length
     return one(samples(dim, before + (1 if count is None else count) + after))
 
@@ -325,6 +332,7 @@ def keeps_numbers(site: Site) -> Transferred:
     found, (source, *_) = by_rule(site), site.operands
     (result,) = found.results
     in_place = site.op.primitive in ("convert_element_type", "copy", "stop_gradient")
+    # Columns are counted along the last dim, which the other ops may move or remove.
     known = isinstance(source.fact, Own) and (source.fact.columns is None or in_place)
     if known and result.kind is RelationKind.SAMPLES and site.result().dtype in WIDE:
         return one(result._replace(fact=source.fact))
@@ -336,6 +344,7 @@ def compared(site: Site) -> Transferred:
     """Return the relation by the rule; comparing own numbers with zero is decided, since none is negative."""
     found = by_rule(site)
     (result,) = found.results
+    # JAX compares an index with 0 to count negative ones from the end; here the outcome is known.
     is_own = isinstance(site.operands[0].fact, Own) and site.operands[0].fact.columns is None
     if result.kind is RelationKind.SAMPLES and is_own and site.value(1).literal == 0:
         return one(result._replace(fact=site.op.primitive == "ge"))

@@ -39,6 +39,7 @@ class _Aligner:
     def __init__(self, one: Graph, other: Graph, inputs: Mapping[int, int]) -> None:
         self.one, self.other = one, other
         self.same = dict(inputs)
+        # Each value of the second program is the counterpart of one value at most.
         self.taken = set(inputs.values())
         self.below: Same = {}
         self.looks = [[_look(g, op) for op in g.ops] for g in (one, other)]
@@ -71,9 +72,11 @@ class _Aligner:
         for total in range(1, _WINDOW + 1):
             for own in range(total + 1):
                 start = (i + own, j + total - own)
+                # Reaching both ends at once counts as a match, so that unlike tails are skipped.
                 ends = start == (len(self.one.ops), len(self.other.ops))
                 if ends or all(self._alike_or_over(start[0] + k, start[1] + k) for k in range(_RUN)):
                     return start
+        # Without a match in the window this pair is given up; the next one may match again.
         return i + 1, j + 1
 
     def _alike_or_over(self, i: int, j: int) -> bool:
@@ -115,11 +118,13 @@ class _Aligner:
                 results = made.get(found[body][1].get(v, -1))
                 other = results.pop() if results else None
                 if r is not None and other is not None:
+                    # All branches of a conditional return the same results: the first one that matches decides.
                     pairs.setdefault(r, other)
         self._pair([a.results[r] for r in pairs], [b.results[r] for r in pairs.values()])
 
     def _partners(self, a: Op, b: Op) -> dict[int, int]:
         """Return operand numbers of `a` → those of `b` that hold the same value, each used once, in order."""
+        # Mostly the operands correspond one by one, even where some of them are not matched yet.
         if len(a.operands) == len(b.operands) and all(
             self.same.get(v, w) == w for v, w in zip(a.operands, b.operands, strict=True)
         ):

@@ -136,6 +136,7 @@ def by_name(leaves: ArgumentLeaves, batch_argnums: BatchArgnums) -> Batch:
             rank = len(leaves.avals[i].shape)
             if rank > dim >= 0:
                 marked[i] = dim
+            # Scalars in a named tree, such as a count of steps, hold no batch and are passed over.
             elif rank > 0:
                 raise BatchError(
                     f"batch_argnums says dim {dim} of {leaves.names[i]}, which has {rank} dims, counted from 0."
@@ -167,9 +168,11 @@ def without_state(leaves: ArgumentLeaves, out_leaves: Sequence[jax.ShapeDtypeStr
     for i, key in enumerate(leaves.owner):
         if leaves.holds_data(i):
             sizes.setdefault(key, set()).add(leaves.avals[i].shape[0])
+    # A tree whose arrays have several leading sizes is made of weights rather than of samples.
     agreeing = {key: min(found) for key, found in sizes.items() if len(found) == 1}
     likely = set(agreeing.values())
     if len(likely) > 1:
+        # The outputs of a forward pass begin with the batch, and sizes of weights seldom come first there.
         likely &= {leaf.shape[0] for leaf in out_leaves if leaf.shape}
     if len(likely) != 1:
         return None
@@ -220,6 +223,7 @@ def by_trial(leaves: ArgumentLeaves, retrace: Retrace, aliases: Mapping[int, int
     # hold the batch, so the error message proposes them instead of the plan assuming them.
     returned = _working(leaves, retrace, aliases, [t for t in others if any(_in_state(leaves, t.dims))])
     surpassed = bool(returned) and (not works or returned[0].followers > works[0].followers)
+    # A tie between the best two means that the step does not show which of them is the batch.
     if works and not surpassed and (len(works) == 1 or works[0].order != works[1].order):
         return Batch(dims=works[0].dims, size=works[0].size)
     proposed = returned[:1] if surpassed else works
@@ -271,6 +275,7 @@ def _tried(leaves: ArgumentLeaves, trial: _Trial, retrace: Retrace, aliases: Map
     wanted = leaves.resized(trial.dims, trial.size, large)
     try:
         after = retrace(wanted)
+        # The state that comes out must fit as the argument of the next step.
         if any(after.out_avals[out].shape != wanted[into].shape for out, into in aliases.items()):
             return trial
         before = retrace(leaves.resized(trial.dims, trial.size, small))

@@ -30,7 +30,7 @@ Owner = int | str
 """The position of a positional argument, or the name of a keyword argument."""
 
 Arguments = tuple[dict[int, Tree], dict[str, Tree]]
-"""What is traced of the positional and of the keyword arguments of a call, as one pytree."""
+"""The traced values of the positional and of the keyword arguments of a call, as one pytree."""
 
 Static = tuple[tuple[Owner, type, object], ...]
 """The constants of a trace: argument, type and value. 1, True and 1.0 are equal, but three values."""
@@ -125,9 +125,11 @@ def argument_name(fun: Callable[..., Tree], owner: Owner) -> str:
     """Return the name of an argument given by position or keyword; `argument N` if Python does not record it."""
     if isinstance(owner, str):
         return owner
+    # A decorator made with `functools.wraps` has no parameter names of its own.
     code = getattr(getattr(fun, "__wrapped__", fun), "__code__", None)
     names = code.co_varnames[: code.co_argcount] if code is not None else ()
     if inspect.ismethod(fun):
+        # `co_varnames` begins with self, which the callers of a bound method do not pass.
         names = names[1:]
     return names[owner] if owner < len(names) else f"argument {owner}"
 
@@ -179,6 +181,7 @@ def is_array(leaf: object) -> bool:
     if isinstance(leaf, _ARRAYS):
         return True
     has_form = hasattr(leaf, "__jax_array__") or (hasattr(leaf, "dtype") and hasattr(leaf, "shape"))
+    # Classes such as `np.float32` have the attributes dtype and shape too.
     return has_form and not isinstance(leaf, type)
 
 
@@ -198,6 +201,7 @@ def _has_constants(tree: Tree) -> bool:
     Numbers are arrays to `jax.jit`, unless they are options of an Equinox module.
     """
     leaves = jax.tree.leaves(tree)
+    # This runs at every call: there are few classes, even where there are many leaves.
     if all(map(_is_array_class, {type(leaf) for leaf in leaves})):
         return False
     others = [leaf for leaf in leaves if not is_array(leaf)]
@@ -216,6 +220,7 @@ def _split_results(tree: Tree) -> tuple[Tree, _Filled | None]:
 def _holds(structure: TreeDef, kinds: tuple[type, ...], within: type | None = None) -> bool:
     """Return whether a pytree is, or has inside, an object of one of the classes; not inside objects of `within`."""
     ends = kinds if within is None else (*kinds, within)
+    # Asking the structure instead of the objects lets the memo answer for all later calls.
     tree = jax.tree.unflatten(structure, range(structure.num_leaves))
     return any(isinstance(node, kinds) for node in jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, ends)))
 
@@ -241,6 +246,7 @@ class _Graph:
         nnx = sys.modules.get("flax.nnx")  # an argument can only be of a library that the process has imported
         if nnx is None:
             return None, {}
+        # In newer versions of Flax, modules are `nnx.Pytree`s, of which there are others.
         kinds = (getattr(nnx, "Pytree", nnx.Module), nnx.Module, nnx.Variable)
         # A State holds variables that nobody updates in place: it is the form of a module for functional code.
         nodes = {
@@ -300,6 +306,7 @@ class Call:
         """
         chosen = static.among(len(args), kwargs)
         arguments: dict[Owner, Tree] = {**dict(enumerate(args)), **kwargs}
+        # In a fixed order, so that equal calls have equal keys; positions and names compare as strings only.
         values = {owner: arguments.pop(owner) for owner in sorted(chosen, key=str)}
         constants: list[tuple[Owner, type, object]] = [(o, type(v), v) for o, v in values.items()]
         for owner, _, value in constants:
@@ -326,7 +333,7 @@ class Call:
 
     @property
     def tree(self) -> Arguments:
-        """What is traced of the positional and of the keyword arguments, as one pytree."""
+        """The traced values of the positional and of the keyword arguments, as one pytree."""
         return _by_kind(self.traced)
 
     def run(self, fun: Callable[..., Tree], tree: Arguments) -> tuple[Tree, Results]:
@@ -341,6 +348,7 @@ class Call:
         arguments = self._whole(traced)
         positional, keywords = _by_kind(arguments)
         result = fun(*[positional[i] for i in range(self.num_args)], **keywords)
+        # Without constants among the arguments, an output that is no array is an error (`trace._check_outputs`).
         arrays, filled = _split_results(result) if self._filled else (result, None)
         if self._graph is None:
             return arrays, Results(filled, None)
@@ -392,11 +400,11 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """How the results of a call are made of the arrays that come out of the traced function.
+    """The recipe that makes the results of a call from the arrays that come out of the traced function.
 
     Attributes:
         filled: the results with their constants; None if all are arrays.
-        updated: the arguments that the step updates in place; their new states come out beside the results. None where
+        updated: the arguments that the step updates in place; their new states come out with the results. None where
             no argument can be updated.
     """
 

@@ -21,7 +21,7 @@ from alpa_lite.program.equations import Equation
 from alpa_lite.program.ir import Graph, Op, Wiring, wiring_of
 
 Arrays = tuple[Any, ...]
-"""What a loop carries: arrays on devices, or on the host before the first trip."""
+"""The values that a loop carries: arrays on devices, or on the host before the first trip."""
 
 Body = Callable[[int, Mapping[int, Any]], tuple[jax.Array, ...]]
 """A function that runs body `number`; the mapping replaces operands, by number, with their values in this trip."""
@@ -40,6 +40,7 @@ def run_control_flow(op: Op, wiring: Wiring, body: Body, operands: Sequence[Arra
         return _scan(op, wiring, body, operands)
     if op.primitive == "while":
         return _while(wiring, body, operands)
+    # `partial` binds the number now: a closure would run the last branch in all places.
     branches = [partial(lambda number, *_: body(number, {}), number) for number in range(len(op.bodies))]
     return list(lax.switch(operands[0], branches))
 
@@ -49,6 +50,7 @@ def _scan(op: Op, wiring: Wiring, body: Body, operands: Sequence[Array]) -> list
     carried, scanned = list(wiring.carried.values()), sorted(wiring.scanned)
 
     def trip(carry: Arrays, slices: Arrays) -> tuple[Arrays, Arrays]:
+        # The results of a scan body are the new carry, followed by one row of each stack.
         outputs = body(0, {**dict(zip(carried, carry, strict=True)), **dict(zip(scanned, slices, strict=True))})
         return outputs[: len(carried)], outputs[len(carried) :]
 
@@ -85,6 +87,7 @@ def evaluate(graph: Graph, equations: Sequence[Equation], inputs: Sequence[Array
 def all_values(graph: Graph, equations: Sequence[Equation], inputs: Sequence[Array]) -> dict[int, Array]:
     """Return every value of a graph by its id, for the given inputs."""
     values: dict[int, Array] = dict(zip(graph.inputs, inputs, strict=True))
+    # `jax.numpy.dtype` knows bfloat16 and the 8-bit floats by name, and NumPy does not.
     values |= {v.id: np.asarray(v.literal, jax.numpy.dtype(v.dtype)) for v in graph.values if v.literal is not None}
     for op, equation in zip(graph.ops, equations, strict=True):
         operands, wiring = [values[v] for v in op.operands], wiring_of(op)

@@ -43,12 +43,14 @@ def loops_over_samples(closed: ClosedJaxpr, at_another_size: ClosedJaxpr) -> fro
         closed: the closed jaxpr of the step at one batch size.
         at_another_size: the closed jaxpr of the same step at another batch size.
     """
+    # Not strict: steps that differ in more than lengths are refused later, with the line at which they differ.
     pairs = zip(*(scans(_jax.prune(_jax.open_jaxpr(c))) for c in (closed, at_another_size)), strict=False)
     return frozenset(i for i, (a, b) in enumerate(pairs) if a.params["length"] != b.params["length"])
 
 
 def scans(jaxpr: Jaxpr) -> list[JaxprEqn]:
     """Return the scan equations of an open jaxpr at any depth, outer ones before inner ones, each once."""
+    # By id, since one jaxpr may be reached through several calls.
     found: dict[int, JaxprEqn] = {}
     for eqn in jaxpr.eqns:
         inner = [e for body in _jax.inner_jaxprs(eqn) for e in scans(_jax.open_jaxpr(body))]
@@ -104,12 +106,13 @@ def from_jaxpr(
         num_parts=num_parts, whole={id(e) for i, e in enumerate(scans(jaxpr)) if i in whole}, bodies={}
     )
     result = builder.convert(closed, jaxpr, input_names, source)
+    # Unused equations were pruned, but splitting a scan can leave single parts without readers.
     return without_dead_ops(result) if num_parts else result
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Location:
-    """Where ops stand in the user's program.
+    """The place of ops in the user's program.
 
     Attributes:
         stack: their JAX name stack.
@@ -239,6 +242,7 @@ class _GraphBuilder:
         if name in _CALLS or name.startswith(("remat", "checkpoint")):
             inner = next((eqn.params[key] for key in _CALLED_JAXPR if key in eqn.params), None)
             if inner is not None:
+                # `differentiated` marks the recomputation, which alone must not be merged with the forward pass.
                 if name not in _CALLS and eqn.params.get("differentiated") and eqn.params.get("prevent_cse"):
                     operands = [self.barrier(v, at) for v in operands]
                 return self.call(inner, operands, at)
@@ -247,6 +251,7 @@ class _GraphBuilder:
         if name == "convert_element_type" and self.values[operands[0]].dtype == _jax.name_of(eqn.params["new_dtype"]):
             return operands  # a weak type becomes a strong one, for which nothing is computed
         if name == "custom_linear_solve":
+            # Only the solve runs; the other functions define derivatives, which JAX has taken by now.
             first = eqn.params["const_lengths"].matvec + eqn.params["const_lengths"].vecmat
             last, num_consts = first + eqn.params["const_lengths"].solve, sum(eqn.params["const_lengths"])
             solve = eqn.params["jaxprs"].solve
@@ -260,6 +265,7 @@ class _GraphBuilder:
             return self.control_flow(eqn, operands, at)
         avals = list(map(_jax.aval_of, eqn.outvars))
         empty = avals and all(0 in aval.shape and not _is_key(aval) for aval in avals)
+        # A broadcast is excepted, since `empty` itself makes the array by one.
         if empty and not eqn.effects and name != "broadcast_in_dim":
             # An array without elements needs neither computation nor communication; made on the spot, it also cuts
             # false dependencies between stages.
@@ -388,6 +394,7 @@ class _GraphBuilder:
         consts, carry, xs = operands[: params["num_consts"]], operands[params["num_consts"] : split], operands[split:]
         bounds = parts_of(params["length"], self.num_parts)
         made, totals = list[list[int]](), dict[int, int]()
+        # A reverse scan carries values from the last trips to the first.
         for number in reversed(range(len(bounds))) if params["reverse"] else range(len(bounds)):
             trips = bounds[number][1] - bounds[number][0]
             rows = [self.piece(x, bounds, number, at) for x in xs]
@@ -405,6 +412,7 @@ class _GraphBuilder:
         if params["reverse"]:
             made.reverse()
         sums = [totals.get(i, v) for i, v in enumerate(carry)]
+        # Parts of a single trip have no dim of trips yet.
         stacked = len(bounds) == params["length"]
         return sums + [self.joined(list(pieces), at, stacked=stacked) for pieces in zip(*made, strict=True)]
 

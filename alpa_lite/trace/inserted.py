@@ -49,6 +49,7 @@ REDUCTIONS_OVER_NAMES = {
 def reduction_jaxpr(collective: str, shape: tuple[int, ...], dtype: str, axes: tuple[int, ...]) -> ClosedJaxpr:
     """Return a jaxpr that reduces an array over the dims `axes` as this collective reduces over named axes."""
     reduce = REDUCTIONS_OVER_NAMES[collective]
+    # `jax.numpy.sum` widens small integers, and collectives do not.
     return jax.make_jaxpr(lambda x: reduce(x, axis=axes).astype(x.dtype))(struct(shape, dtype))
 
 
@@ -66,6 +67,7 @@ def while_any_goes_on(eqn: JaxprEqn) -> ClosedJaxpr:
         def trip(carry: Sequence[jax.Array]) -> list[jax.Array]:
             (goes_on,) = condition(*of_cond, *carry)
             new = body(*of_body, *carry)
+            # Batch dims lead, so dims of size 1 are appended for `where` to broadcast over the rest of each element.
             wide = [goes_on.reshape(goes_on.shape + (1,) * (x.ndim - goes_on.ndim)) for x in new]
             return [jax.numpy.where(w, x, old) for w, x, old in zip(wide, new, carry, strict=True)]
 

@@ -62,6 +62,7 @@ def at_size(size: int, programs: Mapping[int, GraphWithEquations]) -> GraphWithE
     """
     ordered = [programs[size] for size in sorted(programs)]
     for program in ordered[:-1]:
+        # Programs of other structure would pair unrelated ops below.
         check_same_structure(ordered[-1].graph, program.graph)
     made = extrapolate(size, programs)
     _check(made.graph, made.equations)
@@ -117,10 +118,12 @@ class _Line:
         if all(_equal(first, x) for x in seen[1:]):
             return first
         if all(type(x) is type(first) for x in seen):
+            # A flag that differs between sizes means another program, although bool is an int.
             if isinstance(first, numbers.Integral) and not isinstance(first, bool):
                 return self.number(seen)
             if isinstance(first, (tuple, list)) and len({len(x) for x in seen}) == 1:
                 items = [self.anything(x, bodies_apart=bodies_apart) for x in zip(*seen, strict=True)]
+                # Named tuples, such as `GatherDimensionNumbers`, take their fields one by one.
                 return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
             if dataclasses.is_dataclass(first) and not isinstance(first, type):
                 fields = [f.name for f in dataclasses.fields(first) if f.init]
@@ -131,6 +134,7 @@ class _Line:
             if isinstance(first, _jax.ShapedArray) and len({(str(x.dtype), x.ndim) for x in seen}) == 1:
                 array: Any = first  # the type of an array in the parameters of a kernel
                 return array.update(shape=tuple(self.number(n) for n in zip(*(x.shape for x in seen), strict=True)))
+            # Jaxprs compare by identity, but two traces of the same code print the same text.
             if _is_program(first) and (bodies_apart or len({str(x) for x in seen}) == 1):
                 return first
         raise _Unlike(f"{_listed(seen)}, which is known at these sizes alone")
@@ -155,6 +159,7 @@ class _Line:
                 name: self.anything([e.params[name] for e in seen], bodies_apart=bool(seen[0].bodies))
                 for name in seen[0].params
             }
+            # Unchanged parameters remain the same object: `program` and later memos recognise them by identity.
             same = all(value is seen[0].params[name] for name, value in made.items())
             self.memo[key] = (seen[0].params, op.params) if same else (made, _plain_form(op, made))
         return self.memo[key]
@@ -228,6 +233,7 @@ def _listed(items: Sequence[object]) -> str:
 def _equal(a: Any, b: Any) -> bool:
     if a is b:
         return True
+    # In Python 1 == True == 1.0, but these are different parameters.
     if type(a) is not type(b):
         return False
     return np.array_equal(a, b) if isinstance(a, np.ndarray) else bool(a == b)
@@ -322,6 +328,7 @@ def with_other_in_parts(
         TraceError: the two programs differ in more than shapes.
     """
     of_samples = _rows_of_samples(full_program(traced, loop_parts, over_samples), other)
+    # Without parts the last argument has no effect; a constant lets the memo serve all callers by one entry.
     parted = full_in_parts(traced, loop_parts, over_samples, of_samples if loop_parts else frozenset())
     return parted, in_parts(traced, other, loop_parts, of_samples)
 
@@ -343,6 +350,7 @@ def traced_in_parts(traced: Traced, loop_parts: int) -> dict[int, PartedProgram]
 
     The caller that traces a program adds it; the table itself is created once per traced step and number of parts.
     """
+    # They serve as the key of the memo alone.
     del traced, loop_parts
     return {}
 
@@ -356,6 +364,7 @@ def extrapolated_in_parts(traced: Traced, loop_parts: int, size: int) -> PartedP
         program = extrapolate(size, {of: parted.program for of, parted in seen.items()})
     except TraceError:
         return None
+    # Parts are rows of layers, never of samples, so they are the same at all batch sizes.
     return replace(next(iter(seen.values())), program=program)
 
 
@@ -369,6 +378,7 @@ def in_parts(traced: Traced, program: GraphWithEquations, loop_parts: int, of_sa
         of_samples: values whose rows are samples, which are never split.
     """
     if loop_parts > 0:
+        # Captured arrays follow the arguments among the inputs, and never hold the batch.
         batched = {v for v, dim in zip(program.graph.inputs, traced.batch_leaves, strict=False) if dim is not None}
         return part_stacks(program, of_samples | batched, loop_parts)
     return PartedProgram(
@@ -403,6 +413,7 @@ def _ranks(eqn: JaxprEqn) -> list[int]:
 
 def over_samples(traced: Traced, loop_parts: int, sizes: tuple[int, int] = _SHOWING) -> frozenset[int]:
     """Return the indices of the scans over samples, which are not to be split, as two batch sizes show them."""
+    # Two more traces, which nobody needs where loops stay whole.
     return loops_over_samples(*map(traced.at_batch_size, sizes)) if loop_parts else frozenset()
 
 
@@ -413,6 +424,7 @@ def extrapolated(traced: Traced, loop_parts: int) -> dict[int, GraphWithEquation
         size: program_of(traced, traced.at_batch_size(size), loop_parts, loops)
         if size != full
         else full_program(traced, loop_parts, loops)
+        # The full batch is traced already, so that it checks the line for free where it can.
         for size in (*_SHOWING, full if full > max(_SHOWING) else _CHECKING)
     }
     return {1: at_one_sample(programs), **programs}
@@ -426,6 +438,7 @@ def from_larger(traced: Traced, loop_parts: int, size: int) -> tuple[PartedProgr
     batch = traced.require_batch()
     loops = over_samples(traced, loop_parts, (batch, 2 * batch))
     programs = {batch: full_program(traced, loop_parts, loops)}
+    # Multiples of the batch, so that whatever divides it in the step divides these sizes too.
     for times in (2, 3):
         programs[times * batch] = program_of(traced, traced.at_batch_size(times * batch), loop_parts, loops)
     return with_other_in_parts(traced, at_size(size, programs), loop_parts, loops)

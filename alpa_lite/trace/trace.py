@@ -179,6 +179,8 @@ def trace(
     empty = [_has_no_bytes(leaf) for _, leaf in paths]
     box: dict[str, Any] = {}  # structure of the outputs, known only while `flat` is traced
 
+    # Flat functions are traced with booleans in place of float0 (`_struct`), and the user's function is given float0
+    # again.
     def flat(*held: jax.Array) -> list[Array]:
         given = [np.zeros(x.shape, jax.dtypes.float0) if e else x for x, e in zip(held, empty, strict=True)]
         arrays, box["results"] = call.run(fun, jax.tree.unflatten(in_tree, given))
@@ -188,9 +190,11 @@ def trace(
         box["empty"] = [_has_no_bytes(leaf) for _, leaf in out_paths]
         return [np.zeros(leaf.shape, bool) if _has_no_bytes(leaf) else leaf for _, leaf in out_paths]
 
+    # Remembered, since traces at other batch sizes must see the mesh of this call, whatever is set by then.
     mesh = _jax.context_mesh()
     jaxpr = plain_jaxpr(flat, leaves, mesh, function_name(fun), user_shardings)
     out_leaves = tuple(_struct(aval) for aval in jaxpr.out_avals)
+    # A module that the step does not change remains the caller's, who still reads its arrays after the step.
     donated = roles.donated.among(len(args), kwargs or {}) - call.unchanged(box["results"])
     owner = tuple(_owner(path) for path, _ in paths)
     positional, keywords = jax.tree.unflatten(in_tree, [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in jaxpr.in_avals])
@@ -207,6 +211,7 @@ def trace(
         names=names,
         arguments=tuple(argument_name(fun, i) for i in positional),
         out_names=box["names"],
+        # The batch is added below: looking for it takes traces at other sizes, which need this object.
         batch_leaves=(None,) * len(leaves),
         batch_size=None,
         batch_problem="",
@@ -225,6 +230,7 @@ def trace(
     )
     if batch_argnums is not None:
         return _with_batch(traced, by_name(arguments, batch_argnums))
+    # A single array that is returned first may be a prediction, so it does not count as state here.
     trees = any(not jax.tree_util.all_leaves([{**positional, **keywords}[key]]) for key in state)
     return _with_assumed_batch(traced, arguments, has_state=trees)
 
@@ -271,7 +277,10 @@ def _with_assumed_batch(traced: Traced, arguments: ArgumentLeaves, *, has_state:
     """Return the trace with an inferred batch; `has_state`: whether a tree of arrays is returned among the outputs."""
     excluded = by_exclusion(arguments)
     first = None if excluded is None else _with_batch(traced, excluded)
+    # JAX marks the equations of a backward pass by `transpose(` in their name stack.
     takes_gradient = any("transpose(" in _jax.name_stack(eqn) for eqn in _jax.open_jaxpr(traced.jaxpr).eqns)
+    # Without state or backward pass the function is likely a forward pass, whose weights are not returned:
+    # `by_exclusion` cannot tell them from the batch.
     if not has_state and not (first is not None and takes_gradient):
         likely = without_state(arguments, traced.out_leaves)
         if likely is not None and likely != excluded:
@@ -318,6 +327,7 @@ def _check_outputs(fun: Callable[..., Tree], names: Sequence[str], outputs: Sequ
 def _works_at_other_sizes(traced: Traced) -> bool:
     """Return whether the step can be traced at twice the batch size."""
     try:
+        # Numbers that divide the batch in the step divide twice the batch as well.
         traced.at_batch_size(2 * traced.require_batch())
     except TraceError:
         return False
@@ -326,6 +336,7 @@ def _works_at_other_sizes(traced: Traced) -> bool:
 
 def _owner(path: KeyPath) -> Owner:
     """Return the position or keyword of the argument that a leaf belongs to."""
+    # The first entry of a path is 0 for positional and 1 for keyword arguments (`Call.tree`).
     return path[1].key
 
 
@@ -428,8 +439,10 @@ def match_state(arguments: Mapping[Owner, Tree], outputs: Tree) -> dict[int, int
     inputs).
     """
     candidates: dict[Hashable, deque[tuple[TreeDef, int]]] = {}
+    # States are returned near the top, as in (state, (loss, metrics)).
     for tree, first in _subtrees(outputs, depth=3):
         structure, shapes = _signature(tree)
+        # Structures need not have a hash (custom nodes may hold arrays): `==` decides among those of one key.
         candidates.setdefault((structure.num_nodes, shapes), deque()).append((structure, first))
     pairs: dict[int, int] = {}
     start = 0
@@ -440,6 +453,7 @@ def match_state(arguments: Mapping[Owner, Tree], outputs: Tree) -> dict[int, int
         # What is taken stays taken: without it, many equal arguments would each look at all outputs of those before.
         while alike and _holds_any(pairs, alike[0][1], count):
             alike.popleft()
+        # An argument without leaves would match every empty subtree of the outputs.
         for other, first in alike if count else ():
             if lone and first:
                 break

@@ -86,7 +86,7 @@ def load_text(max_bytes: int = DEFAULT_MAX_BYTES, root: Path | None = None) -> n
         if missing <= 0:
             break
         try:
-            # Cut as it is read, so that the text has exactly the length that was asked for.
+            # Cut as it is read, so that the text has exactly the given length.
             chunks.append(path.read_bytes()[:missing])
         except OSError:
             continue

@@ -55,7 +55,7 @@ class MLP:
     def init(self, key: jax.Array) -> MLPParams:
         """Draw the weights (He initialisation, zero biases)."""
         params: MLPParams = []
-        # He initialisation (He et al. 2015): a variance of 2 / inputs keeps that of activations through relu.
+        # He initialisation (He et al. 2015): with a variance of 2 / inputs, relu preserves the variance of activations.
         for layer_key, fan_in, fan_out in zip(
             jax.random.split(key, self.num_layers), self.features[:-1], self.features[1:], strict=True
         ):

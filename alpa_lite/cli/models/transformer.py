@@ -393,7 +393,7 @@ class Transformer:
         if self.encoder is not None:
             shapes["encoder"] = self._stack_shapes(decoder=False)
         if self.architecture.positions == "learned":
-            # Encoder and decoder share the embedding of positions, as they share that of tokens.
+            # Encoder and decoder share the embedding of positions, as they share the token embedding.
             longest = self.seq_len if self.encoder is None else max(self.seq_len, self.encoder.seq_len)
             shapes["position_embedding"] = (longest, hidden)
         if not self.architecture.tied:

@@ -370,7 +370,7 @@ def route(gates: jax.Array, top_k: int, capacity: int) -> jax.Array:
     num_experts = gates.shape[-1]
     remaining, taken = gates, jnp.zeros((*gates.shape[:-2], 1, num_experts), gates.dtype)
     total, combine = jnp.zeros(gates.shape[:-1], gates.dtype), jnp.zeros((*gates.shape, capacity), gates.dtype)
-    # All first choices take their slots before any second choice (GShard): `taken` counts those of earlier rounds.
+    # All first choices take their slots before any second choice (GShard): `taken` counts the slots of earlier rounds.
     for _ in range(top_k):
         # Dense one-hot products instead of gathers: they are contractions, which are split and differentiated as such.
         chosen = jax.nn.one_hot(jnp.argmax(remaining, axis=-1), num_experts, dtype=gates.dtype)

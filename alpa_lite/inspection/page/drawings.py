@@ -198,7 +198,7 @@ def drawn_dims(spec: Spec) -> tuple[int | None, int | None]:
     if rank < 2:
         return None, 0 if rank else None
     cut = [dim for dim in range(rank) if spec.dims[dim]]
-    # Split dims before whole ones, and the last ones of both, which are those of the matrix in a stack.
+    # Split dims before whole ones, and of both the last ones: in a stack of matrices these are the dims of a matrix.
     shown = sorted((*cut[-2:], *[dim for dim in (rank - 1, rank - 2) if dim not in cut])[:2])
     return shown[0], shown[1]
 

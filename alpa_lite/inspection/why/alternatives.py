@@ -165,7 +165,7 @@ def of_op(repricing: Repricing, keys: Mapping[int, Key]) -> Alternatives | None:
 
 
 def _chosen_placement(stage: StageProblem, options: Mapping[OpPlacement, Given]) -> OpPlacement:
-    # Every placement restricts the same node, that of the op.
+    # Every placement restricts the same node, which decides on the op.
     node = next(iter(next(iter(options.values()))))
     return next(p for p, given in options.items() if stage.choices[node] in given[node])
 

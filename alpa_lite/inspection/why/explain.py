@@ -195,7 +195,7 @@ def _explain_stage(plan: Plan, number: int, repricing: Repricing | None) -> Expl
         raise PlanError(f"There is no stage {number}: this plan has {_stage_names(plan)}.")
     stage, cost = plan.stages[number], plan.stages[number].cost
     uses = [use for use in plan.prediction.collectives if use.stage == number]
-    # Times of forward and backward are those of one run of the task.
+    # Times of forward and backward are per run of the task.
     per = "per micro-batch" if plan.num_microbatches > 1 else "per step"
     count, seconds = sum(use.count for use in uses), sum(use.seconds * use.count for use in uses)
     return Explanation(
@@ -310,7 +310,7 @@ def _explain_parameter(
     sentences.extend(_optimizer_sentences(arguments, first))
     uses = [use for use in plan.prediction.collectives if use.stage in group.stages]
     sentences.append(_axis_sentence(plan, group, uses))
-    # Gradients are summed over the axes that do not split the array, so those of the update count as well.
+    # Gradients are summed over the axes that do not split the array, so collectives of the update count as well.
     related = [use for use in uses if not axes or spec.axes & set(use.axis.split("·")) or use.phase == "update"]
     return Explanation(
         subject=group.pattern if len(group.members) == 1 else f"{group.pattern} ({same})",

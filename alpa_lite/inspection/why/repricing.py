@@ -123,7 +123,7 @@ class Repricing:
         )
 
     def _tasks(self, number: int) -> tuple[Task, ...]:
-        # A submesh may run several stages, and its list of tasks has those of all of them.
+        # A submesh may run several stages, and its list has the tasks of all of them.
         lists = self.plan.schedule.tasks(len(self.plan.stages), self.plan.num_microbatches)
         return next(tasks for tasks in lists if any(task.stage == number for task in tasks))
 
@@ -141,7 +141,7 @@ class Repricing:
         after = self._as_placed(stages, found)
         if after is None or self.stacks_seconds(after) <= self.stacks_seconds({}):
             return found
-        # The specs of an unchanged stage are part of the plan, while those of changed ones are still open.
+        # The specs of an unchanged stage are part of the plan, while changed stages are still open.
         others = sorted(set(range(len(self.stages))) - set(stages))
         number = others[-1] if others else max(stages)
         choice = self.placed[number].solution.choice if others else found[number].choice

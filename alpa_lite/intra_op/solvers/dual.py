@@ -239,7 +239,7 @@ class Dual:
                     # There is no average to continue before the first decoding.
                     first = not np.isfinite(self.bound)
                     self._averaged = used.copy() if first else _KEPT * self._averaged + (1.0 - _KEPT) * used
-            # The bound is that of the second pass: no pass lowers what the first one has reached.
+            # The second pass gives the bound: no pass lowers what the first one has reached.
             self._note(bound - paid, upper)
             self._passes += 1
             if flat.room.size and self._passes > _WARM_UP:

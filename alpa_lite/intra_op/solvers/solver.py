@@ -72,7 +72,7 @@ class Clock:
         return replace(self, offset=self.offset + offset)
 
     def report(self, doing: str, *, cost: float = math.inf, bound: float = -math.inf) -> None:
-        """Report the progress to the caller; cost and bound are those of the current (reduced) problem."""
+        """Report the progress to the caller; cost and bound refer to the current (reduced) problem."""
         # The caller knows the given problem only, whose costs include what the reductions have removed.
         offset = self.offset
         self.control.report(SolveProgress(seconds=self.spent, cost=cost + offset, bound=bound + offset, doing=doing))

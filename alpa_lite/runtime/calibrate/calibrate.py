@@ -329,7 +329,7 @@ def _guess(devices: tuple[_jax.Device, ...]) -> Cluster:
             num_units=_num_units(first),
             tiles=_TILES.get(first.platform, ((128, 128),)),
             fill_depth=8.0,
-            # The fitted rates are achieved rates, not those of a data sheet, so no further efficiency applies.
+            # The fitted rates are achieved rates, not data-sheet values, so no further efficiency applies.
             matrix_efficiency=1.0,
             convolution_efficiency=0.5,
             memory_efficiency=1.0,

@@ -179,7 +179,7 @@ class Folder:
         broken = [there[step].path for step in damaged if step in there]
         for path in [*broken, *([place] if _exists(place) and number not in there else [])]:
             self._rename(path, f"{_number(path)}.{_FolderState.DAMAGED}")
-        # After the clean-up, so that the number is above that of every step that counts.
+        # After the clean-up, so that the number is above every step that counts.
         save = 1 + max((step.save or 0 for step in self._there().values()), default=0)
         unfinished = self.path / f"{number}.{_FolderState.UNFINISHED}-{self.lease.token}"
         self.lease.check()

@@ -216,7 +216,7 @@ class Checkpoints:
                 return number, state
             refused.append(f"The checkpoint of step {number} in {self._where} is damaged: {problem}.")
             if step is None:
-                # It is set aside by the next save; a step that was asked for by its number stays as it is.
+                # It is set aside by the next save; a step that was requested by its number stays as it is.
                 self._damaged.add(number)
         left = "No other is left" if step is None else "Leave step= out to have the newest one that is undamaged"
         raise CheckpointError(f"{_some(refused)} {left}.")

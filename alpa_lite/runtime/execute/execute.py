@@ -242,7 +242,7 @@ class Executor:
         if self._delivery is None or not self._delivery.results:
             return leaves
         delivered, token = self._delivery(leaves)
-        # The number after that of the last instruction stands for the delivery, as in the message on a hang.
+        # The number after the last instruction stands for the delivery, as in the message on a hang.
         self.flight.launched(0, len(self.program.instructions), token)
         return delivered
 

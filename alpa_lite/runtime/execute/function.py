@@ -98,7 +98,7 @@ class CompiledFunction:
         if gone:
             raise ExecutionError(self._given_away(leaves))  # XLA may abort the process on a deleted buffer
         try:
-            # The programs are those of the plan's meshes, whatever mesh the caller has set.
+            # The programs run on the plan's meshes, whatever mesh the caller has set.
             with _jax.no_mesh():
                 outputs = self.executor(self.step.inputs(self._apart(leaves)), record)
                 for number, finish in self._finished:

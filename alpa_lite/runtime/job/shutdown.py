@@ -150,7 +150,7 @@ class RollCall:
         with suppress(jax.errors.JaxRuntimeError):
             published = str(self._client.key_value_try_get(f"{_DOING}{process}"))
         now = time.monotonic()
-        # The age is that of the last change seen here: the clocks of several machines are not compared.
+        # The age counts from the last change seen here: the clocks of several machines are not compared.
         before, since = _watched.heard.get(process, ("", now))
         if published != before:
             since = now
@@ -284,7 +284,7 @@ def _end_hung(here: RollCall | None, reason: str = "") -> NoReturn:
         _watched.neighbours.wake()
     if here is not None and reason:
         here.say(_HANG, json.dumps([here.me, reason]), once=True)
-    # The first report counts, which may be that of another process.
+    # The first report counts, which may come from another process.
     first = json.loads(here.said().get(_HANG, "[-1, null]")) if here is not None else [-1, None]
     say(f"process {first[0]} found a hang: {first[1]} The job ends." if first[1] else "The program hangs: it ends.")
     mine = f"at {where()}; {last_instructions() or 'has launched no step'}{doing() and f'; {doing()}'}"

@@ -71,10 +71,12 @@ def _sunk(graph: Graph, equations: Sequence[Equation], op: Op, memo: _Memo) -> t
         if sunk:
             inputs = tuple(v for i, v in enumerate(body.inputs) if i not in sunk)
             made = _with_ops_in_front(graph, needed, into, body, inputs)
+        # A loop inside the body may read the sunk value, which is now a constant of this body.
         memo[key] = _sunk_program(GraphWithEquations(graph=made, equations=(*front, *inner)), memo)
     below = memo[key]
     if not sunk and below.graph is body:
         return op, equation
+    # The operands of a scan are its constants, the carry and the scanned arrays: the first number moves the others.
     num_consts = op.params["num_consts"] - len(sunk)
     operands = tuple(v for i, v in enumerate(op.operands) if i not in sunk)
     params = {**op.params, "num_consts": num_consts}
@@ -90,6 +92,7 @@ def _constants(graph: Graph) -> frozenset[int]:
     """
     found = {v.id for v in graph.values if v.literal is not None}
     for op in graph.ops:
+        # Loops stay outside: they would take their time again in every trip.
         if not op.bodies and found.issuperset(op.operands):
             found.update(op.results)
     return frozenset(found)
@@ -103,11 +106,13 @@ def _makers(graph: Graph, values: set[int]) -> list[Op]:
         if producer is not None and producer not in found:
             found.add(producer)
             queue += graph.ops[producer].operands
+    # The id of an op is its place in the program.
     return [graph.ops[number] for number in sorted(found)]
 
 
 def _recipe(graph: Graph, equations: Sequence[Equation], ops: Sequence[Op], into: dict[int, int]) -> tuple[object, ...]:
     """Return a key that is equal for op sequences that compute the same values, wherever they stand in the graph."""
+    # Sunk values get negative numbers by body input, others numbers by first occurrence.
     number = {v: -1 - slot for v, slot in into.items()}
 
     def local(v: int) -> int:
@@ -185,6 +190,7 @@ class Precomputed:
 
     program: GraphWithEquations
     leaves: tuple[int, ...]
+    # A list, since the dataclass is frozen: the first call fills it.
     _compiled: list[Callable[..., tuple[Array, ...]]] = field(
         default_factory=list[Callable[..., tuple[Array, ...]]], repr=False, compare=False
     )
@@ -227,12 +233,14 @@ def hoist_values(
     """
     graph = full.program.graph
     alone = without_dead_ops(replace(full.program, graph=replace(graph, outputs=tuple(values))))
+    # Other inputs, parameters above all, need not be passed to the hoisted part.
     read = [i for i, v in enumerate(alone.graph.inputs) if alone.graph.consumers[v] or v in alone.graph.outputs]
     inputs = tuple(alone.graph.inputs[i] for i in read)
     precomputed = Precomputed(
         program=replace(alone, graph=replace(alone.graph, inputs=inputs)),
         leaves=tuple(full.input_parts[i].leaf for i in read),
     )
+    # Leaves are numbered in this order: arguments, captured arrays, hoisted values.
     first = len(batch_leaves) + len(full.program.constants)
     parts = tuple(LeafPart(leaf=first + i) for i in range(len(values)))
     return RemainingStep(
@@ -263,6 +271,7 @@ def inputs_of_data(graph: Graph, input_parts: Sequence[LeafPart], batch_leaves: 
     """Return the inputs that may be read before the loop: data, random keys and captured arrays, but no parameters."""
     found = set[int]()
     for v, part in zip(graph.inputs, input_parts, strict=True):
+        # Captured arrays come after the arguments; rows of a stacked array are the weights of some layers.
         captured = part.leaf >= len(batch_leaves)
         if part.rows is None and (captured or _is_key(graph.values[v]) or batch_leaves[part.leaf] is not None):
             found.add(v)

@@ -40,7 +40,7 @@ _KERNELS = frozenset({"pallas_call", "core_map", "run_state"})
 
 
 def without_refs(jaxpr: ClosedJaxpr, name: str) -> ClosedJaxpr:
-    """Return a closed jaxpr without mutable arrays; `name` is that of the step, for messages.
+    """Return a closed jaxpr without mutable arrays; `name` is the step's name, for messages.
 
     Raises:
         TraceError: the step reads or writes a mutable array that it did not make, or JAX cannot replace one.

@@ -233,6 +233,7 @@ class SplitAnalysis:
         ]
         primitive = self.program.equations[op.id].primitive
         try:
+            # Other parameters may hold the number of rows as well: then the shapes differ, or JAX refuses them.
             made = jax.eval_shape(lambda *xs: _jax.bind(primitive, params, xs), *structs)
         except (TypeError, ValueError):
             return None
@@ -247,10 +248,13 @@ def rows_read(graph: Graph, op: Op) -> tuple[int, int] | None:
     if op.primitive != "slice":
         return None
     (operand,), (result,) = graph.operands(op), graph.results(op)
+    # Only slices of whole rows count, and an array with one row cannot be split.
     if operand.rank == 0 or result.shape[1:] != operand.shape[1:] or operand.shape[0] < 2:
         return None
+    # Several rows count where a loop reads them one by one: other readers need them as one array.
     if result.shape[0] != 1 and not any(_scans(graph.ops[c], result.id) for c in graph.consumers[result.id]):
         return None
+    # With strides the rows would not be contiguous, as those of a part are.
     start, strides = int(op.params["start_indices"][0]), op.params["strides"]
     return None if strides is not None and strides[0] != 1 else (start, start + result.shape[0])
 
@@ -329,6 +333,7 @@ class _StackedRewriter:
         for number, v in enumerate(graph.inputs):
             value = graph.values[v]
             for j, rows in enumerate(self.analysis.bounds(value.shape[0]) if v in split else ()):
+                # Plans and messages tell the parts of one argument apart by their rows.
                 name = f"{value.name}[{rows[0]}:{rows[1]}]"
                 part = self._new(replace(value, shape=(rows[1] - rows[0], *value.shape[1:]), name=name))
                 self.parts[v, j] = part
@@ -353,6 +358,7 @@ class _StackedRewriter:
         )
         program = replace(self.program, graph=made, equations=tuple(self.equations))
         return PartedProgram(
+            # Ops on whole values have no readers left where all readers take parts.
             program=without_dead_ops(program),
             input_parts=tuple(part for _, part in inputs),
             output_parts=tuple(part for _, part in outputs),
@@ -380,6 +386,7 @@ class _StackedRewriter:
                 self.whole[v] = self._new(value)
             else:
                 parts = [self.parts[v, j] for j in range(len(self.analysis.bounds(value.shape[0])))]
+                # The user's code has no line for this concatenation: its first reader lends one.
                 reader = self.graph.ops[self.graph.consumers[v][0]] if self.graph.consumers[v] else None
                 (self.whole[v],) = self._emit(reader, _JOIN, parts, [_kind(value)])
         return self.whole[v]
@@ -387,15 +394,19 @@ class _StackedRewriter:
     def _part(self, v: int, j: int) -> int:
         """Return the new id of part j of a value, computed on first use."""
         if (v, j) not in self.parts:
+            # An input has no producer. A split one has its parts already, and for a whole one op 0 lends its source
+            # line.
             value, op = self.graph.values[v], self.graph.ops[self.graph.producer[v] or 0]
             start, stop = self.analysis.bounds(value.shape[0])[j]
             if not self.analysis.splittable(v):
                 self.parts[v, j] = self._rows(self._whole(v), (start, stop), op)
             elif joins_rows(op):
+                # The bounds of parts coincide with ends of pieces: otherwise the value would not be splittable.
                 pieces = [
                     p for p, end in zip(op.operands, self.analysis.piece_ends(op), strict=True) if start < end <= stop
                 ]
                 part, operands = _rows_of_kind(value, stop - start), [*map(self._whole, pieces)]
+                # A stack of one piece still adds a dim, while a concatenation of one does nothing.
                 alone = op.primitive == "concatenate" and len(pieces) == 1
                 emitted = operands if alone else self._emit(op, self.program.equations[op.id], operands, [part])
                 self.parts[v, j] = emitted[0]
@@ -460,6 +471,7 @@ class _StackedRewriter:
         made = range(len(self.values), len(self.values) + len(results))
         self.values += [Value(id=v, shape=kind.shape, dtype=kind.dtype) for v, kind in zip(made, results, strict=True)]
         same = op is not None and equation.primitive.name == op.primitive
+        # Converting parameters to plain data takes time: where they are unchanged, the op has the plain ones.
         own = op is not None and equation.params is self.program.equations[op.id].params
         self.ops.append(
             Op(
