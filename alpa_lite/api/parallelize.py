@@ -262,7 +262,7 @@ class ParallelFunction(Generic[P, R]):
 
 
 class BoundParallelFunction(Generic[R]):
-    """A decorated method of an object that is an argument of the step; its attributes are those of the function."""
+    """A decorated method of an object that is an argument of the step; other attributes are taken from the function."""
 
     def __init__(self, function: ParallelFunction[..., R], instance: object) -> None:
         """Bind the first argument."""
@@ -425,7 +425,7 @@ def plan(
     user_shardings: Mode = "hint",
     **kwargs: Tree,
 ) -> Plan:
-    """Plan `fun(*args, **kwargs)`; arguments may be `jax.ShapeDtypeStruct`s. The options are those of `parallelize`.
+    """Plan `fun(*args, **kwargs)`; arguments may be `jax.ShapeDtypeStruct`s. See `parallelize` for the options.
 
     Nothing runs on a device, with two exceptions: without a `cluster` this machine's devices are measured, unless
     `calibrate` did so before; and `Auto(measure_top=k)` runs the plans that it chooses from, on arguments of zeros.

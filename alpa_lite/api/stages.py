@@ -141,7 +141,7 @@ class TracedFunction:
         return BatchDims(size=traced.batch_size, dims=dims, assumed=traced.batch_assumed)
 
     def is_smaller_batch_of(self, other: Traced) -> bool:
-        """Return whether the arguments are those of another trace, apart from a batch of fewer samples."""
+        """Return whether the arguments equal the ones of another trace, apart from a batch of fewer samples."""
         mine = self.traced
         if mine.batch_size is None or other.batch_size is None or mine.batch_size >= other.batch_size:
             return False

@@ -206,7 +206,7 @@ class JointSearch:
     def _looks_further(self, survey: Survey, guesses: Mapping[int, Guess]) -> bool:
         """Survey larger micro-batches if they may be better than any likely plan; return True if any were surveyed.
 
-        The largest such are surveyed, on the submeshes that their stages would have; sizes in between lie on lines.
+        The largest of these are surveyed, on the submeshes of their stages; sizes in between are interpolated.
         """
         fitting = {n: guess for n, guess in guesses.items() if guess.at_best < math.inf}
         known = [guess.likely for guess in fitting.values() if guess.likely < math.inf]
@@ -364,7 +364,7 @@ class JointSearch:
     def _best_at(self, number: int, survey: Survey, at_most: float, further: float) -> Found | None:
         """Return the best stages for a number of micro-batches by the stage DP; None if they take at least `at_most` s.
 
-        `further`: the amount of such work that is to follow. Raises `InfeasibleError` if nothing fits.
+        `further`: how many searches of this size are still to follow. Raises `InfeasibleError` if nothing fits.
         """
         best, fits = None, False
         for search in self._searches_at(number, survey):

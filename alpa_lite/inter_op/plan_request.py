@@ -5,7 +5,7 @@ Pins are the shardings of arguments that the user gives; the search determines t
     pins = {"state/params/head": PartitionSpec(None, "model")}
 
 A pin names an argument by its path, or by the end of it (whole components) if that is unique; for each dim None, an
-axis or several axes, as in `jax.sharding.PartitionSpec`. The axes are those of the search: "x" where there is one;
+axis or several axes, as in `jax.sharding.PartitionSpec`. The axes have the names of the search: "x" where there is one;
 "replica" and "data" (which split the batch) and "model" where there are several. Only meshes with all pinned axes are
 searched. On a mesh of the user's own (`OnMesh`, `Custom`) they are the user's, and results can be pinned as well.
 """
@@ -41,7 +41,7 @@ class StepSignature:
     Attributes:
         function: name of the step function.
         num_arguments: number of arrays that the step takes; the others are captured by the function.
-        batch_size: samples of a step; None where no batch was found.
+        batch_size: samples of a step; None if its batch is unknown.
         arguments: names of the positional arguments, with which the names of their arrays begin.
         results: the path of each returned array, such as `0/params/w`; empty if the function returns a single array.
     """

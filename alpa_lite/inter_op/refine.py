@@ -170,7 +170,7 @@ def _in_chunks(request: PlanRequest, plain: Found, best: Found, steps: StageCost
 
 
 def polished(request: PlanRequest, found: Found) -> Found:
-    """Solve stages again to a smaller gap, and keep the results that are faster; stacked arguments keep their form."""
+    """Solve stages again to a smaller gap, and use the results that are faster; the form of stacked arguments stays."""
     # Otherwise equally good forms could appear that stages do not share, and rows would move between steps.
     pins = {v: spec for stage in found.stages for v, spec in forms_given(found.costs, stage).items()}
     costs = found.costs.with_pins({**found.costs.constraints.pins, **pins})

@@ -285,7 +285,7 @@ class StageConfiguration:
     """The logical mesh, policy and micro-batches in flight with which a stage runs.
 
     Attributes:
-        shape: number of its logical mesh among those of its kind of submesh.
+        shape: number of its logical mesh, counted among the meshes over its kind of submesh.
         policy: policy of rematerialisation.
         in_flight: number of micro-batches in flight for which its sharding leaves memory.
     """

@@ -79,7 +79,7 @@ class StageCostCache:
         return next(iter(self._costs.values()))
 
     def at(self, number: int) -> list[StageCosts]:
-        """Return the stage costs at a number of micro-batches: most layers first, then policies that keep least."""
+        """Return the stage costs at a number of micro-batches: most layers first, then the policies storing least."""
         keeps_least = [*reversed(Remat)]
         asked = [(key[2], costs) for key, costs in self._costs.items() if key[0] == number]
         ordered = sorted(asked, key=lambda each: (-each[1].layers.num_layers, keeps_least.index(each[0])))
@@ -190,7 +190,7 @@ def _is_same_program(step: StepGraph, other: StepGraph) -> bool:
 def policies_of(step: StepGraph, layers: Layers, wanted: Sequence[Remat]) -> tuple[Remat, ...]:
     """Return the policy of each layer, or () if no layer recomputes anything.
 
-    The last layer keeps everything unless it is a loop.
+    The last layer stores everything unless it is a loop.
     """
     # The backward pass of the last layer follows at once: recomputing saves no memory there, but between the trips of
     # a loop it does.

@@ -1,6 +1,6 @@
 """Stage costs: any layer range on any submesh in any logical mesh; equal stages are solved once.
 
-`StageCosts` answers a `Question` for one step, cost model and restriction. Solutions are kept by the structure of the
+`StageCosts` answers a `Question` for one step, cost model and restriction. Solutions are stored by the structure of the
 stage (`StageView.signature`), so that repeated layers cost one solve.
 
 With M micro-batches in flight and L bytes per device, what was solved with M' <= M and L' >= L had as much memory or
@@ -100,7 +100,7 @@ class Question(StagePlace):
 class SolvedStage:
     """A solved stage, with the limits of its problem.
 
-    gap   the relative gap that was reached, or the one that was asked for if that is smaller
+    gap   the relative gap that was reached, or the requested one if that is smaller
     """
 
     view: StageView
@@ -171,7 +171,7 @@ class StageConstraints:
     """The restrictions that the shardings of stages obey.
 
     Attributes:
-        restriction: the use of each mesh axis; None: that of the search (`free_restriction`).
+        restriction: the use of each mesh axis; None: the search's own (`free_restriction`).
         pins: given specs of some inputs of the graph.
         outputs: given specs of some outputs of the graph.
         keeps_gathered, layout: see `StageView`.
@@ -500,7 +500,7 @@ class StageCosts:
 
 
 def expect(likely: Iterable[tuple[StageCosts, Question]], *, later: bool = False) -> None:
-    """Let workers answer questions that will likely be asked; see `Workers.expect`."""
+    """Let workers answer questions that the search will likely have; see `Workers.expect`."""
     workers, questions = None, dict[Hashable, Likely]()
     for costs, asked in likely:
         # All costs of one search have the same workers.

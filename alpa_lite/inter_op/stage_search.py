@@ -203,7 +203,7 @@ class StageSearch:
     def run(self, at_most: float = math.inf, *, further: float = 0.0) -> StageChoice:
         """Return the best stages, all of them solved; or guessed ones, once none can take less than `at_most` seconds.
 
-        `further`: the amount of such work that is to follow, relative to this.
+        `further`: the work of the searches that are still to follow, relative to this one.
         """
         solved, likely = self._best_solved(), _entries(self.best_likely())
         while True:
@@ -237,7 +237,7 @@ class StageSearch:
     def refuse_updates_like(self, found: StageChoice) -> None:
         """Exclude from now on stages whose update takes as long as the longest of these, or longer.
 
-        The DP spreads it over the micro-batches; but one that is longer than those of the others comes after them.
+        The DP spreads it over the micro-batches; but an update that is longer than the others ends after them.
         """
         self._shortest_refused = self.longest_update(found)
         # Those that are not solved yet are left out once their update is known (`_solve`).

@@ -20,7 +20,7 @@ in the place of those that its answer depends on (`stage_search`).
 Shapes that hold state whole on each of several hosts are not surveyed: without a limit of memory they take about as
 long as those that may split it between hosts (`Space.stand_ins`).
 
-Layers are surveyed without a limit of memory. Where a stage has room for what its layers took then, the guess is about
+Layers are surveyed without a limit of memory. Where a stage has memory for what its layers took, the guess is about
 what it will take; elsewhere it will take longer, nobody knows how much (`Survey.holds`).
 """
 
@@ -85,7 +85,7 @@ class Profile:
         )
 
     def beats(self, other: Profile) -> bool:
-        """Return True if layers are faster under this policy of rematerialisation, and most keep hardly more."""
+        """Return True if layers are faster under this policy of rematerialisation, and most store hardly more."""
         more = np.median(self.saved_bytes / np.maximum(other.saved_bytes, 1.0))
         return bool(self.loop_seconds.sum() < other.loop_seconds.sum() and more < SAVES)
 

@@ -163,7 +163,7 @@ def _tightest(costs: StageCosts, *, explain: bool) -> Tight | None:
 
 
 def _needed_by_all(request: PlanRequest, profile: Profile, number: int) -> str:
-    """Return a clause that compares the least memory of all layers with that of all devices."""
+    """Return a clause that compares the least memory of all layers with the memory of all devices."""
     size, cluster = (request.batch_size or 1) / number, request.cluster
     fixed = float(profile.state_bytes.sum()) + (float(profile.sums_bytes.sum()) if number > 1 else 0.0)
     kept = float(profile.saved_bytes.sum()) * size

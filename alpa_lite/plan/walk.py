@@ -240,6 +240,7 @@ class Walk(Generic[A]):
         """Drop all specs of each value but that in which it was computed; free values and the values `but` stay."""
         for v, known in self.arrays.items():
             if v not in self.free and v not in but:
+                # The first spec is the one in which the value was computed (`home`).
                 self.arrays[v] = dict([next(iter(known.items()))])
 
     def run(self, ops: Iterable[int]) -> None:

@@ -58,7 +58,7 @@ class Auto(Planner):
         intra_op_only: one stage on all devices.
         inter_op_only: every stage on one device.
         pins: given shardings of arguments: the path of each, or the end of it if that is unique, with an axis, several
-            axes or None per dim. The axes are those of the search: "x" on meshes with one axis; "replica", "data" and
+            axes or None per dim. The search names its axes: "x" on meshes with one axis; "replica", "data" and
             "model" on meshes with several.
         max_memory_bytes: bytes of each device that a plan may use, if less than its memory.
         remat: policy of recomputation in the backward pass: "none" beyond that of the step itself, "selective", "full"
@@ -70,7 +70,7 @@ class Auto(Planner):
             program of Alpa's paper to HiGHS through PuLP, for small models; "pulp:NAME" takes another of PuLP's solvers
             (`pulp.listSolvers(onlyAvailable=True)`).
         manual: manual plans that are priced too, unless stages, pins, remat or the schedule are restricted, which these
-            plans would not obey. If one stage is asked for, only those with one stage are.
+            plans would not obey. If one stage is requested, only plans with one stage are.
     """
 
     obeys_user_shardings = True

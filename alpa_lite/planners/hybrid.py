@@ -73,7 +73,7 @@ class Hybrid(Planner):
         shares: relative forward FLOPs of each stage, if they should differ.
         devices: number of devices of each part of the pipeline, if they should differ (`data` follows from them).
         remat: policy of recomputation in the backward pass: "none", "selective" or "full" (`Remat`), layer by layer of
-            each stage. The last layer of all keeps everything, as its backward pass follows at once, unless it is a
+            each stage. The last layer of all stores everything, as its backward pass follows at once, unless it is a
             loop.
     """
 

@@ -161,7 +161,7 @@ class _Runs:
         return _Runs(first=first, last=last, begin=begin, bytes=inflow[first, last], flops=ends[last + 1] - ends[first])
 
     def of_at_least(self, flops: float) -> _Runs:
-        """Return the runs with those of fewer FLOPs excluded (infinite bytes)."""
+        """Return the runs, of which the ones with fewer FLOPs are excluded (infinite bytes)."""
         return replace(self, bytes=np.where(self.flops * _ROUNDING >= flops, self.bytes, np.inf))
 
 

@@ -1,4 +1,4 @@
-"""Interpret the ops of a step, its loops and branches: derive the relations of results from those of operands.
+"""Interpret the ops of a step, its loops and branches: derive the relations of results from operands.
 
 loops over anything but samples    trips at both sizes correspond: iterate the relations of carried values to a fixed
                                    point                                                (`Interpreter.trip_by_trip`)
@@ -268,7 +268,7 @@ class Interpreter:
         return changed
 
     def predicate(self, condition: PairedGraph, op: Op, relation: Relation, site: Site) -> Refusal | None:
-        """Return why the trips of a `while` differ from those of the full batch.
+        """Return the reason why the trips of a `while` differ from the full batch.
 
         None if they agree, or if additional trips have no effect (`same_while_guard`).
         """

@@ -123,7 +123,7 @@ class _Aligner:
         self._pair([a.results[r] for r in pairs], [b.results[r] for r in pairs.values()])
 
     def _partners(self, a: Op, b: Op) -> dict[int, int]:
-        """Return operand numbers of `a` → those of `b` that hold the same value, each used once, in order."""
+        """Return operand numbers of `a` → operand numbers of `b` with the same value, each used once, in order."""
         # Mostly the operands correspond one by one, even where some of them are not matched yet.
         if len(a.operands) == len(b.operands) and all(
             self.same.get(v, w) == w for v, w in zip(a.operands, b.operands, strict=True)
