@@ -143,7 +143,7 @@ def _shared(plan: Plan, traced: Traced) -> Iterator[tuple[str, Spec]]:
     """Yield the path of each shared argument with the spec that the plan gives it; batches are not shared."""
     known = {name: (spec, stage.shapes.get(name)) for stage in plan.stages for name, spec in stage.specs.items()}
     batch = plan.batch.dims if plan.batch is not None else {}
-    for name, leaf, dim in zip(traced.names, traced.leaves, traced.batch_leaves, strict=True):
+    for name, leaf, dim in zip(traced.inputs.names, traced.inputs.leaves, traced.batch.dims, strict=True):
         if dim is not None:
             continue
         shapes = {other: shape.dims for other, (_, shape) in known.items() if shape is not None and other not in batch}

@@ -222,7 +222,7 @@ class ParallelFunction(Generic[P, R]):
 
     def _planned_in_place(self, traced: TracedFunction, plan: Plan) -> PlannedFunction:
         """Plan a step that shares arguments with the step of a plan, which should stay where they are."""
-        size = traced.traced.batch_size
+        size = traced.traced.batch.size
         number: int | None = None
         if size is not None and plan.batch is not None:
             # No micro-batch is larger than in that plan, under which the activations fit into memory.

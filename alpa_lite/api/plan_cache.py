@@ -207,7 +207,7 @@ def _add_step(digest: hashlib._Hash, step: StepGraph) -> None:
     """Add a step to a digest: its structure, and its names and source lines too, since plans mention them."""
     digest.update(fingerprint(step).encode())
     parts = (step.full_shapes, step.batch_dims, step.input_parts, step.output_parts, sorted(step.aliases.items()))
-    digest.update(repr((parts, sorted(step.runs.items()), step.batch_problem)).encode())
+    digest.update(repr((parts, sorted(step.loop_results.runs.items()), step.batch.problem)).encode())
     seen = set[Graph]()
 
     def add(graph: Graph) -> None:

@@ -42,6 +42,7 @@ from alpa_lite.runtime.execute.measure import step_seconds
 from alpa_lite.runtime.job.activity import busy
 from alpa_lite.runtime.simulate import SimulatedStep, simulate_program
 from alpa_lite.step.split import TracedStep, split_step
+from alpa_lite.trace.kernels.kernel_params import check_platform
 from alpa_lite.trace.trace import Traced
 from cost_models.cluster import Cluster
 from cost_models.composed import ComposedCostModel
@@ -107,7 +108,8 @@ class TracedFunction:
             PlanError: no plan can be made; `InfeasibleError` if no plan fits into device memory.
             TraceError: the number of micro-batches does not divide the batch.
         """
-        target = cluster_of(cluster if cluster is not None else self.options.cluster)
+        given = cluster if cluster is not None else self.options.cluster
+        target = cluster_of(given)
         chosen = planner_of(planner) if planner is not None else self.options.planner
         wanted = self.options.num_microbatches if num_microbatches is None else num_microbatches
         # A planner with a mesh of its own would drop the user's demands in silence.
@@ -118,6 +120,9 @@ class TracedFunction:
             )
         if check_microbatches(wanted) not in ("auto", 1):
             self.step(int(wanted))  # says what is wrong with the user's number before any search
+        if given is None:
+            traced = self.step(1 if isinstance(wanted, str) else wanted)
+            check_platform(traced.step.graph, traced.equations, _jax.lowering_platform(jax.devices()[0]))
         request = self.request(target, wanted, advise=True)
         with _jax.no_mesh(), busy("planning"):
             answer = planned_together(chosen, request, self.options.cache if cache is None else cache)
@@ -130,17 +135,17 @@ class TracedFunction:
     def batch(self) -> BatchDims | None:
         """The arguments that hold the batch, and whether they were assumed; None if the step has no batch."""
         traced = self.traced
-        if traced.batch_size is None:
+        if traced.batch.size is None:
             return None
-        dims = {name: dim for name, dim in zip(traced.names, traced.batch_leaves, strict=True) if dim is not None}
-        return BatchDims(size=traced.batch_size, dims=dims, assumed=traced.batch_assumed)
+        dims = {name: dim for name, dim in zip(traced.inputs.names, traced.batch.dims, strict=True) if dim is not None}
+        return BatchDims(size=traced.batch.size, dims=dims, assumed=traced.batch.assumed)
 
     def is_smaller_batch_of(self, other: Traced) -> bool:
         """Return whether the arguments equal the ones of another trace, apart from a batch of fewer samples."""
         mine = self.traced
-        if mine.batch_size is None or other.batch_size is None or mine.batch_size >= other.batch_size:
+        if mine.batch.size is None or other.batch.size is None or mine.batch.size >= other.batch.size:
             return False
-        if mine.in_tree != other.in_tree or mine.batch_leaves != other.batch_leaves:
+        if mine.inputs.tree != other.inputs.tree or mine.batch.dims != other.batch.dims:
             return False
 
         def form(leaf: jax.ShapeDtypeStruct, batch_dim: int | None) -> tuple[object, ...]:
@@ -148,7 +153,7 @@ class TracedFunction:
 
         return all(
             form(leaf, dim) == form(same, dim)
-            for leaf, same, dim in zip(mine.leaves, other.leaves, mine.batch_leaves, strict=True)
+            for leaf, same, dim in zip(mine.inputs.leaves, other.inputs.leaves, mine.batch.dims, strict=True)
         )
 
     def request(
@@ -168,10 +173,10 @@ class TracedFunction:
         return PlanRequest(
             signature=StepSignature(
                 function=traced.name,
-                num_arguments=len(traced.leaves),
-                batch_size=traced.batch_size,
-                arguments=traced.arguments,
-                results=traced.out_names,
+                num_arguments=len(traced.inputs.leaves),
+                batch_size=traced.batch.size,
+                arguments=traced.inputs.positional,
+                results=traced.outputs.names,
             ),
             # Steps are made on demand, since each number of micro-batches takes a trace of its own.
             step_at=lambda m, loop_parts: self.step(m, loop_parts=loop_parts).step,
@@ -193,11 +198,12 @@ class TracedFunction:
     def _measured_seconds(self, plan: Plan) -> float:
         """Run the step by a plan on the devices of this process and return the seconds that it takes."""
         compiled = PlannedFunction(function=self, last_plan=plan).lower().compile()
-        return step_seconds(compiled.executor, self.traced.leaves, compiled.step.inputs)
+        return step_seconds(compiled.executor, self.traced.inputs.leaves, compiled.step.inputs)
 
     def __str__(self) -> str:
         batch = f"batch: {self.batch}" if self.batch is not None else "no batch found"
-        return f"{self.traced.name}: {len(self.traced.leaves)} arrays in, {len(self.traced.out_leaves)} out, {batch}"
+        inputs, outputs = self.traced.inputs.leaves, self.traced.outputs.leaves
+        return f"{self.traced.name}: {len(inputs)} arrays in, {len(outputs)} out, {batch}"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -269,16 +275,16 @@ class LoweredFunction:
         traced = self.planned.function.traced
         options = self.planned.function.options
         # Processes with different programs would wait for each other's collectives for ever.
-        check_same_program(self.planned.last_plan, self.program, traced.donated)
+        check_same_program(self.planned.last_plan, self.program, traced.inputs.donated)
         with _jax.no_mesh(), busy("compiling"), options.progress.during("compile"):
             executor = Executor(
                 self._lowered,
-                donated=traced.donated,
+                donated=traced.inputs.donated,
                 devices=devices,
                 progress=compiling(options.progress),
                 hangs=HangOptions(watchdog_seconds=options.watchdog_seconds, on_hang=options.on_hang),
             )
-            step = with_own_constants(self.step, executor, len(traced.leaves))
+            step = with_own_constants(self.step, executor, len(traced.inputs.leaves))
         return CompiledFunction(traced=traced, plan=self.planned.last_plan, step=step, executor=executor)
 
     def __str__(self) -> str:

@@ -81,7 +81,7 @@ def assemble(name: str, request: PlanRequest, staged: StagedStep, started: float
             seconds=time.perf_counter() - started,
         ),
         opaque=opaque_uses(step),
-        averaged=step.averaged,
+        averaged=step.loop_results.averaged,
         undivided=_undivided(request, staged),
         user_shardings=_user_shardings(request, staged),
         # Of the step as traced: recomputation is part of the plan, and not of the step that it is compared with.

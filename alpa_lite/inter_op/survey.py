@@ -160,7 +160,7 @@ def _of_ranges(part: FloatArray) -> FloatArray:
 def microbatch_size(costs: StageCosts) -> int | None:
     """Return the samples per micro-batch; None without a batch."""
     step = costs.step
-    return None if step.batch_size is None else step.batch_size // step.num_microbatches
+    return None if step.batch.size is None else step.batch.size // step.num_microbatches
 
 
 def summed(alone: NDArray[np.float64], possible: NDArray[np.bool_]) -> NDArray[np.float64]:

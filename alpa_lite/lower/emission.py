@@ -147,7 +147,8 @@ def emit_task(placed: PlacedTask, mesh: AbstractMesh, *, name: str, platform: st
     ins = [*task.inputs, *(task.sums if accumulate else ())]
     outs = [*task.outputs, *task.sums]
     positional = step.num_microbatches > 1 and (
-        any(_is_positional(graph.ops[i]) for i in task.ops) or any(p.value in step.combined for p in task.sums)
+        any(_is_positional(graph.ops[i]) for i in task.ops)
+        or any(p.value in step.loop_results.combined for p in task.sums)
     )
 
     def local(*arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -204,10 +205,10 @@ def accumulates(task: TaskSpec, step: StepGraph) -> bool:
 
 def _combined(step: StepGraph, value: int, old: jax.Array, new: jax.Array, microbatch: jax.Array | int) -> jax.Array:
     """Return the combination of all micro-batches up to this one: `old` from those before it, `new` from this one."""
-    how = step.combined.get(value)
+    how = step.loop_results.combined.get(value)
     # Values without an entry are sums over the batch, the default.
     if how is None:
-        return old + (_part_of_mean(new, step) if step.averaged else new)
+        return old + (_part_of_mean(new, step) if step.loop_results.averaged else new)
     if how is Combination.SAME:
         return new
     # Only sums can be added up; a maximum over the batch is the maximum over its micro-batches.
@@ -286,7 +287,7 @@ class _Form:
 
     def ports(self, ports: Sequence[Port]) -> Hashable:
         """Return the form of values that leave the task: number, spec and how micro-batches are combined."""
-        return tuple([(self.number(p.value), p.spec, self.step.combined.get(p.value)) for p in ports])
+        return tuple([(self.number(p.value), p.spec, self.step.loop_results.combined.get(p.value)) for p in ports])
 
     def fresh(self, v: int) -> Hashable:
         """Number a value at its first use and return its properties."""

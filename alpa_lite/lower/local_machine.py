@@ -219,7 +219,7 @@ class LocalMachine:
         if step.num_microbatches == 1 or op.primitive not in POSITIONAL:
             return none, none
         # A mean over micro-batches treats each one as a batch of its own, which counts its samples from 0.
-        if step.averaged and op.primitive == "iota":
+        if step.loop_results.averaged and op.primitive == "iota":
             return none, none
         outermost = graph is step.graph
         scope = step if outermost else step.bodies.get(graph)

@@ -294,7 +294,8 @@ def fingerprint(step: StepGraph) -> str:
     digest.update(_text_of(step.graph, {}))
     # Names of arguments and source lines are left out: they do not change what is computed.
     digest.update(repr([p.value for p in step.phases]).encode())
-    digest.update(repr((step.num_microbatches, step.batch_size, *(["averaged"] if step.averaged else []))).encode())
+    averaged = ["averaged"] if step.loop_results.averaged else []
+    digest.update(repr((step.num_microbatches, step.batch.size, *averaged)).encode())
     return digest.hexdigest()
 
 

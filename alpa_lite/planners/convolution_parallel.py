@@ -81,9 +81,9 @@ class ConvolutionParallel(Planner):
         # At least 1: `plan_on_mesh` reports degrees that do not make up the cluster.
         axes = {"sample": self.sample or max(1, total // prod(others.values())), **others}
         step = request.best_step((1,), loop_parts=0)
-        if step.batch_size is None and axes["sample"] > 1:
-            raise PlanError(f"{self.name} splits the batch over {axes['sample']} devices. {step.batch_problem}")
-        size = (step.batch_size or 1) // step.num_microbatches
+        if step.batch.size is None and axes["sample"] > 1:
+            raise PlanError(f"{self.name} splits the batch over {axes['sample']} devices. {step.batch.problem}")
+        size = (step.batch.size or 1) // step.num_microbatches
         if size % axes["sample"]:
             raise PlanError(
                 f"{self.name} splits {size} samples over {axes['sample']} devices, which do not divide them. Choose "
@@ -205,12 +205,12 @@ class OneWeirdTrick(Planner):
                 "One weird trick splits weights of dense layers that are larger than the arrays between them, but the "
                 f"step has few or none, or {devices} devices do not do. Use al.planners.DataParallel."
             )
-        if step.batch_size is None:
-            raise PlanError(f"{self.name} splits the batch over {devices} devices. {step.batch_problem}")
-        if step.batch_size // step.num_microbatches % devices:
+        if step.batch.size is None:
+            raise PlanError(f"{self.name} splits the batch over {devices} devices. {step.batch.problem}")
+        if step.batch.size // step.num_microbatches % devices:
             raise PlanError(
                 f"{self.name} splits the samples of convolutions over {devices} devices, but the batch is "
-                f"{step.batch_size} in {step.num_microbatches} micro-batches. Use a multiple of {devices} samples."
+                f"{step.batch.size} in {step.num_microbatches} micro-batches. Use a multiple of {devices} samples."
             )
         layout = _whole_but_dense(step, found)
         graph, device = step.graph, request.cluster.device

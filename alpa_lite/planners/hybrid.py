@@ -374,16 +374,16 @@ def batch_ways(mesh: LogicalMesh) -> int:
 def check_batch(planner: Hybrid, step: StepGraph, mesh: LogicalMesh) -> None:
     """Raise `PlanError` unless the axes that split the batch divide every micro-batch."""
     data = batch_ways(mesh)
-    if step.batch_size is None:
+    if step.batch.size is None:
         if data > 1:
             raise PlanError(
-                f"{planner.name} splits the batch over {data} devices, but there is no batch. {step.batch_problem}"
+                f"{planner.name} splits the batch over {data} devices, but there is no batch. {step.batch.problem}"
             )
         return
-    micro = step.batch_size // step.num_microbatches
+    micro = step.batch.size // step.num_microbatches
     if micro % data:
         raise PlanError(
             f"{planner.name} splits each micro-batch over {data} devices, but it has {micro} samples "
-            f"(batch {step.batch_size} in {step.num_microbatches} micro-batches). Use a multiple of {data} samples per "
+            f"(batch {step.batch.size} in {step.num_microbatches} micro-batches). Use a multiple of {data} samples per "
             "micro-batch, or a smaller data degree."
         )

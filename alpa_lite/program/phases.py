@@ -69,6 +69,32 @@ class LeafPart:
     rows: tuple[int, int] | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBatch:
+    """The full batch of a step.
+
+    size     number of samples; None if it is unknown
+    problem  the reason why no size could be determined; empty otherwise
+    """
+
+    size: int | None
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopResults:
+    """How the results that the micro-batches compute become those of the step; by default their values are summed.
+
+    averaged  they are averaged instead, because the step is not a sum over its samples
+    combined  results without a batch dim that are not summed → their reduction
+    runs      graph output value → number of runs into which its samples are divided; 1 if absent
+    """
+
+    averaged: bool = False
+    combined: Mapping[int, Combination] = field(default_factory=dict[int, Combination])
+    runs: Mapping[int, int] = field(default_factory=dict[int, int])
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepGraph:
     """A train step divided into phases, traced at the size of one micro-batch.
@@ -78,16 +104,13 @@ class StepGraph:
     batch_dims        for each value the dim that carries the batch, or None
     phases            for each op its phase
     num_microbatches  how often the loop runs per step
-    batch_size        number of samples in the full batch; None if it is unknown (see `batch_problem`)
+    batch             the size of the full batch
     bodies            full shapes and batch dims of the values of each body of control flow, at any depth
     input_parts       the origin of each graph input; stacked arguments are split where the loops that read them are
     output_parts      the origin of each graph output
     aliases           graph output value → graph input value that it replaces in the next step (updated state)
-    batch_problem     the reason why no batch size could be determined; empty otherwise
     loop_parts        minimum number of parts into which loops over layers were split; 0 if they were not split
-    averaged          loop results are averaged over micro-batches, because the step is not a sum over its samples
-    combined          loop results without a batch dim that are not summed over micro-batches → their reduction
-    runs              graph output value → number of runs into which its samples are divided; 1 if absent
+    loop_results      how the results of the micro-batches are combined
     """
 
     graph: Graph
@@ -95,16 +118,13 @@ class StepGraph:
     batch_dims: tuple[int | None, ...]
     phases: tuple[Phase, ...]
     num_microbatches: int
-    batch_size: int | None
+    batch: StepBatch
     bodies: Mapping[Graph, BodyScope] = field(default_factory=dict[Graph, "BodyScope"])
     input_parts: tuple[LeafPart, ...]
     output_parts: tuple[LeafPart, ...]
     aliases: Mapping[int, int]
-    batch_problem: str = ""
     loop_parts: int = 0
-    averaged: bool = False
-    combined: Mapping[int, Combination] = field(default_factory=dict[int, Combination])
-    runs: Mapping[int, int] = field(default_factory=dict[int, int])
+    loop_results: LoopResults = field(default_factory=LoopResults)
 
     def runs_of(self, op: Op) -> int:
         """Return the number of times that an op runs per step."""

@@ -109,7 +109,7 @@ class _StepComparison:
         traced, call = self.compiled.traced, self._call
 
         def whole(leaves: Sequence[TreeLeaf]) -> Tree:
-            arrays, _ = call.run(traced.fun, jax.tree.unflatten(traced.in_tree, leaves))
+            arrays, _ = call.run(traced.fun, jax.tree.unflatten(traced.inputs.tree, leaves))
             return arrays
 
         return jax.jit(whole)
@@ -117,7 +117,7 @@ class _StepComparison:
     @cached_property
     def _call(self) -> Call:
         traced = self.compiled.traced
-        return Call.of(traced.fun, self.args, self.kwargs, traced.static)
+        return Call.of(traced.fun, self.args, self.kwargs, traced.inputs.static)
 
     def report(self) -> CheckReport:
         traced = self.compiled.traced
@@ -126,7 +126,8 @@ class _StepComparison:
         want = jax.tree.leaves(want_tree)
         # The step takes over the memory of donated arguments, which `jax.jit` still needs for the perturbed runs.
         got_tree = self.compiled.run_flat(
-            [copied(leaf) if gone else leaf for leaf, gone in zip(self.leaves, traced.donated, strict=True)], None
+            [copied(leaf) if gone else leaf for leaf, gone in zip(self.leaves, traced.inputs.donated, strict=True)],
+            None,
         )
         # The step was traced for the plan, and is traced again here: it may depend on something that has changed.
         if jax.tree.structure(got_tree) != jax.tree.structure(want_tree):
@@ -176,7 +177,7 @@ class _StepComparison:
 
     def _compared(self, number: int, got: jax.Array, want: jax.Array, unit: float) -> CheckedLeaf:
         """Return the comparison of one leaf."""
-        name = self.compiled.traced.out_names[number]
+        name = self.compiled.traced.outputs.names[number]
         shape, dtype = tuple(jnp.shape(want)), str(want.dtype)
         if (tuple(jnp.shape(got)), str(got.dtype)) != (shape, dtype):
             note = f"{got.dtype}{list(jnp.shape(got))} by the plan"
@@ -210,7 +211,7 @@ class _StepComparison:
     def _step(self, number: int, want: np.ndarray, scale: float, unit: float) -> float:
         """Return one absolute rounding step of a leaf; for leaves without floats a share of elements."""
         # Rounding the result alone may change it by one unit, even where the inputs change nothing.
-        own = float(jnp.finfo(self.compiled.traced.out_leaves[number].dtype).eps) if is_inexact(want) else 0.0
+        own = float(jnp.finfo(self.compiled.traced.outputs.leaves[number].dtype).eps) if is_inexact(want) else 0.0
         return max(own * scale, self._noise(number, want, unit))
 
     def _noise(self, number: int, want: np.ndarray, unit: float) -> float:

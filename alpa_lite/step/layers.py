@@ -281,7 +281,7 @@ def _leading_to_updates_alone(step: StepGraph) -> dict[int, None]:
     graph, alone = step.graph, dict[int, None]()
     for op in reversed(graph.ops):
         readers = {c for r in op.results for c in graph.consumers[r]}
-        summed = step.batch_size is not None and all(step.batch_dims[r] is None for r in op.results)
+        summed = step.batch.size is not None and all(step.batch_dims[r] is None for r in op.results)
         if step.phases[op.id] is Phase.BACKWARD and summed and readers:
             if all(step.phases[c] is Phase.UPDATE or c in alone for c in readers):
                 alone[op.id] = None

@@ -27,6 +27,8 @@ from alpa_lite.program.equations import Equation, GraphWithEquations
 from alpa_lite.program.ir import Graph, Op, verify
 from alpa_lite.program.phases import (
     Combination,
+    LoopResults,
+    StepBatch,
     StepGraph,
     assign_phases,
     batch_dims,
@@ -226,8 +228,8 @@ def split_step(
     if num_microbatches != 1:
         sizes: tuple[int, ...] = (_microbatch_size(traced, num_microbatches),)
     else:
-        sizes = () if traced.batch_size is None else _probe_sizes(traced.batch_size)
-    problem = traced.batch_problem
+        sizes = () if traced.batch.size is None else _probe_sizes(traced.batch.size)
+    problem = traced.batch.problem
     for size in sizes:
         try:
             full, other = at_two_sizes(traced, size, loop_parts, exact=exact)
@@ -304,9 +306,9 @@ def _at_one_size(traced: Traced, full: PartedProgram, loop_parts: int, problem: 
     # Loops that share a body may have the batch in different dims of it, so each gets its own copy.
     graph = with_own_bodies(verify(full.program.graph))
     full = replace(full, program=replace(full.program, graph=graph))
-    leaves = dict(enumerate(traced.batch_leaves))
+    leaves = dict(enumerate(traced.batch.dims))
     batch_of_values: dict[Graph, dict[int, int | None]] = {}
-    if traced.batch_size == 1:
+    if traced.batch.size == 1:
         try:
             batch_of_values, problem = batch_of_one(traced, full, loop_parts), ""
         except TraceError as error:
@@ -325,7 +327,7 @@ def _at_one_size(traced: Traced, full: PartedProgram, loop_parts: int, problem: 
         loop=loop | effects_before(graph, loop),
         num_microbatches=1,
         bodies=bodies,
-        batch_problem=problem,
+        batch=StepBatch(size=traced.batch.size, problem=problem),
         loop_parts=loop_parts,
     )
     return TracedStep(step=step, equations=full.program.equations, constants=full.program.constants)
@@ -358,7 +360,6 @@ def _step(
         full_shapes=tuple(v.shape for v in full.program.graph.values),
         batch_dims=batch_dims,
         phases=assign_phases(graph, loop, batch_dims, forward_only=trains_in_bodies(graph)),
-        batch_size=traced.batch_size,
         input_parts=full.input_parts,
         output_parts=full.output_parts,
         aliases=_aliases(traced, full),
@@ -395,7 +396,7 @@ def _proven(
     refusals = exact.proof.refusals
     for cut in sorted({r.cut for r in refusals} - {1}):
         # The step divides its batch into runs itself; it may be exact if each micro-batch takes rows of every run.
-        runs = {leaf: cut for leaf, dim in enumerate(traced.batch_leaves) if dim is not None}
+        runs = {leaf: cut for leaf, dim in enumerate(traced.batch.dims) if dim is not None}
         again = _exact(traced, full, other, num_microbatches, runs)
         if not again.proof.refusals:
             return _cut_exactly(traced, again, num_microbatches, loop_parts)
@@ -440,11 +441,11 @@ def _exact(
         graph, parts = full.program.graph, full.input_parts
         cut = {v: runs[part.leaf] for v, part in zip(graph.inputs, parts, strict=True) if part.leaf in runs}
         # Values are hoisted once: without inputs of data, the next proof hoists nothing and ends the loop.
-        data = inputs_of_data(graph, parts, traced.batch_leaves) if precomputed is None else frozenset[int]()
+        data = inputs_of_data(graph, parts, traced.batch.dims) if precomputed is None else frozenset[int]()
         found = prove(full.program, other.program, num_microbatches, of_data=data, runs=cut)
         if not found.hoisted or found.refusals:
             return _Exact(full=full, other=other, precomputed=precomputed, proof=found, runs=runs)
-        rest = hoist_values(full, other, found.hoisted, traced.batch_leaves)
+        rest = hoist_values(full, other, found.hoisted, traced.batch.dims)
         full, other, precomputed = rest.full, rest.other, rest.precomputed
 
 
@@ -462,17 +463,22 @@ def _cut_exactly(traced: Traced, exact: _Exact, num_microbatches: int, loop_part
         batch_dims=batch,
         loop=loop,
         num_microbatches=num_microbatches,
+        batch=StepBatch(size=traced.batch.size),
         bodies=body_scopes(merged.graph, whole, small),
         loop_parts=loop_parts,
-        combined={r: c for i in loop for r in whole.ops[i].results if (c := _combined(proof.relations[r]))},
-        runs={v: proof.relations[v].blocks or 1 for v in whole.outputs if proof.relations[v].blocks not in (None, 1)},
+        loop_results=LoopResults(
+            combined={r: c for i in loop for r in whole.ops[i].results if (c := _combined(proof.relations[r]))},
+            runs={
+                v: proof.relations[v].blocks or 1 for v in whole.outputs if proof.relations[v].blocks not in (None, 1)
+            },
+        ),
     )
     return TracedStep(
         step=step,
         equations=merged.equations,
         constants=merged.constants,
         precomputed=exact.precomputed,
-        runs={leaf: (traced.batch_leaves[leaf] or 0, count) for leaf, count in exact.runs.items()},
+        runs={leaf: (traced.batch.dims[leaf] or 0, count) for leaf, count in exact.runs.items()},
     )
 
 
@@ -539,9 +545,10 @@ def _cut(
         batch_dims=batch,
         loop=loop | effects_before(whole, loop),
         num_microbatches=num_microbatches,
+        batch=StepBatch(size=traced.batch.size),
         bodies=body_scopes(chosen.graph, whole, small),
         loop_parts=loop_parts,
-        averaged=averaged,
+        loop_results=LoopResults(averaged=averaged),
     )
     return TracedStep(step=step, equations=chosen.equations, constants=full.program.constants)
 

@@ -48,6 +48,44 @@ KeyPath = tuple[Any, ...]
 """The path of a leaf in a pytree, of keys of several classes of JAX."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedInputs:
+    """The dynamic arguments of a traced function, flattened.
+
+    Attributes:
+        tree: their pytree structure.
+        leaves: avals of the leaves; bool stands for float0, which has no bytes.
+        names: paths of the leaves, each starting with the name of its argument.
+        donated: for each leaf whether the caller donates it.
+        positional: names of the positional dynamic arguments.
+        static: the arguments that are not among the leaves, because the user named them as constants of the trace.
+    """
+
+    tree: TreeDef
+    leaves: tuple[jax.ShapeDtypeStruct, ...]
+    names: tuple[str, ...]
+    donated: tuple[bool, ...]
+    positional: tuple[str, ...]
+    static: NamedArguments
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedOutputs:
+    """The outputs of a traced function, flattened.
+
+    Attributes:
+        tree: their pytree structure.
+        leaves: avals of the leaves.
+        names: paths of the leaves.
+        results: how the results of a call are made of the outputs.
+    """
+
+    tree: TreeDef
+    leaves: tuple[jax.ShapeDtypeStruct, ...]
+    names: tuple[str, ...]
+    results: Results
+
+
 @dataclass(frozen=True, kw_only=True)
 class Traced:
     """A function traced for one set of argument shapes.
@@ -55,44 +93,22 @@ class Traced:
     Attributes:
         fun: the user's function.
         name: its name, for messages.
-        in_tree: pytree structure of the dynamic arguments.
-        out_tree: pytree structure of the outputs.
-        leaves: avals of the flattened dynamic arguments; bool stands for float0, which has no bytes.
-        out_leaves: avals of the flattened outputs.
-        names: paths of the argument leaves, each starting with the name of its argument.
-        arguments: names of the positional dynamic arguments.
-        out_names: paths of the output leaves.
-        batch_leaves: for each leaf the dim that holds the batch, or None.
-        batch_size: batch size in samples; None if it could not be determined.
-        batch_problem: why it could not be determined, as a sentence.
+        inputs: the flattened dynamic arguments.
+        outputs: the flattened outputs.
+        batch: the dims and the size of the batch.
         aliases: output leaf → the input leaf that it replaces in the next step.
-        batch_assumed: whether the batch was inferred and not named by the user.
-        donated: for each leaf whether the caller donates it.
-        static: the arguments that the user named as constants of the trace.
         call: the arguments that the function was traced for.
-        results: how the results of a call are made of the outputs.
         user_shardings: how the arguments lie that the step was traced for, and what that means for a plan.
         jaxpr: closed jaxpr of the function on flat arguments at the full batch.
     """
 
     fun: Callable[..., Tree]
     name: str
-    in_tree: TreeDef
-    out_tree: TreeDef
-    leaves: tuple[jax.ShapeDtypeStruct, ...]
-    out_leaves: tuple[jax.ShapeDtypeStruct, ...]
-    names: tuple[str, ...]
-    arguments: tuple[str, ...]
-    out_names: tuple[str, ...]
-    batch_leaves: tuple[int | None, ...]
-    batch_size: int | None
-    batch_problem: str
+    inputs: TracedInputs
+    outputs: TracedOutputs
+    batch: Batch
     aliases: Mapping[int, int]
-    batch_assumed: bool
-    donated: tuple[bool, ...]
-    static: NamedArguments
     call: Call
-    results: Results
     user_shardings: UserShardings
     jaxpr: ClosedJaxpr
     _flat: Callable[..., Tree] = field(repr=False)
@@ -105,12 +121,12 @@ class Traced:
         Raises:
             TraceError: the function raises an exception at that size.
         """
-        if size == self.batch_size:
+        if size == self.batch.size:
             return self.jaxpr
         if size not in self._cache:
             avals = [
-                leaf if dim is None else resized(leaf, dim, size, self.batch_size)
-                for leaf, dim in zip(self.leaves, self.batch_leaves, strict=True)
+                leaf if dim is None else resized(leaf, dim, size, self.batch.size)
+                for leaf, dim in zip(self.inputs.leaves, self.batch.dims, strict=True)
             ]
             try:
                 self._cache[size] = self.retraced(avals)
@@ -119,7 +135,7 @@ class Traced:
             except Exception as error:  # the user's function may raise anything at a size that it was not written for
                 cause = f"{type(error).__name__}: {error}".rstrip(".")
                 raise TraceError(
-                    f"{self.name} cannot be traced at {size} samples instead of {self.batch_size}: "
+                    f"{self.name} cannot be traced at {size} samples instead of {self.batch.size}: "
                     f"{cause}. Micro-batching needs a step that works at any batch size; use "
                     "num_microbatches=1, or name the batch arguments in batch_argnums if others were taken for it."
                 ) from error
@@ -132,7 +148,7 @@ class Traced:
     def pinned(self) -> Traced:
         """Return the step traced again, with the shardings that the user gives as demands on its plan."""
         given = replace(self.user_shardings, mode="pin")
-        jaxpr = plain_jaxpr(self._flat, self.leaves, self._mesh, self.name, "pin")
+        jaxpr = plain_jaxpr(self._flat, self.inputs.leaves, self._mesh, self.name, "pin")
         return replace(self, user_shardings=given, jaxpr=jaxpr, _cache={})
 
     def require_batch(self) -> int:
@@ -141,9 +157,9 @@ class Traced:
         Raises:
             BatchError: the batch could not be determined; the message says why.
         """
-        if self.batch_size is None:
-            raise BatchError(self.batch_problem)
-        return self.batch_size
+        if self.batch.size is None:
+            raise BatchError(self.batch.problem)
+        return self.batch.size
 
 
 @rare_collection()
@@ -204,23 +220,24 @@ def trace(
     traced = Traced(
         fun=fun,
         name=function_name(fun),
-        in_tree=in_tree,
-        out_tree=box["tree"],
-        leaves=leaves,
-        out_leaves=tuple(_float0(x) if e else x for x, e in zip(out_leaves, box["empty"], strict=True)),
-        names=names,
-        arguments=tuple(argument_name(fun, i) for i in positional),
-        out_names=box["names"],
+        inputs=TracedInputs(
+            tree=in_tree,
+            leaves=leaves,
+            names=names,
+            donated=tuple(key in donated for key in owner),
+            positional=tuple(argument_name(fun, i) for i in positional),
+            static=roles.static,
+        ),
+        outputs=TracedOutputs(
+            tree=box["tree"],
+            leaves=tuple(_float0(x) if e else x for x, e in zip(out_leaves, box["empty"], strict=True)),
+            names=box["names"],
+            results=box["results"],
+        ),
         # The batch is added below: looking for it takes traces at other sizes, which need this object.
-        batch_leaves=(None,) * len(leaves),
-        batch_size=None,
-        batch_problem="",
-        batch_assumed=True,
+        batch=Batch(dims=(None,) * len(leaves), size=None),
         aliases=aliases,
-        donated=tuple(key in donated for key in owner),
-        static=roles.static,
         call=call,
-        results=box["results"],
         user_shardings=UserShardings(
             mode=user_shardings, arguments=_placed(names, [leaf for _, leaf in paths], leaves)
         ),
@@ -243,7 +260,7 @@ def plain_jaxpr(
 
     What the user's code says of meshes is read where it runs, under that mesh; a plan lays out the arrays anew.
     """
-    with _jax.under_mesh(mesh):
+    with _jax.no_mesh() if mesh is None else jax.set_mesh(mesh), _jax.tracing_for_gpus():
         jaxpr = without_refs(jax.make_jaxpr(flat)(*avals), name)
         return without_meshes(jaxpr, user_shardings)
 
@@ -263,14 +280,7 @@ def _placed(
 
 def _with_batch(traced: Traced, batch: Batch) -> Traced:
     """Return the trace with a batch; programs at other sizes are forgotten, since they depend on the batch."""
-    return replace(
-        traced,
-        batch_leaves=batch.dims,
-        batch_size=batch.size,
-        batch_problem=batch.problem,
-        batch_assumed=batch.assumed,
-        _cache={},
-    )
+    return replace(traced, batch=batch, _cache={})
 
 
 def _with_assumed_batch(traced: Traced, arguments: ArgumentLeaves, *, has_state: bool) -> Traced:
@@ -282,7 +292,7 @@ def _with_assumed_batch(traced: Traced, arguments: ArgumentLeaves, *, has_state:
     # Without state or backward pass the function is likely a forward pass, whose weights are not returned:
     # `by_exclusion` cannot tell them from the batch.
     if not has_state and not (first is not None and takes_gradient):
-        likely = without_state(arguments, traced.out_leaves)
+        likely = without_state(arguments, traced.outputs.leaves)
         if likely is not None and likely != excluded:
             forward = _with_batch(traced, likely)
             if _works_at_other_sizes(forward):
@@ -291,7 +301,7 @@ def _with_assumed_batch(traced: Traced, arguments: ArgumentLeaves, *, has_state:
         return first
 
     def retrace(avals: Sequence[jax.ShapeDtypeStruct]) -> ClosedJaxpr:
-        if list(avals) == list(traced.leaves):
+        if list(avals) == list(traced.inputs.leaves):
             return traced.jaxpr
         return traced.retraced(avals)
 

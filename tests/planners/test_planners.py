@@ -220,7 +220,7 @@ def test_data_parallelism_keeps_parameters_whole_and_reduces_each_gradient_once(
     assert stage.specs["batch/tokens"].dims[0] == ("data",)
     assert {use.kind for use in plan.prediction.collectives} == {"all_reduce"}
     reduced = sum(use.bytes * use.count for use in plan.prediction.collectives)
-    parameters = sum(4 * leaf.size for leaf in _large(tied=False).traced.leaves[:-2])
+    parameters = sum(4 * leaf.size for leaf in _large(tied=False).traced.inputs.leaves[:-2])
     assert reduced == pytest.approx(parameters, rel=0.01)
 
 

@@ -142,7 +142,7 @@ def test_a_vjp_by_hand_is_cut_alike() -> None:
 
 def test_a_step_whose_batch_is_unknown_is_cut_by_its_marks() -> None:
     step = _split(lambda p, x, y: _step(p, x, y[:8].repeat(2, 0)), (PARAMS, X, np.ones((24, 4), np.float32)))
-    assert step.batch_size is None
+    assert step.batch.size is None
     assert set(step.phases) >= {Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE}
 
 

@@ -12,6 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.experimental.xla_metadata import set_xla_metadata
 
+from alpa_lite.trace.passes.plain_jaxpr import user_sharding_p
 from tests.rules.jax_primitives import jax_primitives
 from tests.rules.row import Row, floats, integers, positive, row, truths
 
@@ -19,6 +20,10 @@ from tests.rules.row import Row, floats, integers, positive, row, truths
 def _constrained(x: Any) -> Any:
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 4), ("x", "y"))
     return lax.with_sharding_constraint(x, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x", "y")))
+
+
+def _pinned(x: Any) -> Any:
+    return user_sharding_p.bind(x, mesh=(("x", 2), ("y", 4)), dims=(("x",), ("y",)), pinned=True)
 
 
 def _unary() -> list[Row]:
@@ -57,6 +62,7 @@ def _unary() -> list[Row]:
         row("name", lambda x: checkpoint_name(x, "here"), floats(8, 4)),
         row("device_put", jax.device_put, floats(8, 4)),
         row("sharding_constraint", _constrained, floats(8, 4)),
+        row("user_sharding", _pinned, floats(8, 4)),
         row("layout_constraint", lambda x: with_layout_constraint(x, Layout(major_to_minor=(1, 0))), floats(8, 4)),
         row("tie", lambda x, y: jax_primitives()["tie"].bind(x, y), floats(4), floats(8, 4)),
         row("real", lax.real, lax.complex(floats(8, 4), floats(8, 4)), oracle="real"),

@@ -46,7 +46,9 @@ _WITHOUT = {
         "acos acosh asin asinh atan atanh bessel_i0e bessel_i1e conj cosh digamma eq_to erf erf_inv erfc exp2 igamma "
         "igamma_grad_a igammac le_to lgamma lt_to nextafter polygamma regularized_incomplete_beta sinh zeta"
     ),
-    "the identity": ("copy device_put layout_constraint name sharding_constraint stop_gradient tie xla_metadata_value"),
+    "the identity": (
+        "copy device_put layout_constraint name sharding_constraint stop_gradient tie user_sharding xla_metadata_value"
+    ),
     "values that only wait for each other": "optimization_barrier",
     "an operation that Shardy does not know": "mulhi",
     "several operations: a rule for the whole says more": (
@@ -56,6 +58,9 @@ _WITHOUT = {
     "a library call for each matrix": (
         "cholesky eig eigh geqp3 geqrf hessenberg householder_product lu lu_pivots_to_permutation ormqr qr schur svd "
         "symmetric_product triangular_solve tridiagonal tridiagonal_solve"
+    ),
+    "a kernel, of which Shardy knows what its author says": (
+        "pallas_call custom_partitioning dot_product_attention_fwd_wrapper dot_product_attention_bwd_wrapper"
     ),
     "arrays from nothing: any split is free": "empty iota",
     "many element-wise operations on counters and keys": (

@@ -22,8 +22,8 @@ from alpa_lite.program.ir import Graph, wiring_of
 from alpa_lite.step.additivity import Proof, prove
 from alpa_lite.step.relations import Own, Relation, RelationKind
 from alpa_lite.step.split import at_two_sizes, by_micro_batch, merge
-from alpa_lite.trace.evaluate import run_control_flow
-from alpa_lite.trace.passes.code_motion import all_values, hoist_values, inputs_of_data
+from alpa_lite.trace.evaluate import all_values, run_control_flow
+from alpa_lite.trace.passes.code_motion import hoist_values, inputs_of_data
 from alpa_lite.trace.passes.split_stacked import PartedProgram
 from alpa_lite.trace.trace import Traced
 
@@ -43,11 +43,11 @@ def check_claims(traced: Traced, arguments: Sequence[Any], count: int, *, runs: 
     """Compare all values of a step in `count` micro-batches with what is claimed of them."""
     full, other = at_two_sizes(traced, traced.require_batch() // count, 0)
     inputs = [*arguments, *full.program.constants]
-    cut = {leaf: runs for leaf, dim in enumerate(traced.batch_leaves) if dim is not None and runs > 1}
-    data = inputs_of_data(full.program.graph, full.input_parts, traced.batch_leaves)
+    cut = {leaf: runs for leaf, dim in enumerate(traced.batch.dims) if dim is not None and runs > 1}
+    data = inputs_of_data(full.program.graph, full.input_parts, traced.batch.dims)
     proof = prove(full.program, other.program, count, of_data=data, runs=cut)
     while proof.hoisted:
-        rest = hoist_values(full, other, proof.hoisted, traced.batch_leaves)
+        rest = hoist_values(full, other, proof.hoisted, traced.batch.dims)
         inputs += rest.precomputed(inputs)
         full, other = rest.full, rest.other
         proof = prove(full.program, other.program, count, runs=cut)

@@ -52,7 +52,7 @@ def test_steps_at_numbers_that_are_not_traced_are_those_that_would_be(name: str)
         got, want = (split_step(t, number, exact=t is exact).step for t in (extrapolated, exact))
         assert fingerprint(got) == fingerprint(want), number
         assert (got.batch_dims, got.phases, got.full_shapes) == (want.batch_dims, want.phases, want.full_shapes)
-        assert (got.aliases, got.combined, got.runs) == (want.aliases, want.combined, want.runs)
+        assert (got.aliases, got.loop_results) == (want.aliases, want.loop_results)
 
 
 def run_in_micro_batches(split: TracedStep, args: Any) -> list[Any]:
@@ -77,7 +77,7 @@ def run_in_micro_batches(split: TracedStep, args: Any) -> list[Any]:
         dim = step.batch_dims[v]
         if dim is None:
             how = {None: sum, "same": lambda xs: xs[0], "max": max, "min": min}  # extremes here are scalars
-            outside[v] = how[step.combined[v].value if v in step.combined else None](arrays)
+            outside[v] = how[step.loop_results.combined[v].value if v in step.loop_results.combined else None](arrays)
         else:
             outside[v] = jnp.concatenate(arrays, axis=dim)
     _run(split, outside, {Phase.UPDATE})
@@ -129,7 +129,7 @@ def test_micro_batches_shrink_the_batch_and_keep_the_literals() -> None:
 
 def test_one_micro_batch_keeps_the_full_shapes() -> None:
     step = _split(_step, (PARAMS, X, Y), 1).step
-    assert step.num_microbatches == 1 and step.batch_size == 16
+    assert step.num_microbatches == 1 and step.batch.size == 16
     assert step.full_shapes == tuple(v.shape for v in step.graph.values)
 
 
@@ -271,7 +271,7 @@ def test_a_batch_size_written_into_the_step_is_followed_through_it() -> None:
 
     traced = trace(step, (PARAMS, X, Y), batch_argnums=(1, 2))
     found = split_step(traced, 1).step
-    assert found.batch_size == 16 and "batch was lost" in found.batch_problem
+    assert found.batch.size == 16 and "batch was lost" in found.batch.problem
     loop = next(op for op in found.graph.ops if op.primitive == "scan")
     assert found.batch_dims[loop.results[0]] == 0
     assert [op.id for op in found.graph.ops if found.phases[op.id] is Phase.UPDATE]
@@ -283,7 +283,7 @@ def test_a_batch_size_written_into_the_step_is_followed_through_it() -> None:
 def test_the_batch_flows_where_other_sizes_show_it(name: str) -> None:
     program = PROGRAMS[name]
     step = split_step(trace(program.step, program.args, batch_argnums=program.batch_argnums), 1).step
-    assert step.batch_size is not None and not step.batch_problem
+    assert step.batch.size is not None and not step.batch.problem
     followed, bodies = follow_batch(step.graph, [step.batch_dims[v] for v in step.graph.inputs])
     assert all(dim in (None, seen) for dim, seen in zip(followed, step.batch_dims, strict=True))
     for body, scope in bodies.items():

@@ -33,7 +33,7 @@ def _trained(loss: Any, params: Any) -> Any:
 
 
 def _batch(traced: Traced) -> dict[str, int]:
-    return {n: d for n, d in zip(traced.names, traced.batch_leaves, strict=True) if d is not None}
+    return {n: d for n, d in zip(traced.inputs.names, traced.batch.dims, strict=True) if d is not None}
 
 
 # --- found by trial ---------------------------------------------------------------------------------------------------
@@ -52,7 +52,7 @@ TIMES = {"x": _f32(16, 8), "y": _f32(16), "times": _f32(10)}
 
 def test_an_array_of_another_size_within_the_batch() -> None:
     traced = trace(_at_times, ({"w": _f32(8, 4)}, TIMES))
-    assert _batch(traced) == {"batch/x": 0, "batch/y": 0} and traced.batch_size == 16 and traced.batch_assumed
+    assert _batch(traced) == {"batch/x": 0, "batch/y": 0} and traced.batch.size == 16 and traced.batch.assumed
 
 
 ADAPTERS = {"a": _f32(64, 4), "b": _f32(4, 256)}
@@ -112,7 +112,7 @@ def _recurrent(params: Any, x: Any, y: Any) -> Any:
 
 def test_sequences_that_begin_with_time() -> None:
     traced = trace(_recurrent, ({"w": _f32(8, 4), "u": _f32(4, 4)}, _f32(12, 16, 8), _f32(16, 4)))
-    assert _batch(traced) == {"x": 1, "y": 0} and traced.batch_size == 16
+    assert _batch(traced) == {"x": 1, "y": 0} and traced.batch.size == 16
 
 
 @pytest.mark.parametrize("num_keys", [1, 3])
@@ -202,7 +202,7 @@ def _returned(params: Any, batch: Any, rate: Any) -> Any:
 
 def test_a_batch_that_comes_back_is_said_to_be_state_and_proposed() -> None:
     arguments = ({"w": _f32(8, 4)}, {"x": _f32(16, 8)}, 0.1)
-    problem = trace(_returned, arguments).batch_problem
+    problem = trace(_returned, arguments).batch.problem
     assert "comes back among the outputs counts as state (params, batch)" in problem
     assert "scalars and random keys hold no samples (rate)" in problem and "every array" not in problem
     assert _suggested(problem) == [("batch",)]
@@ -215,8 +215,8 @@ def test_a_batch_in_state_beside_weights_that_do_not_come_back_is_proposed() -> 
         return {"seen": cache}, (cache.mean(1) @ params["out"]).argmax(-1)
 
     arguments = {"embed": _f32(32, 8), "out": _f32(8, 32)}, {"seen": _f32(16, 5, 8)}, _i32(16)
-    assert _suggested(trace(decode, arguments).batch_problem) == [("cache", "tokens")]
-    assert trace(decode, arguments, batch_argnums=("cache", "tokens")).batch_size == 16
+    assert _suggested(trace(decode, arguments).batch.problem) == [("cache", "tokens")]
+    assert trace(decode, arguments, batch_argnums=("cache", "tokens")).batch.size == 16
 
 
 def test_a_scalar_in_the_batch_does_not_matter() -> None:
@@ -232,21 +232,21 @@ def test_two_batches_that_are_equally_likely_are_both_proposed_and_work() -> Non
 
     arguments = ({"w": _f32(8, 4)}, {"x": _f32(16, 8), "note": _f32(3)}, _f32(12, 8))
     traced = trace(step, arguments)
-    assert traced.batch_size is None
+    assert traced.batch.size is None
     with pytest.raises(BatchError, match="disagree on its size"):
         traced.require_batch()
-    proposed = _suggested(traced.batch_problem)
+    proposed = _suggested(traced.batch.problem)
     assert proposed == [("real/x",), ("fake",)]
-    assert [trace(step, arguments, batch_argnums=each).batch_size for each in proposed] == [16, 12]
+    assert [trace(step, arguments, batch_argnums=each).batch.size for each in proposed] == [16, 12]
 
 
 def test_a_step_without_data_proposes_nothing() -> None:
-    problem = trace(lambda p, rate: jax.tree.map(lambda a: a * rate, p), ({"w": _f32(8, 4)}, 0.1)).batch_problem
+    problem = trace(lambda p, rate: jax.tree.map(lambda a: a * rate, p), ({"w": _f32(8, 4)}, 0.1)).batch.problem
     assert _suggested(problem) == [] and "The step takes p/w, rate." in problem
-    problem = trace(lambda: jnp.ones(8), ()).batch_problem
+    problem = trace(lambda: jnp.ones(8), ()).batch.problem
     assert problem == "The batch cannot be found: the function takes no arrays. Pass the batch as an argument."
 
 
 def test_named_arguments_that_disagree() -> None:
-    problem = trace(_at_times, ({"w": _f32(8, 4)}, TIMES), batch_argnums="batch").batch_problem
+    problem = trace(_at_times, ({"w": _f32(8, 4)}, TIMES), batch_argnums="batch").batch.problem
     assert "what batch_argnums names disagrees on its size (batch/times [10], batch/x [16, 8]" in problem

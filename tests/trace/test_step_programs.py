@@ -51,7 +51,7 @@ def _scopes(step: StepGraph) -> list[tuple[Graph, tuple[int | None, ...]]]:
 def test_a_batch_of_one_is_known_wherever_there_are_positions(recompute: Recompute, loop_parts: int) -> None:
     """In both directions and inside bodies; what a reduction drops it from, or what never had it, has none."""
     step = split_step(_traced(recompute, 1), 1, loop_parts=loop_parts).step
-    assert step.batch_size == 1 and not step.batch_problem
+    assert step.batch.size == 1 and not step.batch.problem
     seen = 0
     for graph, dims in _scopes(step):
         for op in graph.ops:
@@ -76,7 +76,7 @@ def test_weights_and_what_is_summed_over_a_batch_of_one_have_no_batch(recompute:
 
 def test_a_batch_of_one_keeps_its_own_program() -> None:
     traced = _traced("full", 1)
-    own = sink_free_values(from_jaxpr(traced.jaxpr, traced.names)).graph
+    own = sink_free_values(from_jaxpr(traced.jaxpr, traced.inputs.names)).graph
     step = split_step(traced, 1).step
     assert [(op.primitive, op.params) for op in step.graph.ops] == [(op.primitive, op.params) for op in own.ops]
     assert step.graph.values == own.values

@@ -29,7 +29,7 @@ def _step(p: Any, x: Any, y: Any) -> Any:
 
 
 def _batched(traced: Traced) -> set[str]:
-    return {name for name, batched in zip(traced.names, traced.batch_leaves, strict=True) if batched is not None}
+    return {name for name, batched in zip(traced.inputs.names, traced.batch.dims, strict=True) if batched is not None}
 
 
 # --- leaves and names -------------------------------------------------------------------------------------------------
@@ -40,33 +40,33 @@ def test_leaves_are_named_by_argument_and_path() -> None:
         return state
 
     traced = trace(step, ({"a": [X, {"b": W}]}, (Y,), X), {"rate": 0.1})
-    assert traced.names == ("state/a/0", "state/a/1/b", "batch/0", "argument 2", "rate")
-    assert [leaf.shape for leaf in traced.leaves] == [(16, 8), (8, 4), (16, 4), (16, 8), ()]
+    assert traced.inputs.names == ("state/a/0", "state/a/1/b", "batch/0", "argument 2", "rate")
+    assert [leaf.shape for leaf in traced.inputs.leaves] == [(16, 8), (8, 4), (16, 4), (16, 8), ()]
     assert traced.name == "step"
 
 
 def test_structs_arrays_and_numbers_are_equally_good() -> None:
     structs = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), ({"w": W}, X, Y))
     a, b = trace(_step, ({"w": W}, X, Y)), trace(_step, structs)
-    assert a.leaves == b.leaves and a.out_leaves == b.out_leaves and str(a.jaxpr) == str(b.jaxpr)
+    assert a.inputs.leaves == b.inputs.leaves and a.outputs.leaves == b.outputs.leaves and str(a.jaxpr) == str(b.jaxpr)
 
 
 def test_python_scalars_keep_their_weak_type() -> None:
     traced = trace(lambda x, rate: x.astype(jnp.bfloat16) * rate, (X, 0.5))
-    assert traced.leaves[1].weak_type
-    assert traced.out_leaves[0].dtype == jnp.bfloat16
+    assert traced.inputs.leaves[1].weak_type
+    assert traced.outputs.leaves[0].dtype == jnp.bfloat16
 
 
 def test_static_arguments_are_no_leaves() -> None:
     traced = trace(
         lambda p, kind, x: (p, x if kind == "a" else -x), (W, "a", X), roles=ArgumentRoles(static=NamedArguments((-2,)))
     )
-    assert traced.names == ("p", "x") and traced.call.static == ((1, str, "a"),)
+    assert traced.inputs.names == ("p", "x") and traced.call.static == ((1, str, "a"),)
 
 
 def test_donation_is_known_per_leaf() -> None:
     traced = trace(_step, ({"w": W}, X, Y), roles=ArgumentRoles(donated=NamedArguments((0, -1))))
-    assert traced.donated == (True, False, True)
+    assert traced.inputs.donated == (True, False, True)
 
 
 @pytest.mark.parametrize("bad", ["text", object(), {1, 2}])
@@ -87,7 +87,7 @@ def test_the_users_exception_comes_through() -> None:
 
 
 def _aliases(traced: Traced) -> dict[str, str]:
-    return {traced.out_names[o]: traced.names[i] for o, i in traced.aliases.items()}
+    return {traced.outputs.names[o]: traced.inputs.names[i] for o, i in traced.aliases.items()}
 
 
 def test_state_is_what_comes_back_with_equal_structure() -> None:
@@ -161,14 +161,14 @@ def test_the_batch_is_what_is_neither_state_nor_key_nor_scalar() -> None:
 
     args = {"w": W}, {"x": X, "y": Y}, jax.random.key(0), jax.random.PRNGKey(0), 0.1
     traced = trace(step, args)
-    assert _batched(traced) == {"batch/x", "batch/y"} and traced.batch_size == 16
+    assert _batched(traced) == {"batch/x", "batch/y"} and traced.batch.size == 16
 
 
 def test_a_batch_in_keywords_is_found_and_can_be_named() -> None:
     step = lambda p, **batch: _step(p, **batch)  # noqa: E731
     for batch_argnums in (None, ("x", "y")):
         traced = trace(step, ({"w": W},), {"x": X, "y": Y}, batch_argnums=batch_argnums)
-        assert _batched(traced) == {"x", "y"} and traced.batch_size == 16
+        assert _batched(traced) == {"x", "y"} and traced.batch.size == 16
 
 
 def test_naming_the_batch_settles_what_shapes_leave_open() -> None:
@@ -182,13 +182,13 @@ def test_naming_the_batch_settles_what_shapes_leave_open() -> None:
 
 def test_arguments_that_disagree_leave_the_batch_unknown() -> None:
     traced = trace(lambda p, x, y: p, ({"w": W}, X, Y[:8]))
-    assert traced.batch_size is None and set(traced.batch_leaves) == {None}
+    assert traced.batch.size is None and set(traced.batch.dims) == {None}
     with pytest.raises(BatchError, match=r"x \[16, 8\], y \[8, 4\].*batch_argnums"):
         traced.require_batch()
 
 
 def test_an_empty_batch_is_no_batch() -> None:
-    assert trace(lambda p, x: (p, x.sum()), ({"w": W}, X[:0])).batch_size is None
+    assert trace(lambda p, x: (p, x.sum()), ({"w": W}, X[:0])).batch.size is None
 
 
 def test_other_batch_sizes_are_traced_without_the_array() -> None:
@@ -212,7 +212,7 @@ def test_the_batch_of_a_function_that_returns_no_argument_is_what_outputs_lead_w
     params = {"w": W, "v": W.T}
     assert _batched(trace(lambda p, x, y: (x @ p["w"] - y).sum(), (params, X, Y))) == {"x", "y"}
     alone = trace(lambda w, x: x @ w, (W, X))
-    assert _batched(alone) == {"x"} and alone.batch_size == 16
+    assert _batched(alone) == {"x"} and alone.batch.size == 16
     square = np.ones((8, 8), np.float32)
     same_shape = trace(lambda params, x: x @ params[0] @ params[1], ([square, square], X))
     assert _batched(same_shape) == {"x"}  # though x comes back in its shape, as state would
@@ -223,4 +223,4 @@ def test_the_batch_of_a_function_that_returns_no_argument_is_what_outputs_lead_w
     tried = trace(lambda w, x: (x @ w).sum(), (W, X))
     assert _batched(tried) == {"x"}  # at another size of w alone it cannot run
     unclear = trace(lambda x, y: (x * x).sum() + (y * y).sum(), (X, Y[:4]))
-    assert unclear.batch_size is None and "batch_argnums" in unclear.batch_problem
+    assert unclear.batch.size is None and "batch_argnums" in unclear.batch.problem

@@ -65,10 +65,10 @@ def contest_of(target: BenchTarget, cluster: Cluster) -> Contest:
     """Trace the step of a target; its state arguments are donated."""
     function = al.parallelize(target.step, cache=False).trace(*target.arguments, **target.keywords)
     # A training loop never reads the state it passed in. Donated, it does not count twice at the peak of memory.
-    replaced = set(function.traced.aliases.values())
-    donated = tuple(leaf in replaced for leaf in range(len(function.traced.leaves)))
-    traced = replace(function, traced=replace(function.traced, donated=donated))
-    return Contest(target=target, traced=traced, cluster=cluster)
+    traced, replaced = function.traced, set(function.traced.aliases.values())
+    donated = tuple(leaf in replaced for leaf in range(len(traced.inputs.leaves)))
+    traced = replace(traced, inputs=replace(traced.inputs, donated=donated))
+    return Contest(target=target, traced=replace(function, traced=traced), cluster=cluster)
 
 
 def planned_entries(
@@ -87,7 +87,7 @@ def planned_entries(
                 planner=name,
                 searched=contender.searches,
                 auto=contender.is_auto,
-                batch_size=contest.traced.traced.batch_size,
+                batch_size=contest.traced.traced.batch.size,
                 reason=contender.problem,
             )
             planner = contender.planner
@@ -125,7 +125,7 @@ def best_of_counts(contest: Contest, planner: Planner) -> al.Plan:
     except InfeasibleError as error:
         problem = error
     start = 1 if best is None else best.num_microbatches
-    counts = microbatch_numbers(contest.traced.traced.batch_size or 1)
+    counts = microbatch_numbers(contest.traced.traced.batch.size or 1)
     # Time over the number of micro-batches falls and then rises (bubbles against efficiency), so that each direction
     # ends at the first number that is no better.
     for some in ([c for c in counts if c > start], [c for c in reversed(counts) if c < start]):

@@ -181,6 +181,38 @@ def _bounds_by_strategy(
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
+class _MemoryPrices:
+    """The prices of the memory rows (seconds per byte), which a subgradient method changes.
+
+    Attributes:
+        now: the prices of the next pass.
+        best: the prices of the best bound.
+        usage: bytes per row, averaged over the decodings; their excess over the limit is the subgradient.
+        step: the fraction of the gap that the next change is to close.
+        idle: number of changes in a row without gain.
+    """
+
+    now: FloatArray
+    best: FloatArray
+    usage: FloatArray
+    step: float = _FIRST_STEP
+    idle: int = 0
+
+    @staticmethod
+    def zero(num_rows: int) -> _MemoryPrices:
+        return _MemoryPrices(now=np.zeros(num_rows), best=np.zeros(num_rows), usage=np.zeros(num_rows))
+
+    def average(self, used: FloatArray, *, first: bool) -> None:
+        """Include the usage of a decoding in the average, or begin it anew."""
+        self.usage = used.copy() if first else _KEPT * self.usage + (1.0 - _KEPT) * used
+
+    def return_to_best(self) -> None:
+        """Continue from the best prices, with shorter steps."""
+        self.step, self.idle = self.step * _SHRINK, 0
+        self.now[:] = self.best
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
 class Dual:
     """The messages and prices of one problem, which ``run`` improves.
 
@@ -193,13 +225,9 @@ class Dual:
     halt: IntArray = field(default_factory=no_halt)
     bound: float = -np.inf
     choices: IntArray = field(init=False)
-    best_prices: FloatArray = field(init=False)
     _message_start: IntArray = field(init=False)
     _messages: FloatArray = field(init=False)
-    _row_prices: FloatArray = field(init=False)
-    _averaged: FloatArray = field(init=False)
-    _step: float = _FIRST_STEP
-    _idle: int = 0
+    _prices: _MemoryPrices = field(init=False)
     _passes: int = 0
     _stalled: bool = False
 
@@ -210,54 +238,57 @@ class Dual:
         ends = np.cumsum(np.diff(flat.cost_start)[owner])
         self._message_start = np.concatenate([np.zeros(1, dtype=np.int64), ends]).astype(np.int64)
         self._messages = np.zeros(int(self._message_start[-1]))
-        self._row_prices, self._averaged = np.zeros(flat.room.size), np.zeros(flat.room.size)
-        self.best_prices = np.zeros(flat.room.size)
+        self._prices = _MemoryPrices.zero(flat.room.size)
         self.choices = np.zeros(flat.cost_start.size - 1, dtype=np.int64)
+
+    @property
+    def best_prices(self) -> FloatArray:
+        """The prices of the memory rows (seconds per byte) at the best bound; ``run`` changes this array."""
+        return self._prices.best
 
     @property
     def converged(self) -> bool:
         """True if more passes are not worth their time."""
         # Without memory rows there are no prices to change, so that a stall is final.
-        return self._step < _SMALLEST_STEP or (self._stalled and self.flat.room.size == 0)
+        return self._prices.step < _SMALLEST_STEP or (self._stalled and self.flat.room.size == 0)
 
     def run(self, num_passes: int, *, upper: float) -> None:
         """Run passes in alternating directions.
 
         ``upper`` (seconds) is the best known cost, or an estimate of it; it determines the step length of the prices.
         """
-        flat, before = self.flat, self.bound
+        flat, before, memory = self.flat, self.bound, self._prices
         theta = np.empty(int(np.diff(flat.cost_start).max()))
         decoded, prices, used = np.empty_like(theta), np.zeros(flat.room.size + 1), np.empty(flat.room.size)
         for _ in range(num_passes):
             if self.halt[0]:
                 return
-            paid = _prefix_sums(self._row_prices, flat.room, prices)
+            paid = _prefix_sums(memory.now, flat.room, prices)
             for forth in (True, False):
                 bound = _pass(flat, self._message_start, self._messages, prices, forth, self.choices, theta, decoded)
                 if forth and flat.room.size:
                     usage_of(flat, self.choices, used)
                     # There is no average to continue before the first decoding.
-                    first = not np.isfinite(self.bound)
-                    self._averaged = used.copy() if first else _KEPT * self._averaged + (1.0 - _KEPT) * used
+                    memory.average(used, first=not np.isfinite(self.bound))
             # The second pass gives the bound: no pass lowers what the first one has reached.
             self._note(bound - paid, upper)
             self._passes += 1
             if flat.room.size and self._passes > _WARM_UP:
                 # Polyak's step needs the optimum; the best known cost takes its place.
-                _price(self._row_prices, self._averaged, flat.room, self._step * max(upper - self.bound, 0.0))
+                _price(memory.now, memory.usage, flat.room, memory.step * max(upper - self.bound, 0.0))
         enough = _ENOUGH_GAIN * max(upper - self.bound, 0.0) + _ROUNDING * abs(self.bound)
         self._stalled = self.bound - before <= enough
 
     def _note(self, bound: float, upper: float) -> None:
         """Record the prices of a better bound; return to the best prices after a while without gain."""
+        memory = self._prices
         gained = bound > self.bound + _ENOUGH_GAIN * max(upper - self.bound, 0.0)
-        self._idle = 0 if gained else self._idle + 1
+        memory.idle = 0 if gained else memory.idle + 1
         if bound > self.bound:
             self.bound = bound
-            self.best_prices[:] = self._row_prices
-        if self._idle > _PATIENCE and self.flat.room.size:
-            self._step, self._idle = self._step * _SHRINK, 0
-            self._row_prices[:] = self.best_prices
+            memory.best[:] = memory.now
+        if memory.idle > _PATIENCE and self.flat.room.size:
+            memory.return_to_best()
 
     def strategies_left(self, upper: float) -> NDArray[np.bool_]:
         """Return the mask of the strategies (of all nodes, concatenated) that choices of cost at most ``upper`` may

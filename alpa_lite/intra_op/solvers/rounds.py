@@ -152,17 +152,24 @@ class _Core:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
+class _Answer:
+    """The best choices so far for the problem that was given, their cost, and the best bound of it (both seconds)."""
+
+    choices: tuple[int, ...] | None = None
+    cost: float = math.inf
+    bound: float = -math.inf
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
 class RoundSearch:
-    """One search. ``choices``, ``cost`` and ``bound`` are the best so far for ``problem``; costs are in seconds."""
+    """One search for the best choices of ``problem``."""
 
     problem: Problem
     options: Rounds
     clock: Clock
     relative_gap: float
     max_program_entries: int
-    choices: tuple[int, ...] | None = None
-    cost: float = math.inf
-    bound: float = -math.inf
+    answer: _Answer = field(default_factory=_Answer)
     _reduced: list[Simplified] = field(default_factory=list[Simplified])
     _core: _Core = field(init=False)
     _fixed_at: float = math.inf
@@ -177,7 +184,7 @@ class RoundSearch:
     def solve(self, first: Solution | None) -> Solution:
         """Return the best choices within the limit and the best bound; ``first`` is the best solution so far."""
         if first is not None:
-            self.bound = first.bound
+            self.answer.bound = first.bound
         self._core = self._prepare(self.problem)
         if first is not None and first.choices is not None:
             self._offer(np.array(first.choices))
@@ -186,23 +193,23 @@ class RoundSearch:
             number = 0
             while not self._ends(number):
                 self._round(number, pool)
-                self.clock.report(f"round {number}", cost=self.cost, bound=self.bound)
+                self.clock.report(f"round {number}", cost=self.answer.cost, bound=self.answer.bound)
                 number += 1
-                if self.options.fix and number % _FIX_EVERY == 0 and self.cost < self._fixed_at:
+                if self.options.fix and number % _FIX_EVERY == 0 and self.answer.cost < self._fixed_at:
                     self._fix()
         return self._solution()
 
     def _ends(self, number: int) -> bool:
-        rounds = self.options.max_rounds
+        rounds, answer = self.options.max_rounds, self.answer
         if self._is_infeasible() or (rounds is not None and number >= rounds):
             return True
         # Compared only with a finite cost: inf - inf would be no number.
-        near = self.cost - self.bound <= self.relative_gap * abs(self.cost) if math.isfinite(self.cost) else False
-        return near or closes(self.bound, self.cost) or self._over()
+        near = math.isfinite(answer.cost) and answer.cost - answer.bound <= self.relative_gap * abs(answer.cost)
+        return near or closes(answer.bound, answer.cost) or self._over()
 
     def _is_infeasible(self) -> bool:
         """Return whether the bound exceeds the cost of all choices of finite cost."""
-        return self.bound > self._infeasible_above
+        return self.answer.bound > self._infeasible_above
 
     def _over(self) -> bool:
         """Return whether the search should end; the clock is ignored if rounds are counted."""
@@ -212,11 +219,11 @@ class RoundSearch:
         return self.clock.left if self.options.max_rounds is None else math.inf
 
     def _solution(self) -> Solution:
-        started = self.clock.started
-        if self.choices is not None:
-            return solution_of(self.problem, self.choices, Attempt(solver=_NAME, started=started), bound=self.bound)
+        attempt, answer = Attempt(solver=_NAME, started=self.clock.started), self.answer
+        if answer.choices is not None:
+            return solution_of(self.problem, answer.choices, attempt, bound=answer.bound)
         status = Status.INFEASIBLE if self._is_infeasible() else Status.TIME_LIMIT
-        return no_solution(Attempt(solver=_NAME, started=started), status=status, bound=self.bound)
+        return no_solution(attempt, status=status, bound=answer.bound)
 
     # ------------------------------------------------------------------------------------------------ the core
 
@@ -267,13 +274,13 @@ class RoundSearch:
     # ------------------------------------------------------------------------------------------------ one round
 
     def _round(self, number: int, pool: ThreadPoolExecutor) -> None:
-        core = self._core
+        core, answer = self._core, self.answer
         self._settle(number)
         self._leave_basin(number)
         jobs: list[Callable[[], None]] = []
         if not core.dual.converged:
             jobs.append(self._bounding(number))
-        before, improved = self.cost, list[IntArray]()
+        before, improved = answer.cost, list[IntArray]()
         # The first round only bounds: searches start from the decoding and the prices of the dual.
         if math.isfinite(core.dual.bound):
             free = max(1, self.options.num_threads - len(jobs))
@@ -283,15 +290,15 @@ class RoundSearch:
             jobs += [self._searching(index, number) for index in range(len(core.searches))][:free]
         run_attended(pool, jobs, over=self._over, halt=self._halt)
         # Rounding may lift the sum of the messages above the cost of the best choices.
-        self.bound = max(self.bound, min(core.dual.bound + self._offset, self.cost))
+        answer.bound = max(answer.bound, min(core.dual.bound + self._offset, answer.cost))
         self._offer(core.dual.choices)
         for index, search in enumerate(core.searches):
             if search.best is not None and search.best is not core.offered[index]:
                 core.offered[index] = search.best
                 self._offer(search.best)
         # Savings by exact blocks say nothing about search: they count neither here nor in ``_leave_basin``.
-        core.heating.saved_by_search += before - self.cost if math.isfinite(before) else 0.0
-        self._idle = 0 if self.cost < before - _LITTLE * abs(before) or math.isinf(self.cost) else self._idle + 1
+        core.heating.saved_by_search += before - answer.cost if math.isfinite(before) else 0.0
+        self._idle = 0 if answer.cost < before - _LITTLE * abs(before) or math.isinf(answer.cost) else self._idle + 1
         for choices in improved:
             self._offer(choices)
             # Exact blocks are costly: while they save nothing, they are tried less and less often.
@@ -308,7 +315,7 @@ class RoundSearch:
         # With a number of rounds the clock is ignored, so that answers are reproducible.
         spent = self.clock.spent / max(self.clock.seconds, 1e-9) if rounds is None else number / rounds
         slow = False
-        if len(core.bounds) > _LOOK_BACK and math.isfinite(self.cost):
+        if len(core.bounds) > _LOOK_BACK and math.isfinite(self.answer.cost):
             gained = core.bounds[-1] - core.bounds[-1 - _LOOK_BACK]
             slow = gained < _SLOW * abs(core.bounds[-1])
         if core.dual.converged or slow or spent > _BOUND_SHARE:
@@ -324,7 +331,7 @@ class RoundSearch:
         if not self.options.heat or place == 0 or place % core.heating.num_rounds > 0:
             return
         core.heating.stuck_cycles = (
-            core.heating.stuck_cycles + 1 if core.heating.saved_by_search <= _LITTLE * abs(self.cost) else 0
+            core.heating.stuck_cycles + 1 if core.heating.saved_by_search <= _LITTLE * abs(self.answer.cost) else 0
         )
         core.heating.saved_by_search = 0.0
         if core.heating.stuck_cycles > 1 and core.exact.pause == _MOST_PAUSE:
@@ -339,7 +346,7 @@ class RoundSearch:
         # Steps are as long as the likely gap: poor first answers say nothing about the true one.
         reach = _LIKELY_GAP * max(abs(core.dual.bound), 1e-3 * core.span)
         least = core.dual.bound + _LEAST_GAP * reach
-        upper = max(min(self.cost - self._offset, core.dual.bound + reach), least)
+        upper = max(min(self.answer.cost - self._offset, core.dual.bound + reach), least)
         upper = upper if math.isfinite(core.dual.bound) else core.span
 
         def job() -> None:
@@ -377,7 +384,7 @@ class RoundSearch:
         core = self._core
         start = core.exact.at
         if start is None or not self._fits(start) or not (core.heating.stuck_cycles or self._costs_as_much(start)):
-            start = self._project(self.choices or ())
+            start = self._project(self.answer.choices or ())
 
         def job() -> None:
             if self._fits(start):
@@ -389,7 +396,7 @@ class RoundSearch:
 
     def _costs_as_much(self, choices: IntArray) -> bool:
         """Return whether choices of the core cost no more than the best ones."""
-        return evaluate(self._core.problem, choices.tolist()).cost + self._offset <= self.cost
+        return evaluate(self._core.problem, choices.tolist()).cost + self._offset <= self.answer.cost
 
     def _within(self, number: int, seconds_each: float) -> int:
         """Return as many passes or blocks as the time allows; all of them if rounds are counted instead."""
@@ -409,9 +416,9 @@ class RoundSearch:
             return core.dual.choices.copy()
         if place % core.heating.num_rounds > 0:
             return at
-        if self.choices is None or (place // core.heating.num_rounds + index) % 3 == 1:
+        if self.answer.choices is None or (place // core.heating.num_rounds + index) % 3 == 1:
             return core.dual.choices.copy()
-        return self._project(self.choices)
+        return self._project(self.answer.choices)
 
     def _place(self, number: int) -> int:
         """Return the number of rounds since the bound settled."""
@@ -419,11 +426,11 @@ class RoundSearch:
 
     def _heat(self, index: int, number: int) -> tuple[float, float]:
         """Return the heat in seconds at the start and the end of a round; 0 before there is an answer."""
-        core, place = self._core, self._place(number)
-        if self.choices is None or core.heating.settled is None or not self.options.heat:
+        core, answer, place = self._core, self.answer, self._place(number)
+        if answer.choices is None or core.heating.settled is None or not self.options.heat:
             return 0.0, 0.0
         hot = self._hotter * _HOT[(place // core.heating.num_rounds + index) % len(_HOT)]
-        hot *= max(abs(self.cost - self._offset), self.cost - self.bound)
+        hot *= max(abs(answer.cost - self._offset), answer.cost - answer.bound)
         cycle, place = core.heating.num_rounds, place % core.heating.num_rounds
         return hot * _COOLING ** (place / cycle), hot * _COOLING ** ((place + 1) / cycle)
 
@@ -440,16 +447,16 @@ class RoundSearch:
         if not self._fits(choices):
             return
         candidates = [choices]
-        if self.options.recombine and self.choices is not None:
-            best = self._project(self.choices)
+        if self.options.recombine and self.answer.choices is not None:
+            best = self._project(self.answer.choices)
             if self._fits(best):
                 # In both orders, because memory may admit another subset of the parts from the other end.
                 candidates += [recombine(core.problem, core.flat, *pair) for pair in ((choices, best), (best, choices))]
         for candidate in candidates:
             lifted = self._lift(candidate)
             priced = evaluate(self.problem, lifted)
-            if priced.feasible and priced.cost < self.cost:
-                self.choices, self.cost = lifted, priced.cost
+            if priced.feasible and priced.cost < self.answer.cost:
+                self.answer.choices, self.answer.cost = lifted, priced.cost
 
     def _fits(self, choices: IntArray) -> bool:
         return evaluate(self._core.problem, choices.tolist()).feasible
@@ -459,9 +466,9 @@ class RoundSearch:
     def _fix(self) -> None:
         """Remove strategies that no better choices use; then finish with HiGHS or continue, if the rest is small."""
         core = self._core
-        self._fixed_at = self.cost
+        self._fixed_at = self.answer.cost
         # A strategy whose bound exceeds the best cost is in no better solution.
-        left = core.dual.strategies_left(self.cost - self._offset)
+        left = core.dual.strategies_left(self.answer.cost - self._offset)
         counts = np.add.reduceat(left.astype(np.int64), core.problem.node_costs.starts[:-1])
         entries = int(counts[core.problem.edge_nodes].prod(axis=1).sum())
         if entries > max(self.max_program_entries, _MUCH_SMALLER * core.problem.edge_costs.values.size):
@@ -473,7 +480,7 @@ class RoundSearch:
             return
         if math.isinf(reduced.offset):
             # Without the removed strategies nothing is left, so that the best choices are optimal.
-            self.bound = self.cost
+            self.answer.bound = self.answer.cost
             return
         if reduced.problem.edge_costs.values.size <= self.max_program_entries:
             self._finish(reduced)
@@ -483,7 +490,7 @@ class RoundSearch:
 
     def _finish(self, reduced: Simplified) -> None:
         """Solve the integer program of the rest: the better of its optimum and the best choices is the optimum."""
-        self.clock.report("integer program", cost=self.cost, bound=self.bound)
+        self.clock.report("integer program", cost=self.answer.cost, bound=self.answer.bound)
         seconds = _PROGRAM_SHARE * max(self.clock.left, 0.1)
         solution = Highs(relative_gap=self.relative_gap).search(
             reduced.problem, time_limit_seconds=seconds, control=self.clock.control
@@ -491,4 +498,4 @@ class RoundSearch:
         offset = self._offset
         if solution.choices is not None:
             self._offer(np.array(reduced.restore(solution.choices), dtype=np.int64))
-        self.bound = max(self.bound, min(solution.bound + reduced.offset + offset, self.cost))
+        self.answer.bound = max(self.answer.bound, min(solution.bound + reduced.offset + offset, self.answer.cost))

@@ -437,7 +437,7 @@ def _wanted(like: CompiledFunction | Tree, argument: Argument | Sequence[Argumen
     traced = like.traced
     several = not isinstance(argument, (int, str))
     # Shapes and shardings in the structure of the arguments: one path selects from both.
-    trees = [jax.tree.unflatten(traced.in_tree, values) for values in (traced.leaves, _shardings(like))]
+    trees = [jax.tree.unflatten(traced.inputs.tree, values) for values in (traced.inputs.leaves, _shardings(like))]
     arguments = [argument] if isinstance(argument, (int, str)) else list(argument)
     try:
         structs, shardings = (tuple(_argument(tree, each) for each in arguments) for tree in trees)
@@ -451,7 +451,7 @@ def _wanted(like: CompiledFunction | Tree, argument: Argument | Sequence[Argumen
 
 
 def _shardings(like: CompiledFunction) -> list[NamedSharding]:
-    return [like.executor.input_sharding(leaf) for leaf in range(len(like.traced.leaves))]
+    return [like.executor.input_sharding(leaf) for leaf in range(len(like.traced.inputs.leaves))]
 
 
 def _argument(tree: Tree, which: Argument) -> Tree:

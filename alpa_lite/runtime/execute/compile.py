@@ -150,7 +150,7 @@ def concat_units(program: Program, step: StepGraph, meshes: Sequence[Mesh]) -> d
             value, mesh = step.graph.values[buffer.value], meshes[buffer.stage]
             ins = tuple(BoundaryArray(shape=value.shape, dtype=value.dtype, spec=specs[b]) for b in instruction.reads)
             dim = step.batch_dims[buffer.value] or 0
-            runs = step.runs.get(buffer.value, 1)
+            runs = step.loop_results.runs.get(buffer.value, 1)
             join = partial(_join, dim, runs)
             emit = partial(_emit, join, mesh, ins, specs[buffer])
             form = ("concat", ins, dim, runs, specs[buffer])

@@ -64,7 +64,7 @@ class CompiledFunction:
         """
         alone = self.plan.cluster.shared_processor if awaited is None else awaited
         with _jax.no_mesh():
-            return typical_times(self.executor, self.traced.leaves, self.step.inputs, awaited=alone)
+            return typical_times(self.executor, self.traced.inputs.leaves, self.step.inputs, awaited=alone)
 
     def allocated(self) -> tuple[Allocated, ...]:
         """Return the peak allocation on a device of each stage, as XLA reports it for the executables; nothing runs."""
@@ -110,11 +110,11 @@ class CompiledFunction:
                 f"jax_debug_infs is on). Call {self.traced.name}.fun with these arguments to see the operation."
             ) from error
         self._apart.note(leaves, outputs)
-        return jax.tree.unflatten(self.traced.out_tree, outputs)
+        return jax.tree.unflatten(self.traced.outputs.tree, outputs)
 
     def finish(self, arrays: Tree, call: Call) -> Tree:
         """Return the results of a call, made of the arrays that come out of a step; see `Results.finish`."""
-        results = self.traced.results
+        results = self.traced.outputs.results
         return arrays if results.is_plain else results.finish(arrays, call)
 
     def place(self, *args: Tree, **kwargs: Tree) -> tuple[Tree, ...]:
@@ -122,39 +122,39 @@ class CompiledFunction:
         call = self._call(args, kwargs)
         with _jax.no_mesh():
             leaves = self.executor.place_inputs(self._leaves(call))
-        placed = call.with_values(jax.tree.unflatten(self.traced.in_tree, leaves))
+        placed = call.with_values(jax.tree.unflatten(self.traced.inputs.tree, leaves))
         return tuple(placed[i] for i in range(len(args)))
 
     def input_shardings(self) -> Tree:
         """The arguments' pytrees with a `NamedSharding` in place of each array."""
-        shardings = [self.executor.input_sharding(leaf) for leaf in range(len(self.traced.leaves))]
-        return jax.tree.unflatten(self.traced.in_tree, shardings)
+        shardings = [self.executor.input_sharding(leaf) for leaf in range(len(self.traced.inputs.leaves))]
+        return jax.tree.unflatten(self.traced.inputs.tree, shardings)
 
     @functools.cached_property
     def _apart(self) -> Apart:
         """Copies arguments that share a buffer with one that XLA will overwrite."""
         traced = self.traced
-        shardings = [self.executor.input_sharding(leaf) for leaf in range(len(traced.leaves))]
+        shardings = [self.executor.input_sharding(leaf) for leaf in range(len(traced.inputs.leaves))]
         next_of = {leaf: out for out, leaf in traced.aliases.items()}
-        return Apart(traced.leaves, shardings, traced.donated, next_of)
+        return Apart(traced.inputs.leaves, shardings, traced.inputs.donated, next_of)
 
     @functools.cached_property
     def _finished(self) -> list[tuple[int, Callable[[jax.Array], Any]]]:
         """The results that `jax.jit` returns as another type of array than executables do, with their conversions."""
-        leaves = enumerate(self.traced.out_leaves)
+        leaves = enumerate(self.traced.outputs.leaves)
         return [(i, _finishing(leaf)) for i, leaf in leaves if leaf.weak_type or leaf.dtype == jax.dtypes.float0]
 
     def _call(self, args: Sequence[Tree], kwargs: Mapping[str, Tree]) -> Call:
         refuse_tracing(self.traced.name)
-        return Call.of(self.traced.fun, args, kwargs, self.traced.static)
+        return Call.of(self.traced.fun, args, kwargs, self.traced.inputs.static)
 
     def _leaves(self, call: Call) -> list[TreeLeaf]:
         """Return the traced arguments of a call, flattened. Raises `PlanError` for others than were compiled for."""
         leaves, structure = jax.tree.flatten(call.tree)
-        if structure != self.traced.in_tree:
+        if structure != self.traced.inputs.tree:
             raise PlanError(
                 f"{self.traced.name} was compiled for other arguments: their structure is {structure}, it was "
-                f"{self.traced.in_tree}. Trace and compile again."
+                f"{self.traced.inputs.tree}. Trace and compile again."
             )
         if call.static != self.traced.call.static:
             raise PlanError(
@@ -171,15 +171,15 @@ class CompiledFunction:
 
     @functools.cached_property
     def _shapes(self) -> list[tuple[int, ...]]:
-        return [leaf.shape for leaf in self.traced.leaves]
+        return [leaf.shape for leaf in self.traced.inputs.leaves]
 
     @functools.cached_property
     def _dtypes(self) -> list[DType]:
-        return [leaf.dtype for leaf in self.traced.leaves]
+        return [leaf.dtype for leaf in self.traced.inputs.leaves]
 
     def _check_dtypes(self, leaves: Sequence[TreeLeaf]) -> None:
         """Raise `PlanError` for another dtype than was compiled for, after converting NumPy dtypes to JAX's."""
-        for leaf, wanted, name in zip(leaves, self._dtypes, self.traced.names, strict=True):
+        for leaf, wanted, name in zip(leaves, self._dtypes, self.traced.inputs.names, strict=True):
             given = aval_of(leaf, name).dtype
             if given != wanted:
                 raise PlanError(
@@ -188,7 +188,7 @@ class CompiledFunction:
                 )
 
     def _misfit(self, leaves: Sequence[TreeLeaf]) -> str:
-        given = zip(leaves, self._shapes, self.traced.names, strict=True)
+        given = zip(leaves, self._shapes, self.traced.inputs.names, strict=True)
         leaf, wanted, name = next(each for each in given if np.shape(each[0]) != each[1])
         return (
             f"{self.traced.name} was compiled for {name} of shape {list(wanted)}, but {list(np.shape(leaf))} was "
@@ -196,7 +196,7 @@ class CompiledFunction:
         )
 
     def _given_away(self, leaves: Sequence[TreeLeaf]) -> str:
-        pairs = zip(leaves, self.traced.names, strict=True)
+        pairs = zip(leaves, self.traced.inputs.names, strict=True)
         name = next(name for leaf, name in pairs if isinstance(leaf, jax.Array) and leaf.is_deleted())
         return (
             f"{self.traced.name} was given an array for {name} that has been deleted: an earlier call took its memory "

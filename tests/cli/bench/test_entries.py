@@ -123,8 +123,12 @@ def test_numbers_that_are_given_are_kept(target):
 
 def test_state_is_given_away_and_nothing_else(target):
     traced = contest_of(target, CLUSTER).traced.traced
-    assert {name.split("/")[0] for name, gone in zip(traced.names, traced.donated, strict=True) if gone} == {"state"}
-    assert not any(gone for name, gone in zip(traced.names, traced.donated, strict=True) if name.startswith("batch"))
+    assert {
+        name.split("/")[0] for name, gone in zip(traced.inputs.names, traced.inputs.donated, strict=True) if gone
+    } == {"state"}
+    assert not any(
+        gone for name, gone in zip(traced.inputs.names, traced.inputs.donated, strict=True) if name.startswith("batch")
+    )
 
 
 class Clock:

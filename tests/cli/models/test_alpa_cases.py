@@ -36,7 +36,7 @@ def test_steps_trace_and_cut_into_microbatches(name):
     case = CASES[name]
     step = al.parallelize(case.train_step()).trace(*case.arguments()).step(8).step
     assert step.num_microbatches == 8
-    assert step.batch_size is not None and case.global_batch % step.batch_size == 0
+    assert step.batch.size is not None and case.global_batch % step.batch.size == 0
 
 
 def test_tokens_that_are_routed_together_are_one_sample():

@@ -50,7 +50,7 @@ def test_what_is_alive_adds_up_to_the_peak(planned):
 def test_state_is_what_the_arguments_take(planned):
     """Counted from shapes and specs alone."""
     plan = planned.last_plan
-    leaves = dict(zip(planned.function.traced.names, planned.function.traced.leaves, strict=True))
+    leaves = dict(zip(planned.function.traced.inputs.names, planned.function.traced.inputs.leaves, strict=True))
     for number, stage in enumerate(memory_use(plan).stages):
         sizes = plan.stages[number].mesh_shape.axis_sizes
         expected = 0.0
