@@ -11,6 +11,7 @@ import contextlib
 import io
 import itertools
 import os
+import sys
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,12 +19,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from operator import attrgetter
 from pathlib import Path
-from types import FrameType
+from types import SimpleNamespace
 from typing import Any, cast
 
 import jax
 import jax.extend.source_info_util as source_info_util
 import numpy as np
+from jax import core as jax_core
 from jax.experimental import serialize_executable
 from jax.extend import core as jex_core
 from jax.interpreters import partial_eval
@@ -55,16 +57,16 @@ _NUMBERS_OF_FRAMES = (8, 100)
 """Numbers of traceback frames to read, in this order: most calls of libraries are no deeper than the first number."""
 
 _STANDARD_LIBRARY = os.path.dirname(threading.__file__)
-_COMPILING = tuple(os.path.join("jax", "_src", *name) for name in (("compiler.py",), ("interpreters", "mlir.py")))
-"""Files of JAX whose functions run while it lowers and compiles."""
 
 _COUNTS = ("num_consts", "num_carry")
+_assuming = threading.RLock()
 
 # --- types for annotations --------------------------------------------------------------------------------------------
 
 # One assignment each: a type checker takes only such names as types.
 Var = jex_core.Var
 Literal = jex_core.Literal
+ShapedArray = jax_core.ShapedArray
 Jaxpr = jex_core.Jaxpr
 ClosedJaxpr = jex_core.ClosedJaxpr
 JaxprEqn = jex_core.JaxprEqn
@@ -173,15 +175,6 @@ def traceback(eqn: JaxprEqn) -> Hashable:
     return eqn.source_info.traceback
 
 
-def is_compiling(frame: FrameType | None) -> bool:
-    """Return whether a thread whose innermost frame is `frame` is lowering or compiling a function in JAX."""
-    while frame is not None:
-        if frame.f_code.co_filename.endswith(_COMPILING):
-            return True
-        frame = frame.f_back
-    return False
-
-
 def is_in_a_library(file: str) -> bool:
     """Return whether a source file belongs to an installed package, to alpa_lite or to Python itself."""
     return in_a_library(file) or _is_own(file) or file.startswith((_STANDARD_LIBRARY, "<frozen"))
@@ -276,6 +269,18 @@ def bind(primitive: jex_core.Primitive, params: dict[str, Any], operands: Sequen
     return list(results) if primitive.multiple_results else [results]
 
 
+@contextmanager
+def tracing_for_gpus() -> Iterator[None]:
+    """Let calls of cuDNN be traced inside the `with` block where it is not installed, as for a GPU before Hopper."""
+    module: Any = sys.modules.get("jax._src.cudnn.fused_attention_stablehlo")
+    with _assuming, contextlib.ExitStack() as undo:
+        if getattr(module, "cuda_versions", module) is None:  # neither installed, nor private and moved
+            # JAX looks the version up while it traces: the oldest one that has all kernels that JAX asks it for.
+            module.cuda_versions = SimpleNamespace(cudnn_get_version=lambda: 91100)
+            undo.callback(setattr, module, "cuda_versions", None)
+        yield
+
+
 def lowering_platform(device: Device) -> str:
     """Return the platform that JAX lowers to for a device: "cuda" or "rocm" for a device of platform "gpu"."""
     return getattr(device.client, "_raw_platform", device.client.platform)
@@ -331,11 +336,6 @@ def context_mesh() -> Mesh | None:
 def no_mesh() -> contextlib.AbstractContextManager[object]:
     """Return a context in which no mesh is set, for programs on meshes of a plan; takes 1 µs where none is set."""
     return _NO_MESH if jax.sharding.get_abstract_mesh().empty else jax.set_mesh(None)
-
-
-def under_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager[object]:
-    """Return a context in which a mesh of `context_mesh` is set, or none if it is None."""
-    return no_mesh() if mesh is None else jax.set_mesh(mesh)
 
 
 def context_without_mesh(eqn: JaxprEqn) -> Any:

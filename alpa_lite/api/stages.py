@@ -42,6 +42,7 @@ from alpa_lite.runtime.execute.measure import step_seconds
 from alpa_lite.runtime.job.activity import busy
 from alpa_lite.runtime.simulate import SimulatedStep, simulate_program
 from alpa_lite.step.split import TracedStep, split_step
+from alpa_lite.trace.kernels.kernel_params import check_platform
 from alpa_lite.trace.trace import Traced
 from cost_models.cluster import Cluster
 from cost_models.composed import ComposedCostModel
@@ -107,7 +108,8 @@ class TracedFunction:
             PlanError: no plan can be made; `InfeasibleError` if no plan fits into device memory.
             TraceError: the number of micro-batches does not divide the batch.
         """
-        target = cluster_of(cluster if cluster is not None else self.options.cluster)
+        given = cluster if cluster is not None else self.options.cluster
+        target = cluster_of(given)
         chosen = planner_of(planner) if planner is not None else self.options.planner
         wanted = self.options.num_microbatches if num_microbatches is None else num_microbatches
         # A planner with a mesh of its own would drop the user's demands in silence.
@@ -118,6 +120,9 @@ class TracedFunction:
             )
         if check_microbatches(wanted) not in ("auto", 1):
             self.step(int(wanted))  # says what is wrong with the user's number before any search
+        if given is None:
+            traced = self.step(1 if isinstance(wanted, str) else wanted)
+            check_platform(traced.step.graph, traced.equations, _jax.lowering_platform(jax.devices()[0]))
         request = self.request(target, wanted, advise=True)
         with _jax.no_mesh(), busy("planning"):
             answer = planned_together(chosen, request, self.options.cache if cache is None else cache)

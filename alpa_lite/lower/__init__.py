@@ -6,7 +6,7 @@ each op on the blocks of its operands (`local_machine`, `run_local`). Read `inst
 `emission`; importing this package registers the local lowerings.
 """
 
-from alpa_lite.lower import local_contraction, local_indexing
+from alpa_lite.lower import local_contraction, local_indexing, local_kernels
 
-LOWERING_MODULES = (local_contraction, local_indexing)
+LOWERING_MODULES = (local_contraction, local_indexing, local_kernels)
 """The modules that register local lowerings; importing them here registers all."""

@@ -243,7 +243,8 @@ def local_product(rule: Rule, result: Value, cuts: Sequence[int]) -> Product | N
     count = factors of both operands and the result,  columns = factors of the second operand and the result alone
     rows  = elements of the result / (count * columns),  depth = FLOPs / (2 * elements of the result)
     """
-    if len(rule.operands) < 2:
+    # A kernel of attention holds two products, whose shapes its rule does not tell.
+    if len(rule.operands) < 2 or rule.work_kind == "attention":
         return None
     # Batch factors occur in all tensors, contracted ones in both operands, free ones in one operand and the result.
     first, second, made = ({f for factors in dims for f in factors} for dims in (*rule.operands[:2], rule.results[0]))

@@ -5,7 +5,8 @@ ops (`op_info`, `dims`, `fusion`).
 Read `registry` first, then `elementwise` and `contraction`; importing this package registers all rules.
 """
 
-from alpa_lite.rules import contraction, convolution, elementwise, layout
+from alpa_lite.rules import contraction, convolution, elementwise, kernels, layout
+from alpa_lite.rules.notation import rule_from as rule_from
 from alpa_lite.rules.registry import FactorKind as FactorKind
 from alpa_lite.rules.registry import Halo as Halo
 from alpa_lite.rules.registry import OpView as OpView
@@ -19,5 +20,5 @@ from alpa_lite.rules.registry import rule_of as rule_of
 from alpa_lite.rules.registry import rule_source as rule_source
 from alpa_lite.rules.registry import view_of as view_of
 
-RULE_MODULES = (contraction, convolution, elementwise, layout)
+RULE_MODULES = (contraction, convolution, elementwise, kernels, layout)
 """The modules that register rules; importing them here registers all rules."""

@@ -38,7 +38,10 @@ FOLDED = frozenset(
 )
 #: Ops that look up or update rows: they are fused with nothing, and move only the rows that they touch.
 _INDEXED = ("gather", "scatter", "dynamic_slice", "dynamic_update_slice")
-_UNFUSED = ("sort", "reduce_window", "select_and", "cum", "argsort", "top_k", "approx_top_k", "random_bits", "rng_")
+_UNFUSED = (
+    *("sort", "reduce_window", "select_and", "cum", "argsort", "top_k", "approx_top_k", "random_bits", "rng_"),
+    *("pallas_call", "custom_partitioning"),
+)
 #: Element-wise ops of many instructions, which compilers do not repeat in several kernels.
 _EXPENSIVE = frozenset(
     "exp exp2 expm1 log log1p log2 logistic tanh tan sin cos atan2 erf erfc erf_inv pow rsqrt sqrt cbrt lgamma".split()

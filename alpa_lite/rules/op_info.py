@@ -61,7 +61,7 @@ def op_classes(graph: Graph) -> tuple[OpClass, ...]:
         if params is None:
             params = texts[op.primitive, id(op.params)] = _text_of_params(op)
         operands, results = tuple([kinds[v] for v in op.operands]), tuple([kinds[v] for v in op.results])
-        key = (op.primitive, rule_source(op.primitive), operands, results, params, op.effectful)
+        key = (op.primitive, rule_source(op.primitive, op.params), operands, results, params, op.effectful)
         if op.bodies:
             # Not cached: the cache of `_class` would keep the graphs of bodies alive.
             found.append(_class_of(_Look(effectful=op.effectful, key=key, view=view_of(graph, op))))

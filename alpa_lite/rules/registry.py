@@ -258,7 +258,9 @@ _RULES: dict[str, RuleFunction] = {}
 def register_rule(*primitives: str) -> Callable[[RuleFunction], RuleFunction]:
     """Return a decorator that registers a function from `OpView` to `Rule` for these primitives, given by name.
 
-    The decorator raises `RuleError` for a primitive that already has a rule.
+    `"pallas_call:my_kernel"` stands for the kernel that `pallas_call` calls by this name. `rule_from` makes a function
+    of one line: `al.register_rule("pallas_call:my_kernel")(rule_from("b t d -> b t d", whole="t"))`. The decorator
+    raises `RuleError` for a primitive that already has a rule.
     """
 
     def register(function: RuleFunction) -> RuleFunction:
@@ -293,9 +295,13 @@ def known_primitives() -> tuple[str, ...]:
     return tuple(sorted(_RULES))
 
 
-def rule_source(primitive: str) -> RuleFunction:
-    """Return the rule function of a primitive; `opaque_rule` if none is registered."""
-    return _RULES.get(primitive, opaque_rule)
+def rule_source(primitive: str, params: Mapping[str, Any]) -> RuleFunction:
+    """Return the rule function of an op; `opaque_rule` if none is registered.
+
+    A kernel may have a rule under its own name, such as `"pallas_call:my_kernel"`, instead of that of its primitive.
+    """
+    named = _RULES.get(f"{primitive}:{params.get('name')}")
+    return _RULES.get(primitive, opaque_rule) if named is None else named
 
 
 def opaque_rule(view: OpView) -> Rule:
@@ -311,7 +317,7 @@ def rule_of(view: OpView) -> Rule:
 
     Raises `RuleError` if the rule does not fit the shapes of the op.
     """
-    found = rule_source(view.primitive)(view)
+    found = rule_source(view.primitive, view.params)(view)
     # The lengths are compared separately, so that a mismatch is reported and does not raise here.
     tensors = [*zip(view.operands, found.operands, strict=False), *zip(view.results, found.results, strict=False)]
     fits = len(found.operands) == len(view.operands) and len(found.results) == len(view.results)

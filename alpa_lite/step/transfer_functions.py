@@ -50,6 +50,7 @@ SIZES: Mapping[str, frozenset[str]] = {
     "pad": frozenset(("padding_config",)),
     "split": frozenset(("sizes",)),
     "tile": frozenset(("reps",)),
+    "pallas_call": frozenset(("grid_mapping", "out_avals", "cost_estimate", "sizes", "flops")),
     # With one kernel per sample, `vmap` makes the batch a part of the groups.
     "conv_general_dilated": frozenset(("feature_group_count", "batch_group_count", "lhs_shape", "rhs_shape")),
 }

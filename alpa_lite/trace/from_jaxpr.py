@@ -31,6 +31,7 @@ from alpa_lite.program.equations import Equation, GraphWithEquations, PlainParam
 from alpa_lite.program.ir import MAX_TRIPS, Graph, Op, Value, accumulated, parts_of
 from alpa_lite.program.user_shardings import USER_SHARDING, UserSharding
 from alpa_lite.trace import inserted
+from alpa_lite.trace.kernels.kernel_params import is_kernel, kernel_params, unread_results
 
 _HEAVY = {"dot_general", "conv_general_dilated", "ragged_dot_general"}
 
@@ -130,11 +131,13 @@ class _NewOp:
         equation: its equation.
         bodies: the graphs of its bodies.
         effectful: whether it has an effect, so that it stays even if nothing reads its results.
+        plain: the op's parameters, by default those of the equation that have a plain form.
     """
 
     equation: Equation
     bodies: tuple[Graph, ...] = ()
     effectful: bool = False
+    plain: Mapping[str, Any] | None = None
 
 
 class _GraphBuilder:
@@ -152,6 +155,7 @@ class _GraphBuilder:
         self.places: dict[int, _EquationPlace] = {}
         self.lines: dict[Hashable, str] = {}  # keyed by traceback, which many equations share
         self.plain = PlainParams()
+        self.kernels: dict[tuple[int, frozenset[int]], tuple[Any, Mapping[str, Any] | None]] = {}
         self.values: list[Value] = []
         self.ops: list[Op] = []
         self.equations: list[Equation] = []
@@ -219,7 +223,7 @@ class _GraphBuilder:
             # caller's line is the one the user can act on.
             has_line = place.line and not (at.source and _jax.in_a_library(place.line))
             here = _Location(stack=path, source=place.line if has_line else at.source)
-            results = self.equation(eqn, operands, here)
+            results = self.equation(eqn, operands, here, jaxpr)
             environment.update(zip(eqn.outvars, results, strict=True))
         return [self.read(atom, environment) for atom in jaxpr.outvars]
 
@@ -232,8 +236,8 @@ class _GraphBuilder:
             self.places[id(eqn)] = _EquationPlace(eqn=eqn, stack=_jax.name_stack(eqn), line=self.lines[traceback])
         return self.places[id(eqn)]
 
-    def equation(self, eqn: JaxprEqn, operands: list[int], at: _Location) -> list[int]:
-        """Append one equation, inlining calls, and return the value ids of its results."""
+    def equation(self, eqn: JaxprEqn, operands: list[int], at: _Location, jaxpr: Jaxpr) -> list[int]:
+        """Append one equation of a jaxpr, inlining calls, and return the value ids of its results."""
         name = eqn.primitive.name
         if name in _CALLS or name.startswith(("remat", "checkpoint")):
             inner = next((eqn.params[key] for key in _CALLED_JAXPR if key in eqn.params), None)
@@ -266,9 +270,22 @@ class _GraphBuilder:
             # An array without elements needs neither computation nor communication; made on the spot, it also cuts
             # false dependencies between stages.
             return [self.empty(aval, at) for aval in avals]
+        return self.operation(eqn, operands, at, jaxpr)
+
+    def operation(self, eqn: JaxprEqn, operands: list[int], at: _Location, jaxpr: Jaxpr) -> list[int]:
+        """Append an equation of a jaxpr that becomes an op, and return the value ids of its results."""
         _refuse(eqn, at.source)
-        made = Equation(primitive=eqn.primitive, params=eqn.params)
-        return self.append(_NewOp(equation=made, effectful=bool(eqn.effects)), operands, avals, at)
+        avals, made = list(map(_jax.aval_of, eqn.outvars)), Equation(primitive=eqn.primitive, params=eqn.params)
+        if not is_kernel(eqn.primitive.name):
+            return self.append(_NewOp(equation=made, effectful=bool(eqn.effects)), operands, avals, at)
+        key = (id(eqn.params), unread_results(eqn, jaxpr))
+        if key not in self.kernels:
+            # A proof takes time. Holding a reference to the parameters keeps their id from being reused.
+            self.kernels[key] = eqn.params, kernel_params(eqn.primitive.name, eqn.params, key[1])
+        plain = self.kernels[key][1]
+        if plain is None:
+            return self.call(eqn.params["call"], operands, at)
+        return self.append(_NewOp(equation=made, effectful=bool(eqn.effects), plain=plain), operands, avals, at)
 
     def user_sharding(self, eqn: JaxprEqn, value: int, at: _Location) -> int:
         """Give a value a sharding of the user, or append an op whose result must have it; return the value's id."""
@@ -449,7 +466,7 @@ class _GraphBuilder:
                 primitive=new.equation.primitive.name,
                 operands=tuple(operands),
                 results=tuple(results),
-                params=self.plain.of(new.equation.params),
+                params=self.plain.of(new.equation.params) if new.plain is None else new.plain,
                 source=at.source,
                 name_stack=at.stack,
                 bodies=new.bodies,

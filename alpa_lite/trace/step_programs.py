@@ -38,6 +38,7 @@ from alpa_lite.program.ir import Graph, Op, Value, memoized, verify
 from alpa_lite.program.phases import LeafPart, batch_dims, body_scopes, check_same_structure
 from alpa_lite.trace.alignment import align
 from alpa_lite.trace.from_jaxpr import from_jaxpr, loops_over_samples
+from alpa_lite.trace.kernels.kernel_params import is_kernel, kernel_params
 from alpa_lite.trace.passes.code_motion import sink_free_values
 from alpa_lite.trace.passes.split_stacked import PartedProgram, part_stacks
 from alpa_lite.trace.trace import Traced
@@ -130,6 +131,9 @@ class _Line:
                     first,
                     **{f: self.anything([getattr(x, f) for x in seen], bodies_apart=bodies_apart) for f in fields},
                 )
+            if isinstance(first, _jax.ShapedArray) and len({(str(x.dtype), x.ndim) for x in seen}) == 1:
+                array: Any = first  # the type of an array in the parameters of a kernel
+                return array.update(shape=tuple(self.number(n) for n in zip(*(x.shape for x in seen), strict=True)))
             # Jaxprs compare by identity, but two traces of the same code print the same text.
             if _is_program(first) and (bodies_apart or len({str(x) for x in seen}) == 1):
                 return first
@@ -157,7 +161,7 @@ class _Line:
             }
             # Unchanged parameters remain the same object: `program` and later memos recognise them by identity.
             same = all(value is seen[0].params[name] for name, value in made.items())
-            self.memo[key] = (seen[0].params, op.params) if same else (made, plain_params(made))
+            self.memo[key] = (seen[0].params, op.params) if same else (made, _plain_form(op, made))
         return self.memo[key]
 
     def program(
@@ -209,6 +213,13 @@ class _Line:
             f"{what}. The program of a micro-batch of {_samples(self.at)} is not known then; use fewer micro-batches, "
             "so that each holds two samples or more."
         )
+
+
+def _plain_form(op: Op, params: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return parameters of an op's equation as plain data."""
+    if is_kernel(op.primitive):
+        return kernel_params(op.primitive, params, frozenset(op.params.get("unread", ()))) or {}
+    return plain_params(params)
 
 
 def _samples(number: int) -> str:

@@ -260,7 +260,7 @@ def plain_jaxpr(
 
     What the user's code says of meshes is read where it runs, under that mesh; a plan lays out the arrays anew.
     """
-    with _jax.under_mesh(mesh):
+    with _jax.no_mesh() if mesh is None else jax.set_mesh(mesh), _jax.tracing_for_gpus():
         jaxpr = without_refs(jax.make_jaxpr(flat)(*avals), name)
         return without_meshes(jaxpr, user_shardings)
 

@@ -15,6 +15,7 @@ from tests.lower import (
     draws_convolution,
     draws_elementwise,
     draws_gather,
+    draws_kernels,
     draws_layout,
     draws_linalg,
     draws_random,
@@ -37,6 +38,7 @@ FAMILIES = (
     draws_gather,
     draws_scatter,
     draws_random,
+    draws_kernels,
 )
 MESHES = ((8,), (2, 4), (2, 2, 2))
 _PARTIAL = -1

@@ -57,6 +57,9 @@ _WITHOUT = {
         "cholesky eig eigh geqp3 geqrf hessenberg householder_product lu lu_pivots_to_permutation ormqr qr schur svd "
         "symmetric_product triangular_solve tridiagonal tridiagonal_solve"
     ),
+    "a kernel, of which Shardy knows what its author says": (
+        "pallas_call custom_partitioning dot_product_attention_fwd_wrapper dot_product_attention_bwd_wrapper"
+    ),
     "arrays from nothing: any split is free": "empty iota",
     "many element-wise operations on counters and keys": (
         "random_bits random_clone random_fold_in random_gamma random_seed random_split random_unwrap random_wrap "

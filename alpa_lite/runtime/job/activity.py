@@ -71,7 +71,7 @@ def doing() -> str:
     if _doing and _doing[-1]:
         return _doing[-1]
     # A function that the user compiles with JAX is not announced by `busy`, but is on the stack of some thread.
-    return "compiling" if any(map(_jax.is_compiling, sys._current_frames().values())) else ""
+    return "compiling" if any(map(_is_compiling, sys._current_frames().values())) else ""
 
 
 def where() -> str:
@@ -166,6 +166,19 @@ def _is_stopped(pid: int, started: int) -> bool:
 def _stat(pid: int) -> list[str]:
     # The name of the program, in parentheses, may itself contain spaces and parentheses.
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+_COMPILING = tuple(os.path.join("jax", "_src", *name) for name in (("compiler.py",), ("interpreters", "mlir.py")))
+"""Files of JAX whose functions run while it lowers and compiles."""
+
+
+def _is_compiling(frame: FrameType | None) -> bool:
+    """Return whether a thread whose innermost frame is `frame` is lowering or compiling a function in JAX."""
+    while frame is not None:
+        if frame.f_code.co_filename.endswith(_COMPILING):
+            return True
+        frame = frame.f_back
+    return False
 
 
 CPU_CREDITS = 16

@@ -1,0 +1,147 @@
+"""Steps with hand-written kernels give the numbers of `jax.jit`, with the kernels split."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.custom_partitioning import custom_partitioning
+
+import alpa_lite as al
+import tests.rules.cudnn_reference  # noqa: F401  (a lowering of cuDNN's attention for CPUs)
+from alpa_lite import _jax
+from alpa_lite.errors import PlanError, RuleError
+from alpa_lite.rules import registry, rule_from
+from tests.rules.rows_kernels import attention
+
+BATCH, LENGTH, HEADS, WIDTH = 16, 32, 8, 8
+
+cudnn = partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
+
+
+def train(params: Any, x: Any, *, attend: Callable[..., Any]) -> Any:
+    """A step of one layer of attention."""
+
+    def loss(params: Any) -> Any:
+        q, k, v = (jnp.einsum("btd,dhk->bthk", x, params[name]) for name in "qkv")
+        made = jnp.einsum("bthk,hkd->btd", attend(q, k, v), params["o"])
+        return jnp.mean(jnp.square((x + made).astype(jnp.float32)))
+
+    value, gradient = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - g, params, gradient), value
+
+
+def arguments(dtype: Any = jnp.float32) -> Any:
+    random, size = np.random.default_rng(0), HEADS * WIDTH
+    params = {name: 0.1 * random.normal(size=(size, HEADS, WIDTH)) for name in "qkv"}
+    params["o"] = 0.1 * random.normal(size=(HEADS, WIDTH, size))
+    return jax.tree.map(lambda a: jnp.asarray(a, dtype), (params, random.normal(size=(BATCH, LENGTH, size))))
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize(
+    "planner",
+    [al.planners.DataParallel(), al.planners.Megatron(sequence_parallel=False), al.planners.Pipeline()],
+    ids=str,
+)
+def test_attention_of_pallas_is_split(planner, num_microbatches, devices):
+    step = partial(train, attend=partial(attention, causal=True))
+    parallel = al.parallelize(step, planner=planner, num_microbatches=num_microbatches)
+    found, expected = parallel(*arguments()), jax.jit(step)(*arguments())
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), found, expected)
+    plan = parallel.last_plan
+    assert plan is not None and not plan.opaque
+    # Nothing is gathered for the kernels: gradients and sums of heads are all that is communicated.
+    assert {c.kind for c in plan.prediction.collectives} <= {"all_reduce", "send"}
+
+
+def test_attention_of_cudnn_is_split(devices):
+    step = partial(train, attend=cudnn)
+    parallel = al.parallelize(step, planner=al.planners.DataParallel(), num_microbatches=2)
+    found = parallel(*arguments(jnp.bfloat16))
+    with _jax.tracing_for_gpus():
+        expected = jax.jit(step)(*arguments(jnp.bfloat16))
+    jax.tree.map(
+        partial(np.testing.assert_allclose, rtol=2e-2, atol=1e-2), *jax.tree.map(np.float32, (found, expected))
+    )
+    assert parallel.last_plan is not None and not parallel.last_plan.opaque
+
+
+def test_kernels_for_gpus_are_planned_without_one():
+    """The kernel of cuDNN holds no scores, those of XLA are [T, T] for each head."""
+    size = jax.ShapeDtypeStruct((512, 8, 64), jnp.bfloat16)
+    params = {name: size for name in "qkv"} | {"o": jax.ShapeDtypeStruct((8, 64, 512), jnp.bfloat16)}
+    x = jax.ShapeDtypeStruct((16, 2048, 512), jnp.bfloat16)
+    plans = [
+        al.plan(partial(train, attend=attend), params, x, cluster="p4d.24xlarge", planner="data_parallel")
+        for attend in (cudnn, partial(cudnn, implementation="xla"))
+    ]
+    assert not plans[0].opaque
+    few, many = (plan.prediction.peak_bytes[0] for plan in plans)
+    scores = 2 * 8 * 2048 * 2048 * 2  # of the samples of one device
+    assert few + scores < many
+
+
+def doubled(x: Any, *, name: str = "doubled_rows", **options: Any) -> Any:
+    """Twice the rows, by a kernel that asks for its place and makes no use of it that could be proven."""
+
+    def kernel(x_ref: Any, o_ref: Any) -> None:
+        place = pl.program_id(0)
+        o_ref[...] = 2 * x_ref[...] + (place - jnp.abs(place)).astype(jnp.float32)
+
+    spec = pl.BlockSpec((2, 4), lambda i, j: (i, j))
+    call = pl.pallas_call(kernel, grid=(8, 4), in_specs=[spec], out_specs=spec, out_shape=x, name=name, **options)
+    return call(x)
+
+
+def test_a_kernel_that_the_devices_cannot_run_is_refused_at_planning(devices):
+    parallel = al.parallelize(lambda w, x: (w, doubled(x * w)), planner=al.planners.DataParallel())
+    with pytest.raises(PlanError, match=r"test_kernels.py:\d+.*the kernel doubled_rows cannot run.*cpu"):
+        parallel.trace(jnp.ones(()), jnp.ones((16, 16))).plan()
+
+
+@pytest.fixture
+def own_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget at the end of the test which rules it has registered."""
+    monkeypatch.setattr(registry, "_RULES", dict(registry._RULES))
+
+
+@pytest.mark.usefixtures("own_rules")
+def test_a_rule_of_one_line_splits_a_kernel(devices):
+    def step(w: Any, x: Any) -> Any:
+        return w, doubled(x * w, interpret=True)
+
+    args = jnp.ones(()), jnp.arange(256.0).reshape(16, 16)
+    before = al.plan(step, *args, planner="data_parallel", batch_argnums=1)
+    assert before.prediction.collectives  # the rows are gathered for the kernel
+    al.register_rule("pallas_call:doubled_rows")(rule_from("rows columns -> rows columns", whole="columns"))
+    parallel = al.parallelize(step, planner=al.planners.DataParallel(), batch_argnums=1)
+    np.testing.assert_array_equal(parallel(*args)[1], 2 * args[1])
+    plan = parallel.last_plan
+    assert plan is not None and not plan.opaque and not plan.prediction.collectives
+
+
+@pytest.mark.usefixtures("own_rules")
+def test_a_rule_of_a_kernel_must_fit_its_grid():
+    al.register_rule("pallas_call:summed_rows")(rule_from("rows columns -> columns rows"))
+
+    def step(w: Any, x: Any) -> Any:
+        return w, doubled(x * w, name="summed_rows", interpret=True)
+
+    with pytest.raises(RuleError, match="no axis of the kernel's grid walks over just the dims"):
+        al.plan(step, jnp.ones(()), jnp.ones((16, 16)), planner="data_parallel", batch_argnums=1)
+
+
+def test_a_custom_partitioning_without_a_rule_is_looked_into(devices):
+    wrapped = custom_partitioning(lambda x: x * 2)
+    wrapped.def_partition(partition=None)
+    parallel = al.parallelize(lambda w, x: (w, wrapped(x @ w)), planner=al.planners.DataParallel())
+    args = jnp.eye(16), jnp.ones((16, 16))
+    np.testing.assert_array_equal(parallel(*args)[1], 2 * args[1])
+    assert parallel.last_plan is not None and not parallel.last_plan.opaque
