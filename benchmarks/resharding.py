@@ -41,7 +41,7 @@ from alpa_lite.runtime.execute.crossing import Message
 from alpa_lite.runtime.execute.run_transfers import compile_transfer
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh
 from alpa_lite.sharding.specs import Spec
-from alpa_lite.sharding.transfer import Placement, PlannedTransfer, plan_transfer
+from alpa_lite.sharding.transfer import ArrayForm, Placement, PlannedTransfer, plan_transfer
 from alpa_lite.text import show_bytes
 from cost_models.cluster import Cluster
 from cost_models.composed import ComposedCostModel
@@ -130,7 +130,7 @@ def planned(pair: Pair, *, naive: bool, scale: int = 1) -> PlannedTransfer:
         spec = Spec(tuple(tuple(axes) for axes in dims))
         ends.append(Placement(submesh=submesh, mesh=LogicalMesh(axis_names=AXES, shape=mesh), spec=spec))
         first += submesh.num_devices
-    return plan_transfer(shape, 4, ends[0], ends[1], devices_per_host=4, direct_bytes=inf if naive else 0)
+    return plan_transfer(ArrayForm(shape, 4), ends[0], ends[1], devices_per_host=4, direct_bytes=inf if naive else 0)
 
 
 def executed(transfer: PlannedTransfer) -> int | None:
@@ -146,7 +146,7 @@ def executed(transfer: PlannedTransfer) -> int | None:
         Mesh(np.array([jax.devices()[d] for d in end.submesh.devices]).reshape(end.mesh.shape), end.mesh.axis_names)
         for end in ends
     )
-    array = np.arange(prod(transfer.shape), dtype=np.float32).reshape(transfer.shape)
+    array = np.arange(prod(transfer.array.shape), dtype=np.float32).reshape(transfer.array.shape)
     placed = jax.device_put(array, NamedSharding(source, boundary_spec(transfer.source.spec)))
     sent: list[Message] = []
     result = compile_transfer(transfer, "float32", source, target)(placed, sent)
@@ -162,16 +162,16 @@ def row(pair: Pair, cluster: Cluster, scale: int) -> Row:
     model = ComposedCostModel(cluster)
     naive, once = (planned(pair, naive=way) for way in (True, False))
     small = [planned(pair, naive=way, scale=scale) for way in (True, False)]
-    counted = [None if (sent := executed(t)) is None else sent / t.array_bytes for t in small]
+    counted = [None if (sent := executed(t)) is None else sent / t.array.bytes for t in small]
     gathered = sum(step.bytes_factor for step in once.gathers) * once.target.mesh.num_devices
     return Row(
         name=pair.name,
         source=f"{_mesh(pair.senders)} {once.source.spec}",
         target=f"{_mesh(pair.receivers)} {once.target.spec}",
-        array_bytes=once.array_bytes,
+        array_bytes=once.array.bytes,
         naive_bytes=naive.sent_bytes,
         once_bytes=once.sent_bytes,
-        gathered_bytes=gathered * once.array_bytes,
+        gathered_bytes=gathered * once.array.bytes,
         naive_seconds=transfer_seconds(naive, model),
         once_seconds=transfer_seconds(once, model),
         executed_naive=counted[0],

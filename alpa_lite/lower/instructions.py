@@ -22,7 +22,7 @@ from alpa_lite.program.ir import Value, item_bytes
 from alpa_lite.program.phases import StepGraph
 from alpa_lite.schedule import linearize, validate
 from alpa_lite.sharding.specs import Spec
-from alpa_lite.sharding.transfer import Placement, PlannedTransfer, plan_transfer
+from alpa_lite.sharding.transfer import ArrayForm, Placement, PlannedTransfer, plan_transfer
 from alpa_lite.text import View, view
 
 SUM = -1
@@ -129,8 +129,7 @@ def planned_transfer(plan: Plan, value: Value, source: tuple[int, Spec], target:
 
     is_key, size = value.dtype.startswith("key<"), item_bytes(value.dtype)
     return plan_transfer(
-        (*value.shape, size // 4) if is_key else value.shape,
-        4 if is_key else size,
+        ArrayForm((*value.shape, size // 4), 4) if is_key else ArrayForm(value.shape, size),
         layout(*source),
         layout(*target),
         devices_per_host=plan.cluster.devices_per_host,

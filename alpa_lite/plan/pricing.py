@@ -439,7 +439,7 @@ def transfer_seconds(
 
     def inside(layout: Placement, pricer: Pricer | None, steps: Sequence[Move]) -> float:
         pricer = pricer or Pricer(cost_model=cost_model, submesh=layout.submesh, mesh=layout.mesh)
-        return sum(pricer.step_seconds(step, planned.array_bytes) for step in steps)
+        return sum(pricer.step_seconds(step, planned.array.bytes) for step in steps)
 
     before = inside(planned.source, source, planned.resolve)
     return before + _sending_seconds(planned, cost_model) + inside(planned.target, target, planned.gathers)

@@ -47,6 +47,19 @@ class Placement:
     spec: Spec
 
 
+@dataclass(frozen=True, slots=True)
+class ArrayForm:
+    """The shape of a whole array, and the bytes of one of its elements."""
+
+    shape: tuple[int, ...]
+    item_bytes: int
+
+    @property
+    def bytes(self) -> int:
+        """Size of the whole array."""
+        return prod(self.shape) * self.item_bytes
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
     """A box that one device sends to another; devices are numbered in the row-major order of their own mesh."""
@@ -65,8 +78,9 @@ class Piece:
 class PlannedTransfer:
     """The planned transfer of an array from one placement to another.
 
-    shape       shape of the whole array
-    item_bytes  bytes per element
+    array       form of the array
+    source      its current placement
+    target      the placement to reach
     resolve     moves on the source mesh before anything is sent: these resolve partial sums, or are the whole
                 resharding if it is `in_place`
     pieces      the boxes that are sent from device to device
@@ -75,8 +89,7 @@ class PlannedTransfer:
     in_place    both placements have the same mesh on the same devices, so that there are no pieces
     """
 
-    shape: tuple[int, ...]
-    item_bytes: int
+    array: ArrayForm
     source: Placement
     target: Placement
     resolve: tuple[Move, ...] = ()
@@ -84,11 +97,6 @@ class PlannedTransfer:
     spread: tuple[tuple[str, ...], ...] = ()
     gathers: tuple[Move, ...] = ()
     in_place: bool = False
-
-    @property
-    def array_bytes(self) -> int:
-        """Size of the whole array in bytes."""
-        return prod(self.shape) * self.item_bytes
 
     @property
     def is_trivial(self) -> bool:
@@ -112,19 +120,19 @@ class PlannedTransfer:
         found = Counter[tuple[int, int]]()
         for piece in self.pieces:
             if sources[piece.source] != targets[piece.target]:
-                found[sources[piece.source], targets[piece.target]] += self.item_bytes * prod(piece.shape)
+                found[sources[piece.source], targets[piece.target]] += self.array.item_bytes * prod(piece.shape)
         return found
 
     def source_blocks(self) -> tuple[Box, ...]:
         """Return the box that each device of the source mesh holds when the array is sent."""
-        return blocks(self.shape, self.source.mesh, self.sent_spec)
+        return blocks(self.array.shape, self.source.mesh, self.sent_spec)
 
     def landing_blocks(self) -> tuple[Box, ...]:
         """Return the box that each device of the receiving mesh receives, before the gathers."""
-        return blocks(self.shape, self.target.mesh, self.target.spec, self.spread)
+        return blocks(self.array.shape, self.target.mesh, self.target.spec, self.spread)
 
     def __str__(self) -> str:
-        sent = f"{self.source.spec} -> {self.target.spec}: {self.sent_bytes} of {self.array_bytes} bytes sent"
+        sent = f"{self.source.spec} -> {self.target.spec}: {self.sent_bytes} of {self.array.bytes} bytes sent"
         steps = [f"{step.kind} over {'·'.join(step.axes)}" for step in (*self.resolve, *self.gathers)]
         return ", ".join([f"{sent} in {len(self.pieces)} pieces", *steps])
 
@@ -132,8 +140,7 @@ class PlannedTransfer:
 # Each micro-batch sends the same arrays between the same stages.
 @lru_cache(maxsize=4096)
 def plan_transfer(
-    shape: tuple[int, ...],
-    item_bytes: int,
+    array: ArrayForm,
     source: Placement,
     target: Placement,
     *,
@@ -143,8 +150,7 @@ def plan_transfer(
     """Plan the transfer of an array between two placements, whose submeshes may overlap.
 
     Args:
-        shape: shape of the whole array.
-        item_bytes: bytes per element.
+        array: form of the array.
         source: current placement; a partial sum is resolved before the array is sent.
         target: placement to reach; a partial sum is allowed only if the mesh and its devices do not change.
         devices_per_host: devices per host of the cluster; senders on the receiver's host are preferred.
@@ -154,17 +160,16 @@ def plan_transfer(
         PlanError: a spec does not fit the shape, a mesh does not fit its submesh, or the target is a partial sum that
             cannot be reached.
     """
+    shape = array.shape
     # Plans may be written by hand, and a wrong spec must not become a wrong transfer.
     for layout in (source, target):
         _check(shape, layout)
     # On equal meshes collectives move the array, which are faster than separate sends between all pairs.
     same = (source.submesh, source.mesh) == (target.submesh, target.mesh)
     # No steps also if the target is a partial sum that no move leads to; this is refused below.
-    steps = reshard(source.spec, target.spec, shape, source.mesh.axis_sizes, item_bytes) if same else None
+    steps = reshard(source.spec, target.spec, shape, source.mesh.axis_sizes, array.item_bytes) if same else None
     if steps is not None:
-        return PlannedTransfer(
-            shape=shape, item_bytes=item_bytes, source=source, target=target, resolve=steps, in_place=True
-        )
+        return PlannedTransfer(array=array, source=source, target=target, resolve=steps, in_place=True)
     if target.spec.partial:
         raise PlanError(
             f"An array of shape {shape} is to be sent as the partial sum {target.spec}, but only whole values are sent"
@@ -178,11 +183,10 @@ def plan_transfer(
     spread = _spread(shape, target)
     if spread != none:
         parts = senders.pieces(blocks(shape, target.mesh, target.spec, spread))
-        extra = item_bytes * (senders.num_sent(found) - senders.num_sent(parts))
+        extra = array.item_bytes * (senders.num_sent(found) - senders.num_sent(parts))
         found, spread = (parts, spread) if extra > direct_bytes else (found, none)
     return PlannedTransfer(
-        shape=shape,
-        item_bytes=item_bytes,
+        array=array,
         source=source,
         target=target,
         resolve=resolve,

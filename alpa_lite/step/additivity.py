@@ -202,7 +202,9 @@ class _OuterProgram:
             self.hoistable.update(dict.fromkeys(sorted(origins)))
             return INVARIANT
         origin = next(o for o in sorted(origins) if o not in self.of_data)
-        reduction = self.graph.ops[self.graph.producer[origin] or 0]
+        producer = self.graph.producer[origin]
+        assert producer is not None, "only results of ops are reduced over the batch"
+        reduction = self.graph.ops[producer]
         text = (
             f"a value that was reduced over the batch ({reduction.primitive}) is used again per sample at {op.source} "
             f"({op.primitive}); batch norm does this, and a loss over a denominator that parameters decide"

@@ -235,28 +235,25 @@ def _homes_by_parameter(step: StepGraph, of_op: Sequence[int | None]) -> dict[in
     """Return the home layer of each value that the update combines elementwise with a parameter.
 
     These are gradients, moments and new parameters, which have as many elements as the parameter. Scalars (learning
-    rates, norms) are excluded: they are combined with every parameter. Groups are found by union-find.
+    rates, norms) are excluded: they are combined with every parameter.
     """
+    import networkx as nx
+
     graph, sizes = step.graph, [v.num_elements for v in step.graph.values]
-    group = list(range(len(graph.values)))
-
-    def root(v: int) -> int:
-        while group[v] != v:
-            group[v] = group[group[v]]
-            v = group[v]
-        return v
-
+    of_input = dict(zip(graph.inputs, _loop_homes(step, of_op), strict=True))
+    combined: nx.Graph[int] = nx.Graph()
+    # A parameter that no update reads is a group of its own.
+    combined.add_nodes_from(of_input)
     for op in graph.ops:
         if step.phases[op.id] is Phase.UPDATE:
             size = max([sizes[r] for r in op.results], default=1)
-            tied = [v for v in (*op.operands, *op.results) if sizes[v] == size > 1]
-            for v in tied[1:]:
-                group[root(v)] = root(tied[0])
+            nx.add_path(combined, [v for v in (*op.operands, *op.results) if sizes[v] == size > 1])
     homes: dict[int, int] = {}
-    for v, home in zip(graph.inputs, _loop_homes(step, of_op), strict=True):
-        if home is not None:
-            homes[root(v)] = min(home, homes.get(root(v), home))
-    return {v: homes[group_of] for v in range(len(group)) if (group_of := root(v)) in homes}
+    for group in nx.connected_components(combined):
+        known = [home for v in group if (home := of_input.get(v)) is not None]
+        if known:
+            homes.update(dict.fromkeys(group, min(known)))
+    return homes
 
 
 def _gradient_layers(step: StepGraph, of_op: list[int | None], homes: Mapping[int, int]) -> None:

@@ -18,7 +18,7 @@ from alpa_lite.program.ir import Graph, Op
 from alpa_lite.rules.op_info import rule_of_op
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh
 from alpa_lite.sharding.specs import Spec, replicated
-from alpa_lite.sharding.transfer import Placement, plan_transfer
+from alpa_lite.sharding.transfer import ArrayForm, Placement, plan_transfer
 from alpa_lite.trace.from_jaxpr import from_jaxpr
 from cost_models.cluster import load_cluster
 from cost_models.composed import ComposedCostModel
@@ -146,7 +146,7 @@ def _between(
         )
         for at, spec in ((0, source), (first, target))
     ]
-    planned = plan_transfer((1 << 14, 1 << 14), 4, *ends, devices_per_host=8, direct_bytes=direct_bytes)
+    planned = plan_transfer(ArrayForm((1 << 14, 1 << 14), 4), *ends, devices_per_host=8, direct_bytes=direct_bytes)
     cluster = replace(load_cluster("p3.16xlarge", num_hosts=2), shared_processor=shared_processor)
     return transfer_seconds(planned, ComposedCostModel(cluster))
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from alpa_lite.errors import PlanError
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh
 from alpa_lite.sharding.specs import Spec
-from alpa_lite.sharding.transfer import DIRECT_BYTES, Placement, PlannedTransfer, blocks, plan_transfer
+from alpa_lite.sharding.transfer import DIRECT_BYTES, ArrayForm, Placement, PlannedTransfer, blocks, plan_transfer
 
 HOST = 4
 """Devices per host."""
@@ -37,7 +37,7 @@ def spec(*dims: str, partial: str = "") -> Spec:
 
 
 def transfer(shape: tuple[int, ...], source: Placement, target: Placement, **options: Any) -> PlannedTransfer:
-    return plan_transfer(shape, 4, source, target, devices_per_host=HOST, **options)
+    return plan_transfer(ArrayForm(shape, 4), source, target, devices_per_host=HOST, **options)
 
 
 def block_of(array: np.ndarray, where: Placement, place: int) -> np.ndarray:
@@ -57,7 +57,7 @@ def cut(array: np.ndarray, box: Any) -> np.ndarray:
 def evaluate(planned: PlannedTransfer) -> Counter[int]:
     """Carry a transfer out and check what arrives; how often each element goes to another device."""
     assert not planned.resolve and not planned.in_place
-    shape, source, target = planned.shape, planned.source, planned.target
+    shape, source, target = planned.array.shape, planned.source, planned.target
     array = np.arange(prod(shape)).reshape(shape)
     known = {i: set(block_of(array, source, i).ravel().tolist()) for i in range(source.mesh.num_devices)}
     crossed, landed = Counter[int](), [np.full(shape, -1) for _ in range(target.mesh.num_devices)]
@@ -132,9 +132,9 @@ def test_every_element_arrives_and_crosses_once(drawn: Any) -> None:
     assert planned.sent_bytes == 4 * crossed.total()
     if shape and not set(source.submesh.devices) & set(target.submesh.devices):
         assert set(crossed.values()) == {1}
-        assert planned.sent_bytes == planned.array_bytes
+        assert planned.sent_bytes == planned.array.bytes
     if shape:
-        assert planned.sent_bytes <= planned.array_bytes
+        assert planned.sent_bytes <= planned.array.bytes
 
 
 @given(transfers())
@@ -147,7 +147,7 @@ def test_direct_transfers_gather_nothing_and_arrive(drawn: Any) -> None:
 
 def lacking(planned: PlannedTransfer) -> Iterator[int]:
     """What each receiver wants and does not have as a sender."""
-    array, devices = np.arange(prod(planned.shape)).reshape(planned.shape), planned.source.submesh.devices
+    array, devices = np.arange(prod(planned.array.shape)).reshape(planned.array.shape), planned.source.submesh.devices
     for i, device in enumerate(planned.target.submesh.devices):
         wanted = set(block_of(array, planned.target, i).ravel().tolist())
         if device in devices:
@@ -167,16 +167,18 @@ def test_gathers_send_what_the_receivers_lack(drawn: Any) -> None:
     planned = transfer(*drawn, direct_bytes=-1)
     if not planned.gathers:
         return
-    block = prod(planned.shape) / prod(planned.target.mesh.size(a) for dim in planned.target.spec.dims for a in dim)
+    block = prod(planned.array.shape) / prod(
+        planned.target.mesh.size(a) for dim in planned.target.spec.dims for a in dim
+    )
     last = planned.gathers[-1]
     assert last.spec == planned.target.spec
-    assert last.bytes_factor * prod(planned.shape) >= block * (1 - 1e-12)
+    assert last.bytes_factor * prod(planned.array.shape) >= block * (1 - 1e-12)
     exact = all(
         n % prod(planned.target.mesh.size(a) for a in (*axes, *parts)) == 0
-        for n, axes, parts in zip(planned.shape, planned.target.spec.dims, planned.spread, strict=True)
+        for n, axes, parts in zip(planned.array.shape, planned.target.spec.dims, planned.spread, strict=True)
     )
     if exact:
-        assert last.bytes_factor * prod(planned.shape) == pytest.approx(block)
+        assert last.bytes_factor * prod(planned.array.shape) == pytest.approx(block)
 
 
 X4, X2Y2, X3 = {"x": 4}, {"x": 2, "y": 2}, {"x": 3}

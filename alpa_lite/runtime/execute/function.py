@@ -67,7 +67,11 @@ class CompiledFunction:
             return typical_times(self.executor, self.traced.inputs.leaves, self.step.inputs, awaited=alone)
 
     def allocated(self) -> tuple[Allocated, ...]:
-        """Return the peak allocation on a device of each stage, as XLA reports it for the executables; nothing runs."""
+        """Return the peak allocation on a device of each stage, as XLA reports it for the executables; nothing runs.
+
+        Raises:
+            ExecutionError: a stage lies on devices of other processes alone.
+        """
         return allocated(self.executor, self.plan)
 
     def as_text(self) -> str:

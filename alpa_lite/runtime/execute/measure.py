@@ -19,6 +19,7 @@ import numpy as np
 
 from alpa_lite import _jax
 from alpa_lite._jax import TreeLeaf
+from alpa_lite.errors import ExecutionError
 from alpa_lite.lower.instructions import Buffer, Instruction, InstructionKind, TaskTime
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.pricing import local_bytes
@@ -117,7 +118,11 @@ class Allocated:
 
 
 def allocated(executor: Executor, plan: Plan) -> tuple[Allocated, ...]:
-    """Return for each stage the allocation at the peak of its devices."""
+    """Return for each stage the allocation at the peak of its devices.
+
+    Raises:
+        ExecutionError: a stage lies on devices of other processes alone, which have compiled its programs.
+    """
     walk = _BufferWalk(executor, plan)
     for instruction in executor.program.instructions:
         walk.take(instruction)
@@ -160,7 +165,13 @@ class _BufferWalk:
         written = {b: self.size(b, port.spec) for b, port in zip(instruction.writes, ports, strict=True)}
         if instruction.kind == InstructionKind.RUN:
             executable = self.executor.executables[instruction.task]
-            assert executable.compiled is not None, "this process has a device of the mesh"
+            if executable.compiled is None:
+                raise ExecutionError(
+                    f"The memory that XLA allocates was asked for, for all stages, but {task.name} of stage "
+                    f"{instruction.stage} is compiled by other processes alone: this process has no device of that "
+                    "stage. Ask for it where one process has devices of every stage, or read the predicted peaks "
+                    "instead (plan.prediction.peak_bytes)."
+                )
             memory = executable.compiled.memory_analysis()
             # JAX returns None for platforms whose compilers give no analysis, and alpa_lite runs on none of these.
             assert memory is not None

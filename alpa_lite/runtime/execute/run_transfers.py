@@ -114,7 +114,7 @@ def compile_transfer(
         return _Whole(source, target, Spec(inside.dims[:-1]) if is_key else inside, is_key=is_key)
     if is_key:
         return _OfKeys(planned, dtype, source, target, shared)
-    shape = boundary_shape(planned.shape, outside, dict(source.shape))
+    shape = boundary_shape(planned.array.shape, outside, dict(source.shape))
     array = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=NamedSharding(source, boundary_spec(outside)))
     return _InPlace(planned, source, array) if planned.in_place else _MeshCrossing(planned, target, array, shared)
 
@@ -187,7 +187,7 @@ class _MeshCrossing(Transfer):
             held=tuple(stop - start for start, stop in held[0]),
             # Programs have one shape on all devices: a smaller chunk at the end of a dim is padded to the largest.
             chunk=tuple(max((b - a for a, b in ends), default=0) for ends in zip(*landed, strict=True)),
-            shape=planned.shape,
+            shape=planned.array.shape,
             wanted=NamedSharding(target, boundary_spec(planned.target.spec)),
             resolve=partial(_local, planned) if planned.resolve else None,
             gather=partial(_gathered, planned) if planned.gathers else None,
@@ -215,9 +215,9 @@ class _OfKeys(Transfer):
             [NamedSharding(mesh, boundary_spec(spec)) for spec in (Spec(layout.spec.dims[:-1]), layout.spec)]
             for layout, mesh in ((planned.source, source), (planned.target, target))
         )
-        keys = _jax.struct(planned.shape[:-1], dtype)
+        keys = _jax.struct(planned.array.shape[:-1], dtype)
         held = jax.ShapeDtypeStruct(keys.shape, keys.dtype, sharding=outside)
-        words = jax.ShapeDtypeStruct(planned.shape, jnp.uint32, sharding=landed)
+        words = jax.ShapeDtypeStruct(planned.array.shape, jnp.uint32, sharding=landed)
         impl = _jax.key_implementation(dtype)
         unwrap = jax.jit(jax.random.key_data, out_shardings=sent)
         wrap = jax.jit(lambda x: jax.random.wrap_key_data(x, impl=impl), out_shardings=wanted)
@@ -263,7 +263,7 @@ def _local(planned: PlannedTransfer, x: jax.Array) -> jax.Array:
 
 def _gathered(planned: PlannedTransfer, x: jax.Array) -> jax.Array:
     """Return the chunks of all receivers of a block, gathered and without padding."""
-    block = local_shape(planned.target.spec, planned.shape, planned.target.mesh.axis_sizes)
+    block = local_shape(planned.target.spec, planned.array.shape, planned.target.mesh.axis_sizes)
     for step in planned.gathers:
         x = lax.all_gather(x, step.axes, axis=step.dim, tiled=True)
         # The last chunk was padded to the size of the others.

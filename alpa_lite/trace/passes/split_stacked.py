@@ -394,13 +394,15 @@ class _StackedRewriter:
     def _part(self, v: int, j: int) -> int:
         """Return the new id of part j of a value, computed on first use."""
         if (v, j) not in self.parts:
-            # An input has no producer. A split one has its parts already, and for a whole one op 0 lends its source
-            # line.
-            value, op = self.graph.values[v], self.graph.ops[self.graph.producer[v] or 0]
+            value, producer = self.graph.values[v], self.graph.producer[v]
             start, stop = self.analysis.bounds(value.shape[0])[j]
+            # Inputs and literals have no producer: the line that reads them first stands for it.
+            op = self.graph.ops[self.graph.consumers[v][0] if producer is None else producer]
             if not self.analysis.splittable(v):
                 self.parts[v, j] = self._rows(self._whole(v), (start, stop), op)
-            elif joins_rows(op):
+                return self.parts[v, j]
+            assert producer is not None, "the parts of split inputs are inputs of the new program"
+            if joins_rows(op):
                 # The bounds of parts coincide with ends of pieces: otherwise the value would not be splittable.
                 pieces = [
                     p for p, end in zip(op.operands, self.analysis.piece_ends(op), strict=True) if start < end <= stop

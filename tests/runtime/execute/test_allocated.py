@@ -1,5 +1,7 @@
 """What XLA allocates for a step, against an account by hand."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -51,3 +53,15 @@ def test_each_stage_has_its_own(devices):
     for found, predicted in zip((first, second), pipeline.plan.prediction.peak_bytes, strict=True):
         assert found.resident_bytes >= 4 * WIDTH**2  # one of the weights
         assert predicted == pytest.approx(found.peak_bytes, rel=0.5)
+
+
+def test_a_stage_on_other_processes_alone_is_refused(devices):
+    pipeline = compiled(al.planners.Pipeline(pipeline=2), 4)
+    executor = pipeline.executor
+    # A process has no executable for a mesh without a device of its own.
+    executor.executables = [
+        replace(each, compiled=None) if each.task.stage == 1 else each for each in executor.executables
+    ]
+    for ask in (pipeline.allocated, pipeline.memory_analysis):
+        with pytest.raises(al.errors.ExecutionError, match="compiled by other processes alone"):
+            ask()

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from alpa_lite.lower.emission import boundary_spec
 from alpa_lite.runtime.execute.crossing import Message
 from alpa_lite.runtime.execute.run_transfers import compile_transfer
-from alpa_lite.sharding.transfer import Placement, PlannedTransfer, plan_transfer
+from alpa_lite.sharding.transfer import ArrayForm, Placement, PlannedTransfer, plan_transfer
 from tests.sharding.test_transfer import layout, spec, transfers
 
 Y2, Y4, X2Y4, X2Y2 = {"x": 1, "y": 2}, {"x": 1, "y": 4}, {"x": 2, "y": 4}, {"x": 2, "y": 2}
@@ -51,7 +51,7 @@ def spec_of(where: Placement, rank: int) -> Any:
 
 def check(shape: tuple[int, ...], source: Placement, target: Placement, dtype: Any = np.float32, **options: Any) -> Any:
     array = np.arange(prod(shape)).reshape(shape).astype(dtype)
-    planned = plan_transfer(shape, array.dtype.itemsize, source, target, devices_per_host=4, **options)
+    planned = plan_transfer(ArrayForm(shape, array.dtype.itemsize), source, target, devices_per_host=4, **options)
     result, sent = moved(planned, array)
     assert result.dtype == array.dtype
     for shard in result.addressable_shards:
@@ -74,7 +74,7 @@ def test_the_pairs_of_alpas_tests(source: str, target: str, direct_bytes: int, d
     ends = layout(0, Y2, specs[source]), layout(2, Y2, specs[target])
     planned = check((4, 8, 16), *ends, direct_bytes=direct_bytes)
     if direct_bytes < 0:
-        assert planned.sent_bytes == planned.array_bytes
+        assert planned.sent_bytes == planned.array.bytes
         assert bool(planned.gathers) == (target == "R")
 
 
@@ -97,7 +97,7 @@ def test_unequal_numbers_of_devices(source: str, target: str, senders: int, rece
         layout(senders, {"x": 1, "y": receivers}, specs[target]),
     )
     planned = check((size, size), *ends, direct_bytes=-1)
-    assert planned.sent_bytes == planned.array_bytes
+    assert planned.sent_bytes == planned.array.bytes
 
 
 @settings(max_examples=40)
@@ -128,7 +128,7 @@ def test_typed_keys(shape: tuple[int, ...], direct_bytes: int, impl: str, device
         layout(first, {"x": n}, spec(*(["x"] * bool(shape and first == 0)), *([""] * bool(shape and first)), ""))
         for first, n in ((0, 2), (2, 3))
     ]
-    planned = plan_transfer(words, 4, *ends, devices_per_host=4, direct_bytes=direct_bytes)
+    planned = plan_transfer(ArrayForm(words, 4), *ends, devices_per_host=4, direct_bytes=direct_bytes)
     result, _ = moved(planned, keys)
     assert result.dtype == keys.dtype
     np.testing.assert_array_equal(jax.random.key_data(result), jax.random.key_data(keys))
@@ -154,8 +154,7 @@ def test_partial_sums_arrive_resolved(target: Any, devices: Any) -> None:
     source = layout(0, {"x": 2, "y": 2}, spec("y", "", partial="x"))
     addends = np.arange(2 * 8 * 4, dtype=np.float32).reshape(2, 8, 4)
     planned = plan_transfer(
-        (8, 4),
-        4,
+        ArrayForm((8, 4), 4),
         source,
         layout(4, {"x": 3} if not any(target.dims) else X2Y2, target),
         devices_per_host=4,
@@ -171,8 +170,7 @@ def test_partial_sums_arrive_resolved(target: Any, devices: Any) -> None:
 def test_programs_hold_the_planned_collectives(devices: Any) -> None:
     """The only collective of a landing is its all_gather, with the bytes that the plan says; cutting has none."""
     planned = plan_transfer(
-        (7, 4),
-        4,
+        ArrayForm((7, 4), 4),
         layout(0, {"x": 2}, spec("", "")),
         layout(4, {"x": 3}, spec("", "")),
         devices_per_host=4,
@@ -181,7 +179,7 @@ def test_programs_hold_the_planned_collectives(devices: Any) -> None:
     run = compile_transfer(planned, "float32", mesh_of(planned.source), mesh_of(planned.target))
     assert run.num_programs == 2
     (landing,) = re.findall(r"= f32\[([\d,]+)\]\S* all-gather\(", run.land.as_text())
-    assert 4 * prod(map(int, landing.split(","))) == planned.gathers[0].bytes_factor * planned.array_bytes
+    assert 4 * prod(map(int, landing.split(","))) == planned.gathers[0].bytes_factor * planned.array.bytes
     for program in (run.cut, run.land):
         assert not re.search(r" (all-reduce|all-to-all|collective-permute|reduce-scatter)\(", program.as_text())
     assert "all-gather" not in run.cut.as_text()
@@ -189,7 +187,7 @@ def test_programs_hold_the_planned_collectives(devices: Any) -> None:
 
 def test_equal_layouts_launch_nothing(devices: Any) -> None:
     ends = layout(0, X2Y2, spec("x", "y")), layout(4, X2Y2, spec("x", "y"))
-    planned = plan_transfer((1 << 10, 1 << 10), 4, *ends, devices_per_host=4)
+    planned = plan_transfer(ArrayForm((1 << 10, 1 << 10), 4), *ends, devices_per_host=4)
     assert compile_transfer(planned, "float32", *map(mesh_of, ends)).num_programs == 0
 
 
@@ -211,7 +209,7 @@ def test_nothing_goes_through_the_host(devices: Any) -> None:
         (layout(0, Y4, spec("y", "")), layout(0, Y4, spec("", "y"))),
     ]
     for source, target in ends:
-        planned = plan_transfer((12, 12), 4, source, target, devices_per_host=4, direct_bytes=-1)
+        planned = plan_transfer(ArrayForm((12, 12), 4), source, target, devices_per_host=4, direct_bytes=-1)
         run = compile_transfer(planned, "float32", mesh_of(source), mesh_of(target))
         array = jax.device_put(
             np.ones((12, 12), np.float32), NamedSharding(mesh_of(source), boundary_spec(source.spec))

@@ -188,3 +188,15 @@ def test_batches_are_never_cut() -> None:
 
     parted = _parts(over_time, 3, PARAMS["w"][0], _rng.normal(size=(L, B, D)).astype(np.float32))
     assert all(part.rows is None for part in (*parted.input_parts, *parted.output_parts))
+
+
+def test_rows_of_a_batch_are_cut_where_the_batch_is_read() -> None:
+    def scaled(w: Any, x: Any) -> Any:
+        first = jnp.sin(w[0, 0])
+        scaled_rows = w * x  # the batch has as many samples as there are layers, by chance
+        return first + sum(jnp.sum(w[i]) * jnp.sum(scaled_rows[i]) for i in range(L))
+
+    graph = _parts(scaled, 3, PARAMS["b"], _rng.normal(size=(L, D)).astype(np.float32)).program.graph
+    products = {op.source for op in graph.ops if op.primitive == "mul" and graph.values[op.results[0]].rank == 2}
+    cuts = {op.source for op in graph.ops if op.primitive == "slice" and graph.results(op)[0].shape == (L // 3, D)}
+    assert len(products) == 1 and cuts == products
