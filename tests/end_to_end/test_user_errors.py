@@ -248,7 +248,7 @@ def test_memory_is_told_in_readable_numbers() -> None:
     model = MODELS["gpt"]
     wide = dataclasses.replace(model, hidden=1024, num_layers=2, vocab_size=4096, dropout=0.0)
     params = jax.eval_shape(wide.init, jax.random.key(0))
-    with _raises(errors.InfeasibleError, "stage 0", "MiB per device", "has 50.00 MiB"):
+    with _raises(errors.InfeasibleError, "stage 0", "MiB per device", "has 50.0 MiB"):
         _plan(
             lambda p, b: descend(p, jax.grad(wide.loss_fn)(p, b)),
             (params, make_batch(wide, 0)),

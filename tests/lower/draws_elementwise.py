@@ -14,6 +14,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import primitives
 
+from alpa_lite.trace.passes.plain_jaxpr import user_sharding_p
 from tests.lower.pick import ANY, COMPLEX, FLOATS, INTEGERS, MOVED, NUMBERS, ORDERED, Pick, call, drawn
 from tests.rules.jax_primitives import jax_primitives
 from tests.rules.row import Row
@@ -140,6 +141,14 @@ def sharding_constraint(pick: Pick, name: str) -> Row:
     devices = np.array(jax.devices())
     sharding = jax.sharding.NamedSharding(jax.sharding.Mesh(devices, ("d",)), jax.sharding.PartitionSpec())
     return call(name, lambda v: lax.with_sharding_constraint(v, sharding), pick.array(pick.shape()))
+
+
+@drawn("user_sharding")
+def user_sharding(pick: Pick, name: str) -> Row:
+    """Demands a sharding; the machine under test takes any."""
+    shape = pick.shape()
+    params = {"mesh": (("d", 8),), "dims": ((),) * len(shape), "pinned": True}
+    return call(name, lambda v: user_sharding_p.bind(v, **params), pick.array(shape))
 
 
 #: Functions of two arrays: as above.
