@@ -102,9 +102,11 @@ def _plain(value: object) -> object:
     # Named tuples (dimension numbers, for instance) come before tuples, so that the names of their fields remain.
     as_dict = getattr(value, "_asdict", None)
     if as_dict is not None:
-        return {key: _plain(item) for key, item in as_dict().items()}
+        return plain_params(as_dict())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        # Fields without a plain form are left out as parameters are: the text of an object that stood for them would
+        # differ between processes, and with it the fingerprint of the step.
+        return plain_params({f.name: getattr(value, f.name) for f in dataclasses.fields(value)})
     if isinstance(value, (tuple, list)):
         items = tuple(_plain(item) for item in value)
         return _NO_PLAIN_FORM if any(item is _NO_PLAIN_FORM for item in items) else items
