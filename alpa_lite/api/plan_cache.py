@@ -158,7 +158,7 @@ def key_of(planner: Planner, request: PlanRequest) -> str | None:
     asked += (signature.arguments, signature.results)
     try:
         model = _content(request.cost_model_for)
-        given = _content(request.user_shardings)
+        given = _content(signature.user_shardings)
         parts = (_content(planner), _content(request.cluster), model, asked, given, request.on_non_additive)
     except _NoContentError:
         return None

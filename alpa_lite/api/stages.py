@@ -177,6 +177,7 @@ class TracedFunction:
                 batch_size=traced.batch.size,
                 arguments=traced.inputs.positional,
                 results=traced.outputs.names,
+                user_shardings=traced.user_shardings,
             ),
             # Steps are made on demand, since each number of micro-batches takes a trace of its own.
             step_at=lambda m, loop_parts: self.step(m, loop_parts=loop_parts).step,
@@ -185,7 +186,6 @@ class TracedFunction:
             # A partial and not a lambda: the plan cache compares the cost model by content (`plan_cache._content`).
             cost_model_for=partial(ComposedCostModel, backend=backend) if backend else ComposedCostModel,
             num_microbatches=num_microbatches,
-            user_shardings=traced.user_shardings,
             # With demands the jaxpr has further equations, so that no step of this trace can be reused.
             pinned=lambda: replace(self, traced=traced.pinned(), _steps={}).request(cluster, num_microbatches),
             on_non_additive=self.options.on_non_additive,

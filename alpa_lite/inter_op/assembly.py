@@ -125,7 +125,7 @@ def _user_shardings(request: PlanRequest, staged: StagedStep) -> tuple[UserShard
         for stage in staged.stages
         if stage.solution.choice is not None
     ]
-    return sharding_uses(staged.step, request.user_shardings, placed)
+    return sharding_uses(staged.step, request.signature.user_shardings, placed)
 
 
 def opaque_uses(step: StepGraph) -> tuple[OpaqueUse, ...]:

@@ -44,6 +44,7 @@ class StepSignature:
         batch_size: samples of a step; None if its batch is unknown.
         arguments: names of the positional arguments, with which the names of their arrays begin.
         results: the path of each returned array, such as `0/params/w`; empty if the function returns a single array.
+        user_shardings: the shardings of arguments that the user gives, and whether a plan must obey these and others.
     """
 
     function: str
@@ -51,6 +52,7 @@ class StepSignature:
     batch_size: int | None
     arguments: tuple[str, ...] = ()
     results: tuple[str, ...] = ()
+    user_shardings: UserShardings = NO_USER_SHARDINGS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +67,6 @@ class PlanRequest:
         cluster: the cluster to plan for.
         cost_model_for: `cost_model_for(cluster)` is the cost model to plan with, for this or another cluster.
         num_microbatches: a number, or "auto".
-        user_shardings: the shardings of arguments that the user gives, and whether a plan must obey these and others.
         pinned: `pinned()` is the same request for the step with these shardings as demands, or None.
         advise: whether a planner without a plan should look for changes that would allow one.
         on_non_additive: how `step_at` treats several micro-batches of a step that is no sum.
@@ -81,7 +82,6 @@ class PlanRequest:
     cluster: Cluster
     cost_model_for: Callable[[Cluster], CostModel]
     num_microbatches: int | str = "auto"
-    user_shardings: UserShardings = NO_USER_SHARDINGS
     pinned: Callable[[], PlanRequest] | None = None
     advise: bool = True
     on_non_additive: str = "refuse"

@@ -104,7 +104,7 @@ class Auto(Planner):
         """
         started = time.perf_counter()
         self._check()
-        if (mesh := user_mesh(request.step_at(1, 0), request.user_shardings)) is not None:
+        if (mesh := user_mesh(request.step_at(1, 0), request.signature.user_shardings)) is not None:
             return self._as_sharded_by_the_user(request, mesh)
         # The number is read here, so that a wrong environment variable is reported before any work.
         workers = Workers(num_workers())

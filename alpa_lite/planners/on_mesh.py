@@ -79,7 +79,7 @@ class OnMesh(Planner):
         # Axes of one device are not part of the logical mesh (`_mesh`).
         roles = {axis: AxisRole.BATCH for axis in self.batch if self.axes[axis] > 1}
         restriction = Restriction(roles=roles, optimizer=BatchSplit.MAY, parameters=BatchSplit.MAY)
-        asked = user_mesh(request.step_at(1, 0), request.user_shardings)
+        asked = user_mesh(request.step_at(1, 0), request.signature.user_shardings)
         if asked is not None and _wide(asked) != _wide(self.axes):
             raise PlanError(
                 f'user_shardings="pin": the shardings of {request.signature.function} are on the mesh {asked}, but the '
@@ -107,9 +107,9 @@ class MeshConstraints:
     def on(self, request: PlanRequest, step: StepGraph, axes: Mapping[str, int]) -> StageConstraints:
         """Return the constraints on the values of a step. Raises `PlanError` for pins that do not fit."""
         pins, layout = self.pins, self.layout
-        if request.user_shardings.mode == "pin":
+        if request.signature.user_shardings.mode == "pin":
             # Pins given as an option take precedence over the placement of the arguments.
-            pins = {**argument_pins(step, request.user_shardings), **pins}
+            pins = {**argument_pins(step, request.signature.user_shardings), **pins}
             layout = user_layout(step, axes) if layout is NO_LAYOUT else layout
         pinned = with_results(step, request.signature.results, pins_on_mesh(step, pins, axes), self.outputs, axes)
         return StageConstraints(restriction=self.restriction, pins=pinned.inputs, outputs=pinned.outputs, layout=layout)

@@ -97,13 +97,13 @@ def sharding_costs(plan: Plan) -> ShardingCosts:
             "A plan from a file has no step to price shardings with. Replay it: al.plan(step, *args, planner=plan)."
         )
     request: PlanRequest = plan.request
-    if request.user_shardings.mode == "ignore" or request.pinned is None:
+    if request.signature.user_shardings.mode == "ignore" or request.pinned is None:
         return ShardingCosts(plan=plan, rows=(), num_left_out=0)
     # Both plans take the micro-batches of this one, so that only the sharding differs.
     request = replace(request.pinned(), num_microbatches=plan.num_microbatches, advise=False)
     step = request.best_step((1,), loop_parts=0)
     sources = dict[str, list[UserSharding]]()
-    for _, sharding in wanted_shardings(step, request.user_shardings):
+    for _, sharding in wanted_shardings(step, request.signature.user_shardings):
         sources.setdefault(sharding.source, []).append(sharding)
     free: dict[Mesh, Plan | str] = {}
     rows: list[ShardingCost] = []
@@ -112,7 +112,7 @@ def sharding_costs(plan: Plan) -> ShardingCosts:
         # The plan without shardings depends on the mesh alone, and serves all of its lines.
         if mesh not in free:
             free[mesh] = _planned(request, mesh, {}, NO_LAYOUT)
-        pins = argument_pins(step, request.user_shardings, only=source)
+        pins = argument_pins(step, request.signature.user_shardings, only=source)
         given = _planned(request, mesh, pins, user_layout(step, dict(mesh), only=source))
         wanted = ", ".join(dict.fromkeys(map(str, shardings)))
         rows.append(ShardingCost(source=source, mesh=mesh, wanted=wanted, free=free[mesh], given=given))
@@ -122,7 +122,7 @@ def sharding_costs(plan: Plan) -> ShardingCosts:
 def _planned(request: PlanRequest, mesh: Mesh, pins: Pins, layout: GivenLayout) -> Plan | str:
     """Return a plan of one stage on the mesh, or why there is none."""
     # The pins and the layout are all that the plan has to obey.
-    request = replace(request, user_shardings=NO_USER_SHARDINGS)
+    request = replace(request, signature=replace(request.signature, user_shardings=NO_USER_SHARDINGS))
     try:
         constraints = MeshConstraints(restriction=FREE_CHOICE, pins=pins, layout=layout)
         return plan_on_mesh("mesh", request, dict(mesh), constraints)
