@@ -120,9 +120,8 @@ def _made(planner: Planner, request: PlanRequest) -> Plan:
     If the exact step at the chosen number differs from the extrapolated one, it is planned again with all of them
     traced.
     """
-    likely = request.likely_step_at
-    if likely is not None and not _measures(planner):
-        plan = planner.plan(replace(request, step_at=likely))
+    if not _measures(planner):
+        plan = planner.plan(replace(request, steps=request.steps.extrapolated()))
         # Tracing may fail at a number at which extrapolation did not: the second search avoids it, or says why.
         with suppress(NonAdditiveError, BatchError, TraceError):
             if plan.fingerprint == fingerprint(request.step_at(plan.num_microbatches, plan.loop_parts)):

@@ -31,6 +31,7 @@ from alpa_lite.lower.planned_step import as_planned, check_fits
 from alpa_lite.lower.slices import TaskSpec
 from alpa_lite.plan.plan import BatchDims, Plan
 from alpa_lite.planners import Planner, PlanRequest
+from alpa_lite.program.phases import StepGraph
 from alpa_lite.runtime.execute.compile import LoweredStep, joined_texts, lowered_tasks, summed_costs
 from alpa_lite.runtime.execute.execute import Executor, HangOptions
 from alpa_lite.runtime.execute.function import (
@@ -179,15 +180,11 @@ class TracedFunction:
                 results=traced.outputs.names,
                 user_shardings=traced.user_shardings,
             ),
-            # Steps are made on demand, since each number of micro-batches takes a trace of its own.
-            step_at=lambda m, loop_parts: self.step(m, loop_parts=loop_parts).step,
-            likely_step_at=lambda m, loop_parts: self.step(m, loop_parts=loop_parts, exact=False).step,
+            steps=_StepsOf(self),
             cluster=cluster,
             # A partial and not a lambda: the plan cache compares the cost model by content (`plan_cache._content`).
             cost_model_for=partial(ComposedCostModel, backend=backend) if backend else ComposedCostModel,
             num_microbatches=num_microbatches,
-            # With demands the jaxpr has further equations, so that no step of this trace can be reused.
-            pinned=lambda: replace(self, traced=traced.pinned(), _steps={}).request(cluster, num_microbatches),
             on_non_additive=self.options.on_non_additive,
             on_interrupt=self.options.on_interrupt,
             progress=self.options.progress,
@@ -204,6 +201,24 @@ class TracedFunction:
         batch = f"batch: {self.batch}" if self.batch is not None else "no batch found"
         inputs, outputs = self.traced.inputs.leaves, self.traced.outputs.leaves
         return f"{self.traced.name}: {len(inputs)} arrays in, {len(outputs)} out, {batch}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _StepsOf:
+    """The steps of a traced function, for its planners; `exact`: see `TracedFunction.step`."""
+
+    function: TracedFunction
+    exact: bool = True
+
+    def at(self, num_microbatches: int, loop_parts: int) -> StepGraph:
+        return self.function.step(num_microbatches, loop_parts=loop_parts, exact=self.exact).step
+
+    def extrapolated(self) -> _StepsOf:
+        return _StepsOf(self.function, exact=False)
+
+    def pinned(self) -> _StepsOf:
+        # With demands the jaxpr has further equations, so that no step of this trace can be reused.
+        return _StepsOf(replace(self.function, traced=self.function.traced.pinned(), _steps={}))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

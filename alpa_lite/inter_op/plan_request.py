@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 from alpa_lite.errors import BatchError, NonAdditiveError, PlanError, TraceError
 from alpa_lite.inter_op.workers import Workers
@@ -55,21 +55,60 @@ class StepSignature:
     user_shardings: UserShardings = NO_USER_SHARDINGS
 
 
+class Steps(Protocol):
+    """A step at any number of micro-batches: each takes a trace of its own, which is made on demand."""
+
+    def at(self, num_microbatches: int, loop_parts: int) -> StepGraph:
+        """Return the step cut into phases.
+
+        With `loop_parts` > 0 loops over layers and their scanned arrays are cut into about so many parts.
+        """
+        ...
+
+    def extrapolated(self) -> Steps:
+        """Return the steps that may be extrapolated from other numbers of micro-batches, which takes less time."""
+        ...
+
+    def pinned(self) -> Steps:
+        """Return the steps in which the shardings of the user's code are demands."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class SentSteps:
+    """Some steps made before: all that a worker process has of `Steps`.
+
+    Attributes:
+        known: steps by number of micro-batches and number of loop parts.
+    """
+
+    known: Mapping[tuple[int, int], StepGraph] = field(default_factory=dict[tuple[int, int], StepGraph])
+
+    def at(self, num_microbatches: int, loop_parts: int) -> StepGraph:
+        """Return the step. Raises `LookupError` if it was not sent."""
+        return self.known[num_microbatches, loop_parts]
+
+    def extrapolated(self) -> SentSteps:
+        """Return the same steps."""
+        return self
+
+    def pinned(self) -> Steps:
+        """Raise `LookupError`: the step that was sent has no demands."""
+        raise LookupError("the step with the shardings of the user's code as demands")
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
     """A step to plan for a cluster.
 
     Attributes:
         signature: arguments and results of the step.
-        step_at: `step_at(num_microbatches, loop_parts)` is the step cut into phases; with `loop_parts` > 0 loops over
-            layers and their scanned arrays are cut into about so many parts.
-        likely_step_at: a faster `step_at` that may extrapolate from other numbers of micro-batches, or None.
+        steps: the step at each number of micro-batches.
         cluster: the cluster to plan for.
         cost_model_for: `cost_model_for(cluster)` is the cost model to plan with, for this or another cluster.
         num_microbatches: a number, or "auto".
-        pinned: `pinned()` is the same request for the step with these shardings as demands, or None.
         advise: whether a planner without a plan should look for changes that would allow one.
-        on_non_additive: how `step_at` treats several micro-batches of a step that is no sum.
+        on_non_additive: how `steps` treat several micro-batches of a step that is no sum.
         on_interrupt: the effect of Ctrl-C on a search: "raise" stops it, "best" ends it with the best plan so far.
         progress: receives the work that is done and that is left.
         workers: processes that may solve stages before they are needed.
@@ -77,12 +116,10 @@ class PlanRequest:
     """
 
     signature: StepSignature
-    step_at: Callable[[int, int], StepGraph]
-    likely_step_at: Callable[[int, int], StepGraph] | None = None
+    steps: Steps
     cluster: Cluster
     cost_model_for: Callable[[Cluster], CostModel]
     num_microbatches: int | str = "auto"
-    pinned: Callable[[], PlanRequest] | None = None
     advise: bool = True
     on_non_additive: str = "refuse"
     on_interrupt: OnInterrupt = "raise"
@@ -99,6 +136,10 @@ class PlanRequest:
     def cost_model(self) -> CostModel:
         """The cost model of the cluster to plan for."""
         return self.cost_model_for(self.cluster)
+
+    def step_at(self, num_microbatches: int, loop_parts: int) -> StepGraph:
+        """Return the step cut into phases; see `Steps.at`."""
+        return self.steps.at(num_microbatches, loop_parts)
 
     def microbatch_choices(self, default: Sequence[int]) -> tuple[int, ...]:
         """Return the numbers of micro-batches to consider: the user's, or those of `default` that divide the batch."""

@@ -16,7 +16,7 @@ from functools import cached_property
 
 from alpa_lite.errors import AlpaLiteError, without_frames
 from alpa_lite.inter_op.microbatch_counts import microbatch_numbers
-from alpa_lite.inter_op.plan_request import PlanRequest
+from alpa_lite.inter_op.plan_request import PlanRequest, SentSteps
 from alpa_lite.inter_op.work_floor import least_loop_seconds, least_seconds
 from alpa_lite.inter_op.workers import Likely, Workers
 from alpa_lite.plan.plan import Plan
@@ -54,9 +54,7 @@ class ManualPlans:
         """Make no plan yet."""
         self._planners, self._request, self._problems = planners, replace(request, advise=False), problems
         # The request without the fields that cannot be pickled; workers get the steps that they need separately.
-        self._apart = replace(
-            self._request, step_at=_no_step, likely_step_at=None, measure=None, progress=Progress(), workers=Workers()
-        )
+        self._apart = replace(self._request, steps=SentSteps(), measure=None, progress=Progress(), workers=Workers())
         # Pairs of planner and number that this process plans itself, which workers need not do again.
         self._asked = set[tuple[int, int]]()
 
@@ -138,25 +136,16 @@ def _key(which: int, number: int | str) -> Hashable:
     return "manual", which, number
 
 
-def _no_step(num_microbatches: int, loop_parts: int) -> StepGraph:
-    """Raise `LookupError`, in the place of tracing a step."""
-    raise LookupError(f"the step at {num_microbatches} micro-batches in {loop_parts} parts")
-
-
 def _plan(
     memory: dict[object, object], request: PlanRequest, whole: StepGraph, cut: StepGraph, likely: tuple[Planner, int]
 ) -> Plan | AlpaLiteError | None:
     """Make a plan in a worker from the step as a whole and in micro-batches; None if it needs other steps."""
     del memory
     planner, number = likely
-    known = {(1, 0): whole, (number, 0): cut}
-
-    def step_at(num_microbatches: int, loop_parts: int) -> StepGraph:
-        return known.get((num_microbatches, loop_parts)) or _no_step(num_microbatches, loop_parts)
-
+    steps = SentSteps(known={(1, 0): whole, (number, 0): cut})
     try:
-        return planner.plan(replace(request, step_at=step_at, num_microbatches=number))
-    # The planner needs a step that was not sent (`_no_step`): the main process makes this plan.
+        return planner.plan(replace(request, steps=steps, num_microbatches=number))
+    # The planner needs a step that was not sent: the main process makes this plan.
     except LookupError:
         return None
     except AlpaLiteError as error:

@@ -118,7 +118,7 @@ def test_the_mixture_of_the_benchmarks_travels_once_each_way() -> None:
         (
             replace(MIXTURE, model=replace(MIXTURE.model, experts=Experts(num_experts=4, group_size=128))),
             GShard(),
-            r"feed_forward\.py:.* over 8 devices along dim 0 \(experts\), which they do not divide",
+            r"transformer_layers\.py:.* over 8 devices along dim 0 \(experts\), which they do not divide",
         ),
         (MIXTURE, GShard(expert=3), "3 expert devices lie within"),
     ],

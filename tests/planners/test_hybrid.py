@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import alpa_lite as al
-from alpa_lite.inter_op.plan_request import PlanRequest
+from alpa_lite.inter_op.plan_request import PlanRequest, SentSteps
 from alpa_lite.planners import FSDP, Hybrid, Megatron, Planner
 from alpa_lite.planners.hybrid import submeshes_of
 from alpa_lite.schedule import OneFOneB, ZeroBubbleH1
@@ -185,12 +185,9 @@ def test_state_that_is_too_large_alone_is_refused_before_the_step_is_cut(planner
     least = max(planner.plan(within(1e12)).prediction.peak_bytes)
     assert max(planner.plan(within(least)).prediction.peak_bytes) <= least
 
-    def cut(num_microbatches: int, loop_parts: int) -> Any:
-        assert (num_microbatches, loop_parts) == (1, 0)  # what is known anyway
-        return traced(training).step(1).step
-
+    whole = SentSteps(known={(1, 0): traced(training).step(1).step})  # what is known anyway
     with pytest.raises(al.errors.InfeasibleError, match=r"does not fit: state alone needs at least .* per device, but"):
-        planner.plan(replace(within(1e5), step_at=cut))
+        planner.plan(replace(within(1e5), steps=whole))
 
 
 def test_parts_of_a_pipeline_may_have_unequal_numbers_of_devices() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 import alpa_lite as al
 from alpa_lite.errors import AlpaLiteError, BatchError, InfeasibleError
+from alpa_lite.inter_op.plan_request import SentSteps
 from alpa_lite.inter_op.workers import Likely, Workers
 from alpa_lite.plan.plan import Plan
 from alpa_lite.planners import FSDP, Auto, Pipeline, Planner, PlanRequest, Zero
@@ -141,11 +143,16 @@ class AtWork(Workers):
 def test_workers_are_told_of_plans_whose_steps_can_be_traced(traces: bool, expected: Any, some_plan: Plan) -> None:
     request, workers = _request(), AtWork()
 
-    def step_at(number: int, loop_parts: int) -> StepGraph:
-        if number > 1 and not traces:
-            raise BatchError("This batch cannot be divided.")
-        return request.step_at(number, loop_parts)
+    @dataclass(frozen=True, kw_only=True)
+    class Steps(SentSteps):
+        def at(self, num_microbatches: int, loop_parts: int) -> StepGraph:
+            if num_microbatches > 1 and not traces:
+                raise BatchError("This batch cannot be divided.")
+            return request.step_at(num_microbatches, loop_parts)
 
-    manual = ManualPlans([FSDP(), Zero()], replace(request, step_at=step_at, workers=workers), [])
+    manual = ManualPlans([FSDP(), Zero()], replace(request, steps=Steps(), workers=workers), [])
     manual.expect(_lasting(some_plan, 1.0, 16))
     assert [*workers.told] == expected
+    for question in workers.told.values():
+        # A worker is another process: whatever a question is about has to reach it.
+        assert isinstance(pickle.loads(pickle.dumps(question)), Likely)

@@ -18,7 +18,7 @@ import pytest
 
 import alpa_lite as al
 from alpa_lite.cli.models.decoders import GPT
-from alpa_lite.inter_op.plan_request import PlanRequest, StepSignature
+from alpa_lite.inter_op.plan_request import PlanRequest, SentSteps, StepSignature
 from alpa_lite.plan.walk import free_values
 from alpa_lite.planners import (
     FSDP,
@@ -266,7 +266,7 @@ def test_pipelines_balance_their_stages(num_stages: int) -> None:
 def _request(**changes: Any) -> PlanRequest:
     defaults: dict[str, Any] = {
         "signature": StepSignature(function="f", num_arguments=0, batch_size=12),
-        "step_at": lambda m, loop_parts: (m, loop_parts),
+        "steps": SentSteps(),
         "cluster": eager_cluster(),
         "cost_model_for": lambda cluster: None,
     }
@@ -282,14 +282,15 @@ def test_choices_of_micro_batches() -> None:
 
 
 def test_the_first_number_that_works_is_taken() -> None:
-    def step_at(m: int, loop_parts: bool) -> Any:
-        if m > 4:
-            raise al.errors.NonAdditiveError("no sum")
-        return m
+    class Steps(SentSteps):
+        def at(self, num_microbatches: int, loop_parts: int) -> Any:
+            if num_microbatches > 4:
+                raise al.errors.NonAdditiveError("no sum")
+            return num_microbatches
 
-    assert _request(step_at=step_at).best_step((12, 6, 4, 2), loop_parts=True) == 4
+    assert _request(steps=Steps()).best_step((12, 6, 4, 2), loop_parts=True) == 4
     with pytest.raises(al.errors.NonAdditiveError):
-        _request(step_at=step_at, num_microbatches=12).best_step((4,), loop_parts=True)
+        _request(steps=Steps(), num_microbatches=12).best_step((4,), loop_parts=True)
 
 
 @pytest.mark.parametrize("schedule", [GPipe(), OneFOneB()])

@@ -97,10 +97,10 @@ def sharding_costs(plan: Plan) -> ShardingCosts:
             "A plan from a file has no step to price shardings with. Replay it: al.plan(step, *args, planner=plan)."
         )
     request: PlanRequest = plan.request
-    if request.signature.user_shardings.mode == "ignore" or request.pinned is None:
+    if request.signature.user_shardings.mode == "ignore":
         return ShardingCosts(plan=plan, rows=(), num_left_out=0)
     # Both plans take the micro-batches of this one, so that only the sharding differs.
-    request = replace(request.pinned(), num_microbatches=plan.num_microbatches, advise=False)
+    request = replace(request, steps=request.steps.pinned(), num_microbatches=plan.num_microbatches, advise=False)
     step = request.best_step((1,), loop_parts=0)
     sources = dict[str, list[UserSharding]]()
     for _, sharding in wanted_shardings(step, request.signature.user_shardings):
