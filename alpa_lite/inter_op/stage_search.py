@@ -531,5 +531,7 @@ class BestStages:
         # A host dispatches the tasks of all stages on its devices.
         beside = max(1, cluster.devices_per_host // self.space.devices[found.stages[0].submesh])
         tasks = 2 * self.num_microbatches * min(len(found.stages), beside)
+        # One stage with one micro-batch is one program.
+        tasks = 1 if len(found.stages) == self.num_microbatches == 1 else tasks
         dispatched = max(found.seconds, self.cost_model.launch_seconds() * tasks)
         return replace(found, seconds=dispatched + cluster.skew_seconds)
