@@ -296,13 +296,21 @@ class JointSearch:
         # On mixed clusters both kinds of stages are searched: equal ones move no rows.
         if self.steps.known.has_rows and not first.all_equal:
             found.insert(0, self._search_for(self.schedules[0], number, survey, beyond, all_equal=True))
-        # The second schedule hides transfers at the cost of memory: it is searched if the transfers are long enough.
-        at_most = (1 - CLOSE) * (seconds := first.best_known().seconds)
-        waits = 2 * float(first.inflow_seconds.max()) * (number + first.num_layers)
-        if seconds - waits >= at_most or math.isinf(seconds):
+        seconds = first.best_known().seconds
+        if math.isinf(seconds):
             return found
-        others = (self._search_for(other, number, survey, beyond) for other in self.schedules[1:2])
-        return [*(other for other in others if other.best_known().seconds < at_most), *found]
+        # Other schedules hide transfers or wait less, at the cost of memory: they are searched where that may be worth
+        # it. Schedules that differ in neither have the same best stages as the first.
+        waits = 2 * float(first.inflow_seconds.max()) * (number + first.num_layers)
+        deepest = min(first.num_layers, max(self.space.devices))
+        for schedule in self.schedules[1:]:
+            hidden = waits if schedule.overlaps_transfers else 0.0
+            hidden += (1 - schedule.waiting_share) * seconds * (deepest - 1) / (number + deepest - 1)
+            if hidden > CLOSE * seconds:
+                other = self._search_for(schedule, number, survey, beyond)
+                if other.best_known().seconds < (1 - CLOSE) * seconds:
+                    found.insert(0, other)
+        return found
 
     def _search_for(
         self, schedule: Schedule, number: int, survey: Survey, beyond: Beyond, *, all_equal: bool = False

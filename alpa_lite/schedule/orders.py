@@ -44,6 +44,14 @@ class Schedule(ABC):
         """Whether stages work on other micro-batches during a transfer, for any number of micro-batches."""
         return False
 
+    @property
+    def waiting_share(self) -> float:
+        """The share of the waiting under 1F1B at the beginning and at the end that remains.
+
+        With equal stages of t seconds the makespan is (m + share*(p-1)) * t; see the module.
+        """
+        return 1.0
+
     def num_processors(self, num_stages: int) -> int:
         """Return the number of processors for `num_stages` stages; stage i runs on processor i mod this number.
 
@@ -254,6 +262,11 @@ class ZeroBubbleH1(Schedule):
     @property
     def name(self) -> str:
         return "zero-bubble-h1"
+
+    @property
+    def waiting_share(self) -> float:
+        # (tf + ti - tw) / (tf + ti + tw), where a forward pass and both kinds of gradients take equally long.
+        return 1 / 3
 
     def tasks(self, num_stages: int, num_microbatches: int) -> TaskLists:
         _check_numbers(num_stages, num_microbatches)
