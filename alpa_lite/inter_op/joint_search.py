@@ -176,7 +176,12 @@ class JointSearch:
         """Return a survey, and its guess of the seconds of a step at each number of micro-batches."""
         numbers = numbers_to_search(self.request)
         overlapping = [n for n in numbers if self._overlaps(n)]
-        samples = surveyed_numbers(overlapping, self._batch, self.space.cluster.devices_per_host)
+        samples = surveyed_numbers(
+            overlapping,
+            self._batch,
+            self.space.cluster.devices_per_host,
+            lambda samples: int(self.space.divides(samples).sum()),
+        )
         costs: list[StageCosts] = []
         for number in samples or numbers[:1]:
             try:
