@@ -38,9 +38,10 @@ from alpa_lite.cli.models.train import init_state, make_optimizer, make_train_st
 from alpa_lite.cli.models.transformer import Transformer
 from alpa_lite.cli.models.transformer_layers import Experts
 from alpa_lite.errors import AlpaLiteError, InfeasibleError
+from alpa_lite.inter_op.microbatch_counts import divisors
 from alpa_lite.plan.plan import Plan
 from alpa_lite.planners import Auto, Hybrid, Planner
-from alpa_lite.planners.grid_search import divisors, factorisations
+from alpa_lite.planners.grid_search import factorisations
 from alpa_lite.planners.manual import MANUAL_PLANNERS
 from alpa_lite.planners.pipeline import Pipeline
 from alpa_lite.schedule import EagerOneFOneB, GPipe, Interleaved1F1B, OneFOneB, Schedule, ZeroBubbleH1

@@ -6,8 +6,8 @@
     order      the number that is likely the best, then those around it while they are better    `microbatch_counts`
     search     of one number: guesses become costs where the best stages depend on them          `inter_op.stage_search`
 
-With one micro-batch a pipeline has nothing to overlap: then the step is one stage, unless the user gives another number
-of stages. (Virtual devices of one processor do not overlap anyway.)
+With one micro-batch a pipeline has nothing to overlap, but it may send less than one stage does, between hosts above
+all: so stages are searched at every number.
 """
 
 from __future__ import annotations
@@ -175,15 +175,16 @@ class JointSearch:
     def _surveyed(self) -> tuple[Survey, dict[int, Guess]]:
         """Return a survey, and its guess of the seconds of a step at each number of micro-batches."""
         numbers = numbers_to_search(self.request)
-        overlapping = [n for n in numbers if self._overlaps(n)]
+        # A whole batch says little about micro-batches: it is surveyed where there is no other number.
+        several = [n for n in numbers if n > 1] or numbers
         samples = surveyed_numbers(
-            overlapping,
+            several,
             self._batch,
             self.space.cluster.devices_per_host,
             lambda samples: int(self.space.divides(samples).sum()),
         )
         costs: list[StageCosts] = []
-        for number in samples or numbers[:1]:
+        for number in samples:
             try:
                 costs.append(self.steps.of(number, self.steps.natural))
             except (NonAdditiveError, BatchError, TraceError) as error:
@@ -277,10 +278,6 @@ class JointSearch:
     def _batch(self) -> int:
         return self.request.batch_size or 1
 
-    def _overlaps(self, number: int) -> bool:
-        """Return True if several stages may make sense at a number of micro-batches."""
-        return number > 1 or self.space.cluster.shared_processor or (self.num_stages or 1) > 1
-
     def _guess_at(self, number: int, survey: Survey) -> Guess:
         """Return the guessed seconds of a step with the best stages, by a survey."""
         at_best = likely = self._searches_at(number, survey)
@@ -321,7 +318,7 @@ class JointSearch:
         self, schedule: Schedule, number: int, survey: Survey, beyond: Beyond, *, all_equal: bool = False
     ) -> StageSearch:
         """Return the stage search for a schedule; `all_equal`: for equal stages alone, even if others are searched."""
-        known, overlaps, natural = self.steps.known, self._overlaps(number), self.steps.natural
+        known, natural = self.steps.known, self.steps.natural
         size, held, profiles = self._batch / number, self._held(number, schedule), self._profiles.values()
         guesses = StageGuesses(
             layer_seconds=self._of_layers(survey, number, beyond),
@@ -333,8 +330,8 @@ class JointSearch:
             worthwhile=self.space.worthwhile(survey.profile.shares),
         )
         limits = StageLimits(
-            num_stages=self.num_stages if overlaps else 1,
-            all_equal=all_equal or self._all_equal(known) or not overlaps,
+            num_stages=self.num_stages,
+            all_equal=all_equal or self._all_equal(known),
             equal=self.equal,
         )
         costs = PolicyCosts(

@@ -27,16 +27,17 @@ NEARBY = 2.0
 """The largest ratio between a place on that scale and the number that is surveyed there, if there is any."""
 
 
-def microbatch_numbers(batch_size: int) -> tuple[int, ...]:
-    """Return the divisors of a batch, ascending."""
-    return tuple(number for number in range(1, batch_size + 1) if batch_size % number == 0)
+def divisors(number: int) -> tuple[int, ...]:
+    """Return the divisors of a positive number, ascending."""
+    low = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return tuple(sorted({*low, *(number // n for n in low)}))
 
 
 def numbers_to_search(request: PlanRequest) -> tuple[int, ...]:
     """Return the candidate numbers of micro-batches of a request."""
     # Virtual devices of one processor gain nothing from overlap, so that one micro-batch is best when it fits.
     shared = request.cluster.shared_processor
-    return request.microbatch_choices((1,) if shared else microbatch_numbers(request.batch_size or 1))
+    return request.microbatch_choices((1,) if shared else divisors(request.batch_size or 1))
 
 
 def surveyed_numbers(
