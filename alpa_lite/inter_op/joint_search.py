@@ -52,9 +52,10 @@ from alpa_lite.inter_op.survey import Beyond, Profile, Survey
 from alpa_lite.inter_op.what_would_fit import tightest_stage
 from alpa_lite.intra_op.solve import RELATIVE_GAP
 from alpa_lite.plan.plan import Plan
+from alpa_lite.program.phases import weight_gradient_ops
 from alpa_lite.schedule import Schedule
 from alpa_lite.sharding.meshes import place_in_groups
-from alpa_lite.step.layers import Cut
+from alpa_lite.step.layers import Cut, op_flops
 from alpa_lite.step.recomputation import Remat
 
 MAX_SEARCHED, MAX_IN_VAIN = 5, 2
@@ -307,7 +308,7 @@ class JointSearch:
         deepest = min(first.num_layers, max(self.space.devices))
         for schedule in self.schedules[1:]:
             hidden = waits if schedule.overlaps_transfers else 0.0
-            hidden += (1 - schedule.waiting_share) * seconds * (deepest - 1) / (number + deepest - 1)
+            hidden += (1 - schedule.waiting_share(self._postponed)) * seconds * (deepest - 1) / (number + deepest - 1)
             if hidden > CLOSE * seconds:
                 other = self._search_for(schedule, number, survey, beyond)
                 if other.best_known().seconds < (1 - CLOSE) * seconds:
@@ -339,7 +340,8 @@ class JointSearch:
             policies=tuple(self._profiles),
             under=lambda policy, count: self.steps.of(number, Cut.into(count) if count else natural, policy),
         )
-        return StageSearch(costs, PipelinedBatch(schedule, number), self.space, guesses, limits)
+        batch = PipelinedBatch(schedule, number, self._postponed)
+        return StageSearch(costs, batch, self.space, guesses, limits)
 
     def _all_equal(self, costs: StageCosts) -> bool:
         """Return True if equal stages alone are searched, so that no rows move between steps.
@@ -362,6 +364,15 @@ class JointSearch:
         """Return the micro-batches in flight on a stage that is followed by none, by one, and so on."""
         batch = PipelinedBatch(schedule, number)
         return [batch.in_flight(following) for following in range(self.steps.known.layers.num_layers)]
+
+    @cached_property
+    def _postponed(self) -> float:
+        """The share of the work of a micro-batch that no other stage waits for, by its FLOPs."""
+        step = self.steps.known.step
+        flops = op_flops(step)
+        loop = [op for op, phase in enumerate(step.phases) if phase.in_loop]
+        whole = sum(flops[op] for op in loop)
+        return sum(flops[op] for op in weight_gradient_ops(step, loop)) / whole if whole else 0.0
 
     @cached_property
     def _inflows(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

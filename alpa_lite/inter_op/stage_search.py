@@ -91,10 +91,20 @@ class StageLimits:
 
 @dataclass(frozen=True, slots=True)
 class PipelinedBatch:
-    """A schedule, and the number of micro-batches that it runs."""
+    """A schedule, and the number of micro-batches that it runs.
+
+    Attributes:
+        postponed: the share of the work of a micro-batch that are gradients of weights.
+    """
 
     schedule: Schedule
     num_microbatches: int
+    postponed: float = 0.0
+
+    @property
+    def waiting_share(self) -> float:
+        """The share of the waiting at the beginning and at the end that the schedule leaves."""
+        return self.schedule.waiting_share(self.postponed)
 
     def in_flight(self, following: int) -> int:
         """Return the number of micro-batches in flight on a stage that `following` stages follow."""
@@ -519,7 +529,7 @@ class BestStages:
                 min_stages=self.num_stages or 1,
                 max_stages=self.num_stages,
                 serialized=self.space.cluster.shared_processor,
-                waiting_share=self.batch.schedule.waiting_share,
+                waiting_share=self.batch.waiting_share,
             ),
             explain=explain,
         )

@@ -44,12 +44,14 @@ class Schedule(ABC):
         """Whether stages work on other micro-batches during a transfer, for any number of micro-batches."""
         return False
 
-    @property
-    def waiting_share(self) -> float:
-        """The share of the waiting under 1F1B at the beginning and at the end that remains.
+    def waiting_share(self, postponed: float) -> float:
+        """Return the share of the waiting under 1F1B at the beginning and at the end that remains.
 
-        With equal stages of t seconds the makespan is (m + share*(p-1)) * t; see the module.
+        With p equal stages of t seconds the makespan is (m + share*(p-1)) * t; see the module.
+
+        postponed: the share of both passes that are gradients of weights.
         """
+        del postponed
         return 1.0
 
     def num_processors(self, num_stages: int) -> int:
@@ -263,10 +265,9 @@ class ZeroBubbleH1(Schedule):
     def name(self) -> str:
         return "zero-bubble-h1"
 
-    @property
-    def waiting_share(self) -> float:
-        # (tf + ti - tw) / (tf + ti + tw), where a forward pass and both kinds of gradients take equally long.
-        return 1 / 3
+    def waiting_share(self, postponed: float) -> float:
+        # (tf + ti - tw) / (tf + ti + tw), for tw of at most tf and ti.
+        return max(1 - 2 * postponed, 1 / 3)
 
     def tasks(self, num_stages: int, num_microbatches: int) -> TaskLists:
         _check_numbers(num_stages, num_microbatches)

@@ -35,7 +35,7 @@ def test_it_is_the_best_of_each_way(seed: int, num_stages: int | None) -> None:
     found = BestStages(
         space=space,
         cost_model=ComposedCostModel(cluster),
-        batch=PipelinedBatch(schedule, number),
+        batch=PipelinedBatch(schedule, number, postponed=1 / 3),
         ways=alike,
         slower=slower,
         num_stages=num_stages,
@@ -52,7 +52,7 @@ def test_it_is_the_best_of_each_way(seed: int, num_stages: int | None) -> None:
             PipelineTerms(
                 num_devices=space.devices_of_groups,
                 num_microbatches=number,
-                waiting_share=schedule.waiting_share,
+                waiting_share=schedule.waiting_share(1 / 3),
                 min_stages=num_stages or 1,
                 max_stages=num_stages,
             ),
