@@ -22,6 +22,7 @@ import numpy as np
 from alpa_lite import _jax
 from alpa_lite.errors import TraceError
 from alpa_lite.program.equations import Equation, GraphWithEquations, plain_params
+from alpa_lite.program.identity import params_texts
 from alpa_lite.program.ir import Graph, Op, Value
 from alpa_lite.program.phases import check_same_structure
 from alpa_lite.trace.kernels.kernel_params import is_kernel, kernel_params
@@ -231,7 +232,7 @@ def _check(graph: Graph, equations: Sequence[Equation]) -> None:
             continue
         seen.add(key)
         # If all parameters have a plain form, equal plain forms mean equal parameters, whatever object holds them.
-        told = (equation.primitive, repr(op.params), *kinds)
+        told = (equation.primitive, params_texts(inner)[op.id], *kinds)
         if told in seen:
             continue
         if len(op.params) == len(equation.params):
