@@ -1,0 +1,74 @@
+"""Run a step on fewer samples by the plan that it has for a full batch, as for the last batch of an epoch.
+
+    the step    traced at its own number of samples n, and cut into m micro-batches of n/m samples, which `step.split`
+                proves to give the results of n samples
+    the plan    that of the full batch, whose micro-batches have b samples: m is the least divisor of n for which
+                n/m <= b and every placement of the plan is possible (`lower.planned_step.check_fits`)
+
+A plan says where ops run and not what they compute, so that any plan which fits gives the results of the step. The last
+batch is thus never padded: a padded sample contributes zero to sums alone, and a mean would count it. No activations
+need more memory than those of the full batch, and the state stays on its devices, those of all stages of a pipeline.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+
+from alpa_lite.api.stages import TracedFunction
+from alpa_lite.errors import AlpaLiteError, MismatchError
+from alpa_lite.inspection.why.repricing import Repricing
+from alpa_lite.inter_op.assembly import StagedStep, assemble
+from alpa_lite.lower.planned_step import as_planned, check_fits
+from alpa_lite.plan.plan import Plan
+from alpa_lite.program.phases import StepGraph, check_same_structure
+from alpa_lite.runtime.execute.function import CompiledFunction
+from alpa_lite.step.layers import Layers
+
+
+def smaller_microbatches(batch_size: int, largest_microbatch: float) -> Iterator[int]:
+    """Yield the numbers of micro-batches that divide a batch into parts of no more than so many samples, ascending."""
+    return (m for m in range(1, batch_size + 1) if batch_size % m == 0 and batch_size / m <= largest_microbatch)
+
+
+def plan_for_smaller_batch(compiled: CompiledFunction, function: TracedFunction) -> Plan | None:
+    """Return the plan of a compiled step for the same step on fewer samples; None if it fits no number of
+    micro-batches.
+    """
+    plan, size = compiled.plan, function.traced.batch.size
+    if size is None or plan.batch is None:
+        return None
+    for count in smaller_microbatches(size, plan.batch.size / plan.num_microbatches):
+        # Too few samples for some axis, or no proof for so many micro-batches: more of them may do.
+        with suppress(AlpaLiteError):
+            return _with_microbatches(compiled, function, count)
+    return None
+
+
+def _with_microbatches(compiled: CompiledFunction, function: TracedFunction, count: int) -> Plan:
+    """Return the plan of a compiled step for the same step on fewer samples, in `count` micro-batches.
+
+    Raises `AlpaLiteError` if it cannot be run so.
+    """
+    started, plan = time.perf_counter(), replace(compiled.plan, num_microbatches=count)
+    traced = function.step(count, loop_parts=plan.loop_parts)
+    full: StepGraph = compiled.plan.request.step_at(compiled.plan.num_microbatches, plan.loop_parts)
+    # The plan names ops by number, but some steps look at their batch.
+    check_same_structure(full.graph, traced.step.graph)
+    if traced.step.phases != full.phases:
+        raise MismatchError(f"{plan.function!r} has other phases in {count} micro-batches. Make a new plan for it.")
+    step = as_planned(traced, plan).step
+    check_fits(plan, step)
+    request = function.request(plan.cluster, count)
+    layers = Layers(num_layers=plan.num_layers, of_op=plan.op_layers, of_input=plan.input_layers)
+    placed = Repricing(plan=plan, request=request, step=step, layers=layers).placed
+    staged = StagedStep(step=step, layers=layers, stages=placed, schedule=plan.schedule)
+    made = assemble(plan.name, request, staged, started)
+    own = ((old.outputs, old.keeps_gathered) for old in plan.stages)
+    stages = tuple(
+        replace(stage, outputs=outputs, keeps_gathered=gathered)
+        for stage, (outputs, gathered) in zip(made.stages, own, strict=True)
+    )
+    return replace(made, stages=stages, remat=plan.remat, traced_layers=plan.traced_layers, buckets=plan.buckets)
