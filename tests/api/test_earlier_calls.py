@@ -80,7 +80,9 @@ def test_a_smaller_last_batch_leaves_the_state_where_it_is(name: str, devices: A
         assert all(a.is_equivalent_to(b, 2) for a, b in zip(_shardings(state), placed, strict=True))
     assert len(step._compiled) == 2
     # Tensor parallelism, which the search chooses, splits no samples: its plan fits any number of them.
-    wanted = "samples run by the plan of the full batch" if name == "auto" else "8 arguments stay where that plan has them"
+    wanted = (
+        "samples run by the plan of the full batch" if name == "auto" else "8 arguments stay where that plan has them"
+    )
     assert len([record for record in caplog.records if wanted in record.message]) == 1
 
 
