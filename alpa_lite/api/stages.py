@@ -27,7 +27,7 @@ from alpa_lite.api.plan_cache import Cache, check_same_program, planned_together
 from alpa_lite.errors import BatchError, NonAdditiveError, PlanError
 from alpa_lite.inter_op.plan_request import StepSignature
 from alpa_lite.lower.instructions import Program, build_program
-from alpa_lite.lower.planned_step import as_planned, check_fits
+from alpa_lite.lower.plan_fits import as_planned, check_fits
 from alpa_lite.lower.slices import TaskSpec
 from alpa_lite.plan.plan import BatchDims, Plan
 from alpa_lite.planners import Planner, PlanRequest

@@ -19,9 +19,9 @@ from alpa_lite.inter_op.stage_costs import Recomputed, SharedTables, SolveEffort
 from alpa_lite.program.ir import MAX_TRIPS
 from alpa_lite.program.phases import Phase, StepGraph
 from alpa_lite.step.clustering import make_layers, subdivided
-from alpa_lite.step.layers import Cut, LayerBalance, Layers, forward_loops, natural_cut
-from alpa_lite.step.recomputation import Remat, read_originals_across
-from alpa_lite.step.rematerialisation import rematerialise
+from alpa_lite.step.layers import Cut, LayerBalance, Layers, natural_cut
+from alpa_lite.step.planned_step import planned_step, policies_of
+from alpa_lite.step.recomputation import Remat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +119,7 @@ class StageCostCache:
     def _as_written(self, number: int, cut: Cut) -> StageCosts:
         step, layers = self._in_layers(number, cut)
         return StageCosts(
-            step=read_originals_across(step, layers.of_op),
+            step=planned_step(step, layers.of_op).step,
             layers=layers,
             cost_model=self.request.cost_model,
             cost_model_for=self.request.cost_model_for,
@@ -171,12 +171,9 @@ class StageCostCache:
             self._parts[number, cut] = _Parts(step=step, layers=written.layers, parts=subdivided(step, written.layers))
         known = self._parts[number, cut]
         remat = policies_of(known.step, known.parts, [p for p in policies for _ in range(known.per_layer)])
-        traced = known.parts.of_op
-        nothing = (Remat.NONE,) * known.parts.num_layers
-        # `rematerialise` takes one policy for each layer, even where none recomputes anything.
-        again = rematerialise(read_originals_across(known.step, traced), traced, remat or nothing)
-        made = written.of_another(again.step, replace(known.parts, of_op=again.of_op))
-        return replace(made, recomputed=Recomputed(remat=remat, traced_layers=traced))
+        planned = planned_step(known.step, known.parts.of_op, remat)
+        made = written.of_another(planned.step, replace(known.parts, of_op=planned.of_op))
+        return replace(made, recomputed=Recomputed(remat=remat, traced_layers=known.parts.of_op))
 
 
 def _is_same_program(step: StepGraph, other: StepGraph) -> bool:
@@ -185,16 +182,3 @@ def _is_same_program(step: StepGraph, other: StepGraph) -> bool:
         (a.primitive, a.operands) == (b.primitive, b.operands)
         for a, b in zip(step.graph.ops, other.graph.ops, strict=True)
     )
-
-
-def policies_of(step: StepGraph, layers: Layers, wanted: Sequence[Remat]) -> tuple[Remat, ...]:
-    """Return the policy of each layer, or () if no layer recomputes anything.
-
-    The last layer stores everything unless it is a loop.
-    """
-    # The backward pass of the last layer follows at once: recomputing saves no memory there, but between the trips of
-    # a loop it does.
-    last = layers.num_layers - 1
-    loops = any(layers.of_op[loop] == last for loop in forward_loops(step))
-    remat = (*wanted[:last], wanted[last] if loops else Remat.NONE)
-    return remat if any(policy is not Remat.NONE for policy in remat) else ()

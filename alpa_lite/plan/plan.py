@@ -123,6 +123,11 @@ class Plan:
     batch: BatchDims | None = None
     request: Any = field(default=None, compare=False, repr=False)
 
+    @property
+    def layers_as_traced(self) -> tuple[int | None, ...]:
+        """The layer of each op of the step without the recomputation that `remat` adds."""
+        return self.traced_layers if self.remat else self.op_layers
+
     def __getstate__(self) -> dict[str, object]:
         """Return the state that is pickled for files and other processes: all fields but the request."""
         # A request holds functions that cannot be pickled.

@@ -23,7 +23,6 @@ from alpa_lite.inter_op.assembly import StagedStep, assemble, schedule_for
 from alpa_lite.inter_op.loop_cuts import PipelineCut, StageBalance, cut_into_blocks, cut_into_stages
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.inter_op.shared_devices import Together, held_at_peak, solve_together
-from alpa_lite.inter_op.stage_cost_cache import policies_of
 from alpa_lite.inter_op.stage_costs import Recomputed, StageConstraints, StageCosts, StagePlace
 from alpa_lite.inter_op.what_would_fit import (
     Remedy,
@@ -42,8 +41,8 @@ from alpa_lite.program.phases import StepGraph
 from alpa_lite.schedule import OneFOneB, Schedule, Task, peak_in_flight, splits_backward
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh
 from alpa_lite.step.clustering import subdivided
-from alpa_lite.step.recomputation import Remat, read_originals_across
-from alpa_lite.step.rematerialisation import rematerialise
+from alpa_lite.step.planned_step import planned_step, policies_of
+from alpa_lite.step.recomputation import Remat
 from cost_models import Cluster
 
 
@@ -134,11 +133,8 @@ class Hybrid(Planner):
             layers = subdivided(step, layers)
         traced_layers, per_stage = layers.of_op, layers.num_layers // self.num_stages
         remat = policies_of(step, layers, (Remat(self.remat),) * layers.num_layers)
-        # Stages that read values which other stages recompute could deadlock.
-        step = read_originals_across(step, traced_layers)
-        if remat:
-            again = rematerialise(step, traced_layers, remat)
-            step, layers = again.step, replace(layers, of_op=again.of_op)
+        planned = planned_step(step, traced_layers, remat)
+        step, layers = planned.step, replace(layers, of_op=planned.of_op)
         costs = StageCosts(
             step=step,
             layers=layers,

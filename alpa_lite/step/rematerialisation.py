@@ -17,31 +17,84 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from alpa_lite import _jax
 from alpa_lite.errors import PlanError
-from alpa_lite.program.ir import Graph, Op, Value, verify
+from alpa_lite.program.equations import Equation
+from alpa_lite.program.ir import Graph, Op, Value
 from alpa_lite.program.phases import Phase, StepGraph
 from alpa_lite.rules.op_info import free_values
 from alpa_lite.step.recomputation import Remat as Remat
 from alpa_lite.step.recomputation import keeps_results
 from alpa_lite.step.recomputed_trips import Copier, Origin, closure, repeat_trips
+from alpa_lite.trace import inserted
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Rematerialised:
-    """A step in which some layers recompute values.
+class LayeredStep:
+    """A step with the layer of each op, as it was traced or rewritten.
 
     Attributes:
-        step: the rewritten step.
+        step: the step.
         of_op: layer of each op; None for ops that are repeated where they are read.
-        origins: for the graph and each rewritten body, the traced op that each op is or repeats; None for barriers.
+        origins: for each rewritten graph or body, the traced op that each op is or repeats; None for barriers.
     """
 
     step: StepGraph
     of_op: tuple[int | None, ...]
     origins: Mapping[Graph, tuple[Origin | None, ...]]
 
+    @staticmethod
+    def of(step: StepGraph, of_op: Sequence[int | None]) -> LayeredStep:
+        """Return the step as it was traced, in layers."""
+        return LayeredStep(step=step, of_op=tuple(of_op), origins={})
 
-def rematerialise(step: StepGraph, of_op: Sequence[int | None], remat: Sequence[Remat]) -> Rematerialised:
+    @property
+    def graph(self) -> Graph:
+        """The graph of the step."""
+        return self.step.graph
+
+    def equations(self, traced: Graph, equations: Sequence[Equation]) -> tuple[Equation, ...]:
+        """Return the equation of each op, from those of the graph as it was traced: copies take that of their origin.
+
+        Ops that have none are optimization barriers.
+        """
+        # By graph, since an op is identified by its number within the graph or body that contains it.
+        known, own = dict[Graph, tuple[Equation, ...]](), tuple(equations)
+        _register(known, traced, own)
+        # A graph without origins has the ops of the traced one in their order, though some may be rewired.
+        made = dict[Graph, tuple[Equation, ...]]() if self.graph in self.origins else {self.graph: own}
+
+        # Loop bodies are shared between ops: each one is rewritten once, so that equal bodies remain one object.
+        def of_graph(written: Graph) -> tuple[Equation, ...]:
+            if written not in made:
+                if written not in self.origins:
+                    return known[written]
+                pairs = zip(written.ops, self.origins[written], strict=True)
+                made[written] = tuple(of_written(written, op, origin) for op, origin in pairs)
+            return made[written]
+
+        def of_written(written: Graph, op: Op, origin: Origin | None) -> Equation:
+            if origin is None:
+                value = written.values[op.operands[0]]
+                eqn = inserted.barrier_equation(_jax.struct(value.shape, value.dtype))
+                return Equation(primitive=eqn.primitive, params=eqn.params)
+            equation = known.get(origin.graph, own)[origin.op]
+            return replace(equation, bodies=tuple(map(of_graph, op.bodies))) if op.bodies else equation
+
+        return of_graph(self.graph)
+
+
+def _register(known: dict[Graph, tuple[Equation, ...]], graph: Graph, equations: tuple[Equation, ...]) -> None:
+    """Add the equations of `graph` and of all bodies nested in it to `known`."""
+    if graph in known:
+        return
+    known[graph] = equations
+    for op, equation in zip(graph.ops, equations, strict=True):
+        for body, inner in zip(op.bodies, equation.bodies, strict=True):
+            _register(known, body, inner)
+
+
+def rematerialise(step: StepGraph, of_op: Sequence[int | None], remat: Sequence[Remat]) -> LayeredStep:
     """Return the step whose layers follow the policies of `remat`; it computes the same values.
 
     Values retain their ids, and new ones are appended; ops are renumbered.
@@ -58,8 +111,7 @@ def rematerialise(step: StepGraph, of_op: Sequence[int | None], remat: Sequence[
     if len(remat) < num_layers:
         raise PlanError(f"{len(remat)} policies of rematerialisation were given for {num_layers} layers.")
     if all(policy is Remat.NONE for policy in remat):
-        same = tuple(Origin(step.graph, op.id) for op in step.graph.ops)
-        return Rematerialised(step=step, of_op=tuple(of_op), origins={step.graph: same})
+        return LayeredStep.of(step, of_op)
     looped = repeat_trips(step, of_op, remat)
     writer = _StepWriter(looped.step, of_op, remat, looped.forward)
     for op in looped.step.graph.ops:
@@ -67,16 +119,7 @@ def rematerialise(step: StepGraph, of_op: Sequence[int | None], remat: Sequence[
     made = writer.finished()
     # Loops were rewritten under the ids of the traced ops, so that these are the origins.
     origins = {made.step.graph: tuple(o and Origin(step.graph, o.op) for o in writer.copier.origins)}
-    verify(made.step.graph)
-    return Rematerialised(step=made.step, of_op=made.of_op, origins={**looped.origins, **origins})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _WrittenStep:
-    """A rewritten step with the layer of each op."""
-
-    step: StepGraph
-    of_op: tuple[int | None, ...]
+    return replace(made, origins={**looped.origins, **origins})
 
 
 class _StepWriter:
@@ -189,7 +232,7 @@ class _StepWriter:
         in_loop = producer is not None and self.step.phases[producer].in_loop
         return in_loop or self.step.batch_dims[value] is not None or not v.is_float
 
-    def finished(self) -> _WrittenStep:
+    def finished(self) -> LayeredStep:
         """Return the rewritten step."""
         step = self.step
         graph = self.copier.finished(step.graph.inputs, step.graph.outputs)
@@ -200,7 +243,7 @@ class _StepWriter:
             batch_dims=self.copier.table(lambda _: step.batch_dims),
             phases=tuple(self.phases),
         )
-        return _WrittenStep(step=written, of_op=tuple(self.layers))
+        return LayeredStep.of(written, self.layers)
 
 
 def _constants(graph: Graph) -> frozenset[int]:

@@ -32,7 +32,7 @@ from alpa_lite.schedule import OneFOneB, Schedule, peak_in_flight, simulate
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh, place
 from alpa_lite.step.clustering import make_layers
 from alpa_lite.step.layers import Layers
-from alpa_lite.step.recomputation import read_originals_across
+from alpa_lite.step.planned_step import planned_step
 
 FORCED_BATCH = Restriction(
     roles={"data": AxisRole.BATCH, "model": AxisRole.TENSOR},
@@ -113,7 +113,7 @@ class GivenStages(Planner):
         started = time.perf_counter()
         step = request.best_step((), loop_parts=0)
         layers = self._layers(step)
-        step = read_originals_across(step, layers.of_op)
+        step = planned_step(step, layers.of_op).step
         costs = StageCosts(
             step=step,
             layers=layers,

@@ -14,7 +14,7 @@ import pytest
 
 import alpa_lite as al
 from alpa_lite.errors import AlpaLiteError, MismatchError
-from alpa_lite.lower.planned_step import check_fits
+from alpa_lite.lower.plan_fits import check_fits
 from alpa_lite.plan.plan import OpPlacement, Plan
 from alpa_lite.planners import Hybrid
 from alpa_lite.program.ir import wiring_of

@@ -27,15 +27,7 @@ from alpa_lite.program.phases import StepGraph
 from alpa_lite.schedule import Task, splits_backward
 from alpa_lite.sharding.meshes import LogicalMesh
 from alpa_lite.step.layers import Layers
-from alpa_lite.step.recomputation import read_originals_across
-from alpa_lite.step.rematerialisation import rematerialise
-
-
-def planned_step(plan: Plan, request: PlanRequest) -> StepGraph:
-    """Return the step whose ops the plan numbers, with its rematerialised layers."""
-    step = request.step_at(plan.num_microbatches, plan.loop_parts)
-    own = read_originals_across(step, plan.traced_layers if plan.remat else plan.op_layers)
-    return rematerialise(own, plan.traced_layers, plan.remat).step if plan.remat else own
+from alpa_lite.step.planned_step import planned_step
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -78,7 +70,9 @@ class Repricing:
         """Create the repricing of a plan made for the request's step. Prices hold for the plan's own cluster."""
         layers = Layers(num_layers=plan.num_layers, of_op=plan.op_layers, of_input=plan.input_layers)
         own = replace(request, cluster=plan.cluster)
-        return Repricing(plan=plan, request=own, step=planned_step(plan, own), layers=layers)
+        traced = own.step_at(plan.num_microbatches, plan.loop_parts)
+        step = planned_step(traced, plan.layers_as_traced, plan.remat).step
+        return Repricing(plan=plan, request=own, step=step, layers=layers)
 
     @cached_property
     def stages(self) -> tuple[StageProblem, ...]:

@@ -12,12 +12,11 @@ import numpy as np
 from jax import lax
 
 from alpa_lite import _jax
-from alpa_lite.lower.planned_step import equations_again
 from alpa_lite.program.equations import Equation
 from alpa_lite.program.ir import Graph, wiring_of
 from alpa_lite.step.clustering import make_layers
 from alpa_lite.step.recomputation import Remat
-from alpa_lite.step.rematerialisation import Rematerialised, rematerialise
+from alpa_lite.step.rematerialisation import LayeredStep, rematerialise
 from alpa_lite.step.split import TracedStep, split_step
 from alpa_lite.trace.evaluate import run_control_flow
 from alpa_lite.trace.trace import Traced, trace
@@ -65,7 +64,7 @@ def traced_model(model: str, loop_parts: int = 0, num_microbatches: int = 1) -> 
     return split_step(trace(training.step(), args), num_microbatches, loop_parts=loop_parts)
 
 
-def again(made: TracedStep, policies: Sequence[Remat]) -> Rematerialised:
+def again(made: TracedStep, policies: Sequence[Remat]) -> LayeredStep:
     """The step in as many layers as there are policies."""
     return rematerialise(made.step, make_layers(made.step, len(policies)).of_op, policies)
 
@@ -114,10 +113,10 @@ def _run(op: Any, equation: Equation, operands: list[Any]) -> Sequence[Any]:
     return run_control_flow(op, wiring, body, operands)
 
 
-def outputs_of(made: TracedStep, changed: Rematerialised | None = None) -> list[Any]:
+def outputs_of(made: TracedStep, changed: LayeredStep | None = None) -> list[Any]:
     """What a step makes of `inputs_of`, as it is or with values that are computed again."""
 
     if changed is None:
         return evaluated(made.step.graph, made.equations, inputs_of(made))
-    equations = equations_again(changed, made.step.graph, made.equations)
+    equations = changed.equations(made.step.graph, made.equations)
     return evaluated(changed.step.graph, equations, inputs_of(made))

@@ -1,7 +1,4 @@
-"""Rebuild the step that a plan was made for, and check that the plan fits it.
-
-The step is as traced, or with the rematerialisation that the plan chose (`as_planned`), together with the JAX equation
-of each op (`equations_again`).
+"""Check that a plan fits the step that it was made for, with the recomputation that it chose (`as_planned`).
 
 Lowering trusts placements. In a plan that was edited or written by hand, each op must still be split along factors of
 its rule, over devices that divide them, and each spec must have the dims of its value (`check_fits`). A plan that
@@ -10,88 +7,36 @@ passes computes the same step, only placed differently, since every collective f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
 
-from alpa_lite import _jax
 from alpa_lite.errors import MismatchError
 from alpa_lite.plan.plan import OpPlacement, Plan
 from alpa_lite.plan.walk import can_split
-from alpa_lite.program.equations import Equation
 from alpa_lite.program.ir import Graph, Op, Value, wiring_of
 from alpa_lite.program.phases import StepGraph
 from alpa_lite.rules import Rule
 from alpa_lite.rules.op_info import rule_of_op
 from alpa_lite.sharding.specs import Spec, divides
-from alpa_lite.step.recomputation import read_originals_across
-from alpa_lite.step.rematerialisation import Rematerialised, rematerialise
+from alpa_lite.step.planned_step import planned_step
 from alpa_lite.step.split import TracedStep
-from alpa_lite.trace import inserted
 
 
 def as_planned(step: TracedStep, plan: Plan) -> TracedStep:
-    """Return the step as it was planned: recomputed values stay in their layer, and layers rematerialise as the plan
-    says.
+    """Return the step as it was planned; see `planned_step`.
 
-    Raises `MismatchError` if rematerialising the step gives other ops than the plan lists, which happens when another
-    version of alpa_lite wrote the plan.
+    Raises `MismatchError` if that gives other ops than the plan lists, which happens when another version of alpa_lite
+    wrote the plan.
     """
-    # With rematerialisation, `op_layers` describes the rewritten step.
-    layers = plan.traced_layers if plan.remat else plan.op_layers
-    own = read_originals_across(step.step, layers)
-    again = rematerialise(own, layers, plan.remat) if plan.remat else None
-    if again is None:
-        return replace(step, step=own)
+    planned = planned_step(step.step, plan.layers_as_traced, plan.remat)
     # The layers of all ops are a fingerprint of the rewriting: other recomputations give other ops or another order.
-    if again.of_op != plan.op_layers:
+    if planned.of_op != plan.op_layers:
         raise MismatchError(
             f"This plan of {plan.function!r} computes values again, but not those that it would with this version of "
             "alpa_lite: its layers hold other operations. Make a new plan with al.plan."
         )
-    return replace(step, step=again.step, equations=equations_again(again, own.graph, step.equations))
-
-
-def equations_again(again: Rematerialised, graph: Graph, equations: Sequence[Equation]) -> tuple[Equation, ...]:
-    """Return the equation of each op of the rematerialised step `again`.
-
-    Copied ops take the equation of the op in `graph` that they were copied from; inserted ops are optimisation
-    barriers.
-    """
-    # By graph, since an op is identified by its number within the graph or body that contains it.
-    known: dict[Graph, Sequence[Equation]] = {}
-    _register(known, graph, equations)
-    made = dict[Graph, tuple[Equation, ...]]()
-
-    # Loop bodies are shared between ops: each one is rewritten once, so that equal bodies remain one object.
-    def of_graph(written: Graph) -> tuple[Equation, ...]:
-        if written not in again.origins:
-            return tuple(known[written])
-        if written not in made:
-            found: list[Equation] = []
-            for op, origin in zip(written.ops, again.origins[written], strict=True):
-                # Only the barriers that rematerialisation inserted have no origin.
-                if origin is None:
-                    value = written.values[op.operands[0]]
-                    eqn = inserted.barrier_equation(_jax.struct(value.shape, value.dtype))
-                    found.append(Equation(primitive=eqn.primitive, params=eqn.params))
-                    continue
-                equation = known[origin.graph][origin.op]
-                found.append(replace(equation, bodies=tuple(map(of_graph, op.bodies))) if op.bodies else equation)
-            made[written] = tuple(found)
-        return made[written]
-
-    return of_graph(again.step.graph)
-
-
-def _register(known: dict[Graph, Sequence[Equation]], graph: Graph, equations: Sequence[Equation]) -> None:
-    """Add the equations of `graph` and of all bodies nested in it to `known`."""
-    if graph in known:
-        return
-    known[graph] = equations
-    for op, equation in zip(graph.ops, equations, strict=True):
-        for body, inner in zip(op.bodies, equation.bodies, strict=True):
-            _register(known, body, inner)
+    return replace(step, step=planned.step, equations=planned.equations(step.step.graph, step.equations))
 
 
 Sizes = Mapping[str, int]
