@@ -36,12 +36,14 @@ def argument_types(leaves: Sequence[object], mesh: Mesh | None) -> tuple[NamedSh
 def traced_with_types(flat: Callable[..., Tree], avals: Sequence[jax.ShapeDtypeStruct], types: Types) -> ClosedJaxpr:
     """Return the jaxpr of a flat function of arguments with these types."""
     pairs = zip(avals, types, strict=True)
-    return jax.make_jaxpr(flat)(*[
-        aval
-        if sharding is None
-        else jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=sharding)
-        for aval, sharding in pairs
-    ])
+    return jax.make_jaxpr(flat)(
+        *[
+            aval
+            if sharding is None
+            else jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=sharding)
+            for aval, sharding in pairs
+        ]
+    )
 
 
 def result_types(jaxpr: ClosedJaxpr, mesh: Mesh) -> tuple[NamedSharding, ...]:

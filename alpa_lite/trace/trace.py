@@ -149,7 +149,7 @@ class Traced:
         return _plain_jaxpr(self._flat, avals, under, self.name, self.user_shardings.mode)
 
     def result_types(self, mesh: Mesh, leaves: Sequence[object]) -> Types | None:
-        """Return the shardings on the user's mesh of explicit types in which `jax.jit` would return the results of these
+        """Return the shardings on the user's mesh of explicit types in which `jax.jit` returns the results of these
         arguments; None for state whose argument lies on several devices elsewhere, or if the step has no such types.
         """
         types = argument_types(leaves, mesh)
@@ -276,7 +276,7 @@ def trace(
 
 
 class _Context(NamedTuple):
-    """What the user's code sees of devices while it is traced: the mesh that is set, and the types of arguments on it."""
+    """What the user's code sees of devices while it is traced: the mesh that is set, and types of arguments on it."""
 
     mesh: Mesh | None
     types: Types

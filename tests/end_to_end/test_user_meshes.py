@@ -180,7 +180,11 @@ def test_a_shard_map_on_explicit_types(num_microbatches: int, devices: Any) -> N
         batch = jax.device_put(BATCH, NamedSharding(mesh, P("data")))
         weights = jax.device_put(WEIGHTS, NamedSharding(mesh, P()))
         parallel = al.parallelize(
-            step, planner=PLANNERS["data_parallel"], num_microbatches=num_microbatches, cluster="p3.16xlarge", cache=False
+            step,
+            planner=PLANNERS["data_parallel"],
+            num_microbatches=num_microbatches,
+            cluster="p3.16xlarge",
+            cache=False,
         )
         for got, want in zip(parallel(weights, batch), jax.jit(step)(weights, batch), strict=True):
             assert jax.typeof(got) == jax.typeof(want)
