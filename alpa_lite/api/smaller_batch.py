@@ -3,7 +3,7 @@
     the step    traced at its own number of samples n, and cut into m micro-batches of n/m samples, which `step.split`
                 proves to give the results of n samples
     the plan    that of the full batch, whose micro-batches have b samples: m is the least divisor of n for which
-                n/m <= b and every placement of the plan is possible (`lower.planned_step.check_fits`)
+                n/m <= b and every placement of the plan is possible (`lower.plan_fits.check_fits`)
 
 A plan says where ops run and not what they compute, so that any plan which fits gives the results of the step. The last
 batch is thus never padded: a padded sample contributes zero to sums alone, and a mean would count it. No activations
@@ -21,7 +21,7 @@ from alpa_lite.api.stages import TracedFunction
 from alpa_lite.errors import AlpaLiteError, MismatchError
 from alpa_lite.inspection.why.repricing import Repricing
 from alpa_lite.inter_op.assembly import StagedStep, assemble
-from alpa_lite.lower.planned_step import as_planned, check_fits
+from alpa_lite.lower.plan_fits import as_planned, check_fits
 from alpa_lite.plan.plan import Plan
 from alpa_lite.program.phases import StepGraph, check_same_structure
 from alpa_lite.runtime.execute.function import CompiledFunction
