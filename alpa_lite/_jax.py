@@ -364,7 +364,8 @@ def relabeled(array: jax.Array, aval: Aval, sharding: Sharding) -> jax.Array:
     try:
         from jax._src.array import ArrayImpl
 
-        return ArrayImpl(aval, sharding, blocks(array), committed=True, _skip_checks=True)
+        buffers: Any = blocks(array)
+        return ArrayImpl(aval, sharding, buffers, committed=True, _skip_checks=True)
     except (ImportError, AttributeError, TypeError):  # private: it may move
         return array
 
