@@ -30,11 +30,11 @@ import platform
 import re
 import stat
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
-from functools import cache, partial
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,9 @@ from alpa_lite.plan import codec
 from alpa_lite.plan.plan import FORMAT, INTERRUPTED, Plan, fingerprint
 from alpa_lite.planners.auto import Auto
 from alpa_lite.planners.planner import Planner, Replay
+from alpa_lite.program.identity import content
 from alpa_lite.program.ir import Graph
+from alpa_lite.program.memo import memoized
 from alpa_lite.program.phases import StepGraph
 from alpa_lite.rules.registry import only_own_rules
 from alpa_lite.runtime.calibrate.calibrate import cache_folder, make_private
@@ -155,13 +157,12 @@ def key_of(planner: Planner, request: PlanRequest) -> str | None:
     signature = request.signature
     asked = (signature.function, signature.num_arguments, request.batch_size, request.num_microbatches, request.advise)
     asked += (signature.arguments, signature.results)
+    given = (planner, request.cluster, request.cost_model_for, asked, signature.user_shardings, request.on_non_additive)
     try:
-        model = _content(request.cost_model_for)
-        given = _content(signature.user_shardings)
-        parts = (_content(planner), _content(request.cluster), model, asked, given, request.on_non_additive)
+        parts = content(given, _content)
     except _NoContentError:
         return None
-    digest = hashlib.sha256(json.dumps([FORMAT, own_digest(), *parts]).encode())
+    digest = hashlib.sha256(repr((FORMAT, own_digest(), parts)).encode())
     # The key holds the step at the full batch alone; `_load` verifies a plan against the step at its own number.
     _add_step(digest, request.step_at(1, 0))
     return digest.hexdigest()
@@ -170,24 +171,17 @@ def key_of(planner: Planner, request: PlanRequest) -> str | None:
 def content_digest(value: object) -> str:
     """Return the first 12 hex digits of a digest that equal values share; "" if a value has no content to compare."""
     try:
-        return hashlib.sha256(json.dumps(_content(value)).encode()).hexdigest()[:12]
+        return hashlib.sha256(repr(content(value, _content)).encode()).hexdigest()[:12]
     except _NoContentError:
         return ""
 
 
-def _content(value: object) -> Json:
-    """Return data that are equal for equal values only. Raises `_NoContentError` for types of other packages."""
-    # `repr` tells 1 from True and 1.0, and shows all digits of a float.
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return repr(value)
-    if isinstance(value, (tuple, list)):
-        return [_content(item) for item in value]
-    if isinstance(value, Mapping):
-        return [[_content(key), _content(item)] for key, item in value.items()]
+def _content(value: object) -> Hashable:
+    """Return a key of an object that equal ones share in all processes. Raises `_NoContentError` if there is none."""
     if isinstance(value, partial):
-        return ["partial", _content(value.func), _content(value.args), _content(value.keywords)]
+        return "partial", content((value.func, value.args, value.keywords), _content)
     if isinstance(value, PartitionSpec):
-        return ["PartitionSpec", [_content(entry) for entry in value]]
+        return "PartitionSpec", content(tuple(value), _content)
     named = value if isinstance(value, type) else type(value)
     name = f"{named.__module__}.{named.__qualname__}"
     # Local classes ("<locals>") and lambdas of one name may differ in content.
@@ -196,10 +190,10 @@ def _content(value: object) -> Json:
     if isinstance(value, type):
         return name
     if isinstance(value, Enum):
-        return [name, value.name]
+        return name, value.name
     if not is_dataclass(value):
         raise _NoContentError(name)
-    return [name, [[field.name, _content(getattr(value, field.name))] for field in fields(value)]]
+    return name, content({field.name: getattr(value, field.name) for field in fields(value)}, _content)
 
 
 def _add_step(digest: hashlib._Hash, step: StepGraph) -> None:
@@ -220,7 +214,7 @@ def _add_step(digest: hashlib._Hash, step: StepGraph) -> None:
     add(step.graph)
 
 
-@cache
+@memoized(entries=1)
 def own_digest() -> str:
     """Return the digest of the planning source and of the versions it plans with: an upgrade invalidates all plans."""
     versions = [("python", platform.python_version()), *((name, metadata.version(name)) for name in _PACKAGES)]

@@ -25,7 +25,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from alpa_lite.intra_op.stage import StageView
-from alpa_lite.program.ir import Graph, Op, Wiring, memoized, wiring_of
+from alpa_lite.program.ir import Graph, Op, Wiring, wiring_of
+from alpa_lite.program.memo import memoized
 from alpa_lite.program.phases import Phase
 from alpa_lite.rules.fusion import accesses, is_folded, is_fusible, is_repeatable
 from alpa_lite.rules.op_info import free_values, rule_of_op

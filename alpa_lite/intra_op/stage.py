@@ -17,7 +17,8 @@ from functools import cached_property
 from itertools import chain
 
 from alpa_lite.plan.plan import Accumulator, OpPlacement
-from alpa_lite.program.ir import Graph, Op, memoized
+from alpa_lite.program.identity import FirstUses, params_texts, structure
+from alpa_lite.program.ir import Graph, Op
 from alpa_lite.program.phases import Phase, StepGraph
 from alpa_lite.rules.op_info import free_ops, free_values, op_class
 from alpa_lite.sharding.specs import Spec
@@ -46,12 +47,6 @@ class GivenLayout:
 NO_LAYOUT = GivenLayout()
 
 
-# Layers share their bodies, and the text of a large body takes long to write.
-@memoized
-def _body_text(body: Graph) -> str:
-    return repr([(o.primitive, o.operands, o.params) for _, o in body.walk()])
-
-
 def _bodies(op: Op) -> Iterator[Graph]:
     """Yield the bodies of an op at any depth."""
     for body in op.bodies:
@@ -64,9 +59,7 @@ def _loop_kind(graph: Graph, op: Op) -> tuple[object, ...]:
     """Return a key that is equal for ops whose bodies do the same to the same shapes."""
     literals = tuple([v.literal for v in graph.operands(op)])
     results = tuple([(v.shape, v.dtype) for v in graph.results(op)])
-    # By text, since parameters of control flow hold objects of JAX that do not compare by content.
-    params = repr(sorted(op.params.items(), key=lambda p: p[0]))
-    return (op.primitive, params, tuple(map(_body_text, op.bodies)), literals, results)
+    return (op.primitive, params_texts(graph)[op.id], tuple(map(structure, op.bodies)), literals, results)
 
 
 # Without slots, which would leave no place for cached properties.
@@ -212,12 +205,9 @@ class StageView:
     @cached_property
     def signature(self) -> tuple[object, ...]:
         """A key that is equal for stages that run the same ops on the same shapes, wherever they lie in the graph."""
-        graph, number = self.graph, dict[int, int]()
-
-        def local(v: int) -> int:
-            # Numbered by first use, so that the place of the stage in the graph plays no part.
-            return number.setdefault(v, len(number))
-
+        graph, number = self.graph, FirstUses[int]()
+        # By first use, so that the place of the stage in the graph plays no part.
+        local = number.__getitem__
         values, batch_dims, rows = graph.values, self.step.batch_dims, list[object]()
         for op_id in self.ops:
             op = graph.ops[op_id]

@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from functools import lru_cache
 from itertools import permutations, product
 from typing import NamedTuple
 
 from alpa_lite.plan.plan import OpPlacement
 from alpa_lite.plan.walk import PlacedSpecs, can_split, linear_group, raw_result_specs, specs_of_class
 from alpa_lite.program.ir import Value
+from alpa_lite.program.memo import memoized
 from alpa_lite.rules import Rule
 from alpa_lite.rules.op_info import OpClass
 from alpa_lite.sharding.specs import Move, Spec, divides
@@ -392,7 +392,7 @@ def follow(kind: OpClass, main: int, spec: Spec, sizes: Mapping[str, int], *, ke
     return _followed(kind, tuple(factors), spec.partial if rule.linear == ((main,),) else (), keep_partial)
 
 
-@lru_cache(maxsize=100_000)
+@memoized(entries=100_000)
 def _followed(
     kind: OpClass, factors: tuple[tuple[str, ...], ...], partial: tuple[str, ...], keep_partial: bool
 ) -> Followed:

@@ -19,13 +19,11 @@ tasks with equal forms on logical meshes of one shape are traced and lowered onc
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
 import jax
-import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
@@ -34,6 +32,7 @@ from alpa_lite.lower.slices import Port, TaskSpec, run_parts
 from alpa_lite.plan.plan import OpPlacement
 from alpa_lite.plan.walk import Walk
 from alpa_lite.program.equations import Equation
+from alpa_lite.program.identity import content, structure
 from alpa_lite.program.ir import Graph, Op, Value, wiring_of
 from alpa_lite.program.phases import Combination, StepGraph
 from alpa_lite.rules.op_info import free_values, op_classes
@@ -260,19 +259,6 @@ def task_form(placed: PlacedTask, sizes: Mapping[str, int]) -> Hashable:
     return tuple(sizes.items()), step.num_microbatches, placed.donated, task.keeps_gathered, ports, tuple(form.ops)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Object:
-    """An object compared by identity. It holds a reference, so that no later object can get the same address."""
-
-    value: object
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Object) and self.value is other.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-
 class _Form:
     """Builder of a task's form: numbers the values of the task in the order of their first use."""
 
@@ -348,14 +334,10 @@ def _body(graph: Graph, equations: Sequence[Equation], step: StepGraph) -> Hasha
     """Return a hashable form of a body of control flow; its value numbers are local, so they need no renumbering."""
     scope = step.bodies.get(graph)
     scoped = None if scope is None else (scope.full_shapes, scope.batch_dims)
-    values = tuple([(v.shape, v.dtype, content(v.literal)) for v in graph.values])
     ops = tuple(
         [
             (
-                op.primitive,
                 _params(op, equation),
-                op.operands,
-                op.results,
                 op.effectful,
                 op.once,
                 op.own_columns,
@@ -364,25 +346,4 @@ def _body(graph: Graph, equations: Sequence[Equation], step: StepGraph) -> Hasha
             for op, equation in zip(graph.ops, equations, strict=True)
         ]
     )
-    return values, graph.inputs, graph.outputs, ops, scoped
-
-
-def content(value: object) -> Hashable:
-    """Return a hashable value that is equal only for equal content; numbers of different types are not equal."""
-    # repr and not ==: 0.0 == -0.0 and 1 == True, but they compile to different programs; nan is equal to nan here.
-    if isinstance(value, (bool, int, float, complex, np.generic)):
-        return type(value), repr(value)
-    if isinstance(value, (tuple, list)):
-        return type(value), tuple([content(item) for item in value])
-    if isinstance(value, Mapping):
-        # By text, since keys may be of types that do not compare.
-        return "mapping", tuple([(key, content(value[key])) for key in sorted(value, key=str)])
-    if isinstance(value, np.ndarray):
-        return "array", value.shape, str(value.dtype), value.tobytes()
-    if value is None or isinstance(value, (str, bytes, enum.Enum)):
-        return value
-    try:
-        hash(value)
-    except TypeError:
-        return _Object(value)
-    return type(value), value
+    return structure(graph), ops, scoped

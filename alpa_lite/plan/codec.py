@@ -19,11 +19,11 @@ import types
 import typing
 from collections.abc import Mapping
 from enum import Enum
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from alpa_lite.errors import PlanError
+from alpa_lite.program.memo import memoized
 from cost_models.checks import parse_json
 
 CHECKSUM = "checksum"
@@ -213,7 +213,7 @@ def _decode_object(wanted: Any, data: object) -> Any:
         raise PlanError(f"The file does not hold a complete {wanted.__name__}: {error}.") from error
 
 
-@cache
+@memoized(entries=1_000)
 def hints_of(cls: Any) -> dict[str, object]:
     """Return the resolved type annotations of a dataclass, memoized."""
     return typing.get_type_hints(cls)
@@ -236,7 +236,7 @@ def _decode_dataclass(cls: Any, data: Mapping[str, object]) -> Any:
     return cls(**values, **{name: decode(hints[name], item) for name, item in data.items()})
 
 
-@cache
+@memoized(entries=1_000)
 def _inline_fields(cls: Any) -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(cls) if field.metadata == INLINE)
 

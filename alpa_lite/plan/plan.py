@@ -38,7 +38,8 @@ from alpa_lite.plan.parts import StageCost as StageCost
 from alpa_lite.plan.parts import StagePlan as StagePlan
 from alpa_lite.plan.parts import UndividedDim as UndividedDim
 from alpa_lite.plan.parts import UserShardingUse as UserShardingUse
-from alpa_lite.program.ir import Graph
+from alpa_lite.program.identity import structure
+from alpa_lite.program.memo import memoized
 from alpa_lite.program.phases import StepGraph
 from alpa_lite.schedule import Schedule
 from alpa_lite.schedule.tasks import MOST_MICROBATCHES, SpanLike
@@ -293,30 +294,15 @@ def _decoded(name: str, wanted: object, data: object) -> Any:
         raise PlanError(f"{name!r} of the plan file is none: {error}") from error
 
 
+@memoized
 def fingerprint(step: StepGraph) -> str:
     """Return the digest of a step: its ops, shapes, dtypes, literals and phases, loop bodies included."""
-    digest = hashlib.sha256()
-    digest.update(_text_of(step.graph, {}))
+    digest = hashlib.sha256(structure(step.graph))
     # Names of arguments and source lines are left out: they do not change what is computed.
     digest.update(repr([p.value for p in step.phases]).encode())
     averaged = ["averaged"] if step.loop_results.averaged else []
     digest.update(repr((step.num_microbatches, step.batch.size, *averaged)).encode())
     return digest.hexdigest()
-
-
-def _text_of(graph: Graph, known: dict[Graph, bytes]) -> bytes:
-    """Return the structure of a graph as text; `known` memoizes that of bodies, which many loops may share."""
-    parts = [repr([(v.shape, v.dtype, v.literal) for v in graph.values]), repr((graph.inputs, graph.outputs))]
-    found = [part.encode() for part in parts]
-    for op in graph.ops:
-        # By name alone, since values of different types have no order.
-        params = sorted(op.params.items(), key=lambda p: p[0])
-        found.append(repr((op.primitive, op.operands, op.results, params)).encode())
-        for body in op.bodies:
-            if body not in known:
-                known[body] = _text_of(body, known)
-            found.append(known[body])
-    return b"".join(found)
 
 
 def check_plan(plan: Plan) -> None:

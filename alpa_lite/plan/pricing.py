@@ -14,12 +14,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from math import prod
 
 from alpa_lite.plan.plan import CollectiveUse, OpPlacement
 from alpa_lite.plan.walk import Application, Walk, body_walk, combination, reduced_axes, sharing_axes
-from alpa_lite.program.ir import Graph, Op, Value, Wiring, item_bytes, memoized
+from alpa_lite.program.ir import Graph, Op, Value, Wiring, item_bytes
+from alpa_lite.program.memo import memoized
 from alpa_lite.rules import Rule
 from alpa_lite.rules.fusion import Access, accesses, on_chip
 from alpa_lite.rules.op_info import OpClass, op_class, rule_of_op
@@ -79,7 +79,7 @@ def _class_of(op: OpClass, access: Access, in_attention: bool, half_masked: bool
     return PriceClass(op=op, access=access, in_attention=in_attention, half_masked=half_masked)
 
 
-@lru_cache(maxsize=50_000)
+@memoized(entries=50_000)
 def _class(op: OpClass, access: Access, in_attention: bool, half_masked: bool) -> PriceClass:
     """Return the interned price class, so that comparison by identity suffices."""
     return _class_of(op, access, in_attention, half_masked)

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from math import prod
 from typing import Generic, Protocol, TypeVar
 
 from alpa_lite.errors import VerificationError
 from alpa_lite.plan.plan import OpPlacement
 from alpa_lite.program.ir import Graph, Op, Value, Wiring, item_bytes, wiring_of
+from alpa_lite.program.memo import memoized
 from alpa_lite.rules import Rule
 from alpa_lite.rules.op_info import OpClass, free_values, op_class, op_classes, rule_of_op
 from alpa_lite.sharding.reshard import reshard
@@ -92,7 +92,7 @@ def placed_specs(graph: Graph, op: Op, placement: OpPlacement) -> PlacedSpecs:
     return specs_of_class(op_class(graph, op.id), placement.factors, placement.partial)
 
 
-@lru_cache(maxsize=100_000)
+@memoized(entries=100_000)
 def specs_of_class(kind: OpClass, factors: tuple[tuple[str, ...], ...], partial: tuple[str, ...]) -> PlacedSpecs:
     """Return the `placed_specs` of the ops of a class."""
     placement = OpPlacement(factors=factors, partial=partial)

@@ -13,55 +13,21 @@ outputs of its bodies:
 A *carried* result is the last state of an operand that the body passes from iteration to iteration; it has the same
 spec in all of them. All code that looks into bodies (batch tracking, search, pricing, emission) uses `wiring_of` and
 does not depend on the primitive.
-
-`memoized` stores what is derived from a graph in the graph itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache, cached_property, lru_cache, wraps
+from functools import cached_property
 from itertools import pairwise
 from math import prod
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 from alpa_lite.errors import VerificationError
+from alpa_lite.program.memo import memoized
 from alpa_lite.program.user_shardings import UserSharding
 from alpa_lite.text import View, view
-
-Subject = TypeVar("Subject")
-Rest = ParamSpec("Rest")
-Answer = TypeVar("Answer")
-
-
-def memoized(
-    function: Callable[Concatenate[Subject, Rest], Answer],
-) -> Callable[Concatenate[Subject, Rest], Answer]:
-    """Cache the results of a function in the `__dict__` of its first argument, keyed by the other arguments.
-
-    The first argument must be immutable and have a `__dict__` (no slots); the others must be hashable. An `lru_cache`
-    is no alternative: unbounded, it would keep every graph alive, and bounded, it would evict results of a large step
-    while they are still needed.
-    """
-    # The name is unique per function, since functions of all modules store their results in the same `__dict__`.
-    name = f"_kept_{function.__module__}.{function.__qualname__}"
-
-    @wraps(function)
-    def answer(subject: Subject, *rest: Rest.args, **options: Rest.kwargs) -> Answer:
-        key = (rest, *options.items()) if options else rest
-        # This is called millions of times per plan: the cache hit is one dictionary look-up inside a `try`.
-        try:
-            return subject.__dict__[name][key]
-        except KeyError:
-            pass
-        # Frozen dataclasses refuse `setattr`, but their `__dict__` is an ordinary dict.
-        known: dict[object, Answer] = subject.__dict__.setdefault(name, {})
-        known[key] = found = function(subject, *rest, **options)
-        return found
-
-    return answer
-
 
 #: Bytes per element of the dtypes whose size does not follow from the digits of their name. JAX stores sub-byte
 #: integers in one byte per element.
@@ -71,7 +37,7 @@ _ITEM_BYTES = {"bool": 1, "float0": 0, "int4": 1, "uint4": 1, "int2": 1, "uint2"
 _KEY_BYTES = {"key<rbg>": 16, "key<urbg>": 16, "key<fry4>": 16, "key<phx2>": 4}
 
 
-@cache
+@memoized(entries=1_000)
 def item_bytes(dtype: str) -> int:
     """Return the bytes per element of a dtype given by name; for typed PRNG keys (`key<...>`) the size of one key."""
     if dtype in _ITEM_BYTES:
@@ -194,7 +160,7 @@ class Op:
 class Graph:
     """A program: `values` and `ops` are indexed by id; `inputs` and `outputs` are value ids in calling order.
 
-    Graphs compare by identity, so that they are cheap keys of caches; `plan.fingerprint` compares their content.
+    Graphs compare by identity, so that they are cheap keys of caches; `identity` compares their content.
     """
 
     values: tuple[Value, ...]
@@ -283,7 +249,7 @@ def wiring_of(op: Op) -> Wiring | None:
 
 
 # Ops of one form share a wiring: it is looked up for every op, over and over.
-@lru_cache(maxsize=10_000)
+@memoized(entries=10_000)
 def _wiring(primitive: str, num_operands: int, num_results: int, numbers: tuple[int, ...]) -> Wiring:
     if primitive == "scan":
         num_consts, num_carry, length = numbers

@@ -13,6 +13,8 @@ from contextlib import suppress
 from types import FunctionType
 from typing import Any, TypeVar, cast
 
+from alpa_lite.program.memo import memoized
+
 Function = TypeVar("Function", bound=Callable[..., object])
 
 _compiling = threading.RLock()
@@ -54,7 +56,7 @@ class _Kernel:
         return self._dispatcher
 
 
-@functools.cache
+@memoized(entries=1)
 def _cache_class() -> Any:
     """Return a subclass of numba's on-disk cache that discards an index it cannot read, and works on a full disk.
 

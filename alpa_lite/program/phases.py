@@ -29,7 +29,8 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from alpa_lite.errors import TraceError
-from alpa_lite.program.ir import Graph, Op, memoized
+from alpa_lite.program.ir import Graph, Op
+from alpa_lite.program.memo import memoized
 
 
 class Phase(Enum):

@@ -24,7 +24,8 @@ from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
-from alpa_lite.program.ir import Graph, Op, memoized
+from alpa_lite.program.ir import Graph, Op
+from alpa_lite.program.memo import memoized
 from alpa_lite.rules.op_info import free_values, ranked_values, rule_of_op
 from cost_models.hardware import Fusion
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 
-from alpa_lite.program.ir import Graph, Op, memoized
+from alpa_lite.program.identity import params_text, params_texts
+from alpa_lite.program.ir import Graph, Op
+from alpa_lite.program.memo import memoized
 from alpa_lite.rules import OpView, Rule, opaque_rule, rule_of, rule_source, view_of
 
 
@@ -52,14 +53,11 @@ _WHERE: Mapping[str, tuple[str, ...]] = {"slice": ("start_indices", "limit_indic
 def op_classes(graph: Graph) -> tuple[OpClass, ...]:
     """Return the class of each op, indexed by op id."""
     kinds = [(v.shape, v.dtype, v.literal) for v in graph.values]
-    texts: dict[tuple[str, int], str] = {}  # parameters as text, by primitive and id: equal ops often share the object
     known: dict[Hashable, OpClass] = {}
     found: list[OpClass] = []
-    for op in graph.ops:
-        # The graph holds the parameters, so that no other object can get their id meanwhile.
-        params = texts.get((op.primitive, id(op.params)))
-        if params is None:
-            params = texts[op.primitive, id(op.params)] = _text_of_params(op)
+    for op, params in zip(graph.ops, params_texts(graph), strict=True):
+        if op.primitive in _WHERE:
+            params = params_text({key: value for key, value in op.params.items() if key not in _WHERE[op.primitive]})
         operands, results = tuple([kinds[v] for v in op.operands]), tuple([kinds[v] for v in op.results])
         key = (op.primitive, rule_source(op.primitive, op.params), operands, results, params, op.effectful)
         if op.bodies:
@@ -72,11 +70,6 @@ def op_classes(graph: Graph) -> tuple[OpClass, ...]:
     return tuple(found)
 
 
-def _text_of_params(op: Op) -> str:
-    where = _WHERE.get(op.primitive, ())
-    return repr(sorted((item for item in op.params.items() if item[0] not in where), key=lambda p: p[0]))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Look:
     """A view as a cache key: it equals all views that a rule cannot distinguish, whatever their value ids and names."""
@@ -86,7 +79,7 @@ class _Look:
     view: OpView = field(compare=False)
 
 
-@lru_cache(maxsize=50_000)
+@memoized(entries=50_000)
 def _class(look: _Look) -> OpClass:
     return _class_of(look)
 
@@ -97,7 +90,7 @@ def _class_of(look: _Look) -> OpClass:
     return OpClass(rule=rule, layout=_layout(replace(rule, flops=0.0, work_kind="elementwise")), view=look.view)
 
 
-@lru_cache(maxsize=50_000)
+@memoized(entries=50_000)
 def _layout(rule: Rule) -> LayoutClass:
     return LayoutClass(rule=rule)
 

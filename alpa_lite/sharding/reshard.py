@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Mapping
-from functools import lru_cache
 from itertools import islice
 from math import gcd, inf, prod
 from typing import NamedTuple
@@ -26,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from alpa_lite.program.kernel import kernel
+from alpa_lite.program.memo import memoized
 from alpa_lite.sharding.specs import Move, Spec, moves, sent_bytes_factor
 
 FloatArray = NDArray[np.float64]
@@ -269,9 +269,7 @@ def spec_graph(shape: tuple[int, ...], sizes_items: tuple[tuple[str, int], ...])
 _GRAPHS: WeakValueDictionary[object, SpecGraph] = WeakValueDictionary()
 
 
-@lru_cache(maxsize=16)
+@memoized(entries=16)
 def _spec_graph(shape: tuple[int, ...], sizes_items: tuple[tuple[str, int], ...]) -> SpecGraph:
     graph = _GRAPHS.get((shape, sizes_items))
-    if graph is None:
-        graph = _GRAPHS[shape, sizes_items] = SpecGraph(shape, dict(sizes_items))
-    return graph
+    return _GRAPHS.setdefault((shape, sizes_items), SpecGraph(shape, dict(sizes_items))) if graph is None else graph

@@ -22,11 +22,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import lru_cache
 from itertools import permutations
 from math import prod
 
 import numpy as np
+
+from alpa_lite.program.memo import memoized
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +204,7 @@ def rearrangements(spec: Spec, sizes: Mapping[str, int]) -> Iterator[Move]:
             yield Move(kind=MoveKind.PERMUTE, axes=axes, pairs=pairs, spec=Spec(dims, spec.partial), bytes_factor=local)
 
 
-@lru_cache(maxsize=10_000)
+@memoized(entries=10_000)
 def _arranged(
     counts: tuple[int, ...], free: tuple[str, ...], sizes_items: tuple[tuple[str, int], ...]
 ) -> tuple[tuple[tuple[str, ...], ...], ...]:
@@ -224,7 +225,7 @@ def _arrangements(
                 yield from ((axes, *others) for others in _arrangements(counts[1:], rest, sizes))
 
 
-@lru_cache(maxsize=10_000)
+@memoized(entries=10_000)
 def _permutation(
     changed: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...], sizes_items: tuple[tuple[str, int], ...]
 ) -> tuple[tuple[str, ...], tuple[tuple[int, int], ...]]:

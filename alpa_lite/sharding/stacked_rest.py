@@ -16,7 +16,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+
+from alpa_lite.program.memo import memoized
 
 ENOUGH = 1.5
 """The largest ratio of the bytes per device between steps to those during a step that costs nothing in the choice of a
@@ -45,7 +46,7 @@ class Resting:
         return self.holders[row // self.rows_per_block]
 
 
-@lru_cache(maxsize=4096)
+@memoized(entries=4096)
 def resting(shape: tuple[int, ...], readers: tuple[int, ...], num_devices: tuple[int, ...]) -> Resting:
     """Return the layout between steps of a stacked array of shape [rows, ...].
 

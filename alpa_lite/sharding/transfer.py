@@ -22,11 +22,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import product
 from math import prod
 
 from alpa_lite.errors import PlanError
+from alpa_lite.program.memo import memoized
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh
 from alpa_lite.sharding.reshard import reshard
 from alpa_lite.sharding.specs import Move, MoveKind, Spec, divides, local_shape, moves
@@ -138,7 +138,7 @@ class PlannedTransfer:
 
 
 # Each micro-batch sends the same arrays between the same stages.
-@lru_cache(maxsize=4096)
+@memoized(entries=4096)
 def plan_transfer(
     array: ArrayForm,
     source: Placement,

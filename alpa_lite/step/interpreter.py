@@ -12,11 +12,13 @@ branches                           the predicate is INVARIANT: join the relation
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from alpa_lite.program.equations import Equation
+from alpa_lite.program.identity import FirstUses, value_numbers
 from alpa_lite.program.ir import Graph, Op, Wiring, wiring_of
+from alpa_lite.program.memo import memoized
 from alpa_lite.rules.op_info import is_zero, op_class
 from alpa_lite.step import transfer_indexing, transfer_layout
 from alpa_lite.step.relations import INVARIANT, ZERO, Refusal, Relation, RelationKind, join, mixed, samples
@@ -92,18 +94,19 @@ class PairedGraph:
 def program_at(
     full: Graph, small: Graph, equations: tuple[Sequence[Equation], Sequence[Equation]], count: int
 ) -> PairedGraph:
-    """Return a graph at both sizes with its batch dims, which are memoized on the full graph."""
-    memo: dict[tuple[Graph, int], tuple[tuple[int | None, ...], tuple[bool, ...]]]
-    # On the graph itself, as `program.ir.memoized` does: the table lives as long as the graph.
-    memo = full.__dict__.setdefault("_batch_dims_at", {})
-    if (small, count) not in memo:
-        pairs = zip(full.values, small.values, strict=True)
-        dims = tuple([batch_dim_at(v.shape, w.shape, count) for v, w in pairs])
-        follow = {v for v, dim in enumerate(dims) if dim is not None}
-        touching = tuple([not follow.isdisjoint(o.operands) or not follow.isdisjoint(o.results) for o in full.ops])
-        memo[small, count] = dims, touching
-    dims, touching = memo[small, count]
+    """Return a graph at both sizes with its batch dims."""
+    dims, touching = _batch_dims_at(full, small, count)
     return PairedGraph(full=full, small=small, equations=equations, dims=dims, touching=touching)
+
+
+@memoized
+def _batch_dims_at(full: Graph, small: Graph, count: int) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
+    """Return the batch dim of each value, and for each op whether it reads or computes a value with one."""
+    pairs = zip(full.values, small.values, strict=True)
+    dims = tuple([batch_dim_at(v.shape, w.shape, count) for v, w in pairs])
+    follow = {v for v, dim in enumerate(dims) if dim is not None}
+    touching = tuple([not follow.isdisjoint(o.operands) or not follow.isdisjoint(o.results) for o in full.ops])
+    return dims, touching
 
 
 _BodyResult = tuple[tuple[Relation, ...], BodyMarks]
@@ -378,12 +381,12 @@ def same_while_guard(op: Op) -> bool:
     if op.primitive != "while" or wiring is None:
         return False
     condition, body = op.bodies
-    names: dict[object, int] = {}
+    names = FirstUses[Hashable]()
     carried = set(wiring.carried.values())
     # Condition and body may receive the same outer value as separate constants, which must get one number.
     operands = [("carried", i) if i in carried else ("constant", v) for i, v in enumerate(op.operands)]
     numbers = [
-        _numbered(graph, [operands[i] for i in inputs], names)
+        value_numbers(graph, [operands[i] for i in inputs], names)
         for graph, inputs in zip((condition, body), wiring.inputs, strict=True)
     ]
     any_of = condition.producer[condition.outputs[0]]
@@ -413,26 +416,3 @@ def _guards(body: Graph, numbers: dict[int, int], which: int, guard: int) -> boo
             return False
         which = body.ops[producer].operands[0]
     return True
-
-
-def _numbered(graph: Graph, inputs: Sequence[object], names: dict[object, int]) -> dict[int, int]:
-    """Return a number for each value, equal for values that are computed in the same way from the same loop operands.
-
-    Args:
-        graph: the condition or the body of the loop.
-        inputs: for each input the loop operand that it receives.
-        names: the numbers assigned so far, which condition and body share.
-    """
-
-    def name(made: object) -> int:
-        return names.setdefault(made, len(names))
-
-    numbers = {v: name(operand) for v, operand in zip(graph.inputs, inputs, strict=True)}
-    literals = (v for v in graph.values if v.literal is not None)
-    numbers |= {v.id: name(("literal", repr(v.literal), v.dtype)) for v in literals}
-    for op in graph.ops:
-        # Ops with bodies are never considered equal, which is safe: the guard is then not recognised.
-        apart = (graph, op.id) if op.bodies else None
-        made = (op.primitive, repr(sorted(op.params.items())), tuple(numbers[v] for v in op.operands), apart)
-        numbers.update({r: name((made, i)) for i, r in enumerate(op.results)})
-    return numbers

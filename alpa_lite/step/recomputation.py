@@ -14,7 +14,9 @@ from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from enum import StrEnum
 
-from alpa_lite.program.ir import Graph, Op, memoized
+from alpa_lite.program.identity import FirstUses, value_numbers
+from alpa_lite.program.ir import Graph, Op
+from alpa_lite.program.memo import memoized
 from alpa_lite.program.phases import Phase, StepGraph
 from alpa_lite.rules.op_info import rule_of_op
 
@@ -22,50 +24,21 @@ from alpa_lite.rules.op_info import rule_of_op
 @memoized
 def originals(step: StepGraph) -> dict[int, tuple[int, ...]]:
     """Return for each backward value that recomputes forward values the ids of these, in program order."""
-    graph, numbers, found = step.graph, dict[int, Hashable](), dict[int, tuple[int, ...]]()
-    texts: dict[int, str] = {}  # text of parameters by their id: equal ops often share one object
-    first: dict[Hashable, int] = {}
-    before: dict[Hashable, list[int]] = {}
+    graph, found, before = step.graph, dict[int, tuple[int, ...]](), dict[int, list[int]]()
+    numbers = value_numbers(graph, graph.inputs, FirstUses[Hashable]())
+    inputs = {numbers[v]: v for v in graph.inputs}
     for op in graph.ops:
-        if step.phases[op.id] is Phase.UPDATE:
-            continue
-        keys = [_number(graph, numbers, v) for v in op.operands]
-        if op.primitive != "optimization_barrier":
-            # Name a computation by the first op that does it: nested keys would grow exponentially with depth.
-            head = first.setdefault((op.primitive, tuple(keys), _static(op, texts), len(op.results)), op.id)
-            keys = [("result", head, i) for i in range(len(op.results))]
-        for result, key in zip(op.results, keys, strict=True):
-            numbers[result] = key
-            if step.phases[op.id] is not Phase.BACKWARD:
-                before.setdefault(key, []).append(result)
-            elif key in before:
-                found[result] = tuple(before[key])
+        phase = step.phases[op.id]
+        for result in op.results if phase is not Phase.UPDATE else ():
+            number = numbers[result]
+            if phase is not Phase.BACKWARD:
+                before.setdefault(number, []).append(result)
+            elif number in before:
+                found[result] = tuple(before[number])
             # A barrier around an input hands on the input itself.
-            elif isinstance(key, tuple) and key[0] == "input":
-                found[result] = (key[1],)
+            elif number in inputs:
+                found[result] = (inputs[number],)
     return found
-
-
-def _number(graph: Graph, numbers: dict[int, Hashable], value: int) -> Hashable:
-    """Return the number of a value: the key of its computation, or a key for a literal or an input."""
-    literal = graph.values[value].literal
-    if literal is not None:
-        # The text tells -0.0 from 0.0, and is equal for two NaNs.
-        return ("literal", repr(literal), graph.values[value].dtype)
-    return numbers.get(value, ("input", value))
-
-
-def _static(op: Op, texts: dict[int, str]) -> tuple[str, ...]:
-    """Return a key that is equal for ops with equal parameters and bodies."""
-    if id(op.params) not in texts:
-        # The graph holds the parameters, so that their id is not reused meanwhile.
-        texts[id(op.params)] = repr(sorted(op.params.items()))
-    return (texts[id(op.params)], *map(_static_body, op.bodies))
-
-
-@memoized
-def _static_body(body: Graph) -> str:
-    return repr([(o.primitive, o.operands, o.results, repr(sorted(o.params.items()))) for _, o in body.walk()])
 
 
 def read_originals_across(step: StepGraph, of_op: Sequence[int | None]) -> StepGraph:

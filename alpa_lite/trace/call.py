@@ -17,13 +17,13 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import jax
 import numpy as np
 
 from alpa_lite._jax import Tree, TreeDef
 from alpa_lite.errors import PlanError, TraceError
+from alpa_lite.program.memo import memoized
 from cost_models.checks import printable
 
 Owner = int | str
@@ -170,7 +170,7 @@ _TRACED = _Traced()
 _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 
 
-@lru_cache(maxsize=256)
+@memoized(entries=256)
 def _is_array_class(kind: type) -> bool:
     """Return whether all objects of a class are arrays, so that a call need not look at each of them."""
     return issubclass(kind, _ARRAYS)
@@ -216,7 +216,7 @@ def _split_results(tree: Tree) -> tuple[Tree, _Filled | None]:
     return (tree, None) if all(value is _TRACED for value in filled.constants) else (arrays, filled)
 
 
-@lru_cache(maxsize=256)
+@memoized(entries=256)
 def _holds(structure: TreeDef, kinds: tuple[type, ...], within: type | None = None) -> bool:
     """Return whether a pytree is, or has inside, an object of one of the classes; not inside objects of `within`."""
     ends = kinds if within is None else (*kinds, within)

@@ -3,33 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import jax
 from jax.extend import core as jex_core
 
 from alpa_lite._jax import ClosedJaxpr, DType, JaxprEqn, aval_of, open_jaxpr, struct
+from alpa_lite.program.memo import memoized
 
 
-@lru_cache(maxsize=10_000)
+@memoized(entries=10_000)
 def barrier_equation(aval: jax.ShapeDtypeStruct) -> JaxprEqn:
     """Return an `optimization_barrier` equation for one value."""
     return open_jaxpr(jax.make_jaxpr(jax.lax.optimization_barrier)(aval)).eqns[0]
 
 
-@lru_cache(maxsize=1_000)
+@memoized(entries=1_000)
 def zeros_jaxpr(shape: tuple[int, ...], dtype: DType) -> ClosedJaxpr:
     """Return a jaxpr that makes an array of zeros."""
     return jax.make_jaxpr(lambda: jax.numpy.zeros(shape, dtype))()
 
 
-@lru_cache(maxsize=1_000)
+@memoized(entries=1_000)
 def sum_jaxpr(shape: tuple[int, ...], dtype: DType) -> ClosedJaxpr:
     """Return a jaxpr that adds two arrays of this shape and dtype."""
     return jax.make_jaxpr(lambda a, b: a + b)(*[struct(shape, dtype)] * 2)
 
 
-@lru_cache(maxsize=1_000)
+@memoized(entries=1_000)
 def join_jaxpr(shapes: tuple[tuple[int, ...], ...], dtype: str, stacked: bool) -> ClosedJaxpr:
     """Return a jaxpr that concatenates arrays along their leading dim, or stacks them along a new one if `stacked`."""
     join = jax.numpy.stack if stacked else jax.numpy.concatenate
@@ -45,7 +45,7 @@ REDUCTIONS_OVER_NAMES = {
 }
 
 
-@lru_cache(maxsize=1_000)
+@memoized(entries=1_000)
 def reduction_jaxpr(collective: str, shape: tuple[int, ...], dtype: str, axes: tuple[int, ...]) -> ClosedJaxpr:
     """Return a jaxpr that reduces an array over the dims `axes` as this collective reduces over named axes."""
     reduce = REDUCTIONS_OVER_NAMES[collective]

@@ -34,7 +34,9 @@ from alpa_lite import _jax
 from alpa_lite._jax import AnyJaxpr, ClosedJaxpr, JaxprEqn
 from alpa_lite.errors import TraceError
 from alpa_lite.program.equations import Equation, GraphWithEquations, plain_params
-from alpa_lite.program.ir import Graph, Op, Value, memoized, verify
+from alpa_lite.program.identity import params_texts
+from alpa_lite.program.ir import Graph, Op, Value, verify
+from alpa_lite.program.memo import memoized
 from alpa_lite.program.phases import LeafPart, batch_dims, body_scopes, check_same_structure
 from alpa_lite.trace.alignment import align
 from alpa_lite.trace.from_jaxpr import from_jaxpr, loops_over_samples
@@ -254,7 +256,7 @@ def _check(graph: Graph, equations: Sequence[Equation]) -> None:
             continue
         seen.add(key)
         # If all parameters have a plain form, equal plain forms mean equal parameters, whatever object holds them.
-        told = (equation.primitive, repr(op.params), *kinds)
+        told = (equation.primitive, params_texts(inner)[op.id], *kinds)
         if told in seen:
             continue
         if len(op.params) == len(equation.params):

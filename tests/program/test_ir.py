@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import pytest
 
 from alpa_lite.plan.pricing import price_classes
-from alpa_lite.program.ir import Graph, Op, Value, item_bytes, memoized
+from alpa_lite.program.ir import Graph, Op, Value, item_bytes
+from alpa_lite.program.memo import memoized
 from alpa_lite.rules.op_info import free_values
 from alpa_lite.trace.from_jaxpr import from_jaxpr
 

@@ -53,7 +53,7 @@ from alpa_lite.intra_op.solvers.solver import (
     run_attended,
     solution_of,
 )
-from alpa_lite.program.ir import memoized
+from alpa_lite.program.memo import memoized
 
 _BLOCKS = 500
 _COOLING = 1e-3

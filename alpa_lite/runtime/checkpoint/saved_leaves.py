@@ -17,7 +17,6 @@ import re
 import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 from alpa_lite import _jax
 from alpa_lite._jax import Array, DType, Tree, TreeLeaf
 from alpa_lite.errors import CheckpointError
+from alpa_lite.program.memo import memoized
 from alpa_lite.runtime.checkpoint.checkpoint_folder import files_of, is_own
 from alpa_lite.runtime.checkpoint.disk import read_bounded
 from alpa_lite.trace.trace import unique
@@ -318,7 +318,7 @@ def _described(name: str, value: TreeLeaf) -> Leaf:
     )
 
 
-@lru_cache(maxsize=64)
+@memoized(entries=64)
 def _is_of_numbers(dtype: str) -> bool:
     return _can_be_stored(jnp.dtype(dtype))
 

@@ -24,7 +24,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from math import prod
 from typing import NamedTuple
 
@@ -37,6 +37,7 @@ from jax.typing import ArrayLike, DTypeLike
 from alpa_lite import _jax
 from alpa_lite._jax import Array, Device, TreeLeaf
 from alpa_lite.errors import ExecutionError
+from alpa_lite.program.memo import memoized
 from alpa_lite.runtime.execute.crossing import Blanks, Course, Crossing, Hand
 from alpa_lite.runtime.job.processes import any_here, devices_of, handle, processes_of
 from alpa_lite.sharding.transfer import Box
@@ -355,7 +356,7 @@ def _cut(array: jax.Array, start: ArrayLike, size: int, dim: int) -> jax.Array:
     return lax.dynamic_slice_in_dim(array, start, size, dim)
 
 
-@lru_cache(maxsize=1024)
+@memoized(entries=1024)
 def _run_of(sharding: NamedSharding, dim: int, count: int) -> Callable[..., jax.Array]:
     """Return a function that slices one run out of all of them, each device its own share."""
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import groupby, islice
 
 import jax
@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
 from alpa_lite._jax import TreeLeaf
+from alpa_lite.program.memo import memoized
 from alpa_lite.program.phases import LeafPart
 from alpa_lite.runtime.execute.placing import Placing, Windows
 from alpa_lite.runtime.job.processes import any_here, devices_of, handle, is_here
@@ -177,7 +178,7 @@ class StackedRest:
         return jax.make_array_from_single_device_arrays(shape, self.sharding, blocks, dtype=runs[0].dtype)
 
 
-@lru_cache(maxsize=1024)
+@memoized(entries=1024)
 def _joined(sharding: NamedSharding) -> Callable[..., jax.Array]:
     """Return a function that concatenates pieces."""
     return jax.jit(jax.numpy.concatenate, out_shardings=sharding)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache
 from typing import Any
 
 import jax
 import numpy as np
 
 from alpa_lite import _jax
+from alpa_lite.program.memo import memoized
 from alpa_lite.trace.kernels.step_numbers import (
     DATA,
     MIXED,
@@ -376,7 +376,7 @@ _CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 _DIVISIONS = {"floor_divide": "div", "remainder": "rem"}
 
 
-@lru_cache(maxsize=1)
+@memoized(entries=1)
 def division_texts() -> frozenset[str]:
     """Return the text of the programs that JAX writes for `x // y` and `x % y` of 32-bit integers.
 

@@ -24,6 +24,7 @@ import jax
 
 from alpa_lite._jax import Array
 from alpa_lite.program.equations import Equation, GraphWithEquations, without_dead_ops
+from alpa_lite.program.identity import FirstUses, SameObject
 from alpa_lite.program.ir import Graph, Op, Value
 from alpa_lite.program.phases import LeafPart
 from alpa_lite.rules.op_info import free_values, op_class
@@ -113,40 +114,18 @@ def _makers(graph: Graph, values: set[int]) -> list[Op]:
 def _recipe(graph: Graph, equations: Sequence[Equation], ops: Sequence[Op], into: dict[int, int]) -> tuple[object, ...]:
     """Return a key that is equal for op sequences that compute the same values, wherever they stand in the graph."""
     # Sunk values get negative numbers by body input, others numbers by first occurrence.
-    number = {v: -1 - slot for v, slot in into.items()}
-
-    def local(v: int) -> int:
-        return number.setdefault(v, len(number))
-
+    number = FirstUses[int]({v: -1 - slot for v, slot in into.items()})
     return tuple(
         (
             op_class(graph, op.id),
-            _ById(equations[op.id].params),
-            tuple(map(local, op.operands)),
-            tuple(map(local, op.results)),
+            SameObject(equations[op.id].params),
+            tuple([number[v] for v in op.operands]),
+            tuple([number[v] for v in op.results]),
             op.source,
             op.name_stack,
         )
         for op in ops
     )
-
-
-class _ById:
-    """A hashable stand-in for an object, compared by identity.
-
-    The reference keeps the id of the object from being reused.
-    """
-
-    __slots__ = ("thing",)
-
-    def __init__(self, thing: object) -> None:
-        self.thing = thing
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ById) and other.thing is self.thing
-
-    def __hash__(self) -> int:
-        return id(self.thing)
 
 
 def _with_ops_in_front(
