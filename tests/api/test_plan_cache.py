@@ -101,7 +101,7 @@ def test_steps_that_differ_at_a_micro_batch_alone_have_one_key_and_two_plans(tmp
     key, same = (plan_cache.key_of(Hybrid(data=8), each.request(CLUSTER, 2, advise=True)) for each in (plain, other))
     assert key is not None and key == same
     assert not plain.plan(cache=tmp_path).cached and plain.plan(cache=tmp_path).cached
-    with pytest.raises(al.errors.NonAdditiveError, match="slice .* takes a part that follows the batch size"):
+    with pytest.raises(al.errors.NonAdditiveError, match=r"slice .* takes a part that follows the batch size"):
         other.plan(cache=tmp_path)
     # Even where nothing is checked before the cache is asked.
     assert plan_cache._load(tmp_path, key, plain.request(CLUSTER, 2, advise=True)) is not None
