@@ -216,17 +216,18 @@ class ParallelFunction(Generic[P, R]):
                     return traced.plan(planner=compiled.plan, num_microbatches=number)
         for compiled in self._compiled.values():
             if traced.is_smaller_batch_of(compiled.traced):
-                return self._planned_for_fewer(traced, compiled)
+                return self._planned_for_fewer(traced, compiled.plan)
         return (
             traced.plan() if self.options.like is None else self._planned_in_place(traced, plan_of(self.options.like))
         )
 
-    def _planned_for_fewer(self, traced: TracedFunction, compiled: CompiledFunction) -> PlannedFunction:
-        """Plan for fewer samples than a compiled step has: by its plan, or anew where that does not fit them."""
-        plan = plan_for_smaller_batch(compiled, traced)
+    def _planned_for_fewer(self, traced: TracedFunction, full: Plan) -> PlannedFunction:
+        """Plan for fewer samples than a plan has: by that plan, or anew where it does not fit them."""
+        step_at = functools.partial(traced.step, loop_parts=full.loop_parts)
+        plan = plan_for_smaller_batch(full, traced.request(full.cluster), step_at)
         if plan is None:
-            return self._planned_in_place(traced, compiled.plan)
-        samples = f"{traced.traced.batch.size} samples run by the plan of the full batch, {compiled.plan.name}"
+            return self._planned_in_place(traced, full)
+        samples = f"{traced.traced.batch.size} samples run by the plan of the full batch, {full.name}"
         count = plan.num_microbatches
         _logger.info("%s: %s, in %d micro-batch%s", self.__name__, samples, count, "" if count == 1 else "es")
         return traced.plan(planner=plan, num_microbatches=count)
