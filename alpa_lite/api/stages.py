@@ -14,7 +14,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from os import PathLike
 
@@ -31,6 +31,7 @@ from alpa_lite.lower.plan_fits import as_planned, check_fits
 from alpa_lite.lower.slices import TaskSpec
 from alpa_lite.plan.plan import BatchDims, Plan
 from alpa_lite.planners import Planner, PlanRequest
+from alpa_lite.program.memo import memoized
 from alpa_lite.program.phases import StepGraph
 from alpa_lite.runtime.execute.compile import LoweredStep, joined_texts, lowered_tasks, summed_costs
 from alpa_lite.runtime.execute.execute import Executor, HangOptions
@@ -58,29 +59,27 @@ class TracedFunction:
 
     traced: Traced
     options: Options
-    _steps: dict[tuple[int, int, bool], TracedStep] = field(
-        default_factory=dict[tuple[int, int, bool], TracedStep], repr=False
-    )
 
     def step(self, num_microbatches: int = 1, *, loop_parts: int = 0, exact: bool = True) -> TracedStep:
         """Return the step split into phases at `num_microbatches` micro-batches, memoised; see `split_step`.
 
         loop_parts: the number of parts into which the loop over layers is split; 0 leaves it whole.
-        exact: whether the step must be traced at this number; else one extrapolated from other numbers will do, unless
-            an exact one was made before.
+        exact: whether the step must be traced at this number; else one extrapolated from other numbers will do.
         """
-        # A step traced exactly also answers requests for an extrapolated one, so it is used wherever it exists.
-        key = (num_microbatches, loop_parts, exact or (num_microbatches, loop_parts, True) in self._steps)
-        if key not in self._steps:
-            with _jax.no_mesh(), self.options.progress.during("split"), self._telling_batch():
-                self._steps[key] = split_step(
-                    self.traced,
-                    num_microbatches,
-                    loop_parts=loop_parts,
-                    on_non_additive=self.options.on_non_additive,
-                    exact=exact,
-                )
-        return self._steps[key]
+        # An extrapolated step is not replaced by an exact one that happens to exist: a plan must not depend on what was
+        # planned before. The step as a whole is traced in any case.
+        return self._step(num_microbatches, loop_parts, exact or num_microbatches == 1)
+
+    @memoized
+    def _step(self, num_microbatches: int, loop_parts: int, exact: bool) -> TracedStep:
+        with _jax.no_mesh(), self.options.progress.during("split"), self._telling_batch():
+            return split_step(
+                self.traced,
+                num_microbatches,
+                loop_parts=loop_parts,
+                on_non_additive=self.options.on_non_additive,
+                exact=exact,
+            )
 
     @contextmanager
     def _telling_batch(self) -> Iterator[None]:
@@ -218,7 +217,7 @@ class _StepsOf:
 
     def pinned(self) -> _StepsOf:
         # With demands the jaxpr has further equations, so that no step of this trace can be reused.
-        return _StepsOf(replace(self.function, traced=self.function.traced.pinned(), _steps={}))
+        return _StepsOf(replace(self.function, traced=self.function.traced.pinned()))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -25,6 +25,7 @@ from alpa_lite.errors import BatchError, NonAdditiveError, TraceError
 from alpa_lite.program.collector import rare_collection
 from alpa_lite.program.equations import Equation, GraphWithEquations
 from alpa_lite.program.ir import Graph, Op, verify
+from alpa_lite.program.memo import memoized
 from alpa_lite.program.phases import (
     Combination,
     LoopResults,
@@ -55,7 +56,6 @@ from alpa_lite.trace.step_programs import (
     full_in_parts,
     over_samples,
     program_of,
-    traced_in_parts,
     traces_alike,
     with_other_in_parts,
 )
@@ -214,9 +214,9 @@ def split_step(
         loop_parts: about how many loops to make of each scan over layers, with the arrays that it scans; 0 leaves them
             whole.
         on_non_additive: what to do if micro-batches would change the meaning of the step.
-        exact: trace the step at the size of a micro-batch. Otherwise its program is extrapolated from sizes that were
-            traced before, if there are any, without checking it (`extrapolated_in_parts`): the planner's search does
-            this, and traces the plan that it chooses.
+        exact: trace the step at the size of a micro-batch. Otherwise its program is extrapolated from two sizes
+            where that is possible, without checking it (`extrapolated_in_parts`): the planner's search does this, and
+            traces the plan that it chooses.
 
     Raises:
         BatchError: the batch is unknown, or its size is not divisible.
@@ -262,27 +262,41 @@ def at_two_sizes(
         traced: the traced step.
         size: the other batch size in samples.
         loop_parts: number of loops per scan over layers.
-        exact: trace the program; otherwise an unchecked extrapolation from traced sizes suffices.
+        exact: trace the program; otherwise an unchecked extrapolation from two sizes suffices.
 
     Raises:
         TraceError: the programs differ in structure, and no extrapolation is possible.
     """
-    seen, batch = traced_in_parts(traced, loop_parts), traced.require_batch()
-    if not exact and size > 1 and (other := extrapolated_in_parts(traced, loop_parts, size)) is not None:
-        return seen[batch], other
+    batch = traced.require_batch()
+    if size > 1 and (not exact or size in _probe_sizes(batch)):
+        seen = _seen(traced, loop_parts)
+        other = seen.get(size) if exact else extrapolated_in_parts(seen, size)
+        if other is not None:
+            return seen[batch], other
     try:
         if size == 1 and not traces_alike(traced, size):
             return _of_one_sample(traced, loop_parts)
-        full, other = _traced_at(traced, size, loop_parts)
+        return _traced_at(traced, size, loop_parts)
     except TraceError as error:
         try:
             return from_larger(traced, loop_parts, size)
         except TraceError:
             raise error from None  # the first error names the op that differs
+
+
+@memoized
+def _seen(traced: Traced, loop_parts: int) -> Mapping[int, PartedProgram]:
+    """Return the programs by batch size from which others are extrapolated: the full batch, and the first to probe.
+
+    The same for every search: a plan must not depend on the numbers of micro-batches that were looked at before.
+    """
+    batch = traced.require_batch()
     # JAX writes other ops for a single sample, so that such a program is no basis for an extrapolation.
-    if size > 1:
-        seen |= {batch: full, size: other}
-    return full, other
+    for size in (size for size in _probe_sizes(batch) if size > 1):
+        with suppress(TraceError):
+            full, other = _traced_at(traced, size, loop_parts)
+            return {batch: full, size: other}
+    return {}
 
 
 def _of_one_sample(traced: Traced, loop_parts: int) -> tuple[PartedProgram, PartedProgram]:

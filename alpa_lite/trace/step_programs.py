@@ -346,20 +346,8 @@ def _rows_of_samples(one: GraphWithEquations, two: GraphWithEquations) -> frozen
     return frozenset(v.id for v, w in pairs if v.shape[:1] != w.shape[:1])
 
 
-@memoized
-def traced_in_parts(traced: Traced, loop_parts: int) -> dict[int, PartedProgram]:
-    """Return the mutable table of traced programs (batch size in samples → program), for `extrapolated_in_parts`.
-
-    The caller that traces a program adds it; the table itself is created once per traced step and number of parts.
-    """
-    # They serve as the key of the memo alone.
-    del traced, loop_parts
-    return {}
-
-
-def extrapolated_in_parts(traced: Traced, loop_parts: int, size: int) -> PartedProgram | None:
-    """Return the program at a batch size, traced or extrapolated from two traced ones; None if neither is possible."""
-    seen = traced_in_parts(traced, loop_parts)
+def extrapolated_in_parts(seen: Mapping[int, PartedProgram], size: int) -> PartedProgram | None:
+    """Return the program at a batch size, extrapolated from those at two others; None if that is impossible."""
     if len(seen) < 2 or size in seen:
         return seen.get(size)
     try:
