@@ -28,8 +28,8 @@ from alpa_lite.errors import BatchError, NonAdditiveError, PlanError
 from alpa_lite.inter_op.plan_request import StepSignature
 from alpa_lite.lower.instructions import Program, build_program
 from alpa_lite.lower.plan_fits import as_planned, check_fits
-from alpa_lite.lower.slices import TaskSpec
 from alpa_lite.plan.plan import BatchDims, Plan
+from alpa_lite.plan.task_specs import TaskSpec
 from alpa_lite.planners import Planner, PlanRequest
 from alpa_lite.program.memo import memoized
 from alpa_lite.program.phases import StepGraph

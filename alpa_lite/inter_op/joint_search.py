@@ -6,8 +6,8 @@
     order      the number that is likely the best, then those around it while they are better    `microbatch_counts`
     search     of one number: guesses become costs where the best stages depend on them          `inter_op.stage_search`
 
-With one micro-batch a pipeline has nothing to overlap: then the step is one stage, unless the user gives another number
-of stages. (Virtual devices of one processor do not overlap anyway.)
+With one micro-batch a pipeline has nothing to overlap, but it may send less than one stage does, between hosts above
+all: so stages are searched at every number.
 """
 
 from __future__ import annotations
@@ -52,9 +52,10 @@ from alpa_lite.inter_op.survey import Beyond, Profile, Survey
 from alpa_lite.inter_op.what_would_fit import tightest_stage
 from alpa_lite.intra_op.solve import RELATIVE_GAP
 from alpa_lite.plan.plan import Plan
+from alpa_lite.program.phases import weight_gradient_ops
 from alpa_lite.schedule import Schedule
 from alpa_lite.sharding.meshes import place_in_groups
-from alpa_lite.step.layers import Cut
+from alpa_lite.step.layers import Cut, op_flops
 from alpa_lite.step.recomputation import Remat
 
 MAX_SEARCHED, MAX_IN_VAIN = 5, 2
@@ -175,10 +176,16 @@ class JointSearch:
     def _surveyed(self) -> tuple[Survey, dict[int, Guess]]:
         """Return a survey, and its guess of the seconds of a step at each number of micro-batches."""
         numbers = numbers_to_search(self.request)
-        overlapping = [n for n in numbers if self._overlaps(n)]
-        samples = surveyed_numbers(overlapping, self._batch, self.space.cluster.devices_per_host)
+        # A whole batch says little about micro-batches: it is surveyed where there is no other number.
+        several = [n for n in numbers if n > 1] or numbers
+        samples = surveyed_numbers(
+            several,
+            self._batch,
+            self.space.cluster.devices_per_host,
+            lambda samples: int(self.space.divides(samples).sum()),
+        )
         costs: list[StageCosts] = []
-        for number in samples or numbers[:1]:
+        for number in samples:
             try:
                 costs.append(self.steps.of(number, self.steps.natural))
             except (NonAdditiveError, BatchError, TraceError) as error:
@@ -272,10 +279,6 @@ class JointSearch:
     def _batch(self) -> int:
         return self.request.batch_size or 1
 
-    def _overlaps(self, number: int) -> bool:
-        """Return True if several stages may make sense at a number of micro-batches."""
-        return number > 1 or self.space.cluster.shared_processor or (self.num_stages or 1) > 1
-
     def _guess_at(self, number: int, survey: Survey) -> Guess:
         """Return the guessed seconds of a step with the best stages, by a survey."""
         at_best = likely = self._searches_at(number, survey)
@@ -296,19 +299,27 @@ class JointSearch:
         # On mixed clusters both kinds of stages are searched: equal ones move no rows.
         if self.steps.known.has_rows and not first.all_equal:
             found.insert(0, self._search_for(self.schedules[0], number, survey, beyond, all_equal=True))
-        # The second schedule hides transfers at the cost of memory: it is searched if the transfers are long enough.
-        at_most = (1 - CLOSE) * (seconds := first.best_known().seconds)
-        waits = 2 * float(first.inflow_seconds.max()) * (number + first.num_layers)
-        if seconds - waits >= at_most or math.isinf(seconds):
+        seconds = first.best_known().seconds
+        if math.isinf(seconds):
             return found
-        others = (self._search_for(other, number, survey, beyond) for other in self.schedules[1:2])
-        return [*(other for other in others if other.best_known().seconds < at_most), *found]
+        # Other schedules hide transfers or wait less, at the cost of memory: they are searched where that may be worth
+        # it. Schedules that differ in neither have the same best stages as the first.
+        waits = 2 * float(first.inflow_seconds.max()) * (number + first.num_layers)
+        deepest = min(first.num_layers, max(self.space.devices))
+        for schedule in self.schedules[1:]:
+            hidden = waits if schedule.overlaps_transfers else 0.0
+            hidden += (1 - schedule.waiting_share(self._postponed)) * seconds * (deepest - 1) / (number + deepest - 1)
+            if hidden > CLOSE * seconds:
+                other = self._search_for(schedule, number, survey, beyond)
+                if other.best_known().seconds < (1 - CLOSE) * seconds:
+                    found.insert(0, other)
+        return found
 
     def _search_for(
         self, schedule: Schedule, number: int, survey: Survey, beyond: Beyond, *, all_equal: bool = False
     ) -> StageSearch:
         """Return the stage search for a schedule; `all_equal`: for equal stages alone, even if others are searched."""
-        known, overlaps, natural = self.steps.known, self._overlaps(number), self.steps.natural
+        known, natural = self.steps.known, self.steps.natural
         size, held, profiles = self._batch / number, self._held(number, schedule), self._profiles.values()
         guesses = StageGuesses(
             layer_seconds=self._of_layers(survey, number, beyond),
@@ -320,8 +331,8 @@ class JointSearch:
             worthwhile=self.space.worthwhile(survey.profile.shares),
         )
         limits = StageLimits(
-            num_stages=self.num_stages if overlaps else 1,
-            all_equal=all_equal or self._all_equal(known) or not overlaps,
+            num_stages=self.num_stages,
+            all_equal=all_equal or self._all_equal(known),
             equal=self.equal,
         )
         costs = PolicyCosts(
@@ -329,7 +340,8 @@ class JointSearch:
             policies=tuple(self._profiles),
             under=lambda policy, count: self.steps.of(number, Cut.into(count) if count else natural, policy),
         )
-        return StageSearch(costs, PipelinedBatch(schedule, number), self.space, guesses, limits)
+        batch = PipelinedBatch(schedule, number, self._postponed)
+        return StageSearch(costs, batch, self.space, guesses, limits)
 
     def _all_equal(self, costs: StageCosts) -> bool:
         """Return True if equal stages alone are searched, so that no rows move between steps.
@@ -352,6 +364,15 @@ class JointSearch:
         """Return the micro-batches in flight on a stage that is followed by none, by one, and so on."""
         batch = PipelinedBatch(schedule, number)
         return [batch.in_flight(following) for following in range(self.steps.known.layers.num_layers)]
+
+    @cached_property
+    def _postponed(self) -> float:
+        """The share of the work of a micro-batch that no other stage waits for, by its FLOPs."""
+        step = self.steps.known.step
+        flops = op_flops(step)
+        loop = [op for op, phase in enumerate(step.phases) if phase.in_loop]
+        whole = sum(flops[op] for op in loop)
+        return sum(flops[op] for op in weight_gradient_ops(step, loop)) / whole if whole else 0.0
 
     @cached_property
     def _inflows(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -23,38 +23,39 @@ FAR_BETTER = 0.75
 PARTS = (0.5, 0.9)
 """The surveyed numbers, as positions on a logarithmic scale between 1 and the largest number that makes sense."""
 
-RATIO = 1.5
-"""Least ratio of a number of micro-batches to the one before."""
+NEARBY = 2.0
+"""The largest ratio between a place on that scale and the number that is surveyed there, if there is any."""
 
 
-def microbatch_numbers(batch_size: int) -> tuple[int, ...]:
-    """Return divisors of a batch from 1 on, each at least `RATIO` times the one before."""
-    chosen = [1]
-    for number in range(2, batch_size + 1):
-        if batch_size % number == 0 and number >= RATIO * chosen[-1]:
-            chosen.append(number)
-    return tuple(chosen)
+def divisors(number: int) -> tuple[int, ...]:
+    """Return the divisors of a positive number, ascending."""
+    low = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return tuple(sorted({*low, *(number // n for n in low)}))
 
 
 def numbers_to_search(request: PlanRequest) -> tuple[int, ...]:
     """Return the candidate numbers of micro-batches of a request."""
     # Virtual devices of one processor gain nothing from overlap, so that one micro-batch is best when it fits.
     shared = request.cluster.shared_processor
-    return request.microbatch_choices((1,) if shared else microbatch_numbers(request.batch_size or 1))
+    return request.microbatch_choices((1,) if shared else divisors(request.batch_size or 1))
 
 
-def surveyed_numbers(numbers: Sequence[int], batch_size: int, devices_per_host: int) -> list[int]:
+def surveyed_numbers(
+    numbers: Sequence[int], batch_size: int, devices_per_host: int, num_meshes: Callable[[int], int]
+) -> list[int]:
     """Return the numbers to survey: in the middle, on a logarithmic scale, of those that make sense, and near the last.
 
     With fewer samples than half of the devices of a host, these devices cannot split the batch while others split the
-    model.
+    model. Of the numbers within `NEARBY` of such a place the one is taken whose micro-batches the most logical meshes
+    divide, by `num_meshes(samples)`: what a mesh takes is unknown where no surveyed micro-batch can be split over it.
     """
     largest = max(1.0, batch_size / max(1.0, devices_per_host / 2))
     chosen: dict[int, None] = {}
     for part in PARTS:
-        left = [n for n in numbers if n not in chosen]
-        if left:
-            chosen[min(left, key=lambda n: abs(math.log(n / largest**part)))] = None
+        ratios = {n: max(n / largest**part, largest**part / n) for n in numbers if n not in chosen}
+        nearby = [n for n, ratio in ratios.items() if ratio <= NEARBY] or [*ratios]
+        if nearby:
+            chosen[max(nearby, key=lambda n: (num_meshes(batch_size // n), -ratios[n]))] = None
     return list(chosen)
 
 

@@ -28,6 +28,12 @@ The search over tau is lossless (`_search`): F falls as tau grows, so between ta
 F(tau_a) = F(tau_b), or if max(F(tau_b), tau) + (B-1)*tau already reaches the best total at the first tau after tau_a
 (with tau for the maximum this is Alpa's early stop B*tau >= T*).
 
+Under a schedule that leaves the share w of the waiting of 1F1B at the beginning and at the end,
+
+    T*       = min of  w * sum of t + (B-w) * max of t  =  w * min of  sum of t + (B/w - 1) * max of t
+
+which is the same search with B/w micro-batches.
+
 Stages that share one processor never overlap; then T* = B * min of the sum of t, which is F(infinity)      `solve`
 
 `compile_kernels` compiles the kernels ahead of their first use (4 s, once).
@@ -134,6 +140,7 @@ class PipelineTerms:
         num_microbatches: B in the formulas of the module.
         min_stages, max_stages: limits of the number of stages; no maximum: as many as there are layers.
         serialized: whether all stages share one processor, so that their times add up.
+        waiting_share: w, the share of the waiting at the beginning and at the end that the schedule leaves.
     """
 
     num_devices: int | Sequence[int]
@@ -141,6 +148,7 @@ class PipelineTerms:
     min_stages: int = 1
     max_stages: int | None = None
     serialized: bool = False
+    waiting_share: float = 1.0
 
     @property
     def devices(self) -> tuple[int, ...]:
@@ -152,7 +160,7 @@ class PipelineTerms:
         total = sum(times)
         if self.serialized:
             return self.num_microbatches * total
-        return total + (self.num_microbatches - 1) * max(times)
+        return self.waiting_share * total + (self.num_microbatches - self.waiting_share) * max(times)
 
 
 def evaluate(table: StageTable, stages: Sequence[StageAssignment], terms: PipelineTerms) -> float:
@@ -254,7 +262,9 @@ def solve(table: StageTable, terms: PipelineTerms, *, early_stop: bool = True, e
     if taus.size == 0 or sum_at(taus.size - 1) == np.inf:
         return _infeasible(_why_infeasible(dp) if explain else "")
     # On a shared processor the slowest stage does not matter, and the largest tau restricts nothing.
-    best = taus.size - 1 if terms.serialized else _search(sum_at, taus, terms.num_microbatches, early_stop=early_stop)
+    best = taus.size - 1
+    if not terms.serialized:
+        best = _search(sum_at, taus, terms.num_microbatches / terms.waiting_share, early_stop=early_stop)
     stages = dp.stages(float(taus[best]))
     return StageChoice(
         stages=stages,
@@ -400,7 +410,7 @@ def _bottlenecks(arrays: StageArrays) -> NDArray[np.float64]:
 
 
 def _search(
-    sum_at: Callable[[int], float], taus: NDArray[np.float64], num_microbatches: int, *, early_stop: bool
+    sum_at: Callable[[int], float], taus: NDArray[np.float64], num_microbatches: float, *, early_stop: bool
 ) -> int:
     """Return the index of the best bottleneck; `sum_at` of the last one must be finite."""
     last = taus.size - 1

@@ -91,10 +91,20 @@ class StageLimits:
 
 @dataclass(frozen=True, slots=True)
 class PipelinedBatch:
-    """A schedule, and the number of micro-batches that it runs."""
+    """A schedule, and the number of micro-batches that it runs.
+
+    Attributes:
+        postponed: the share of the work of a micro-batch that are gradients of weights.
+    """
 
     schedule: Schedule
     num_microbatches: int
+    postponed: float = 0.0
+
+    @property
+    def waiting_share(self) -> float:
+        """The share of the waiting at the beginning and at the end that the schedule leaves."""
+        return self.schedule.waiting_share(self.postponed)
 
     def in_flight(self, following: int) -> int:
         """Return the number of micro-batches in flight on a stage that `following` stages follow."""
@@ -191,7 +201,7 @@ class StageSearch:
         self._best_of = BestStages(
             space=space,
             cost_model=costs.any_number.cost_model,
-            num_microbatches=batch.num_microbatches,
+            batch=batch,
             ways=[*ways(space, self.num_layers, limits.equal, one_mesh=self.all_equal, repeats=repeats)],
             slower=self._waiting_longer(guesses.slower_seconds),
             num_stages=limits.num_stages,
@@ -476,7 +486,7 @@ class BestStages:
 
     space: Space
     cost_model: CostModel
-    num_microbatches: int
+    batch: PipelinedBatch
     ways: Sequence[NDArray[np.bool_]]
     slower: NDArray[np.float64]
     num_stages: int | None
@@ -485,7 +495,7 @@ class BestStages:
         """Return the best stages of all ways; of equally good ways the first."""
         # The first stage runs for every micro-batch: no stages of a way take less than the fastest first one.
         masks = [np.broadcast_to(way, seconds.shape) for way in self.ways]
-        least = (1 - _ROUNDING) * self.num_microbatches
+        least = (1 - _ROUNDING) * self.batch.num_microbatches
         bounds = [least * float(np.where(mask[0], seconds[0], np.inf).min()) for mask in masks]
         best, number = _NOTHING, len(masks)
         # By rising bounds, so that the first way that cannot win ends the search.
@@ -515,10 +525,11 @@ class BestStages:
             ),
             PipelineTerms(
                 num_devices=self.space.devices_of_groups,
-                num_microbatches=self.num_microbatches,
+                num_microbatches=self.batch.num_microbatches,
                 min_stages=self.num_stages or 1,
                 max_stages=self.num_stages,
                 serialized=self.space.cluster.shared_processor,
+                waiting_share=self.batch.waiting_share,
             ),
             explain=explain,
         )
@@ -530,6 +541,6 @@ class BestStages:
             return found
         # A host dispatches the tasks of all stages on its devices.
         beside = max(1, cluster.devices_per_host // self.space.devices[found.stages[0].submesh])
-        tasks = 2 * self.num_microbatches * min(len(found.stages), beside)
+        tasks = 2 * self.batch.num_microbatches * min(len(found.stages), beside)
         dispatched = max(found.seconds, self.cost_model.launch_seconds() * tasks)
         return replace(found, seconds=dispatched + cluster.skew_seconds)

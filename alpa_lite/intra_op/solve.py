@@ -4,7 +4,6 @@ emits.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from alpa_lite.intra_op.formulate import Builder
@@ -13,12 +12,15 @@ from alpa_lite.intra_op.problem import Solution, Status
 from alpa_lite.intra_op.solvers.portfolio import Portfolio
 from alpa_lite.intra_op.solvers.solver import Solver
 from alpa_lite.intra_op.stage import Choice, StageView
-from alpa_lite.plan.parts import NO_COST, CollectiveUse, StageCost
-from alpa_lite.plan.pricing import Estimator, Pricer, local_bytes
-from alpa_lite.plan.walk import Machine, Walk
-from alpa_lite.program.phases import Phase, parameters, weight_gradient_ops
+from alpa_lite.plan.op_places import TaskLayout
+from alpa_lite.plan.parts import NO_COST, CollectiveUse, StageCost, StageDecisions
+from alpa_lite.plan.pricing import Pricer, local_bytes
+from alpa_lite.plan.slices import SlicedStages, Slicer, TaskOutline
+from alpa_lite.plan.task_prices import estimate, part_seconds
+from alpa_lite.plan.task_specs import TaskRole, TaskSpec
+from alpa_lite.program.ir import memoized
+from alpa_lite.program.phases import Phase, weight_gradient_ops
 from alpa_lite.sharding.specs import Spec, replicated
-from cost_models.overlap import exposed_seconds, without_first, without_last
 
 RELATIVE_GAP = 5e-3
 """The relative gap that suffices for a stage: the cost model is less precise, and closing the rest takes longest."""
@@ -79,65 +81,57 @@ def solve_stage(
 
 
 def price_choice(view: StageView, pricer: Pricer, choice: Choice, solution: Solution, in_flight: int) -> StageSolution:
-    """Price decisions by emitting the tasks of each phase to an `Estimator`.
+    """Price decisions by running the tasks of the stage on estimators.
 
     `solution` is the solution of the integer program that `choice` stands for, and `in_flight` the number of
     micro-batches held at the peak.
     """
     state, sums, activations = _memory(view, pricer, choice)
-    parts = {phase: _walk(view, pricer, choice, phase) for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE)}
-    seconds = _phase_seconds(pricer, parts)
-    runs = view.step.num_microbatches
     # All that the integer program counts at its peak besides state, accumulators and saved values.
     temporary = max(0.0, solution.peak_bytes - state - sums - in_flight * activations)
-    return StageSolution(
+    memory = replace(
+        NO_COST,
+        state_bytes=state,
+        accumulator_bytes=sums,
+        activation_bytes=activations,
+        temporary_bytes=temporary,
+    )
+    priced = StageSolution(
         choice=choice,
         status=solution.status,
         objective=solution.cost,
         bound=solution.bound,
         peak_bytes=solution.peak_bytes,
-        cost=StageCost(
-            forward_seconds=seconds[Phase.FORWARD],
-            backward_seconds=seconds[Phase.BACKWARD],
-            update_seconds=seconds[Phase.UPDATE],
-            state_bytes=state,
-            accumulator_bytes=sums,
-            activation_bytes=activations,
-            temporary_bytes=temporary,
-        ),
-        # An estimator prices one run of its task; forward and backward run once per micro-batch.
-        compute_seconds=sum(p.compute_seconds * (1 if ph is Phase.UPDATE else runs) for ph, p in parts.items()),
-        flops=sum(p.flops * (1 if ph is Phase.UPDATE else runs) for ph, p in parts.items()),
-        collectives=tuple(use for p in parts.values() for use in p.collectives),
+        cost=memory,
     )
+    return _with_seconds(view, pricer, priced, choice)
 
 
-def _phase_seconds(pricer: Pricer, parts: Mapping[Phase, Estimator]) -> dict[Phase, float]:
-    """Return the seconds of each phase.
-
-    Where the backend overlaps them, the reduction of gradients runs during the backward pass and the gathering of state
-    during the forward pass of the next step; only the exposed rest counts.
-    """
-    seconds = {phase: part.seconds for phase, part in parts.items()}
-    model = pricer.cost_model
-    # Devices that share a processor have no idle time in which a collective could hide.
-    if not model.backend.overlap_gradients or model.cluster.shared_processor:
-        return seconds
-    backward, update = parts[Phase.BACKWARD], parts[Phase.UPDATE]
-    reduced = without_last(backward.tasks)
-    resolved = without_first(update.tasks)
-    gathered = without_last(resolved.tasks)
-    contention = model.cluster.device.contention
-    forward_alone = seconds[Phase.FORWARD]
-    # Devices wait for the host where it issues kernels more slowly than they run.
-    backward_alone = max(backward.simulated(reduced.tasks), backward.host_seconds)
-    return {
-        Phase.FORWARD: forward_alone,
-        Phase.BACKWARD: backward_alone + exposed_seconds(reduced.seconds, backward_alone, contention=contention),
-        Phase.UPDATE: max(update.simulated(gathered.tasks), update.host_seconds)
-        + exposed_seconds(resolved.seconds, backward_alone, contention=contention)
-        + exposed_seconds(gathered.seconds, forward_alone, contention=contention),
-    }
+def _with_seconds(
+    view: StageView, pricer: Pricer, solution: StageSolution, choice: Choice, *, in_two: bool = False
+) -> StageSolution:
+    """Return the solution with the seconds, FLOPs and collectives of its tasks."""
+    tasks = stage_tasks(view, choice, in_two=in_two)
+    run = [(task, part) for task in tasks for part in estimate(task, view.step, choice.ops, pricer)]
+    seconds = part_seconds(pricer, [part for _, part in run])
+    by_phase = dict.fromkeys(Phase, 0.0)
+    for (_, part), each in zip(run, seconds, strict=True):
+        by_phase[Phase(part.phase)] += each
+    second = (each for (task, _), each in zip(run, seconds, strict=True) if task.kind is TaskRole.WEIGHT_GRADIENT)
+    return replace(
+        solution,
+        cost=replace(
+            solution.cost,
+            forward_seconds=by_phase[Phase.FORWARD],
+            backward_seconds=by_phase[Phase.BACKWARD],
+            update_seconds=by_phase[Phase.UPDATE],
+            weight_seconds=sum(second),
+        ),
+        # An estimator prices one run of its part; forward and backward run once per micro-batch.
+        compute_seconds=sum(part.compute_seconds * part.runs for _, part in run),
+        flops=sum(part.flops * part.runs for _, part in run),
+        collectives=tuple(use for _, part in run for use in part.collectives),
+    )
 
 
 def in_two_parts(view: StageView, pricer: Pricer, solution: StageSolution) -> StageSolution:
@@ -154,13 +148,9 @@ def in_two_parts(view: StageView, pricer: Pricer, solution: StageSolution) -> St
     lives = lives_of(view, fusion=backend.fusion, fused_attention=backend.fused_attention)
     handed = _read_by(view, second, frozenset(life.value for life in lives.lives if not life.path))
     graph = view.graph
-    cost = replace(
-        solution.cost,
-        # Priced alone, the second part fetches its operands anew, and could exceed the whole pass.
-        weight_seconds=min(solution.cost.backward_seconds, _walk(view, pricer, choice, Phase.BACKWARD, second).seconds),
-        handed_bytes=sum(local_bytes(graph.values[v], _spec_of(view, choice, v), pricer.sizes) for v in handed),
-    )
-    return replace(solution, cost=cost)
+    size = sum(local_bytes(graph.values[v], _spec_of(view, choice, v), pricer.sizes) for v in handed)
+    priced = _with_seconds(view, pricer, solution, choice, in_two=True)
+    return replace(priced, cost=replace(priced.cost, handed_bytes=size))
 
 
 def _read_by(view: StageView, second: frozenset[int], in_memory: frozenset[int]) -> frozenset[int]:
@@ -181,116 +171,45 @@ def _read_by(view: StageView, second: frozenset[int], in_memory: frozenset[int])
     return frozenset(found)
 
 
-def _walk(
-    view: StageView, pricer: Pricer, choice: Choice, phase: Phase, part: frozenset[int] | None = None
-) -> Estimator:
-    """Price the ops of one phase, or a part of them, as a task of its own."""
-    runs = view.step.num_microbatches if phase.in_loop else 1
-    estimator = Estimator(pricer, stage=0, phase=phase.value, runs=runs)
-    drive(ChosenStage(view=view, pricer=pricer, choice=choice), phase, estimator, part)
-    return estimator
+def stage_tasks(view: StageView, choice: Choice, *, in_two: bool = False) -> list[TaskSpec]:
+    """Return the tasks of a stage; `in_two` says whether its backward pass is two tasks."""
+    own = int(view.first > 0)
+    decisions = StageDecisions(
+        inputs=choice.inputs,
+        ops=choice.ops,
+        accumulators=choice.accumulators,
+        outputs=view.outputs,
+        keeps_gathered=view.keeps_gathered,
+    )
+    outlines = _outlines(view, in_two=in_two)
+    sliced = SlicedStages(slicer=outlines.slicer, stages={own: decisions})
+    return [sliced.task(outline) for outline in outlines.tasks]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChosenStage:
-    """A stage with the choice that was made for it and the pricer of its mesh."""
-
-    view: StageView
-    pricer: Pricer
-    choice: Choice
+class _Outlines:
+    slicer: Slicer
+    tasks: tuple[TaskOutline, ...]
 
 
-def drive(stage: ChosenStage, phase: Phase, machine: Machine[int], part: frozenset[int] | None = None) -> None:
-    """Run the ops of one phase, or a part of them, as one task on a machine such as `Estimator`."""
-    view, choice, phases = stage.view, stage.choice, stage.view.step.phases
-    walk = Walk(view.graph, choice.ops, stage.pricer.sizes, machine)
-    mine = [o for o in view.ops if phases[o] is phase and (part is None or o in part)]
-    # Every task recomputes what depends on no micro-batch, instead of receiving it from another task.
-    repeated = _invariant_needs(view, mine)
-    run = repeated.union(mine)
-    _enter(walk, view, choice, phase, run)
-    if view.keeps_gathered and phase is Phase.BACKWARD:
-        _keep_gathered(walk, view, stage.pricer, choice)
-    walk.run(o for o in view.ops if o in run)
-    _leave(walk, view, choice, phase, run)
+@memoized
+def _outlines(view: StageView, *, in_two: bool) -> _Outlines:
+    """Return the outlines of the tasks of a stage, between a stage of all layers before and one of all after it."""
+    own, is_last = int(view.first > 0), view.last == view.layers.num_layers - 1
 
+    def stage_of(layer: int) -> int:
+        return own + (layer > view.last) - (layer < view.first)
 
-def _keep_gathered(walk: Walk[int], view: StageView, pricer: Pricer, choice: Choice) -> None:
-    """Add the specs in which the forward pass has gathered parameters to the arrays of a backward task."""
-    # Only the specs are of interest here: the estimator of this walk is discarded.
-    forward = Walk(view.graph, choice.ops, pricer.sizes, Estimator(pricer, stage=0, phase="forward", runs=1))
-    run = _invariant_needs(view, mine := [o for o in view.ops if view.step.phases[o] is Phase.FORWARD]).union(mine)
-    _enter(forward, view, choice, Phase.FORWARD, run)
-    forward.run(o for o in view.ops if o in run)
-    for v in forward.arrays.keys() & parameters(view.step):
-        for spec in forward.arrays[v]:
-            walk.put(v, spec, Estimator.NOTHING)
-
-
-def _enter(walk: Walk[int], view: StageView, choice: Choice, phase: Phase, run: frozenset[int]) -> None:
-    """Add the arrays that come into a task: inputs, and values of other tasks in the specs in which these left them."""
-    graph, phases, free = view.graph, view.step.phases, view.free
-    for v, spec in choice.inputs.items():
-        walk.put(v, spec, Estimator.NOTHING)
-    for op_id in view.ops:
-        if phases[op_id] is Phase.INVARIANT or op_id in run:
-            continue
-        placement = choice.ops.get(op_id)
-        for i, r in enumerate(graph.ops[op_id].results):
-            if r not in free:
-                walk.put(r, placement.results[i] if placement else replicated(graph.values[r].rank), Estimator.NOTHING)
-    if phase is Phase.UPDATE:
-        for v, accumulator in choice.accumulators.items():
-            # The accumulator is the only copy of the sum when the update begins.
-            walk.arrays[v] = {accumulator.stored: Estimator.NOTHING}
-            _resolve(walk, v, accumulator.resolved)
-
-
-def _leave(walk: Walk[int], view: StageView, choice: Choice, phase: Phase, run: frozenset[int]) -> None:
-    """Reshard the values that leave a task: accumulated sums to their stored specs, state to the specs of its
-    inputs.
-    """
-    graph = view.graph
-    for v, spec in view.outputs.items():
-        made = graph.producer[v] in run
-        # A sum is returned by the update, any other value by the task that makes it.
-        if (phase is Phase.UPDATE) if v in choice.accumulators else made:
-            walk.get(v, spec)
-    if phase.in_loop:
-        for v, accumulator in choice.accumulators.items():
-            producer = graph.producer[v]
-            if producer in run:
-                walk.get(v, accumulator.stored)
-        return
-    # New state gets the spec of the state that it replaces, with which the next step begins.
-    for out, target in view.step.aliases.items():
-        if out in walk.arrays and target in choice.inputs and out not in view.outputs:
-            walk.get(out, choice.inputs[target])
-
-
-def _resolve(walk: Walk[int], v: int, spec: Spec) -> None:
-    """Reshard a sum to the spec in which the update reads it, and drop its other copies."""
-    walk.arrays[v] = {spec: walk.get(v, spec)}
-
-
-def _invariant_needs(view: StageView, ops: Iterable[int]) -> frozenset[int]:
-    """Return the invariant ops that a task with these ops must repeat."""
-    graph, phases, free, needed = view.graph, view.step.phases, view.free, set[int]()
-    for op_id in ops:
-        needed.update(graph.ops[op_id].operands)
-    found: set[int] = set()
-    # Backwards, since repeated ops may read the results of other repeated ops.
-    for op_id in reversed(view.ops):
-        op = graph.ops[op_id]
-        if needed.isdisjoint(op.results):
-            continue
-        if phases[op_id] is Phase.INVARIANT:
-            found.add(op_id)
-            needed.update(op.operands)
-        # The walk makes free values by itself, from operands that the task must have.
-        elif not free.isdisjoint(op.results):
-            needed.update(op.operands)
-    return frozenset(found)
+    layout = TaskLayout(
+        stage_of_op=[None if layer is None else stage_of(layer) for layer in view.layers.of_op],
+        stage_of_input={v: stage_of(layer) for v, layer in zip(view.graph.inputs, view.layers.of_input, strict=True)},
+        whole=own == 0 and is_last and view.step.num_microbatches == 1,
+        # Nearly all schedules run the backward pass of the last stage directly after its forward pass.
+        fused=frozenset([own] if is_last else []),
+        in_two=frozenset([own] if in_two else []),
+    )
+    slicer = Slicer(layout, view.step, view.ops)
+    return _Outlines(slicer=slicer, tasks=slicer.outlines(own))
 
 
 def _memory(view: StageView, pricer: Pricer, choice: Choice) -> tuple[float, float, float]:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from math import prod
 
 import jax
@@ -28,13 +29,13 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
 from alpa_lite.lower.local_machine import POSITIONAL, LocalMachine, PlacedTask
-from alpa_lite.lower.slices import Port, TaskSpec, run_parts
 from alpa_lite.plan.plan import OpPlacement
+from alpa_lite.plan.task_specs import Port, TaskSpec, run_task
 from alpa_lite.plan.walk import Walk
 from alpa_lite.program.equations import Equation
 from alpa_lite.program.identity import content, structure
 from alpa_lite.program.ir import Graph, Op, Value, wiring_of
-from alpa_lite.program.phases import Combination, StepGraph
+from alpa_lite.program.phases import Combination, Phase, StepGraph
 from alpa_lite.rules.op_info import free_values, op_classes
 from alpa_lite.sharding.specs import Spec
 
@@ -157,13 +158,13 @@ def emit_task(placed: PlacedTask, mesh: AbstractMesh, *, name: str, platform: st
         walk: Walk[jax.Array] = Walk(graph, placed.placements, sizes, machine)
         # Not strict: sums and the index of the micro-batch follow the inputs. Of a partial sum, each device has one
         # addend, at index 0 of the leading dim.
-        for port, array in zip(task.inputs, arrays, strict=False):
-            walk.put(port.value, port.spec, array[0] if port.spec.partial else array)
-        for number, _ in enumerate(run_parts(walk, task, step)):
-            # Set before the phase runs, since `run_parts` yields a phase when it is about to begin.
-            machine.part = number
-        # Reading a value in the spec of its port emits the resharding to it, as the walk of the planner has priced it.
-        results = [walk.get(port.value, port.spec) for port in outs]
+        inputs = [a[0] if p.spec.partial else a for p, a in zip(task.inputs, arrays, strict=False)]
+        numbers = count()
+
+        def begin(_: Phase) -> None:
+            machine.part = next(numbers)
+
+        results = run_task(walk, task, inputs, begin)
         if accumulate:
             old = arrays[len(task.inputs) : len(ins)]
             first = len(task.outputs)
@@ -256,7 +257,8 @@ def task_form(placed: PlacedTask, sizes: Mapping[str, int]) -> Hashable:
     resolved = tuple([(form.number(value), stored, wanted) for value, stored, wanted in task.resolved])
     buckets = tuple([tuple([form.number(value) for value in bucket]) for bucket in task.buckets])
     ports = (inputs, form.ports(task.outputs), form.ports(task.sums), resolved, buckets)
-    return tuple(sizes.items()), step.num_microbatches, placed.donated, task.keeps_gathered, ports, tuple(form.ops)
+    parts = tuple([(part.phase, len(part.ops)) for part in task.parts])
+    return tuple(sizes.items()), step.num_microbatches, placed.donated, bool(task.kept), parts, ports, tuple(form.ops)
 
 
 class _Form:

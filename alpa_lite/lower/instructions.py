@@ -15,9 +15,9 @@ from enum import StrEnum
 from typing import Any
 
 from alpa_lite.errors import MismatchError, VerificationError
-from alpa_lite.lower.op_places import TaskRole
-from alpa_lite.lower.slices import Slicer, TaskSpec
 from alpa_lite.plan.plan import Plan
+from alpa_lite.plan.slices import SlicedStages
+from alpa_lite.plan.task_specs import TaskRole, TaskSpec
 from alpa_lite.program.ir import Value, item_bytes
 from alpa_lite.program.phases import StepGraph
 from alpa_lite.schedule import linearize, validate
@@ -112,7 +112,7 @@ class Program:
 
 def build_program(plan: Plan, step: StepGraph) -> Program:
     """Return the program of a plan. Raises `MismatchError` if the plan contradicts the order of the step."""
-    return _ProgramBuilder(plan, step, Slicer(plan, step)).build()
+    return _ProgramBuilder(plan, SlicedStages.of_plan(plan, step)).build()
 
 
 def planned_transfer(plan: Plan, value: Value, source: tuple[int, Spec], target: tuple[int, Spec]) -> PlannedTransfer:
@@ -139,13 +139,13 @@ def planned_transfer(plan: Plan, value: Value, source: tuple[int, Spec], target:
 class _ProgramBuilder:
     """Builder that appends instructions in dispatch order and checks that every buffer is written before it is read."""
 
-    def __init__(self, plan: Plan, step: StepGraph, slicer: Slicer) -> None:
-        self.plan, self.step, self.slicer = plan, step, slicer
-        self.graph = step.graph
-        self.tasks = slicer.tasks()
+    def __init__(self, plan: Plan, sliced: SlicedStages) -> None:
+        self.plan, self.sliced, self.slicer = plan, sliced, sliced.slicer
+        self.step, self.graph = sliced.slicer.step, sliced.slicer.graph
+        self.tasks = tuple(sliced.task(outline, plan.buckets) for outline in sliced.slicer.outlines())
         self.instructions: list[Instruction] = []
         self.written: dict[Buffer, Spec] = {}
-        self.batched = step.num_microbatches > 1
+        self.batched = self.step.num_microbatches > 1
 
     def build(self) -> Program:
         loop = [t for t in self.tasks if t.kind.in_loop]
@@ -305,7 +305,7 @@ class _ProgramBuilder:
 
     def _output_spec(self, value: int) -> Spec:
         producer = self.graph.producer[value]
-        return self._home_input_spec(value) if producer is None else self.slicer.output_spec(value)
+        return self._home_input_spec(value) if producer is None else self.sliced.output_spec(value)
 
     def _output(self, value: int) -> Buffer:
         """Return the buffer that holds a graph output at the end of the step, sent to its home stage if computed
@@ -332,13 +332,13 @@ class _ProgramBuilder:
                     stage=stage,
                     reads=parts,
                     writes=(target,),
-                    spec=self.slicer.output_spec(value),
+                    spec=self.sliced.output_spec(value),
                 )
             )
             return target
         source, target = Buffer(value, stage), Buffer(value, self.slicer.output_stage(value))
         if target not in self.written:
-            self._send(source, target, self.slicer.output_spec(value))
+            self._send(source, target, self.sliced.output_spec(value))
         return target
 
     def _free(self, outputs: Iterable[Buffer]) -> None:

@@ -44,8 +44,8 @@ import numpy as np
 from jax import lax
 
 from alpa_lite.lower.run_local import LocalOp, bind_local, block_index
-from alpa_lite.lower.slices import TaskSpec
 from alpa_lite.plan.plan import OpPlacement
+from alpa_lite.plan.task_specs import TaskSpec
 from alpa_lite.plan.walk import Application, Walk, body_walk, sharing_axes
 from alpa_lite.program.equations import Equation
 from alpa_lite.program.ir import Graph, Op, Value, Wiring

@@ -256,6 +256,17 @@ NO_COST = StageCost(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StageDecisions:
+    """The decisions for one stage that its tasks follow; the fields of `StagePlan` with the same names."""
+
+    inputs: Mapping[int, Spec]
+    ops: Mapping[int, OpPlacement]
+    accumulators: Mapping[int, Accumulator]
+    outputs: Mapping[int, Spec] = field(default_factory=dict[int, Spec])
+    keeps_gathered: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlan:
     """One pipeline stage. Op and value ids refer to the traced graph.
 
@@ -286,6 +297,17 @@ class StagePlan:
     keeps_gathered: bool = False
     outputs: Mapping[int, Spec] = field(default_factory=dict[int, Spec])
     shapes: Mapping[str, ArrayShape] = field(default_factory=dict[str, ArrayShape])
+
+    @property
+    def decisions(self) -> StageDecisions:
+        """The decisions that the tasks of the stage follow."""
+        return StageDecisions(
+            inputs=self.inputs,
+            ops=self.ops,
+            accumulators=self.accumulators,
+            outputs=self.outputs,
+            keeps_gathered=self.keeps_gathered,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

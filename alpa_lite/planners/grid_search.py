@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from alpa_lite.errors import AlpaLiteError, InfeasibleError, PlanError
 from alpa_lite.inter_op.assembly import with_microbatches
+from alpa_lite.inter_op.microbatch_counts import divisors
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.plan.plan import Plan
 from alpa_lite.planners.hybrid import Hybrid
@@ -55,11 +56,6 @@ def microbatch_sizes(num_samples: int, data: int, largest: int) -> Iterator[int]
         if 1.5 * last <= size <= largest:
             last = size
             yield size
-
-
-def divisors(number: int) -> list[int]:
-    """Return the divisors of a positive number, ascending."""
-    return [i for i in range(1, number + 1) if number % i == 0]
 
 
 @renamed_options(max_model="max_tensor")

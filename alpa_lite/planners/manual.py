@@ -14,8 +14,8 @@ from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from alpa_lite.errors import AlpaLiteError, without_frames
-from alpa_lite.inter_op.microbatch_counts import microbatch_numbers
+from alpa_lite.errors import AlpaLiteError, InfeasibleError, without_frames
+from alpa_lite.inter_op.microbatch_counts import divisors
 from alpa_lite.inter_op.plan_request import PlanRequest, SentSteps
 from alpa_lite.inter_op.work_floor import least_loop_seconds, least_seconds
 from alpa_lite.inter_op.workers import Likely, Workers
@@ -65,10 +65,11 @@ class ManualPlans:
         """
         if best is None or best.num_microbatches == 1:
             number = self._request.num_microbatches
-            yield from filter(None, (self._plan(which, number) for which in range(len(self._planners))))
+            plans = (self._plan(which, number) for which in range(len(self._planners)))
+            yield from (plan for plan in plans if isinstance(plan, Plan))
             return
         most = best.num_microbatches
-        numbers = self._request.microbatch_choices(microbatch_numbers(self._request.batch_size or 1))
+        numbers = self._request.microbatch_choices(divisors(self._request.batch_size or 1))
         # Numbers at which the search found no fit are left out: its shardings need less memory than these plans.
         fewer = [number for number in reversed(numbers) if max(too_large, default=0) < number <= most]
         for which, planner in enumerate(self._planners):
@@ -80,7 +81,13 @@ class ManualPlans:
                 self._asked.add((which, number))
                 self.expect(best)
                 plan = self._plan(which, number)
-                if plan is None or plan.prediction.step_seconds >= last:
+                # Fewer micro-batches need more memory.
+                if isinstance(plan, InfeasibleError):
+                    break
+                # Degrees that do not divide these micro-batches may divide larger ones.
+                if isinstance(plan, AlpaLiteError):
+                    continue
+                if plan.prediction.step_seconds >= last:
                     break
                 yield plan
                 last = plan.prediction.step_seconds
@@ -104,8 +111,8 @@ class ManualPlans:
                     questions[_key(which, number)] = Likely(_plan, about, (planner, number))
         self._request.workers.expect(questions, later=True)
 
-    def _plan(self, which: int, number: int | str) -> Plan | None:
-        """Return the plan of a planner with a number of micro-batches; None if there is none."""
+    def _plan(self, which: int, number: int | str) -> Plan | AlpaLiteError:
+        """Return the plan of a planner with a number of micro-batches, or the error that says why there is none."""
         planner = self._planners[which]
         try:
             with self._request.progress.during("manual", planner.name):
@@ -117,7 +124,7 @@ class ManualPlans:
                 return planner.plan(replace(self._request, num_microbatches=number))
         except AlpaLiteError as error:
             self._problems.append(without_frames(error))
-            return None
+            return self._problems[-1]
 
     def _least_seconds(self, planner: Planner, number: int) -> float:
         """Return a lower bound on the seconds of a step, however the planner shards it."""

@@ -6,7 +6,7 @@
     issued: a host starts one program after the other, each in launch_seconds                            `issue`
     seconds of a SEND   its pieces, and the collectives of both meshes           `pricing.transfer_seconds`
 
-    seconds of a RUN    its ops, one after the other as they are emitted, on the pricer of its stage     `price_task`
+    seconds of a RUN    its ops, one after the other as they are emitted, on the pricer of its stage     `prices_of`
     exposed             seconds of a RUN beyond its kernels, and the wait for a SEND beyond the wait for
                         the instruction that made its input                                              `StageUse`
     bubble              waiting for anything else
@@ -24,11 +24,10 @@ from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 
 from alpa_lite.lower.instructions import Buffer, Instruction, InstructionKind, Program, TaskTime
-from alpa_lite.lower.op_places import TaskRole
-from alpa_lite.lower.slices import TaskSpec, run_parts
-from alpa_lite.plan.plan import OpPlacement, Plan
-from alpa_lite.plan.pricing import Estimator, Pricer, dispatch_seconds, local_bytes, transfer_seconds
-from alpa_lite.plan.walk import Walk
+from alpa_lite.plan.plan import Plan
+from alpa_lite.plan.pricing import Pricer, dispatch_seconds, local_bytes, transfer_seconds
+from alpa_lite.plan.task_prices import estimate, part_seconds
+from alpa_lite.plan.task_specs import TaskRole, TaskSpec
 from alpa_lite.program.phases import StepGraph
 from alpa_lite.sharding.specs import Spec
 from cost_models.cluster import Cluster
@@ -119,7 +118,7 @@ def simulate_program(
     not lie on the devices of their stages (`runtime.execute.stacked`) are assembled outside of the program.
     """
     pricers = [_pricer(plan, stage, cost_model_for) for stage in range(len(plan.stages))]
-    prices = [price_task(task, step, plan.stages[task.stage].ops, pricers[task.stage]) for task in program.tasks]
+    prices = prices_of(program.tasks, step, plan, pricers)
     clock = _StepSimulation(
         program=program, plan=plan, prices=prices, pricers=pricers, model=cost_model_for(plan.cluster)
     )
@@ -144,31 +143,21 @@ def simulate_program(
     return SimulatedStep(times=listed, step_seconds=available, submeshes=tuple(uses))
 
 
-def price_task(task: TaskSpec, step: StepGraph, placements: Mapping[int, OpPlacement], pricer: Pricer) -> TaskPrice:
-    """Return the price of one run of a task, with the ops, kernels and collectives of its executable, phase after
-    phase.
-    """
-
-    def estimator() -> Estimator:
-        return Estimator(pricer, stage=task.stage, phase=task.kind, runs=1)
-
-    parts = [estimator()]
-    walk: Walk[int] = Walk(step.graph, placements, pricer.sizes, parts[0])
-    for port in task.inputs:
-        # Inputs are in memory when a task starts: their work was priced where they were made.
-        walk.put(port.value, port.spec, Estimator.NOTHING)
-    for _ in run_parts(walk, task, step):
-        # What an earlier phase made is an input here; its work is priced in that phase.
-        for by_spec in walk.arrays.values():
-            by_spec.update(dict.fromkeys(by_spec, Estimator.NOTHING))
-        walk.machine = estimator()
-        parts.append(walk.machine)
-    for port in (*task.outputs, *task.sums):
-        # Reading an output in its spec prices the collectives at the end of the task.
-        walk.get(port.value, port.spec)
-    return TaskPrice(
-        seconds=sum(part.seconds for part in parts), compute_seconds=sum(part.compute_seconds for part in parts)
-    )
+def prices_of(
+    tasks: Sequence[TaskSpec], step: StepGraph, plan: Plan, pricers: Sequence[Pricer]
+) -> tuple[TaskPrice, ...]:
+    """Return the price of one run of each task, with the ops, kernels and collectives of its executable."""
+    found: dict[int, TaskPrice] = {}
+    for stage, pricer in enumerate(pricers):
+        mine = [number for number, task in enumerate(tasks) if task.stage == stage]
+        parts = {number: estimate(tasks[number], step, plan.stages[stage].ops, pricer) for number in mine}
+        # Together, since collectives of one task may run during another one.
+        seconds = iter(part_seconds(pricer, [part for each in parts.values() for part in each]))
+        for number, each in parts.items():
+            found[number] = TaskPrice(
+                seconds=sum(next(seconds) for _ in each), compute_seconds=sum(part.compute_seconds for part in each)
+            )
+    return tuple(found[number] for number in range(len(tasks)))
 
 
 def _pricer(plan: Plan, stage: int, cost_model_for: Callable[[Cluster], CostModel]) -> Pricer:

@@ -44,6 +44,16 @@ class Schedule(ABC):
         """Whether stages work on other micro-batches during a transfer, for any number of micro-batches."""
         return False
 
+    def waiting_share(self, postponed: float) -> float:
+        """Return the share of the waiting under 1F1B at the beginning and at the end that remains.
+
+        With p equal stages of t seconds the makespan is (m + share*(p-1)) * t; see the module.
+
+        postponed: the share of both passes that are gradients of weights.
+        """
+        del postponed
+        return 1.0
+
     def num_processors(self, num_stages: int) -> int:
         """Return the number of processors for `num_stages` stages; stage i runs on processor i mod this number.
 
@@ -254,6 +264,10 @@ class ZeroBubbleH1(Schedule):
     @property
     def name(self) -> str:
         return "zero-bubble-h1"
+
+    def waiting_share(self, postponed: float) -> float:
+        # (tf + ti - tw) / (tf + ti + tw), for tw of at most tf and ti.
+        return max(1 - 2 * postponed, 1 / 3)
 
     def tasks(self, num_stages: int, num_microbatches: int) -> TaskLists:
         _check_numbers(num_stages, num_microbatches)

@@ -16,8 +16,9 @@ from math import gcd
 
 from alpa_lite.cli.models.alpa_cases import Case
 from alpa_lite.cli.models.transformer import Transformer
+from alpa_lite.inter_op.microbatch_counts import divisors
 from alpa_lite.planners import Hybrid
-from alpa_lite.planners.grid_search import divisors, factorisations, microbatch_sizes
+from alpa_lite.planners.grid_search import factorisations, microbatch_sizes
 from benchmarks.alpa.fixed_plans import FixedPlan, deepspeed, in_loops, megatron
 from benchmarks.alpa.price import Desk, Price
 

@@ -10,7 +10,8 @@ import pytest
 import alpa_lite as al
 from alpa_lite.inter_op.space import Space, ways
 from alpa_lite.inter_op.stage_dp import PipelineTerms, StageStatus, StageTable, solve
-from alpa_lite.inter_op.stage_search import BestStages
+from alpa_lite.inter_op.stage_search import BestStages, PipelinedBatch
+from alpa_lite.schedule import OneFOneB, ZeroBubbleH1
 from cost_models.composed import ComposedCostModel
 
 LAYERS = 4
@@ -22,6 +23,7 @@ def test_it_is_the_best_of_each_way(seed: int, num_stages: int | None) -> None:
     cluster = replace(al.cluster("p3.16xlarge"), devices_per_host=4)
     # A host that dispatches at once: what it takes is no part of the stage DP.
     cluster = replace(cluster, device=replace(cluster.device, dispatch_seconds=0.0))
+    schedule = ZeroBubbleH1() if seed % 5 == 0 else OneFOneB()
     space, number, random = Space.of(cluster), int(2 ** (seed % 4)), np.random.default_rng(seed)
     shape = (LAYERS, LAYERS, len(space.kinds), space.most_shapes)
     # Where all stages take about as long, no way can be told to be worse before it is looked at.
@@ -33,7 +35,7 @@ def test_it_is_the_best_of_each_way(seed: int, num_stages: int | None) -> None:
     found = BestStages(
         space=space,
         cost_model=ComposedCostModel(cluster),
-        num_microbatches=number,
+        batch=PipelinedBatch(schedule, number, postponed=1 / 3),
         ways=alike,
         slower=slower,
         num_stages=num_stages,
@@ -50,6 +52,7 @@ def test_it_is_the_best_of_each_way(seed: int, num_stages: int | None) -> None:
             PipelineTerms(
                 num_devices=space.devices_of_groups,
                 num_microbatches=number,
+                waiting_share=schedule.waiting_share(1 / 3),
                 min_stages=num_stages or 1,
                 max_stages=num_stages,
             ),

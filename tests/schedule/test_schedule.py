@@ -219,6 +219,8 @@ def test_the_bubble_of_h1_lacks_the_weights_of_each_stage(p, groups, tw, ti, tf)
     tf, ti, m = tw + tf, tw + ti, p * groups
     timeline = simulate(ZeroBubbleH1().tasks(p, m), [tf] * p, [ti + tw] * p, weight_seconds=[tw] * p)
     assert timeline.makespan_seconds == m * (tf + ti + tw) + (p - 1) * (tf + ti - tw)
+    share = ZeroBubbleH1().waiting_share(tw / (tf + ti + tw))
+    assert timeline.makespan_seconds == pytest.approx((m + share * (p - 1)) * (tf + ti + tw))
     assert timeline.makespan_seconds <= simulate(OneFOneB().tasks(p, m), [tf] * p, [ti + tw] * p).makespan_seconds
 
 

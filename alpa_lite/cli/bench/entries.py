@@ -21,8 +21,8 @@ from alpa_lite.api.stages import LoweredFunction, PlannedFunction, TracedFunctio
 from alpa_lite.cli.bench.request import BenchTarget, Contender
 from alpa_lite.cli.bench.row import DeviceTime, PlanPrice, Row
 from alpa_lite.cli.models.model_parts import Tree
-from alpa_lite.errors import AlpaLiteError, InfeasibleError
-from alpa_lite.inter_op.microbatch_counts import microbatch_numbers
+from alpa_lite.errors import AlpaLiteError, InfeasibleError, NonAdditiveError, without_frames
+from alpa_lite.inter_op.microbatch_counts import divisors
 from alpa_lite.planners.planner import Planner
 from alpa_lite.runtime.execute.function import CompiledFunction
 from alpa_lite.runtime.simulate import SimulatedStep
@@ -125,25 +125,32 @@ def best_of_counts(contest: Contest, planner: Planner) -> al.Plan:
     except InfeasibleError as error:
         problem = error
     start = 1 if best is None else best.num_microbatches
-    counts = microbatch_numbers(contest.traced.traced.batch.size or 1)
+    counts = divisors(contest.traced.traced.batch.size or 1)
     # Time over the number of micro-batches falls and then rises (bubbles against efficiency), so that each direction
     # ends at the first number that is no better.
     for some in ([c for c in counts if c > start], [c for c in reversed(counts) if c < start]):
         for count in some:
-            try:
-                other = contest.plan(planner, count)
-            except InfeasibleError:
-                if best is not None:
-                    break
-            except AlpaLiteError:  # the batch cannot be divided so, or the step is no sum over its samples
+            other = _plan_or_problem(contest, planner, count)
+            # Once there is a plan, further numbers in the same direction need more memory.
+            if isinstance(other, NonAdditiveError if best is None else (NonAdditiveError, InfeasibleError)):
                 break
-            else:
-                if best is not None and other.prediction.step_seconds >= best.prediction.step_seconds:
-                    break
-                best = other
+            # Degrees that do not divide these micro-batches may divide others.
+            if isinstance(other, AlpaLiteError):
+                continue
+            if best is not None and other.prediction.step_seconds >= best.prediction.step_seconds:
+                break
+            best = other
     if best is None:
         raise problem or InfeasibleError(f"{planner.name} has no plan.")
     return best
+
+
+def _plan_or_problem(contest: Contest, planner: Planner, count: int) -> al.Plan | AlpaLiteError:
+    """Return the plan with so many micro-batches, or the error that says why there is none."""
+    try:
+        return contest.plan(planner, count)
+    except AlpaLiteError as error:
+        return without_frames(error)
 
 
 def priced(plan: al.Plan, target: BenchTarget) -> PlanPrice:

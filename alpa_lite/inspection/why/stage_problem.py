@@ -21,7 +21,7 @@ from alpa_lite.inter_op.stage_costs import free_restriction
 from alpa_lite.intra_op.formulate import Builder
 from alpa_lite.intra_op.interning import SharedArrays
 from alpa_lite.intra_op.problem import Problem, Ragged, Solution, Status
-from alpa_lite.intra_op.solve import ChosenStage, StageSolution, drive, in_two_parts, price_choice
+from alpa_lite.intra_op.solve import StageSolution, in_two_parts, price_choice, stage_tasks
 from alpa_lite.intra_op.solvers.portfolio import Portfolio
 from alpa_lite.intra_op.stage import Choice, Key, Offer, Placed, PlacedBodies, PlacedSum, StageView
 from alpa_lite.intra_op.strategies import Restriction
@@ -29,9 +29,9 @@ from alpa_lite.intra_op.strategy_catalogue import Catalogue, SumOptions
 from alpa_lite.intra_op.usages import StageLayout, UsageOf, usages_of
 from alpa_lite.plan.plan import OpPlacement, StagePlan
 from alpa_lite.plan.pricing import Estimator, Pricer
+from alpa_lite.plan.task_prices import estimate
 from alpa_lite.plan.walk import Application, Walk
 from alpa_lite.program.ir import Graph, Op, Value, Wiring
-from alpa_lite.program.phases import Phase
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh
 from alpa_lite.sharding.specs import Move, Spec
 from alpa_lite.text import short_source
@@ -307,11 +307,11 @@ class Entry:
 class Ledger:
     """An interpreter of the walk that prices ops as `Estimator` does and records each."""
 
-    def __init__(self, estimator: Estimator, opaque: Collection[str]) -> None:
-        """Wrap an estimator; `opaque` are the primitives without a sharding rule."""
+    def __init__(self, estimator: Estimator, opaque: Collection[str], entries: list[Entry]) -> None:
+        """Wrap an estimator; `opaque` are the primitives without a sharding rule, and `entries` are appended to."""
         self.estimator = estimator
         self.opaque = opaque
-        self.entries: list[Entry] = []
+        self.entries = entries
 
     def literal(self, value: Value) -> int:
         """Price a scalar, which is free."""
@@ -353,10 +353,10 @@ def entries_of(stage: StageProblem, opaque: Collection[str]) -> list[Entry]:
     """Return the entries of a stage's ops as they are planned, phase by phase."""
     choice, found = stage.as_planned.choice, list[Entry]()
     assert choice is not None
-    for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE):
-        # Forward and backward run once per micro-batch, the update once per step.
-        runs = stage.view.step.num_microbatches if phase.in_loop else 1
-        ledger = Ledger(Estimator(stage.pricer, stage=0, phase=phase.value, runs=runs), opaque)
-        drive(ChosenStage(view=stage.view, pricer=stage.pricer, choice=choice), phase, ledger)
-        found += ledger.entries
+
+    def ledger_of(estimator: Estimator) -> Ledger:
+        return Ledger(estimator, opaque, found)
+
+    for task in stage_tasks(stage.view, choice, in_two=stage.in_two):
+        estimate(task, stage.view.step, choice.ops, stage.pricer, ledger_of)
     return found

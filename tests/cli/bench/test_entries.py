@@ -93,7 +93,7 @@ class Listed:
         pytest.param(8, {8: 3.0, 16: 2.0, 32: 4.0, 4: 5.0}, 16, [8, 16, 32, 4], id="up"),
         pytest.param(8, {8: 3.0, 16: 4.0, 4: 2.0, 2: 2.5}, 4, [8, 16, 4, 2], id="down"),
         pytest.param(1, {4: 5.0, 8: 4.0, 16: 4.5}, 8, [1, 2, 4, 8, 16], id="until it fits"),
-        pytest.param(8, {8: 3.0, 16: "refused", 4: 2.0}, 4, [8, 16, 4, 2], id="refused"),
+        pytest.param(8, {8: 3.0, 16: "refused", 4: 2.0}, 4, [8, 16, 32, 4, 2], id="refused"),
     ],
 )
 def test_manual_plans_get_the_number_of_microbatches_that_is_best_for_them(entries, target, own, seconds, best, asked):

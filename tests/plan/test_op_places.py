@@ -10,7 +10,7 @@ import pytest
 
 import alpa_lite as al
 from alpa_lite.api.stages import LoweredFunction
-from alpa_lite.lower.op_places import places_of
+from alpa_lite.plan.op_places import layout_of_plan, places_of
 from alpa_lite.planners import Hybrid
 from alpa_lite.program.phases import Phase
 from alpa_lite.schedule import GPipe, OneFOneB, Schedule, ZeroBubbleH1
@@ -40,7 +40,7 @@ def _lowered(schedule: Schedule, stages: int = 4) -> LoweredFunction:
 def test_ops_run_after_what_they_read(schedule: Schedule) -> None:
     lowered = _lowered(schedule)
     step = lowered.step.step
-    places = places_of(lowered.planned.last_plan, step)
+    places = places_of(layout_of_plan(lowered.planned.last_plan, step), step)
     for op, place in zip(step.graph.ops, places, strict=True):
         for v in op.operands:
             producer = step.graph.producer[v]
@@ -53,7 +53,7 @@ def test_what_only_derivatives_read_is_not_handed_on() -> None:
     """Of each gelu the input and the tanh are kept, not the polynomials of them that its derivative consists of."""
     lowered = _lowered(GPipe())
     step = lowered.step.step
-    places = places_of(lowered.planned.last_plan, step)
+    places = places_of(layout_of_plan(lowered.planned.last_plan, step), step)
     assert any(
         place is not None and place.kind == "backward" and phase is Phase.FORWARD
         for phase, place in zip(step.phases, places, strict=True)

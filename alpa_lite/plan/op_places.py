@@ -15,75 +15,38 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from itertools import pairwise
 
 from alpa_lite.errors import PlanError
 from alpa_lite.plan.plan import Plan
+from alpa_lite.plan.task_specs import OpPlace, TaskRole
 from alpa_lite.program.ir import Graph
 from alpa_lite.program.phases import Phase, StepGraph, weight_gradient_ops
 from alpa_lite.rules.fusion import is_fusible
 from alpa_lite.schedule import Task, TaskKind, TaskLists, kinds_of
 
 
-class TaskRole(StrEnum):
-    """The part of a step that a task runs, with the values of `TaskKind` where the schedule has such tasks."""
-
-    STEP = "step"
-    FORWARD = "forward"
-    FORWARD_BACKWARD = "forward+backward"
-    BACKWARD = "backward"
-    INPUT_GRADIENT = "input gradient"
-    WEIGHT_GRADIENT = "weight gradient"
-    UPDATE = "update"
-
-    @property
-    def in_loop(self) -> bool:
-        """True for tasks that run once per micro-batch."""
-        return self not in (TaskRole.STEP, TaskRole.UPDATE)
-
-
-_ORDER = {
-    TaskRole.STEP: 0,
-    TaskRole.FORWARD: 0,
-    TaskRole.FORWARD_BACKWARD: 1,
-    TaskRole.BACKWARD: 2,
-    TaskRole.INPUT_GRADIENT: 2,
-    TaskRole.WEIGHT_GRADIENT: 3,
-    TaskRole.UPDATE: 4,
-}
-
-_UPDATE = (_ORDER[TaskRole.UPDATE], 0, 0)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OpPlace:
-    """The place of an op of the step: its stage, the kind of its task and, for updates, the wave."""
+class TaskLayout:
+    """The tasks that the stages of a step have.
 
-    stage: int
-    kind: TaskRole
-    wave: int = 0
-
-    @property
-    def order(self) -> tuple[int, int, int]:
-        """A sort key that rises along every dependency within a micro-batch.
-
-        Backward passes go from the last stage to the first, hence the negated stage.
-        """
-        number = _ORDER[self.kind]
-        return number, self.wave, -self.stage if number == _ORDER[TaskRole.BACKWARD] else self.stage
-
-
-def is_whole(plan: Plan) -> bool:
-    """Return True if the step is one task: one stage and one micro-batch."""
-    return len(plan.stages) == 1 and plan.num_microbatches == 1
-
-
-def places_of(plan: Plan, step: StepGraph) -> tuple[OpPlace | None, ...]:
-    """Return the place of each op, None for invariant ops.
-
-    Raises `PlanError` for a schedule that cannot run the step.
+    Attributes:
+        stage_of_op: stage of each op; None for invariant ops.
+        stage_of_input: stage on which each graph input lives.
+        whole: whether the step is one task: one stage and one micro-batch.
+        fused: stages whose forward and backward passes are one task.
+        in_two: stages whose backward pass is two tasks.
     """
+
+    stage_of_op: Sequence[int | None]
+    stage_of_input: Mapping[int, int]
+    whole: bool
+    fused: frozenset[int]
+    in_two: frozenset[int]
+
+
+def layout_of_plan(plan: Plan, step: StepGraph) -> TaskLayout:
+    """Return the tasks of a plan's stages. Raises `PlanError` for a schedule that cannot run the step."""
     lists = plan.schedule.tasks(len(plan.stages), plan.num_microbatches)
     kinds = {stage: found for tasks in lists for stage, found in kinds_of(tasks).items()}
     if Phase.BACKWARD in step.phases and not any(kind.sends_back for found in kinds.values() for kind in found):
@@ -91,48 +54,41 @@ def places_of(plan: Plan, step: StepGraph) -> tuple[OpPlace | None, ...]:
             f"The schedule {plan.schedule} runs forward passes alone, but {plan.function} computes gradients. Choose"
             " another schedule, such as al.schedule.OneFOneB()."
         )
-    # Read off the tasks of the schedule, and not asked of it, so that a user's own schedule needs no further method.
-    in_two = frozenset(stage for stage, found in kinds.items() if TaskKind.WEIGHT_GRADIENT in found)
-    in_loop = _InLoop(
-        step=step, fused=_fused(lists, len(plan.stages) - 1), in_two=in_two, weights=_weights(plan, step, in_two)
+    inputs = zip(step.graph.inputs, plan.input_layers, strict=True)
+    return TaskLayout(
+        stage_of_op=[None if layer is None else plan.stage_of_layer(layer) for layer in plan.op_layers],
+        stage_of_input={v: plan.stage_of_layer(layer) for v, layer in inputs},
+        whole=len(plan.stages) == 1 and plan.num_microbatches == 1,
+        fused=_fused(lists, len(plan.stages) - 1),
+        # Read off the tasks of the schedule, and not asked of it, so that a user's own schedule needs no other method.
+        in_two=frozenset(stage for stage, found in kinds.items() if TaskKind.WEIGHT_GRADIENT in found),
     )
+
+
+def places_of(layout: TaskLayout, step: StepGraph) -> tuple[OpPlace | None, ...]:
+    """Return the place of each op, None for invariant ops."""
+    weights = _weights(layout, step)
     places: list[OpPlace | None] = []
-    for op, layer in enumerate(plan.op_layers):
-        stage = None if layer is None else plan.stage_of_layer(layer)
+    for op, stage in enumerate(layout.stage_of_op):
         if stage is None:
             places.append(None)
-        elif is_whole(plan):
+        elif layout.whole:
             places.append(OpPlace(stage=stage, kind=TaskRole.STEP))
         elif step.phases[op].in_loop:
-            places.append(OpPlace(stage=stage, kind=in_loop.kind_of(op, stage)))
+            kind = TaskRole.WEIGHT_GRADIENT if op in weights else _kind_in_loop(layout, stage, step.phases[op])
+            places.append(OpPlace(stage=stage, kind=kind))
         else:
             # Ops are in program order, so that the operands of this one have their places.
             places.append(OpPlace(stage=stage, kind=TaskRole.UPDATE, wave=_wave(step, op, stage, places)))
-    return tuple(places if is_whole(plan) else _deferred(step, places))
+    return tuple(places if layout.whole else _deferred(step, places))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _InLoop:
-    """The facts that decide in which task of the loop over micro-batches an op runs.
-
-    `fused`: stages whose forward and backward passes are one task. `in_two`: stages whose backward pass is split in two
-    parts; `weights`: the ops of the second parts.
-    """
-
-    step: StepGraph
-    fused: frozenset[int]
-    in_two: frozenset[int]
-    weights: frozenset[int]
-
-    def kind_of(self, op: int, stage: int) -> TaskRole:
-        """Return the kind of the task that runs op number `op` of `stage`."""
-        if op in self.weights:
-            return TaskRole.WEIGHT_GRADIENT
-        if stage in self.fused:
-            return TaskRole.FORWARD_BACKWARD
-        phase = self.step.phases[op]
-        in_parts = phase is Phase.BACKWARD and stage in self.in_two
-        return TaskRole.INPUT_GRADIENT if in_parts else TaskRole(phase.value)
+def _kind_in_loop(layout: TaskLayout, stage: int, phase: Phase) -> TaskRole:
+    """Return the kind of the task that runs an op of the loop, except for gradients of weights."""
+    if stage in layout.fused:
+        return TaskRole.FORWARD_BACKWARD
+    in_parts = phase is Phase.BACKWARD and stage in layout.in_two
+    return TaskRole.INPUT_GRADIENT if in_parts else TaskRole(phase.value)
 
 
 def _fused(lists: TaskLists, last: int) -> frozenset[int]:
@@ -150,11 +106,10 @@ def _returns(forward: Task, after: Task) -> bool:
     return same and after.kind.sends_back
 
 
-def _weights(plan: Plan, step: StepGraph, in_two: frozenset[int]) -> frozenset[int]:
-    """Return the ops of the second parts (weight gradients) of the backward passes of the stages `in_two`."""
-    members: Mapping[int, list[int]] = {stage: [] for stage in in_two}
-    for op, layer in enumerate(plan.op_layers if in_two else ()):
-        stage = None if layer is None else plan.stage_of_layer(layer)
+def _weights(layout: TaskLayout, step: StepGraph) -> frozenset[int]:
+    """Return the ops of the second parts (weight gradients) of backward passes in two parts."""
+    members: Mapping[int, list[int]] = {stage: [] for stage in layout.in_two}
+    for op, stage in enumerate(layout.stage_of_op if members else ()):
         if stage is not None and stage in members:
             members[stage].append(op)
     return frozenset().union(*(weight_gradient_ops(step, ops) for ops in members.values()))
@@ -163,22 +118,22 @@ def _weights(plan: Plan, step: StepGraph, in_two: frozenset[int]) -> frozenset[i
 def _deferred(step: StepGraph, places: Sequence[OpPlace | None]) -> list[OpPlace | None]:
     """Return the places with fusible ops moved to the first later task of the loop that reads them."""
     graph, found, outputs = step.graph, list(places), set(step.graph.outputs)
-    crossing = [_crosses(graph, v.id, found) for v in graph.values]
+    update, sent = OpPlace(stage=0, kind=TaskRole.UPDATE).order, set[int]()
     # In reverse order, so that a chain of fusible ops follows its last member into the later task.
     for op in reversed(graph.ops):
         place = found[op.id]
         if place is None or place.kind is TaskRole.UPDATE or not is_fusible(graph, op):
             continue
         readers = {found[c] for r in op.results for c in graph.consumers[r]}
-        later = [p for p in readers if p is not None and p.stage == place.stage and place.order < p.order < _UPDATE]
+        later = [p for p in readers if p is not None and p.stage == place.stage and place.order < p.order < update]
         if not outputs.isdisjoint(op.results) or len(later) < len(readers) or not later:
             continue
         # Deferring the op sends its operands instead of its results; what is sent or stored anyway costs nothing more.
-        more = [v for v in op.operands if graph.values[v].literal is None and not crossing[v]]
+        operands = (v for v in op.operands if graph.values[v].literal is None and v not in sent)
+        more = [v for v in operands if not _crosses(graph, v, places)]
         if sum(graph.values[v].bytes for v in more) <= sum(graph.values[r].bytes for r in op.results):
             found[op.id] = min(later, key=lambda p: p.order)
-            for v in more:
-                crossing[v] = True
+            sent.update(more)
     return found
 
 

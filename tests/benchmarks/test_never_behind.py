@@ -1,0 +1,61 @@
+"""The search against the plans that a user can write, on a few of the cases that the benchmark draws."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from alpa_lite.planners import Hybrid
+from alpa_lite.planners.pipeline import Pipeline
+from alpa_lite.schedule import EagerOneFOneB, ZeroBubbleH1
+from benchmarks.never_behind import TOLERANCE, Outcome, drawn, outcome, rivals
+
+
+def test_a_case_is_the_same_whenever_it_is_drawn() -> None:
+    first, again = drawn(2), drawn(2)
+    assert (first.name, first.cluster) == (again.name, again.cluster)
+    assert {drawn(number).name for number in (2, 15, 18, 22)} != {first.name}
+
+
+def test_rivals_are_all_degrees_under_all_schedules() -> None:
+    cluster = replace(drawn(2).cluster, num_hosts=2, devices_per_host=2, groups=())
+    found = [*rivals(cluster)]
+    assert Hybrid(pipeline=2, data=1, tensor=2, schedule=ZeroBubbleH1()) in found
+    assert Hybrid(pipeline=1, data=4, tensor=1, zero=3) in found
+    assert Pipeline(pipeline=2, schedule=EagerOneFOneB()) in found
+    assert all(planner.tensor <= 2 for planner in found if isinstance(planner, Hybrid))
+
+
+def test_what_is_behind_is_relative_to_the_fastest_rival() -> None:
+    usual = Outcome(
+        number=0,
+        case="",
+        auto="auto",
+        auto_seconds=1.1,
+        rival="other",
+        rival_seconds=1.0,
+        num_rivals=3,
+        planning_seconds=1.0,
+        gap=0.0,
+    )
+    assert usual.behind == pytest.approx(0.1)
+    assert replace(usual, auto_seconds=math.inf).behind == math.inf
+    assert replace(usual, auto_seconds=math.inf, rival_seconds=math.inf).behind == 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(7, id="fewer micro-batches under zero-bubble H1"),
+        pytest.param(14, id="stages at one micro-batch"),
+        pytest.param(15, id="two hosts of one device"),
+        pytest.param(22, id="one host"),
+    ],
+)
+def test_the_search_is_not_behind(number: int) -> None:
+    found = outcome(number, 15.0)
+    assert found.num_rivals > 0
+    assert found.behind <= TOLERANCE, found
