@@ -15,8 +15,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from os import PathLike
+from pathlib import Path
 
 import jax
 
@@ -25,14 +26,14 @@ from alpa_lite._jax import Device
 from alpa_lite.api.options import Options, check_microbatches, cluster_of, planner_of
 from alpa_lite.api.plan_cache import Cache, check_same_program, planned_together
 from alpa_lite.errors import BatchError, NonAdditiveError, PlanError
+from alpa_lite.inspection.text.pass_files import PassFiles
 from alpa_lite.inter_op.plan_request import StepSignature
 from alpa_lite.lower.instructions import Program, build_program
 from alpa_lite.lower.plan_fits import as_planned, check_fits
 from alpa_lite.plan.plan import BatchDims, Plan
 from alpa_lite.plan.task_specs import TaskSpec
 from alpa_lite.planners import Planner, PlanRequest
-from alpa_lite.program.memo import memoized
-from alpa_lite.program.phases import StepGraph
+from alpa_lite.program.passes import PassDriver
 from alpa_lite.runtime.execute.compile import LoweredStep, joined_texts, lowered_tasks, summed_costs
 from alpa_lite.runtime.execute.execute import Executor, HangOptions
 from alpa_lite.runtime.execute.function import (
@@ -43,7 +44,7 @@ from alpa_lite.runtime.execute.function import (
 from alpa_lite.runtime.execute.measure import step_seconds
 from alpa_lite.runtime.job.activity import busy
 from alpa_lite.runtime.simulate import SimulatedStep, simulate_program
-from alpa_lite.step.split import TracedStep, split_step
+from alpa_lite.step.split import StepPrograms, TracedStep
 from alpa_lite.trace.kernels.kernel_params import check_platform
 from alpa_lite.trace.trace import Traced
 from cost_models.cluster import Cluster
@@ -60,34 +61,26 @@ class TracedFunction:
     traced: Traced
     options: Options
 
-    def step(self, num_microbatches: int = 1, *, loop_parts: int = 0, exact: bool = True) -> TracedStep:
-        """Return the step split into phases at `num_microbatches` micro-batches, memoised; see `split_step`.
+    def step(self, num_microbatches: int = 1, *, loop_parts: int = 0) -> TracedStep:
+        """Return the step split into phases at `num_microbatches` micro-batches; see `StepPrograms.with_equations`."""
+        return self.programs.with_equations(num_microbatches, loop_parts)
 
-        loop_parts: the number of parts into which the loop over layers is split; 0 leaves it whole.
-        exact: whether the step must be traced at this number; else one extrapolated from other numbers will do.
-        """
-        # An extrapolated step is not replaced by an exact one that happens to exist: a plan must not depend on what was
-        # planned before. The step as a whole is traced in any case.
-        return self._step(num_microbatches, loop_parts, exact or num_microbatches == 1)
+    @cached_property
+    def programs(self) -> StepPrograms:
+        """The step at any number of micro-batches."""
+        return self._programs(PassDriver())
 
-    @memoized
-    def _step(self, num_microbatches: int, loop_parts: int, exact: bool) -> TracedStep:
-        with _jax.no_mesh(), self.options.progress.during("split"), self._telling_batch():
-            return split_step(
-                self.traced,
-                num_microbatches,
-                loop_parts=loop_parts,
-                on_non_additive=self.options.on_non_additive,
-                exact=exact,
-            )
+    def _programs(self, driver: PassDriver) -> StepPrograms:
+        return StepPrograms(
+            traced=self.traced, on_non_additive=self.options.on_non_additive, driver=driver, around=self._splitting
+        )
 
     @contextmanager
-    def _telling_batch(self) -> Iterator[None]:
-        """Add the batch to the message of an error about micro-batches, where the batch was assumed and may be the
-        cause.
-        """
+    def _splitting(self) -> Iterator[None]:
+        """Report the phase. An error about micro-batches names the batch if it was assumed and may be the cause."""
         try:
-            yield
+            with self.options.progress.during("split"):
+                yield
         except (NonAdditiveError, BatchError) as error:
             if self.batch is None or not self.batch.assumed:
                 raise
@@ -179,7 +172,7 @@ class TracedFunction:
                 results=traced.outputs.names,
                 user_shardings=traced.user_shardings,
             ),
-            steps=_StepsOf(self),
+            steps=self.programs,
             cluster=cluster,
             # A partial and not a lambda: the plan cache compares the cost model by content (`plan_cache._content`).
             cost_model_for=partial(ComposedCostModel, backend=backend) if backend else ComposedCostModel,
@@ -200,24 +193,6 @@ class TracedFunction:
         batch = f"batch: {self.batch}" if self.batch is not None else "no batch found"
         inputs, outputs = self.traced.inputs.leaves, self.traced.outputs.leaves
         return f"{self.traced.name}: {len(inputs)} arrays in, {len(outputs)} out, {batch}"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _StepsOf:
-    """The steps of a traced function, for its planners; `exact`: see `TracedFunction.step`."""
-
-    function: TracedFunction
-    exact: bool = True
-
-    def at(self, num_microbatches: int, loop_parts: int) -> StepGraph:
-        return self.function.step(num_microbatches, loop_parts=loop_parts, exact=self.exact).step
-
-    def extrapolated(self) -> _StepsOf:
-        return _StepsOf(self.function, exact=False)
-
-    def pinned(self) -> _StepsOf:
-        # With demands the jaxpr has further equations, so that no step of this trace can be reused.
-        return _StepsOf(replace(self.function, traced=self.function.traced.pinned()))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -242,6 +217,21 @@ class PlannedFunction:
             step = as_planned(step, plan)
             check_fits(plan, step.step)
             return LoweredFunction(planned=self, step=step, program=build_program(plan, step.step))
+
+    def dump_passes(self, folder: str | PathLike[str]) -> Path:
+        """Write the program after each pass on the way from the traced step to the one that the plan numbers.
+
+        The folder gets one file of text per pass, numbered, and an index with their seconds and numbers of ops. The
+        passes run again for this, whatever was made before.
+
+        Returns:
+            The path of the index.
+        """
+        files, plan = PassFiles(Path(folder)), self.last_plan
+        driver = PassDriver(record=files.write)
+        step = self.function._programs(driver).with_equations(plan.num_microbatches, plan.loop_parts)
+        as_planned(step, plan, driver)
+        return files.write_index(f"{plan.function}: {plan.name}")
 
     def __str__(self) -> str:
         return str(self.last_plan)

@@ -93,7 +93,7 @@ def _plan_one(given: argparse.Namespace, asked: _PlanArguments, cluster: Cluster
     # The plan may come from the cache on disk; what follows is the same.
     found = asked.planned(cluster)
     plan = found.last_plan
-    _save(given, plan)
+    _save(given, found)
     note = "\nThis plan is from the cache; --no-cache plans anew." if found.cached else ""
     # Tables of a large plan take time, which `--json` does not need.
     text = "" if given.json else f"{plan}{note}"
@@ -107,8 +107,9 @@ def _plan_with_pins(given: argparse.Namespace, asked: _PlanArguments, cluster: C
     # The free plan first: its traced step is needed to check the pins, and its cost to compare with.
     free = asked.planned(cluster)
     file.check(free.function.step(1).step, axes_of_search=isinstance(asked.planner, al.planners.Auto))
-    plan = asked.planned(free.last_plan.cluster, pinned_planner).last_plan
-    _save(given, plan)
+    pinned = asked.planned(free.last_plan.cluster, pinned_planner)
+    plan = pinned.last_plan
+    _save(given, pinned)
     found = PinsCost(pins=tuple(file.pins), free=free.last_plan, pinned=plan)
     text = "" if given.json else str(found)
     answer(given, text, lambda: {"kind": "pins", **plan_summary(plan), **found.to_json()})
@@ -125,11 +126,10 @@ def _with_pins(planner: al.planners.Planner | al.Plan, file: PinFile, name: str)
 
 
 def _plan_for_each(given: argparse.Namespace, asked: _PlanArguments, clusters: Sequence[Cluster]) -> int:
-    for option in ("output", "pins"):
+    for option in ("output", "pins", "dump_passes"):
         if getattr(given, option) is not None:
-            raise PlanError(
-                f"--{option} is for one plan, but --cluster was given {len(clusters)} times. Leave one out."
-            )
+            name = f"--{option.replace('_', '-')}"
+            raise PlanError(f"{name} is for one plan, but --cluster was given {len(clusters)} times. Leave one out.")
     candidates, infeasible = list[Candidate](), False
     for cluster in clusters:
         try:
@@ -154,10 +154,13 @@ def _clusters(given: argparse.Namespace) -> list[Cluster]:
     return [varied(al.local_cluster(), **changes)] if any(value is not None for value in changes.values()) else []
 
 
-def _save(given: argparse.Namespace, plan: al.Plan) -> None:
+def _save(given: argparse.Namespace, found: PlannedFunction) -> None:
     if given.output is not None:
         with writing(given.output):
-            plan.save(given.output)
+            found.last_plan.save(given.output)
+    if given.dump_passes is not None:
+        with writing(given.dump_passes):
+            found.dump_passes(given.dump_passes)
 
 
 def _count_or_auto(text: str) -> int | str:
@@ -234,6 +237,9 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--no-cache", action="store_true", help="plan anew even if this plan was made before")
     parser.add_argument("--output", type=Path, metavar="PLAN.json", help="save the plan")
+    parser.add_argument(
+        "--dump-passes", type=Path, metavar="DIR", help="write the program after each pass as text, with their seconds"
+    )
 
 
 PLAN = Command(

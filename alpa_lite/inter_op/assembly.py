@@ -23,7 +23,7 @@ from alpa_lite.inter_op.sharding_demands import PlacedOps, sharding_uses
 from alpa_lite.inter_op.shared_devices import device_peak
 from alpa_lite.inter_op.stage_costs import PlacedStage
 from alpa_lite.inter_op.work_floor import least_seconds
-from alpa_lite.intra_op.stage import Choice
+from alpa_lite.plan.parts import Choice
 from alpa_lite.plan.plan import (
     ArrayShape,
     OpaqueUse,
@@ -213,7 +213,8 @@ def _predicted(request: PlanRequest, staged: StagedStep) -> Prediction:
     stacks = stacks_at_rest(request.cost_model, step, layers, stages)
     # A host dispatches the programs of all its devices; they wait for it where their tasks are shorter than that.
     beside = max(1, request.cluster.devices_per_host // stages[0].submesh.num_devices)
-    dispatched = model.launch_seconds() * min(len(tasks), beside) * max(map(len, tasks))
+    programs = 1 if whole else min(len(tasks), beside) * max(map(len, tasks))
+    dispatched = model.launch_seconds() * programs
     return Prediction(
         step_seconds=max(dispatched, timeline.makespan_seconds + update + stacks.seconds)
         + request.cluster.skew_seconds,

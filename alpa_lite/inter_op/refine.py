@@ -209,11 +209,10 @@ def scheduled(costs: StageCosts, stages: Sequence[PlacedStage], schedule: Schedu
     lists = schedule.tasks(len(stages), costs.step.num_microbatches)
     found: list[PlacedStage] = []
     for number, stage in enumerate(stages):
+        solution, in_two = stage.solution, splits_backward(lists[number % len(lists)])
         # The solution may come from a schedule that splits backward passes.
-        cost = replace(stage.solution.cost, weight_seconds=0.0, handed_bytes=0.0)
-        solution = replace(stage.solution, cost=cost)
-        if splits_backward(lists[number % len(lists)]):
-            solution = costs.in_two_parts(stage, solution)
+        if in_two or solution.cost.weight_seconds:
+            solution = costs.in_two_parts(stage, solution, in_two=in_two)
         found.append(replace(stage, solution=solution))
     return found
 

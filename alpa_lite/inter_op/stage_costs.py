@@ -376,10 +376,10 @@ class StageCosts:
         """Whether arguments come in rows that loops read; a step returns each as one array, however stages differ."""
         return any(part.rows is not None for part in self.step.input_parts)
 
-    def in_two_parts(self, place: StagePlace, solution: StageSolution) -> StageSolution:
-        """Return a solution with the times of the two parts of its backward pass; see `solve.in_two_parts`."""
+    def in_two_parts(self, place: StagePlace, solution: StageSolution, *, in_two: bool = True) -> StageSolution:
+        """Return a solution with the cost of a backward pass of two tasks, or of one; see `solve.in_two_parts`."""
         pricer = self._builders(place).catalogue.pricer
-        return in_two_parts(self._view(place.first, place.last), pricer, solution)
+        return in_two_parts(self._view(place.first, place.last), pricer, solution, in_two=in_two)
 
     def knows(self, asked: Question) -> bool:
         """Return True if `answer` need not solve anything."""

@@ -541,6 +541,8 @@ class BestStages:
             return found
         # A host dispatches the tasks of all stages on its devices.
         beside = max(1, cluster.devices_per_host // self.space.devices[found.stages[0].submesh])
-        tasks = 2 * self.batch.num_microbatches * min(len(found.stages), beside)
+        count = self.batch.num_microbatches
+        # One stage with one micro-batch is one program.
+        tasks = 1 if len(found.stages) == count == 1 else 2 * count * min(len(found.stages), beside)
         dispatched = max(found.seconds, self.cost_model.launch_seconds() * tasks)
         return replace(found, seconds=dispatched + cluster.skew_seconds)

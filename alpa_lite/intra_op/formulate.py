@@ -38,7 +38,6 @@ from alpa_lite.intra_op.interning import Recent, SharedArrays
 from alpa_lite.intra_op.op_choices import Deciding, Keeping, PartialSums, is_scalar_sum
 from alpa_lite.intra_op.problem import Edge, FloatArray, Problem, Usage
 from alpa_lite.intra_op.stage import (
-    Choice,
     Key,
     Offer,
     Placed,
@@ -51,6 +50,7 @@ from alpa_lite.intra_op.stage import (
 from alpa_lite.intra_op.strategies import AxisRole, BatchSplit, OpUse, Restriction
 from alpa_lite.intra_op.strategy_catalogue import Catalogue, PlacementOptions, SumOptions, batch_factors
 from alpa_lite.intra_op.usages import StageLayout, UsageOf, usages_of
+from alpa_lite.plan.parts import Choice
 from alpa_lite.plan.walk import stacked
 from alpa_lite.program.ir import Graph, Op, Value, Wiring, accumulators, wiring_of
 from alpa_lite.program.phases import Phase, parameters
@@ -176,7 +176,10 @@ class Builder:
         inputs = {v: self.offers[(0, v)].specs[choices[self.offers[(0, v)].node]] for v in self.view.external}
         ops = placements_of(self.placed, self.offers, self.scopes, self.view.ops, choices)
         sums = {v: options.accumulators[choices[node]] for v, (node, options) in self.crossings.items()}
-        return Choice(inputs=inputs, ops=ops, accumulators=sums)
+        view = self.view
+        return Choice(
+            inputs=inputs, ops=ops, accumulators=sums, outputs=view.outputs, keeps_gathered=view.keeps_gathered
+        )
 
     def _layout(self) -> StageLayout:
         return StageLayout(

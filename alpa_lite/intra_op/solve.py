@@ -11,16 +11,15 @@ from alpa_lite.intra_op.liveness import lives_of
 from alpa_lite.intra_op.problem import Solution, Status
 from alpa_lite.intra_op.solvers.portfolio import Portfolio
 from alpa_lite.intra_op.solvers.solver import Solver
-from alpa_lite.intra_op.stage import Choice, StageView
+from alpa_lite.intra_op.stage import StageView
 from alpa_lite.plan.op_places import TaskLayout
-from alpa_lite.plan.parts import NO_COST, CollectiveUse, StageCost, StageDecisions
+from alpa_lite.plan.parts import NO_COST, Choice, CollectiveUse, StageCost
 from alpa_lite.plan.pricing import Pricer, local_bytes
-from alpa_lite.plan.slices import SlicedStages, Slicer, TaskOutline
+from alpa_lite.plan.slices import SlicedStages, Slicer, home_spec
 from alpa_lite.plan.task_prices import estimate, part_seconds
 from alpa_lite.plan.task_specs import TaskRole, TaskSpec
-from alpa_lite.program.ir import memoized
-from alpa_lite.program.phases import Phase, weight_gradient_ops
-from alpa_lite.sharding.specs import Spec, replicated
+from alpa_lite.program.memo import memoized
+from alpa_lite.program.phases import Phase, parameters
 
 RELATIVE_GAP = 5e-3
 """The relative gap that suffices for a stage: the cost model is less precise, and closing the rest takes longest."""
@@ -104,20 +103,24 @@ def price_choice(view: StageView, pricer: Pricer, choice: Choice, solution: Solu
         peak_bytes=solution.peak_bytes,
         cost=memory,
     )
-    return _with_seconds(view, pricer, priced, choice)
+    return _with_seconds(view, pricer, priced, in_two=False)
 
 
-def _with_seconds(
-    view: StageView, pricer: Pricer, solution: StageSolution, choice: Choice, *, in_two: bool = False
-) -> StageSolution:
+def _with_seconds(view: StageView, pricer: Pricer, solution: StageSolution, *, in_two: bool) -> StageSolution:
     """Return the solution with the seconds, FLOPs and collectives of its tasks."""
+    choice = solution.choice
+    assert choice is not None
     tasks = stage_tasks(view, choice, in_two=in_two)
     run = [(task, part) for task in tasks for part in estimate(task, view.step, choice.ops, pricer)]
     seconds = part_seconds(pricer, [part for _, part in run])
     by_phase = dict.fromkeys(Phase, 0.0)
     for (_, part), each in zip(run, seconds, strict=True):
         by_phase[Phase(part.phase)] += each
-    second = (each for (task, _), each in zip(run, seconds, strict=True) if task.kind is TaskRole.WEIGHT_GRADIENT)
+    second = [
+        (task, each) for (task, _), each in zip(run, seconds, strict=True) if task.kind is TaskRole.WEIGHT_GRADIENT
+    ]
+    values, always = view.graph.values, parameters(view.step)
+    handed = [port for task, _ in second for port in task.inputs if port.value not in always]
     return replace(
         solution,
         cost=replace(
@@ -125,7 +128,8 @@ def _with_seconds(
             forward_seconds=by_phase[Phase.FORWARD],
             backward_seconds=by_phase[Phase.BACKWARD],
             update_seconds=by_phase[Phase.UPDATE],
-            weight_seconds=sum(second),
+            weight_seconds=sum(each for _, each in second),
+            handed_bytes=sum(local_bytes(values[port.value], port.spec, pricer.sizes) for port in handed),
         ),
         # An estimator prices one run of its part; forward and backward run once per micro-batch.
         compute_seconds=sum(part.compute_seconds * part.runs for _, part in run),
@@ -134,67 +138,24 @@ def _with_seconds(
     )
 
 
-def in_two_parts(view: StageView, pricer: Pricer, solution: StageSolution) -> StageSolution:
-    """Return the solution with the cost of a backward pass whose weight gradients are a second task.
+def in_two_parts(view: StageView, pricer: Pricer, solution: StageSolution, *, in_two: bool = True) -> StageSolution:
+    """Return the solution with the cost of a backward pass whose weight gradients are a task of their own, or not.
 
-    The second task reads values that the first part made, and values that the forward pass saved.
+    That task follows in the bubbles; the first one computes what the previous stage waits for.
     """
-    choice = solution.choice
-    if choice is None:
-        return solution
-    # The first part must compute what the previous stage waits for; all else can follow later, in the bubbles.
-    second = weight_gradient_ops(view.step, view.ops)
-    backend = pricer.cost_model.backend
-    lives = lives_of(view, fusion=backend.fusion, fused_attention=backend.fused_attention)
-    handed = _read_by(view, second, frozenset(life.value for life in lives.lives if not life.path))
-    graph = view.graph
-    size = sum(local_bytes(graph.values[v], _spec_of(view, choice, v), pricer.sizes) for v in handed)
-    priced = _with_seconds(view, pricer, solution, choice, in_two=True)
-    return replace(priced, cost=replace(priced.cost, handed_bytes=size))
-
-
-def _read_by(view: StageView, second: frozenset[int], in_memory: frozenset[int]) -> frozenset[int]:
-    """Return the values that the second part of a backward pass reads from memory, directly or to recompute others."""
-    graph, found, seen = view.graph, set[int](), set[int]()
-    queue = [v for o in second for v in graph.ops[o].operands]
-    while queue:
-        v = queue.pop()
-        producer = graph.producer[v]
-        if v in seen or v in view.free or (producer is not None and producer in second):
-            continue
-        seen.add(v)
-        if v in in_memory:
-            found.add(v)
-        # It is recomputed in the second part, which therefore reads the operands of its producer.
-        elif producer is not None and view.step.phases[producer].in_loop:
-            queue += graph.ops[producer].operands
-    return frozenset(found)
+    return solution if solution.choice is None else _with_seconds(view, pricer, solution, in_two=in_two)
 
 
 def stage_tasks(view: StageView, choice: Choice, *, in_two: bool = False) -> list[TaskSpec]:
     """Return the tasks of a stage; `in_two` says whether its backward pass is two tasks."""
-    own = int(view.first > 0)
-    decisions = StageDecisions(
-        inputs=choice.inputs,
-        ops=choice.ops,
-        accumulators=choice.accumulators,
-        outputs=view.outputs,
-        keeps_gathered=view.keeps_gathered,
-    )
-    outlines = _outlines(view, in_two=in_two)
-    sliced = SlicedStages(slicer=outlines.slicer, stages={own: decisions})
-    return [sliced.task(outline) for outline in outlines.tasks]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Outlines:
-    slicer: Slicer
-    tasks: tuple[TaskOutline, ...]
+    slicer = _slicer(view, in_two=in_two)
+    sliced = SlicedStages(slicer=slicer, stages={(own := int(view.first > 0)): choice})
+    return [sliced.task(outline) for outline in slicer.outlines(own)]
 
 
 @memoized
-def _outlines(view: StageView, *, in_two: bool) -> _Outlines:
-    """Return the outlines of the tasks of a stage, between a stage of all layers before and one of all after it."""
+def _slicer(view: StageView, *, in_two: bool) -> Slicer:
+    """Return the slicer of a stage between a stage of all layers before and one of all layers after it."""
     own, is_last = int(view.first > 0), view.last == view.layers.num_layers - 1
 
     def stage_of(layer: int) -> int:
@@ -208,8 +169,7 @@ def _outlines(view: StageView, *, in_two: bool) -> _Outlines:
         fused=frozenset([own] if is_last else []),
         in_two=frozenset([own] if in_two else []),
     )
-    slicer = Slicer(layout, view.step, view.ops)
-    return _Outlines(slicer=slicer, tasks=slicer.outlines(own))
+    return Slicer(layout, view.step, view.ops)
 
 
 def _memory(view: StageView, pricer: Pricer, choice: Choice) -> tuple[float, float, float]:
@@ -227,16 +187,6 @@ def _memory(view: StageView, pricer: Pricer, choice: Choice) -> tuple[float, flo
     backend = pricer.cost_model.backend
     lives = lives_of(view, fusion=backend.fusion, fused_attention=backend.fused_attention)
     saved = [life.value for life in lives.lives if life.saved and life.value not in choice.accumulators]
-    activations = sum(local_bytes(graph.values[v], _spec_of(view, choice, v), sizes) for v in saved)
+    specs = ((v, choice.inputs[v] if v in choice.inputs else home_spec(graph, choice.ops, v)) for v in saved)
+    activations = sum(local_bytes(graph.values[v], spec, sizes) for v, spec in specs)
     return state, sums, activations
-
-
-def _spec_of(view: StageView, choice: Choice, v: int) -> Spec:
-    """Return the spec of a value that a stage makes or reads."""
-    if v in choice.inputs:
-        return choice.inputs[v]
-    producer = view.graph.producer[v]
-    placement = choice.ops.get(producer) if producer is not None else None
-    if producer is None or placement is None:
-        return replicated(view.graph.values[v].rank)
-    return placement.results[view.graph.ops[producer].results.index(v)]

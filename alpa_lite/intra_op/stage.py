@@ -5,8 +5,7 @@ constrain the layout of its values: which tensor dim a mesh axis must split, for
 (`GivenLayout`). `op_choices` restricts the strategies of a stage to them.
 
 The builder of the intra-op problem records a node and specs for each value (`Offer`) and placements for each op
-(`Placed`, …), from which a solution is decoded (`placements_of`). `Choice` is the decoded solution: specs, placements,
-and accumulators of sums over micro-batches.
+(`Placed`, …), from which a solution is decoded (`placements_of`) into a `Choice`.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
 
-from alpa_lite.plan.plan import Accumulator, OpPlacement
+from alpa_lite.plan.parts import Choice, OpPlacement
 from alpa_lite.program.identity import FirstUses, params_texts, structure
 from alpa_lite.program.ir import Graph, Op
 from alpa_lite.program.phases import Phase, StepGraph
@@ -242,17 +241,6 @@ class StageView:
         return (tuple((local, own[v]) for v, local in sorted(number.items(), key=lambda item: item[1])), inside)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """The decoded solution of a stage: specs of its inputs, placements of its ops and accumulators of its sums, by
-    id.
-    """
-
-    inputs: Mapping[int, Spec]
-    ops: Mapping[int, OpPlacement]
-    accumulators: Mapping[int, Accumulator]
-
-
 def remap(choice: Choice, source: StageView, target: StageView) -> Choice:
     """Transfer the decisions to another stage whose `signature` is equal."""
     # Stages of equal signature list their ops, inputs and sums in corresponding order.
@@ -264,6 +252,7 @@ def remap(choice: Choice, source: StageView, target: StageView) -> Choice:
         inputs={values[v]: s for v, s in choice.inputs.items()},
         ops={ops[o]: p for o, p in choice.ops.items()},
         accumulators={sums[v]: a for v, a in choice.accumulators.items()},
+        outputs=target.outputs,
     )
 
 

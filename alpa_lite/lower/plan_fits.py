@@ -15,6 +15,7 @@ from alpa_lite.errors import MismatchError
 from alpa_lite.plan.plan import OpPlacement, Plan
 from alpa_lite.plan.walk import can_split
 from alpa_lite.program.ir import Graph, Op, Value, wiring_of
+from alpa_lite.program.passes import PassDriver
 from alpa_lite.program.phases import StepGraph
 from alpa_lite.rules import Rule
 from alpa_lite.rules.op_info import rule_of_op
@@ -23,13 +24,13 @@ from alpa_lite.step.planned_step import planned_step
 from alpa_lite.step.split import TracedStep
 
 
-def as_planned(step: TracedStep, plan: Plan) -> TracedStep:
+def as_planned(step: TracedStep, plan: Plan, driver: PassDriver | None = None) -> TracedStep:
     """Return the step as it was planned; see `planned_step`.
 
     Raises `MismatchError` if that gives other ops than the plan lists, which happens when another version of alpa_lite
     wrote the plan.
     """
-    planned = planned_step(step.step, plan.layers_as_traced, plan.remat)
+    planned = planned_step(step.step, plan.layers_as_traced, plan.remat, driver)
     # The layers of all ops are a fingerprint of the rewriting: other recomputations give other ops or another order.
     if planned.of_op != plan.op_layers:
         raise MismatchError(

@@ -256,7 +256,7 @@ NO_COST = StageCost(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageDecisions:
+class Choice:
     """The decisions for one stage that its tasks follow; the fields of `StagePlan` with the same names."""
 
     inputs: Mapping[int, Spec]
@@ -299,9 +299,9 @@ class StagePlan:
     shapes: Mapping[str, ArrayShape] = field(default_factory=dict[str, ArrayShape])
 
     @property
-    def decisions(self) -> StageDecisions:
+    def choice(self) -> Choice:
         """The decisions that the tasks of the stage follow."""
-        return StageDecisions(
+        return Choice(
             inputs=self.inputs,
             ops=self.ops,
             accumulators=self.accumulators,

@@ -13,10 +13,11 @@ from enum import Enum, auto
 from functools import cached_property
 
 from alpa_lite.plan.op_places import TaskLayout, layout_of_plan, places_of
-from alpa_lite.plan.parts import StageDecisions
+from alpa_lite.plan.parts import Choice, OpPlacement
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.task_specs import OpPlace, Port, TaskPart, TaskRole, TaskSpec
 from alpa_lite.program.ir import Graph
+from alpa_lite.program.memo import memoized
 from alpa_lite.program.phases import Phase, StepGraph, parameters
 from alpa_lite.rules.op_info import free_values
 from alpa_lite.sharding.specs import Spec, replicated
@@ -65,6 +66,7 @@ class Slicer:
         self.places = places_of(layout, step)
         self.ops = [step.graph.ops[op] for op in ops] if ops is not None else step.graph.ops
 
+    @memoized
     def outlines(self, only: int | None = None) -> tuple[TaskOutline, ...]:
         """Return all tasks, or those of one stage, in an order that respects their dependencies within one
         micro-batch.
@@ -233,7 +235,7 @@ class Slicer:
         outside.
         """
         graph, own = self.graph, set(ops)
-        needed, chosen, external = set(needs), list[int](), dict[int, None]()
+        needed, chosen = set(needs), list[int]()
         made_here = {r for op_id in own for r in graph.ops[op_id].results}
         for op in reversed(self.ops):
             lazy = any(r in self.free for r in op.results)
@@ -244,11 +246,8 @@ class Slicer:
             if (op.id in own and (not lazy or wanted)) or (repeated and wanted):
                 chosen.append(op.id)
                 needed.update(v for v in op.operands if graph.values[v].literal is None)
-        produced = {r for op_id in chosen for r in graph.ops[op_id].results}
-        for v in sorted(needed | {v for v in needs}):
-            if v not in produced and v not in made_here:
-                external[v] = None
-        return list(reversed(chosen)), list(external)
+        made_here.update(r for op_id in chosen for r in graph.ops[op_id].results)
+        return list(reversed(chosen)), sorted(needed - made_here)
 
     def _input_form(self, place: OpPlace, v: int) -> Form:
         """Return the form in which a value enters a task; a task resolves the sums that enter it as stored."""
@@ -270,10 +269,7 @@ class Slicer:
 
     def _read_after_loop(self, v: int) -> bool:
         """Return True if the value is returned or an update reads it."""
-        if v in self.graph.outputs or any(self.step.phases[c] is Phase.UPDATE for c in self.graph.consumers[v]):
-            return True
-        # An update makes free values for itself, and reads what they are made of.
-        return any(place.kind is TaskRole.UPDATE for place in self._real_readers(v))
+        return v in self.graph.outputs or any(place.kind is TaskRole.UPDATE for place in self._real_readers(v))
 
     def _real_readers(self, v: int) -> set[OpPlace]:
         """Return the places of the ops that read a value, directly or through repeated ops."""
@@ -322,8 +318,16 @@ _PHASES = {
 }
 """The phases of the parts of each kind of task."""
 
-UNDECIDED = StageDecisions(inputs={}, ops={}, accumulators={})
+UNDECIDED = Choice(inputs={}, ops={}, accumulators={})
 """The decisions of a stage that is not decided yet."""
+
+
+def home_spec(graph: Graph, placements: Mapping[int, OpPlacement], v: int) -> Spec:
+    """Return the spec in which a value leaves its op, given the placements of ops; replicated if it has none."""
+    producer = graph.producer[v]
+    if producer is None or producer not in placements:
+        return replicated(graph.values[v].rank)
+    return placements[producer].results[graph.ops[producer].results.index(v)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -331,12 +335,12 @@ class SlicedStages:
     """A sliced step with the decisions of its stages by number; those of other stages are not known."""
 
     slicer: Slicer
-    stages: Mapping[int, StageDecisions]
+    stages: Mapping[int, Choice]
 
     @staticmethod
     def of_plan(plan: Plan, step: StepGraph) -> SlicedStages:
         """Slice `step`, which must be the step that the plan was made for."""
-        stages = {number: stage.decisions for number, stage in enumerate(plan.stages)}
+        stages = {number: stage.choice for number, stage in enumerate(plan.stages)}
         return SlicedStages(slicer=Slicer(layout_of_plan(plan, step), step), stages=stages)
 
     def task(self, outline: TaskOutline, buckets: Sequence[Sequence[int]] = ()) -> TaskSpec:
@@ -378,16 +382,9 @@ class SlicedStages:
             sums = self.stages.get(self.slicer.stage_of_value(v), UNDECIDED).accumulators
             if v in sums:
                 return sums[v].stored if form is Form.STORED else sums[v].resolved
-        return self._home_spec(v)
-
-    def _home_spec(self, v: int) -> Spec:
-        graph = self.slicer.graph
-        producer, place = graph.producer[v], self.slicer.place_of_value(v)
-        if producer is not None and place is not None:
-            placement = self.stages.get(place.stage, UNDECIDED).ops.get(producer)
-            if placement is not None:
-                return placement.results[graph.ops[producer].results.index(v)]
-        return replicated(graph.values[v].rank)
+        place = self.slicer.place_of_value(v)
+        made_on = self.stages.get(place.stage, UNDECIDED) if place is not None else UNDECIDED
+        return home_spec(self.slicer.graph, made_on.ops, v)
 
     def output_spec(self, v: int) -> Spec:
         """Return the spec of a graph output: as the caller requested, else state is returned as it was passed in."""

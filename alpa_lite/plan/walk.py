@@ -165,11 +165,6 @@ class Walk(Generic[A]):
         """Store the array of a value in a spec."""
         self.arrays.setdefault(value, {})[spec] = array
 
-    def home(self, value: int) -> Spec:
-        """Return the spec in which a value was computed."""
-        # Dicts keep their order: the first spec is the one in which the value was put.
-        return next(iter(self.arrays[value]))
-
     def get(self, value_id: int, spec: Spec, op: Op | None = None) -> A:
         """Return the array of a value in a spec, resharded if necessary."""
         value = self.graph.values[value_id]
@@ -240,7 +235,7 @@ class Walk(Generic[A]):
         """Drop all specs of each value but that in which it was computed; free values and the values `but` stay."""
         for v, known in self.arrays.items():
             if v not in self.free and v not in but:
-                # The first spec is the one in which the value was computed (`home`).
+                # Dicts keep their order: the first spec is the one in which the value was put.
                 self.arrays[v] = dict([next(iter(known.items()))])
 
     def run(self, ops: Iterable[int]) -> None:

@@ -124,7 +124,11 @@ def simulate_program(
     )
     for instruction in program.instructions:
         clock.step(instruction)
-    rows, end = plan.stages_together, max((time.end_seconds for time in clock.times), default=0.0)
+    # The next step begins when this one has ended, and no host is still launching its programs.
+    rows, end = (
+        plan.stages_together,
+        max([*(time.end_seconds for time in clock.times), *clock.issued.values()], default=0.0),
+    )
     # All hosts wait for the last one to start the step.
     available = end + plan.cluster.skew_seconds
     peaks = _peaks(program, plan, step, clock)

@@ -12,20 +12,21 @@ own size, literals included, and the update receives the mean over micro-batches
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
 
+from alpa_lite import _jax
 from alpa_lite._jax import Array
 from alpa_lite.errors import BatchError, NonAdditiveError, TraceError
 from alpa_lite.program.collector import rare_collection
 from alpa_lite.program.equations import Equation, GraphWithEquations
-from alpa_lite.program.ir import Graph, Op, verify
-from alpa_lite.program.memo import memoized
+from alpa_lite.program.ir import Graph
+from alpa_lite.program.passes import PassDriver
 from alpa_lite.program.phases import (
     Combination,
     LoopResults,
@@ -43,110 +44,13 @@ from alpa_lite.program.phases import (
 )
 from alpa_lite.rules.dims import follow_batch
 from alpa_lite.step.additivity import Proof, prove
-from alpa_lite.step.interpreter import BodyMarks, Marks
+from alpa_lite.step.merged_sizes import bodies_apart, merge
 from alpa_lite.step.relations import Refusal, Relation, RelationKind
 from alpa_lite.step.transfer_functions import FOLLOWING
-from alpa_lite.trace.passes.code_motion import Precomputed, hoist_values, inputs_of_data
+from alpa_lite.trace.passes.code_motion import HoistValues, Precomputed, TwoSizes, inputs_of_data
 from alpa_lite.trace.passes.split_stacked import PartedProgram
-from alpa_lite.trace.step_programs import (
-    batch_of_one,
-    extrapolated,
-    extrapolated_in_parts,
-    from_larger,
-    full_in_parts,
-    over_samples,
-    program_of,
-    traces_alike,
-    with_other_in_parts,
-)
+from alpa_lite.trace.step_programs import SizedPrograms
 from alpa_lite.trace.trace import Traced
-
-_Body = tuple[Graph, tuple[Equation, ...]]
-"""A graph or body with the equations of its ops."""
-
-_OpWithEquation = tuple[Op, Equation]
-
-
-def merge(full: GraphWithEquations, small: GraphWithEquations, marks: Mapping[int, Marks]) -> GraphWithEquations:
-    """Return the program that runs once per micro-batch, with the marks of `additivity.prove` applied.
-
-    An op that has the same shapes at both sizes is taken from the full batch, with its parameters: `decay ** B` is one
-    number, whatever a micro-batch holds. Literals are those of the full batch throughout, such as the 1 / B of a mean.
-    """
-    one, other = (full.graph, full.equations), (small.graph, small.equations)
-    graph, equations = _merged(one, other, tuple(marks.items()), {})
-    return GraphWithEquations(graph=graph, equations=equations, constants=full.constants)
-
-
-def _merged(at_full: _Body, at_small: _Body, marks: BodyMarks, memo: dict[object, _Body]) -> _Body:
-    """Merge a graph or body at both sizes; merged bodies are memoized in `memo`."""
-    (full, of_full), (small, of_small), marked = at_full, at_small, dict(marks)
-    pairs = zip(full.values, small.values, strict=True)
-    # Scalars have the same shape at both sizes, so that literals are those of the full batch.
-    values = tuple([v if v.shape == w.shape else w for v, w in pairs])
-    ops: list[Op] = []
-    equations: list[Equation] = []
-    pairs_at_full, pairs_at_small = zip(full.ops, of_full, strict=True), zip(small.ops, of_small, strict=True)
-    for one, other in zip(pairs_at_full, pairs_at_small, strict=True):
-        op, mark = one[0], marked.get(one[0].id)
-        if op.bodies and mark is not None:
-            made = _with_bodies(one, other, mark, memo)
-        # An op with bodies and without marks does not run in micro-batches (`Marks.looked_into`).
-        elif op.bodies or not _touches(full, small, op):
-            made = one
-        else:
-            made = other
-        ops.append(_marked(made[0], mark) if mark is not None else made[0])
-        equations.append(made[1])
-    return Graph(values=values, ops=tuple(ops), inputs=full.inputs, outputs=full.outputs), tuple(equations)
-
-
-def _touches(full: Graph, small: Graph, op: Op) -> bool:
-    """Return whether an operand or result of an op has another shape at the other size."""
-    return any(full.values[v].shape != small.values[v].shape for v in (*op.operands, *op.results))
-
-
-def _marked(op: Op, mark: Marks) -> Op:
-    """Return an op with its marks as fields."""
-    if not mark.once and not mark.own_columns:
-        return op
-    return replace(op, once=frozenset(op.operands[i] for i in mark.once), own_columns=mark.own_columns)
-
-
-def _with_bodies(
-    one: _OpWithEquation, other: _OpWithEquation, mark: Marks, memo: dict[object, _Body]
-) -> _OpWithEquation:
-    """Return the op of the micro-batch (`other`), with bodies merged with those of the full batch, and its equation."""
-    bodies: list[_Body] = []
-    for number, inner_marks in enumerate(mark.bodies):
-        at_full, at_small = ((op.bodies[number], equation.bodies[number]) for op, equation in (one, other))
-        # Loops that share their body at both sizes, with equal marks, go on sharing one.
-        key = (at_full[0], at_small[0], inner_marks)
-        if key not in memo:
-            memo[key] = _merged(at_full, at_small, inner_marks, memo)
-        bodies.append(memo[key])
-    merged = replace(other[0], bodies=tuple(graph for graph, _ in bodies))
-    return merged, replace(other[1], bodies=tuple(equations for _, equations in bodies))
-
-
-def bodies_apart(full: GraphWithEquations, small: GraphWithEquations) -> GraphWithEquations:
-    """Return the full program in which two ops share a body only if they also share it at the other batch size."""
-    graph, equations = _apart(full.graph, small.graph, full.equations, {})
-    return replace(full, graph=graph, equations=equations)
-
-
-def _apart(full: Graph, small: Graph, equations: Sequence[Equation], memo: dict[object, _Body]) -> _Body:
-    """Separate the bodies of a graph; results are memoized by pairs of bodies in `memo`."""
-    ops: list[Op] = []
-    for op, other, equation in zip(full.ops, small.ops, equations, strict=True):
-        bodies: list[Graph] = []
-        for number, pair in enumerate(zip(op.bodies, other.bodies, strict=True)):
-            if pair not in memo:
-                memo[pair] = _apart(*pair, equation.bodies[number], memo)
-            bodies.append(memo[pair][0])
-        ops.append(replace(op, bodies=tuple(bodies)) if bodies else op)
-    return replace(full, ops=tuple(ops)), tuple(equations)
-
 
 OnNonAdditive = Literal["refuse", "mean_of_means"]
 """The treatment of a step that is no sum over its samples: refusal, or an average over micro-batches."""
@@ -170,6 +74,11 @@ class TracedStep:
     constants: tuple[Array, ...]
     precomputed: Precomputed | None = None
     runs: Mapping[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
+
+    @property
+    def graph(self) -> Graph:
+        """The graph of the step."""
+        return self.step.graph
 
     def inputs(self, arguments: Sequence[Array]) -> list[Array]:
         """Return all inputs of the graph, from the flat arguments of a call."""
@@ -197,134 +106,112 @@ def by_micro_batch(array: Array, dim: int, runs: int, num_microbatches: int) -> 
     return library.swapaxes(library.reshape(array, cut), dim, dim + 1).reshape(shape)
 
 
-@rare_collection()
-def split_step(
-    traced: Traced,
-    num_microbatches: int,
-    *,
-    loop_parts: int = 0,
-    on_non_additive: OnNonAdditive = "refuse",
-    exact: bool = True,
-) -> TracedStep:
-    """Return the step with its phases for `num_microbatches` micro-batches.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepPrograms:
+    """A traced step at any number of micro-batches, with loops over layers in any number of parts; each is made once.
 
-    Args:
+    Attributes:
         traced: the traced step.
-        num_microbatches: number of micro-batches; must divide the batch size.
-        loop_parts: about how many loops to make of each scan over layers, with the arrays that it scans; 0 leaves them
-            whole.
         on_non_additive: what to do if micro-batches would change the meaning of the step.
-        exact: trace the step at the size of a micro-batch. Otherwise its program is extrapolated from two sizes
-            where that is possible, without checking it (`extrapolated_in_parts`): the planner's search does this, and
-            traces the plan that it chooses.
-
-    Raises:
-        BatchError: the batch is unknown, or its size is not divisible.
-        NonAdditiveError: micro-batches would change the meaning of the step.
-        TraceError: the step cannot be traced at the size of a micro-batch.
+        exact: trace the step at the size of a micro-batch. Otherwise its program is extrapolated from sizes that were
+            traced before, if there are any, without checking it (`SizedPrograms.at_two_sizes`): the planner's search
+            does this, and traces the plan that it chooses.
+        driver: runs the passes.
+        around: `around()` is the context in which a step is made.
     """
-    if trains_in_bodies(full_in_parts(traced, 0, frozenset()).program.graph):
-        loop_parts = 0  # its trips are steps of training rather than layers
-    if num_microbatches != 1:
-        sizes: tuple[int, ...] = (_microbatch_size(traced, num_microbatches),)
-    else:
-        sizes = () if traced.batch.size is None else _probe_sizes(traced.batch.size)
-    problem = traced.batch.problem
-    for size in sizes:
-        try:
-            full, other = at_two_sizes(traced, size, loop_parts, exact=exact)
-        except TraceError as error:
-            # With one micro-batch the other size only shows the batch dims, and a further size may do as well.
-            if num_microbatches > 1:
-                raise
-            problem = f"The batch was lost: {error}"
-            continue
-        verify(full.program.graph)
-        if num_microbatches > 1:
+
+    traced: Traced
+    on_non_additive: OnNonAdditive = "refuse"
+    exact: bool = True
+    driver: PassDriver = field(default_factory=PassDriver)
+    around: Callable[[], AbstractContextManager[None]] = nullcontext
+    # By number of micro-batches, number of loop parts, and `exact`.
+    _steps: dict[tuple[int, int, bool], TracedStep] = field(default_factory=dict[tuple[int, int, bool], TracedStep])
+    _programs: dict[int, SizedPrograms] = field(default_factory=dict[int, SizedPrograms])
+
+    def at(self, num_microbatches: int, loop_parts: int = 0) -> StepGraph:
+        """Return the step with its phases; see `with_equations`."""
+        return self.with_equations(num_microbatches, loop_parts).step
+
+    def extrapolated(self) -> StepPrograms:
+        """Return the same steps, of which those not made yet may be extrapolated."""
+        return replace(self, exact=False)
+
+    def pinned(self) -> StepPrograms:
+        """Return the steps in which the shardings of the user's code are demands."""
+        # With demands the jaxpr has further equations, so that no step of this trace can be reused.
+        return replace(self, traced=self.traced.pinned(), exact=True, _steps={}, _programs={})
+
+    def with_equations(self, num_microbatches: int, loop_parts: int = 0) -> TracedStep:
+        """Return the step with its phases for `num_microbatches` micro-batches.
+
+        Args:
+            num_microbatches: number of micro-batches; must divide the batch size.
+            loop_parts: about how many loops to make of each scan over layers, with the arrays that it scans; 0 leaves
+                them whole.
+
+        Raises:
+            BatchError: the batch is unknown, or its size is not divisible.
+            NonAdditiveError: micro-batches would change the meaning of the step.
+            TraceError: the step cannot be traced at the size of a micro-batch.
+        """
+        # A step traced exactly also answers requests for an extrapolated one, so it is used wherever it exists.
+        key = (num_microbatches, loop_parts, self.exact or (num_microbatches, loop_parts, True) in self._steps)
+        if key not in self._steps:
+            with _jax.no_mesh(), self.around(), rare_collection():
+                self._steps[key] = self._split(num_microbatches, loop_parts)
+        return self._steps[key]
+
+    def _split(self, num_microbatches: int, loop_parts: int) -> TracedStep:
+        traced = self.traced
+        if trains_in_bodies(self.sized(0).full().graph):
+            loop_parts = 0  # its trips are steps of training rather than layers
+        sized = self.sized(loop_parts)
+        if num_microbatches != 1:
+            sizes: tuple[int, ...] = (_microbatch_size(traced, num_microbatches),)
+        else:
+            sizes = () if traced.batch.size is None else _probe_sizes(traced.batch.size)
+        problem = traced.batch.problem
+        for size in sizes:
             try:
-                return _proven(traced, full, other, num_microbatches, loop_parts)
-            except NonAdditiveError:
-                if on_non_additive == "refuse":
+                pair = sized.at_two_sizes(size, exact=self.exact)
+            except TraceError as error:
+                # With one micro-batch the other size only shows the batch dims, and a further size may do as well.
+                if num_microbatches > 1:
                     raise
-        return _cut(traced, full, other, num_microbatches, loop_parts)
-    return _at_one_size(traced, full_in_parts(traced, loop_parts, frozenset()), loop_parts, problem)
+                problem = f"The batch was lost: {error}"
+                continue
+            if num_microbatches > 1:
+                try:
+                    return _proven(sized, pair, num_microbatches)
+                except NonAdditiveError:
+                    if self.on_non_additive == "refuse":
+                        raise
+            return _cut(sized, pair, num_microbatches)
+        return _at_one_size(sized, problem)
+
+    def sized(self, loop_parts: int) -> SizedPrograms:
+        """Return the programs at all batch sizes, with loops over layers in so many parts."""
+        if loop_parts not in self._programs:
+            made = SizedPrograms(traced=self.traced, loop_parts=loop_parts, driver=self.driver)
+            self._programs[loop_parts] = made
+        return self._programs[loop_parts]
 
 
-def at_two_sizes(
-    traced: Traced, size: int, loop_parts: int, *, exact: bool = True
-) -> tuple[PartedProgram, PartedProgram]:
-    """Return the programs at the full batch and at another size, which have equal structure.
-
-    Where JAX writes another program at that size, as it does for one sample, the program is extrapolated from the full
-    batch and larger sizes.
-
-    Args:
-        traced: the traced step.
-        size: the other batch size in samples.
-        loop_parts: number of loops per scan over layers.
-        exact: trace the program; otherwise an unchecked extrapolation from two sizes suffices.
-
-    Raises:
-        TraceError: the programs differ in structure, and no extrapolation is possible.
-    """
-    batch = traced.require_batch()
-    if size > 1 and (not exact or size in _probe_sizes(batch)):
-        seen = _seen(traced, loop_parts)
-        other = seen.get(size) if exact else extrapolated_in_parts(seen, size)
-        if other is not None:
-            return seen[batch], other
-    try:
-        if size == 1 and not traces_alike(traced, size):
-            return _of_one_sample(traced, loop_parts)
-        return _traced_at(traced, size, loop_parts)
-    except TraceError as error:
-        try:
-            return from_larger(traced, loop_parts, size)
-        except TraceError:
-            raise error from None  # the first error names the op that differs
-
-
-@memoized
-def _seen(traced: Traced, loop_parts: int) -> Mapping[int, PartedProgram]:
-    """Return the programs by batch size from which others are extrapolated: the full batch, and the first to probe.
-
-    The same for every search: a plan must not depend on the numbers of micro-batches that were looked at before.
-    """
-    batch = traced.require_batch()
-    # JAX writes other ops for a single sample, so that such a program is no basis for an extrapolation.
-    for size in (size for size in _probe_sizes(batch) if size > 1):
-        with suppress(TraceError):
-            full, other = _traced_at(traced, size, loop_parts)
-            return {batch: full, size: other}
-    return {}
-
-
-def _of_one_sample(traced: Traced, loop_parts: int) -> tuple[PartedProgram, PartedProgram]:
-    """Return the programs at the full batch and, extrapolated, at one sample."""
-    made = extrapolated(traced, loop_parts)[1]
-    return with_other_in_parts(traced, made, loop_parts, over_samples(traced, loop_parts))
-
-
-def _traced_at(traced: Traced, size: int, loop_parts: int) -> tuple[PartedProgram, PartedProgram]:
-    """Return the programs at the full batch and at another size, both traced."""
-    loops = over_samples(traced, loop_parts, (traced.require_batch(), size))
-    program = program_of(traced, traced.at_batch_size(size), loop_parts, loops)
-    return with_other_in_parts(traced, program, loop_parts, loops)
-
-
-def _at_one_size(traced: Traced, full: PartedProgram, loop_parts: int, problem: str) -> TracedStep:
+def _at_one_size(sized: SizedPrograms, problem: str) -> TracedStep:
     """Return the step as one micro-batch when no other batch size can be traced.
 
     The batch dims then come from propagation through the ops (`follow_batch`) instead of a comparison of shapes.
     """
+    traced, full = sized.traced, sized.full()
     # Loops that share a body may have the batch in different dims of it, so each gets its own copy.
-    graph = with_own_bodies(verify(full.program.graph))
+    graph = with_own_bodies(full.graph)
     full = replace(full, program=replace(full.program, graph=graph))
     leaves = dict(enumerate(traced.batch.dims))
     batch_of_values: dict[Graph, dict[int, int | None]] = {}
     if traced.batch.size == 1:
         try:
-            batch_of_values, problem = batch_of_one(traced, full, loop_parts), ""
+            batch_of_values, problem = sized.batch_of_one(full), ""
         except TraceError as error:
             problem = f"{problem} {error}"
     batch, bodies = follow_batch(graph, [leaves.get(part.leaf) for part in full.input_parts], batch_of_values)
@@ -333,52 +220,49 @@ def _at_one_size(traced: Traced, full: PartedProgram, loop_parts: int, problem: 
         # Propagation may lose the batch dim before the loss; the name stacks of the backward pass show where the loop
         # ends.
         loop |= loop_without_batch(graph)
-    step = _step(
-        traced,
+    return _step(
+        sized,
         full,
-        graph=graph,
-        batch_dims=batch,
+        program=full.program,
         loop=loop | effects_before(graph, loop),
+        batch_dims=batch,
         num_microbatches=1,
         bodies=bodies,
         batch=StepBatch(size=traced.batch.size, problem=problem),
-        loop_parts=loop_parts,
     )
-    return TracedStep(step=step, equations=full.program.equations, constants=full.program.constants)
 
 
 def _step(
-    traced: Traced,
-    full: PartedProgram,
-    *,
-    graph: Graph,
-    batch_dims: tuple[int | None, ...],
-    loop: set[int],
-    **more: Any,
-) -> StepGraph:
+    sized: SizedPrograms, full: PartedProgram, *, program: GraphWithEquations, loop: set[int], **more: Any
+) -> TracedStep:
     """Return the step with its phases.
 
     Args:
-        traced: the traced step.
+        sized: the programs of the step.
         full: the program at the full batch.
-        graph: the program at the size of a micro-batch.
-        batch_dims: for each value the dim that holds the batch, or None.
+        program: the program at the size of a micro-batch.
         loop: ids of the ops that run once per micro-batch.
         more: other fields of the step.
     """
+    graph, batch = program.graph, more["batch_dims"]
     if more["num_microbatches"] == 1:
         # Of several micro-batches it is proven that the loop reads nothing that follows from its own sums.
         loop = without_gaps(graph, loop)
-    return StepGraph(
-        graph=graph,
-        full_shapes=tuple(v.shape for v in full.program.graph.values),
-        batch_dims=batch_dims,
-        phases=assign_phases(graph, loop, batch_dims, forward_only=trains_in_bodies(graph)),
-        input_parts=full.input_parts,
-        output_parts=full.output_parts,
-        aliases=_aliases(traced, full),
-        **more,
-    )
+
+    def made() -> TracedStep:
+        step = StepGraph(
+            graph=graph,
+            full_shapes=tuple(v.shape for v in full.graph.values),
+            phases=assign_phases(graph, loop, batch, forward_only=trains_in_bodies(graph)),
+            input_parts=full.input_parts,
+            output_parts=full.output_parts,
+            aliases=_aliases(sized.traced, full),
+            loop_parts=sized.loop_parts,
+            **more,
+        )
+        return TracedStep(step=step, equations=program.equations, constants=full.program.constants)
+
+    return sized.driver.made("assign phases", made)
 
 
 def _aliases(traced: Traced, parted: PartedProgram) -> dict[int, int]:
@@ -397,34 +281,32 @@ def _aliases(traced: Traced, parted: PartedProgram) -> dict[int, int]:
     return {out: into for out, into in pairs.items() if into is not None}
 
 
-def _proven(
-    traced: Traced, full: PartedProgram, other: PartedProgram, num_microbatches: int, loop_parts: int
-) -> TracedStep:
+def _proven(sized: SizedPrograms, pair: TwoSizes, num_microbatches: int) -> TracedStep:
     """Return the step in micro-batches that are proven to add up to the full batch.
 
     Raises:
         NonAdditiveError: they do not, with the reason.
     """
-    _refuse_effects(full, other)
-    exact = _exact(traced, full, other, num_microbatches, {})
+    _refuse_effects(pair)
+    exact = _exact(sized, pair, num_microbatches, {})
     refusals = exact.proof.refusals
     for cut in sorted({r.cut for r in refusals} - {1}):
         # The step divides its batch into runs itself; it may be exact if each micro-batch takes rows of every run.
-        runs = {leaf: cut for leaf, dim in enumerate(traced.batch.dims) if dim is not None}
-        again = _exact(traced, full, other, num_microbatches, runs)
+        runs = {leaf: cut for leaf, dim in enumerate(sized.traced.batch.dims) if dim is not None}
+        again = _exact(sized, pair, num_microbatches, runs)
         if not again.proof.refusals:
-            return _cut_exactly(traced, again, num_microbatches, loop_parts)
+            return _cut_exactly(sized, again, num_microbatches)
     if refusals and any(r.text in FOLLOWING for r in refusals):
         # The user's code depends on its batch size, so that it traces to other ops in a micro-batch. The full batch's
         # program, extrapolated to that size, may still be exact.
         with suppress(TraceError):
-            own = from_larger(traced, loop_parts, _microbatch_size(traced, num_microbatches))
-            again = _exact(traced, *own, num_microbatches, {})
+            own = sized.from_larger(_microbatch_size(sized.traced, num_microbatches))
+            again = _exact(sized, own, num_microbatches, {})
             if not again.proof.refusals:
-                return _cut_exactly(traced, again, num_microbatches, loop_parts)
+                return _cut_exactly(sized, again, num_microbatches)
     if refusals:
         raise NonAdditiveError(_sentence(refusals[0]))
-    return _cut_exactly(traced, exact, num_microbatches, loop_parts)
+    return _cut_exactly(sized, exact, num_microbatches)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -432,54 +314,49 @@ class _Exact:
     """A step at two sizes without its hoisted part, and what was proven of it.
 
     Attributes:
-        full: the program at the full batch.
-        other: the program at the size of a micro-batch.
-        precomputed: the hoisted part, if any.
+        pair: the programs at the full batch and at the size of a micro-batch.
         proof: the proof.
         runs: argument leaf → number of runs of samples along its batch dim.
     """
 
-    full: PartedProgram
-    other: PartedProgram
-    precomputed: Precomputed | None
+    pair: TwoSizes
     proof: Proof
     runs: Mapping[int, int]
 
 
-def _exact(
-    traced: Traced, full: PartedProgram, other: PartedProgram, num_microbatches: int, runs: Mapping[int, int]
-) -> _Exact:
+def _exact(sized: SizedPrograms, pair: TwoSizes, num_microbatches: int, runs: Mapping[int, int]) -> _Exact:
     """Prove as much as possible, hoisting sums of data as needed; `runs`: argument leaf → number of runs of samples."""
-    precomputed: Precomputed | None = None
+    dims = sized.traced.batch.dims
     while True:
-        graph, parts = full.program.graph, full.input_parts
-        cut = {v: runs[part.leaf] for v, part in zip(graph.inputs, parts, strict=True) if part.leaf in runs}
+        full = pair.full
+        cut = {
+            v: runs[part.leaf] for v, part in zip(pair.graph.inputs, full.input_parts, strict=True) if part.leaf in runs
+        }
         # Values are hoisted once: without inputs of data, the next proof hoists nothing and ends the loop.
-        data = inputs_of_data(graph, parts, traced.batch.dims) if precomputed is None else frozenset[int]()
-        found = prove(full.program, other.program, num_microbatches, of_data=data, runs=cut)
+        data = inputs_of_data(pair.graph, full.input_parts, dims) if pair.precomputed is None else frozenset[int]()
+        found = prove(full.program, pair.other.program, num_microbatches, of_data=data, runs=cut)
         if not found.hoisted or found.refusals:
-            return _Exact(full=full, other=other, precomputed=precomputed, proof=found, runs=runs)
-        rest = hoist_values(full, other, found.hoisted, traced.batch.dims)
-        full, other, precomputed = rest.full, rest.other, rest.precomputed
+            return _Exact(pair=pair, proof=found, runs=runs)
+        first = len(dims) + len(full.program.constants)
+        pair = sized.driver.run(pair, (HoistValues(values=tuple(found.hoisted), first_leaf=first),))
 
 
-def _cut_exactly(traced: Traced, exact: _Exact, num_microbatches: int, loop_parts: int) -> TracedStep:
+def _cut_exactly(sized: SizedPrograms, exact: _Exact, num_microbatches: int) -> TracedStep:
     """Return the step in micro-batches whose proof succeeded."""
-    full, other, proof = exact.full, exact.other, exact.proof
-    whole, small = full.program.graph, other.program.graph
-    merged = merge(full.program, other.program, proof.marks)
+    full, other, proof, traced = exact.pair.full, exact.pair.other, exact.proof, sized.traced
+    whole, small = full.graph, other.graph
+    merged = sized.driver.made("merge sizes", lambda: merge(full.program, other.program, proof.marks))
     batch = batch_dims(whole, small)
     loop = loop_ops(whole, batch)
-    step = _step(
-        traced,
+    made = _step(
+        sized,
         full,
-        graph=merged.graph,
-        batch_dims=batch,
+        program=merged,
         loop=loop,
+        batch_dims=batch,
         num_microbatches=num_microbatches,
         batch=StepBatch(size=traced.batch.size),
         bodies=body_scopes(merged.graph, whole, small),
-        loop_parts=loop_parts,
         loop_results=LoopResults(
             combined={r: c for i in loop for r in whole.ops[i].results if (c := _combined(proof.relations[r]))},
             runs={
@@ -487,13 +364,8 @@ def _cut_exactly(traced: Traced, exact: _Exact, num_microbatches: int, loop_part
             },
         ),
     )
-    return TracedStep(
-        step=step,
-        equations=merged.equations,
-        constants=merged.constants,
-        precomputed=exact.precomputed,
-        runs={leaf: (traced.batch.dims[leaf] or 0, count) for leaf, count in exact.runs.items()},
-    )
+    runs = {leaf: (traced.batch.dims[leaf] or 0, count) for leaf, count in exact.runs.items()}
+    return replace(made, precomputed=exact.pair.precomputed, runs=runs)
 
 
 def _combined(relation: Relation) -> Combination | None:
@@ -505,12 +377,12 @@ def _combined(relation: Relation) -> Combination | None:
     }.get(relation.kind)
 
 
-def _refuse_effects(full: PartedProgram, other: PartedProgram) -> None:
+def _refuse_effects(pair: TwoSizes) -> None:
     """Raise `NonAdditiveError` if an op with an effect would run once per micro-batch."""
-    graph = full.program.graph
+    graph = pair.graph
     if not any(op.effectful for op in graph.ops):
         return
-    loop = loop_ops(graph, batch_dims(graph, other.program.graph))
+    loop = loop_ops(graph, batch_dims(graph, pair.other.graph))
     # An effect whose result the loop reads would run with it.
     loop |= effects_before(graph, loop)
     for op in graph.ops:
@@ -536,35 +408,27 @@ def _sentence(refusal: Refusal) -> str:
     )
 
 
-def _cut(
-    traced: Traced,
-    full: PartedProgram,
-    other: PartedProgram,
-    num_microbatches: int,
-    loop_parts: int,
-) -> TracedStep:
+def _cut(sized: SizedPrograms, pair: TwoSizes, num_microbatches: int) -> TracedStep:
     """Return the step as one micro-batch, or as micro-batches whose results are averaged."""
-    whole, small = full.program.graph, other.program.graph
+    full, whole, small = pair.full, pair.full.graph, pair.other.graph
     batch = batch_dims(whole, small)
     loop = loop_ops(whole, batch)
     averaged = num_microbatches > 1
     if averaged:
-        _refuse_effects(full, other)
+        _refuse_effects(pair)
     # An averaged micro-batch runs the step of its own size, with its literals; a single one is the full batch.
-    chosen = other.program if averaged else bodies_apart(full.program, other.program)
-    step = _step(
-        traced,
+    chosen = pair.other.program if averaged else bodies_apart(full.program, pair.other.program)
+    return _step(
+        sized,
         full,
-        graph=chosen.graph,
-        batch_dims=batch,
+        program=chosen,
         loop=loop | effects_before(whole, loop),
+        batch_dims=batch,
         num_microbatches=num_microbatches,
-        batch=StepBatch(size=traced.batch.size),
+        batch=StepBatch(size=sized.traced.batch.size),
         bodies=body_scopes(chosen.graph, whole, small),
-        loop_parts=loop_parts,
         loop_results=LoopResults(averaged=averaged),
     )
-    return TracedStep(step=step, equations=chosen.equations, constants=full.program.constants)
 
 
 def _microbatch_size(traced: Traced, num_microbatches: int) -> int:

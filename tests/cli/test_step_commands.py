@@ -149,6 +149,15 @@ def test_an_output_that_cannot_be_written(capsys):
     assert code == Exit.ERROR and "nowhere/plan.json cannot be written" in err
 
 
+def test_passes_are_written_to_a_folder_of_one_plan(capsys, tmp_path):
+    plan = ("--cluster", "p3.16xlarge", *DATA, "--dump-passes")
+    run_json(capsys, *plan, str(tmp_path / "passes"))
+    index = (tmp_path / "passes" / "index.txt").read_text()
+    assert "00-from-jaxpr.txt" in index and (tmp_path / "passes" / "00-from-jaxpr.txt").is_file()
+    code, _, err = run(capsys, *plan, str(tmp_path / "more"), "--cluster", "dgx-1")
+    assert code == Exit.ERROR and "--dump-passes is for one plan" in err and not (tmp_path / "more").exists()
+
+
 def test_the_plan_is_that_of_the_library(capsys):
     from alpa_lite.cli.user_files import load_example
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from alpa_lite.inter_op.stage_costs import Question, SolvedStage, answer_among
 from alpa_lite.intra_op.problem import Status
 from alpa_lite.intra_op.solve import StageSolution
-from alpa_lite.intra_op.stage import Choice
-from alpa_lite.plan.parts import NO_COST
+from alpa_lite.plan.parts import NO_COST, Choice
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh
 
 SUBMESH = Submesh(first_device=0, num_hosts=1, devices_per_host=4)

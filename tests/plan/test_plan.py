@@ -20,10 +20,10 @@ from alpa_lite.planners import Hybrid
 from alpa_lite.program.phases import StepGraph
 from alpa_lite.schedule import GPipe, Interleaved1F1B
 from alpa_lite.step.recomputation import Remat
-from alpa_lite.step.split import split_step
 from alpa_lite.trace.trace import trace
 from tests.end_to_end.cases import MODELS, PLANNERS, Training, assert_same, eager_cluster, make_batch, reference
 from tests.end_to_end.programs import PARAMS, X, Y, descend, squared
+from tests.step.splitting import split_step
 
 CASES = [
     *[("mlp", planner) for planner in PLANNERS],

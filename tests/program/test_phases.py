@@ -22,12 +22,12 @@ from alpa_lite.program.phases import (
     forward_or_backward,
     with_own_bodies,
 )
-from alpa_lite.step.split import split_step
 from alpa_lite.trace.from_jaxpr import from_jaxpr
 from alpa_lite.trace.trace import trace
 from tests.end_to_end.cases import MODELS as ZOO
 from tests.end_to_end.cases import Training, make_batch
 from tests.end_to_end.programs import PARAMS, X, Y, descend, squared
+from tests.step.splitting import split_step
 
 
 def _step(p: Any, x: Any, y: Any) -> Any:

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from alpa_lite.inspection.page.notebook import show
+from alpa_lite.program.show import show
 from alpa_lite.trace.from_jaxpr import from_jaxpr
 
 

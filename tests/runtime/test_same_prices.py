@@ -74,5 +74,7 @@ def test_the_program_costs_what_the_plan_says(name: str, planner: str) -> None:
         for phase in ("forward", "backward", "update"):
             seconds = sum(part.seconds for part in parts if (part.stage, part.phase) == (number, phase))
             assert seconds == pytest.approx(getattr(stage.cost, f"{phase}_seconds"), rel=1e-9)
+    if len(plan.stages) == plan.num_microbatches == 1:
+        assert lowered.simulate().step_seconds == pytest.approx(plan.prediction.step_seconds, rel=1e-9)
     found = _counted(use for part in parts for use in part.collectives)
     assert found == pytest.approx(_counted(plan.prediction.collectives))

@@ -20,10 +20,11 @@ from alpa_lite import _jax
 from alpa_lite.program.equations import Equation, without_dead_ops
 from alpa_lite.program.ir import Graph, wiring_of
 from alpa_lite.step.additivity import Proof, prove
+from alpa_lite.step.merged_sizes import merge
 from alpa_lite.step.relations import Own, Relation, RelationKind
-from alpa_lite.step.split import at_two_sizes, by_micro_batch, merge
+from alpa_lite.step.split import StepPrograms, by_micro_batch
 from alpa_lite.trace.evaluate import all_values, run_control_flow
-from alpa_lite.trace.passes.code_motion import hoist_values, inputs_of_data
+from alpa_lite.trace.passes.code_motion import HoistValues, TwoSizes, inputs_of_data
 from alpa_lite.trace.passes.split_stacked import PartedProgram
 from alpa_lite.trace.trace import Traced
 
@@ -41,13 +42,16 @@ class Checked:
 
 def check_claims(traced: Traced, arguments: Sequence[Any], count: int, *, runs: int = 1) -> Checked:
     """Compare all values of a step in `count` micro-batches with what is claimed of them."""
-    full, other = at_two_sizes(traced, traced.require_batch() // count, 0)
+    pair = StepPrograms(traced=traced).sized(0).at_two_sizes(traced.require_batch() // count)
+    full, other = pair.full, pair.other
     inputs = [*arguments, *full.program.constants]
     cut = {leaf: runs for leaf, dim in enumerate(traced.batch.dims) if dim is not None and runs > 1}
     data = inputs_of_data(full.program.graph, full.input_parts, traced.batch.dims)
     proof = prove(full.program, other.program, count, of_data=data, runs=cut)
     while proof.hoisted:
-        rest = hoist_values(full, other, proof.hoisted, traced.batch.dims)
+        first = len(traced.batch.dims) + len(full.program.constants)
+        rest = HoistValues(values=tuple(proof.hoisted), first_leaf=first).apply(TwoSizes(full=full, other=other))
+        assert rest.precomputed is not None
         inputs += rest.precomputed(inputs)
         full, other = rest.full, rest.other
         proof = prove(full.program, other.program, count, runs=cut)

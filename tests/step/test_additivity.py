@@ -12,10 +12,10 @@ import pytest
 import alpa_lite as al
 from alpa_lite import planners
 from alpa_lite.errors import NonAdditiveError
-from alpa_lite.step.split import split_step
 from alpa_lite.trace.trace import trace
 from tests.end_to_end.programs import PROGRAMS
 from tests.step.claims import check_claims
+from tests.step.splitting import split_step
 
 
 @pytest.mark.parametrize("count", [2, 8, 16])

@@ -15,11 +15,11 @@ from alpa_lite.rules.op_info import free_values
 from alpa_lite.step.clustering import make_layers
 from alpa_lite.step.layers import default_num_layers, natural_cut, op_flops
 from alpa_lite.step.recomputation import originals, read_originals_across
-from alpa_lite.step.split import split_step
 from alpa_lite.trace.trace import trace
 from tests.end_to_end.cases import MODELS, Training, make_batch
 from tests.end_to_end.programs import PARAMS, X, Y, descend, squared
 from tests.end_to_end.test_across_stages import encoder_decoder, encoder_decoder_arguments
+from tests.step.splitting import split_step
 
 
 @cache

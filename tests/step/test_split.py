@@ -18,9 +18,10 @@ from alpa_lite.errors import BatchError, NonAdditiveError, TraceError
 from alpa_lite.plan.plan import fingerprint
 from alpa_lite.program.phases import Phase, StepGraph
 from alpa_lite.rules.dims import follow_batch
-from alpa_lite.step.split import TracedStep, split_step
+from alpa_lite.step.split import StepPrograms, TracedStep
 from alpa_lite.trace.trace import trace
 from tests.end_to_end.programs import PARAMS, PROGRAMS, X, Y, descend, forward, squared
+from tests.step.splitting import split_step
 
 #: What depends on which micro-batch it is (draws, positions, what counts once) is beyond this plain executor.
 POSITIONAL = {
@@ -47,9 +48,10 @@ def _split(fun: Any, args: Any, num_microbatches: int = 4, **options: Any) -> Tr
 def test_steps_at_numbers_that_are_not_traced_are_those_that_would_be(name: str) -> None:
     """A batch of 16 is seen whole and in fourths: halves and eighths follow."""
     program = PROGRAMS[name]
-    extrapolated, exact = (trace(program.step, program.args, batch_argnums=program.batch_argnums) for _ in range(2))
+    traced = trace(program.step, program.args, batch_argnums=program.batch_argnums)
+    extrapolated, exact = StepPrograms(traced=traced).extrapolated(), StepPrograms(traced=traced)
     for number in (4, 2, 8, 1):
-        got, want = (split_step(t, number, exact=t is exact).step for t in (extrapolated, exact))
+        got, want = extrapolated.at(number), exact.at(number)
         assert fingerprint(got) == fingerprint(want), number
         assert (got.batch_dims, got.phases, got.full_shapes) == (want.batch_dims, want.phases, want.full_shapes)
         assert (got.aliases, got.loop_results) == (want.aliases, want.loop_results)

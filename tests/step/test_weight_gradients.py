@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from alpa_lite.program.phases import Phase, StepGraph, weight_gradient_ops
-from alpa_lite.step.split import split_step
 from alpa_lite.trace.trace import trace
+from tests.step.splitting import split_step
 
 WIDTH = 8
 

@@ -13,8 +13,8 @@ import pytest
 from alpa_lite import _jax
 from alpa_lite.errors import TraceError
 from alpa_lite.program.equations import GraphWithEquations
+from alpa_lite.trace.extrapolation import at_size
 from alpa_lite.trace.from_jaxpr import from_jaxpr
-from alpa_lite.trace.step_programs import at_one_sample
 
 W = jnp.asarray(np.random.default_rng(0).normal(size=(4, 5)), jnp.float32)
 
@@ -25,7 +25,7 @@ def _program(fun: Callable[..., Any], size: int) -> GraphWithEquations:
 
 
 def _at_one(fun: Callable[..., Any], sizes: tuple[int, ...] = (2, 3, 7)) -> GraphWithEquations:
-    return at_one_sample({size: _program(fun, size) for size in sizes})
+    return at_size(1, {size: _program(fun, size) for size in sizes})
 
 
 def _run(program: GraphWithEquations, *arrays: Any) -> list[Any]:

@@ -10,13 +10,15 @@ import pytest
 
 from alpa_lite.cli.models.transformer import Computation, Recompute, Transformer
 from alpa_lite.errors import TraceError
-from alpa_lite.inspection.page.notebook import show
 from alpa_lite.program.ir import Graph
 from alpa_lite.program.phases import Phase, StepGraph
-from alpa_lite.step.split import split_step
+from alpa_lite.program.show import show
+from alpa_lite.step.split import StepPrograms
 from alpa_lite.trace.from_jaxpr import from_jaxpr
-from alpa_lite.trace.passes.code_motion import sink_free_values
+from alpa_lite.trace.passes.code_motion import SinkFreeValues
+from alpa_lite.trace.passes.split_stacked import PartedProgram
 from alpa_lite.trace.trace import Traced, trace
+from tests.step.splitting import split_step
 
 #: A number of positions that no other dim has.
 SEQ_LEN = 7
@@ -76,7 +78,7 @@ def test_weights_and_what_is_summed_over_a_batch_of_one_have_no_batch(recompute:
 
 def test_a_batch_of_one_keeps_its_own_program() -> None:
     traced = _traced("full", 1)
-    own = sink_free_values(from_jaxpr(traced.jaxpr, traced.inputs.names)).graph
+    own = SinkFreeValues().apply(PartedProgram.of(from_jaxpr(traced.jaxpr, traced.inputs.names))).graph
     step = split_step(traced, 1).step
     assert [(op.primitive, op.params) for op in step.graph.ops] == [(op.primitive, op.params) for op in own.ops]
     assert step.graph.values == own.values
@@ -95,9 +97,10 @@ def test_micro_batches_of_one_have_the_program_of_larger_ones() -> None:
 @pytest.mark.parametrize("loop_parts", [0, 2])
 def test_a_number_of_micro_batches_has_the_same_program_whatever_was_asked_before(loop_parts: int) -> None:
     """The program at the full batch is kept for other numbers: of one sample each, of several, and of all."""
-    traced = _traced("full", 4)
+    programs = StepPrograms(traced=_traced("full", 4))
     for m in (2, 4, 1, 2):
-        again, alone = (split_step(t, m, loop_parts=loop_parts) for t in (traced, _traced("full", 4)))
+        again = programs.with_equations(m, loop_parts)
+        alone = split_step(_traced("full", 4), m, loop_parts=loop_parts)
         assert show(again.step.graph, step=again.step) == show(alone.step.graph, step=alone.step)
         assert again.step.full_shapes == alone.step.full_shapes and again.step.batch_dims == alone.step.batch_dims
         assert [tuple(e.params) for e in again.equations] == [tuple(e.params) for e in alone.equations]

@@ -23,10 +23,11 @@ from alpa_lite.intra_op.interning import SharedArrays
 from alpa_lite.intra_op.problem import Problem, Ragged, Solution, Status
 from alpa_lite.intra_op.solve import StageSolution, in_two_parts, price_choice, stage_tasks
 from alpa_lite.intra_op.solvers.portfolio import Portfolio
-from alpa_lite.intra_op.stage import Choice, Key, Offer, Placed, PlacedBodies, PlacedSum, StageView
+from alpa_lite.intra_op.stage import Key, Offer, Placed, PlacedBodies, PlacedSum, StageView
 from alpa_lite.intra_op.strategies import Restriction
 from alpa_lite.intra_op.strategy_catalogue import Catalogue, SumOptions
 from alpa_lite.intra_op.usages import StageLayout, UsageOf, usages_of
+from alpa_lite.plan.parts import Choice
 from alpa_lite.plan.plan import OpPlacement, StagePlan
 from alpa_lite.plan.pricing import Estimator, Pricer
 from alpa_lite.plan.task_prices import estimate
@@ -118,11 +119,10 @@ class StageProblem:
         """The plan's decisions, priced as they run. The stage must have been `placed`."""
         stage = self.placed
         assert stage is not None
-        choice = Choice(inputs=stage.inputs, ops=stage.ops, accumulators=stage.accumulators)
         # As the plan predicts it, so that a row of the chosen value has the plan's own memory.
         peak = stage.cost.bytes_in_flight(self.in_flight)
         return self._priced(
-            choice,
+            stage.choice,
             Solution(
                 choices=None,
                 # Seconds are computed anew by `price_choice`; of this solution only the peak matters.

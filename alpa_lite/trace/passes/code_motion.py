@@ -1,10 +1,10 @@
 """Move parts of a program into or out of its loops.
 
-`sink_free_values` moves constants into the loops that read them. JAX hoists what a loop body computes from constants
+`SinkFreeValues` moves constants into the loops that read them. JAX hoists what a loop body computes from constants
 alone (masks, positions) out of the loop, which then reads whole arrays. Inside the body, such a value needs no sharding
 of its own, is never communicated, and is fused with its readers. XLA does the same ("while loop constant sinking").
 
-`hoist_values` moves the part of a step that depends on data alone out of the loop over micro-batches, so that it is
+`HoistValues` moves the part of a step that depends on data alone out of the loop over micro-batches, so that it is
 computed for the whole batch before:
 
     loss = Σ_i m_i c_i(params) / Σ_i m_i       the second sum reads no parameter
@@ -33,12 +33,18 @@ from alpa_lite.trace.evaluate import evaluate
 from alpa_lite.trace.passes.split_stacked import PartedProgram
 
 
-def sink_free_values(program: GraphWithEquations) -> GraphWithEquations:
-    """Return the program in which scans, at any depth, make the constant free values that they read.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SinkFreeValues:
+    """The pass after which scans, at any depth, make the constant free values that they read.
 
     Free values are those that cost nothing to compute (`alpa_lite.rules.op_info.free_values`).
     """
-    return _sunk_program(program, {})
+
+    name = "sink free values"
+
+    def apply(self, program: PartedProgram) -> PartedProgram:
+        """Return the program with such values made in the scans."""
+        return replace(program, program=_sunk_program(program.program, {}))
 
 
 _Memo = dict[tuple[object, ...], GraphWithEquations]
@@ -184,46 +190,52 @@ class Precomputed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RemainingStep:
-    """A step at two batch sizes without its hoisted part, whose results both programs take as their last inputs.
+class TwoSizes:
+    """The programs of a step at two batch sizes, with the same value ids.
 
     Attributes:
         full: the program at the full batch.
         other: the program at another batch size.
-        precomputed: the hoisted part.
+        precomputed: the hoisted part, whose results both programs take as their last inputs; None if there is none.
     """
 
     full: PartedProgram
     other: PartedProgram
-    precomputed: Precomputed
+    precomputed: Precomputed | None = None
+
+    @property
+    def graph(self) -> Graph:
+        """The graph at the full batch."""
+        return self.full.graph
 
 
-def hoist_values(
-    full: PartedProgram, other: PartedProgram, values: Sequence[int], batch_leaves: Sequence[int | None]
-) -> RemainingStep:
-    """Hoist the given values, which depend on inputs of data alone, out of a step.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HoistValues:
+    """The pass that hoists values, which depend on inputs of data alone, out of a step without a hoisted part.
 
-    Args:
-        full: the program at the full batch.
-        other: the program at another batch size, with the same value ids.
+    Attributes:
         values: ids of the values to hoist.
-        batch_leaves: for each argument leaf the dim that holds the batch, or None.
+        first_leaf: number of the first leaf behind the arguments and the captured arrays; hoisted values follow these.
     """
-    graph = full.program.graph
-    alone = without_dead_ops(replace(full.program, graph=replace(graph, outputs=tuple(values))))
-    # Other inputs, parameters above all, need not be passed to the hoisted part.
-    read = [i for i, v in enumerate(alone.graph.inputs) if alone.graph.consumers[v] or v in alone.graph.outputs]
-    inputs = tuple(alone.graph.inputs[i] for i in read)
-    precomputed = Precomputed(
-        program=replace(alone, graph=replace(alone.graph, inputs=inputs)),
-        leaves=tuple(full.input_parts[i].leaf for i in read),
-    )
-    # Leaves are numbered in this order: arguments, captured arrays, hoisted values.
-    first = len(batch_leaves) + len(full.program.constants)
-    parts = tuple(LeafPart(leaf=first + i) for i in range(len(values)))
-    return RemainingStep(
-        full=_taking(full, values, parts), other=_taking(other, values, parts), precomputed=precomputed
-    )
+
+    values: tuple[int, ...]
+    first_leaf: int
+    name = "hoist values"
+
+    def apply(self, program: TwoSizes) -> TwoSizes:
+        """Return the step that takes the values as further inputs."""
+        full = program.full
+        alone = without_dead_ops(replace(full.program, graph=replace(full.graph, outputs=self.values)))
+        # Other inputs, parameters above all, need not be passed to the hoisted part.
+        read = [i for i, v in enumerate(alone.graph.inputs) if alone.graph.consumers[v] or v in alone.graph.outputs]
+        inputs = tuple(alone.graph.inputs[i] for i in read)
+        precomputed = Precomputed(
+            program=replace(alone, graph=replace(alone.graph, inputs=inputs)),
+            leaves=tuple(full.input_parts[i].leaf for i in read),
+        )
+        parts = tuple(LeafPart(leaf=self.first_leaf + i) for i in range(len(self.values)))
+        full, other = (_taking(each, self.values, parts) for each in (full, program.other))
+        return TwoSizes(full=full, other=other, precomputed=precomputed)
 
 
 def _taking(parted: PartedProgram, values: Sequence[int], parts: Sequence[LeafPart]) -> PartedProgram:

@@ -2,8 +2,8 @@
 
 A model that scans over its layers holds the weights of all layers in single arrays [layers, ...], and with them their
 gradients and optimizer state. Once the loop is split into parts, for the stages of a pipeline, each row block belongs
-with the layers that read it. `part_stacks` rewrites the program so that these arrays become several inputs and outputs,
-one per block (below: part).
+with the layers that read it. `SplitStacked` rewrites the program so that these arrays become several inputs and
+outputs, one per block (below: part).
 
 Which values are split (`SplitAnalysis`):
 
@@ -292,16 +292,35 @@ class PartedProgram:
     input_parts: tuple[LeafPart, ...]
     output_parts: tuple[LeafPart, ...]
 
+    @staticmethod
+    def of(program: GraphWithEquations) -> PartedProgram:
+        """Return a program whose stacked arrays are whole."""
+        graph = program.graph
+        inputs, outputs = (tuple(LeafPart(leaf=i) for i in range(len(v))) for v in (graph.inputs, graph.outputs))
+        return PartedProgram(program=program, input_parts=inputs, output_parts=outputs)
 
-def part_stacks(program: GraphWithEquations, of_samples: frozenset[int], num_parts: int) -> PartedProgram:
-    """Return the program with its stacked arrays split into about `num_parts` parts (`parts_of`).
+    @property
+    def graph(self) -> Graph:
+        """The graph of the program."""
+        return self.program.graph
 
-    Args:
-        program: the program to rewrite.
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitStacked:
+    """The pass that splits the stacked arrays of a program, all whole before, into parts (`parts_of`).
+
+    Attributes:
         of_samples: inputs that hold the batch, and other values whose rows are samples; these are never split.
-        num_parts: number of parts per stacked array.
+        num_parts: about how many parts to make of each stacked array.
     """
-    return _StackedRewriter(SplitAnalysis(program, of_samples, num_parts)).rewritten()
+
+    of_samples: frozenset[int]
+    num_parts: int
+    name = "split stacked arrays"
+
+    def apply(self, program: PartedProgram) -> PartedProgram:
+        """Return the program in parts."""
+        return _StackedRewriter(SplitAnalysis(program.program, self.of_samples, self.num_parts)).rewritten()
 
 
 class _Kind(NamedTuple):
@@ -327,7 +346,7 @@ class _StackedRewriter:
         self.parts: dict[tuple[int, int], int] = {}
 
     def rewritten(self) -> PartedProgram:
-        """Return the program in parts; see `part_stacks`."""
+        """Return the program in parts."""
         graph, split = self.graph, self.analysis.split
         inputs: list[tuple[int, LeafPart]] = []
         for number, v in enumerate(graph.inputs):

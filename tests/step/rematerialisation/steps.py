@@ -17,10 +17,11 @@ from alpa_lite.program.ir import Graph, wiring_of
 from alpa_lite.step.clustering import make_layers
 from alpa_lite.step.recomputation import Remat
 from alpa_lite.step.rematerialisation import LayeredStep, rematerialise
-from alpa_lite.step.split import TracedStep, split_step
+from alpa_lite.step.split import TracedStep
 from alpa_lite.trace.evaluate import run_control_flow
 from alpa_lite.trace.trace import Traced, trace
 from tests.end_to_end.cases import MODELS, Training, make_batch
+from tests.step.splitting import split_step
 
 ROWS, COLUMNS, WIDE = 16, 8, 32
 

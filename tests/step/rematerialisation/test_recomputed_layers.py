@@ -19,9 +19,9 @@ from alpa_lite.step.clustering import make_layers
 from alpa_lite.step.layers import Layers, op_flops
 from alpa_lite.step.recomputation import Remat, originals
 from alpa_lite.step.rematerialisation import LayeredStep, rematerialise
-from alpa_lite.step.split import split_step
 from tests.end_to_end.cases import assert_same
 from tests.step.rematerialisation.steps import COLUMNS, ROWS, WIDE, again, blocks, outputs_of, traced_model
+from tests.step.splitting import split_step
 
 POLICIES = st.lists(st.sampled_from(Remat), min_size=3, max_size=3)
 

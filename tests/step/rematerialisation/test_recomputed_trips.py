@@ -9,8 +9,8 @@ from alpa_lite.program.phases import Phase
 from alpa_lite.step.clustering import make_layers
 from alpa_lite.step.recomputation import Remat
 from alpa_lite.step.recomputed_trips import Looped, repeat_trips
-from alpa_lite.step.split import split_step
 from tests.step.rematerialisation.steps import COLUMNS, ROWS, WIDE, again, blocks, traced_model
+from tests.step.splitting import split_step
 
 NUM_LAYERS = 6
 

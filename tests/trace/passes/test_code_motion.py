@@ -17,13 +17,19 @@ from alpa_lite.program.equations import Equation, GraphWithEquations
 from alpa_lite.program.ir import Graph, Op, verify
 from alpa_lite.rules.op_info import free_values
 from alpa_lite.trace.from_jaxpr import from_jaxpr
-from alpa_lite.trace.passes.code_motion import sink_free_values
+from alpa_lite.trace.passes.code_motion import SinkFreeValues
+from alpa_lite.trace.passes.split_stacked import PartedProgram
 from tests.end_to_end.cases import PLANNERS, assert_same, eager_cluster
 
 LAYERS, BATCH, SEQ, WIDTH = 3, 16, 8, 4
 _rng = np.random.default_rng(0)
 W = (0.5 * _rng.normal(size=(LAYERS, WIDTH, WIDTH))).astype(np.float32)
 X = _rng.normal(size=(BATCH, SEQ, WIDTH)).astype(np.float32)
+
+
+def sink_free_values(program: GraphWithEquations) -> GraphWithEquations:
+    """The program after the pass."""
+    return SinkFreeValues().apply(PartedProgram.of(program)).program
 
 
 def _layer(x: Any, w: Any) -> tuple[Any, None]:

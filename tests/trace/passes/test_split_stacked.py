@@ -14,7 +14,7 @@ import pytest
 from alpa_lite.cli.models.train import with_master_weights
 from alpa_lite.program.ir import verify
 from alpa_lite.trace.from_jaxpr import from_jaxpr
-from alpa_lite.trace.passes.split_stacked import PartedProgram, part_stacks
+from alpa_lite.trace.passes.split_stacked import PartedProgram, SplitStacked
 from tests.trace.test_from_jaxpr import evaluate
 
 L, B, D = 6, 4, 8
@@ -105,7 +105,7 @@ def _parts(step: Callable[..., Any], num_parts: int, *args: Any, batched: int = 
     closed = jax.make_jaxpr(lambda *flat: jax.tree.leaves(step(*jax.tree.unflatten(tree, flat))))(*leaves)
     program = from_jaxpr(closed, names, num_parts=num_parts)
     data = frozenset(program.graph.inputs[len(leaves) - batched : len(leaves)])
-    return part_stacks(program, data, num_parts)
+    return SplitStacked(of_samples=data, num_parts=num_parts).apply(PartedProgram.of(program))
 
 
 def _take(leaf: Any, rows: tuple[int, int] | None) -> Any:

@@ -1,0 +1,267 @@
+"""Extrapolate the program of a train step at a batch size from its programs at other sizes.
+
+Every integer n among shapes and parameters, those of loop bodies included, is taken for an affine function of the batch
+size b. Everything else must be equal at all sizes; scalar literals are those of the smallest size p:
+
+    n(b) = n(p) + (b - p) (n(q) - n(p)) / (q - p)      for the two smallest traced sizes p < q      (`_Line.number`)
+
+A third size checks the integers, and abstract evaluation checks the result shapes of each op (`at_size`, `_check`);
+`extrapolate` alone checks nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import numbers
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from alpa_lite import _jax
+from alpa_lite.errors import TraceError
+from alpa_lite.program.equations import Equation, GraphWithEquations, plain_params
+from alpa_lite.program.identity import params_texts
+from alpa_lite.program.ir import Graph, Op, Value
+from alpa_lite.program.phases import check_same_structure
+from alpa_lite.trace.kernels.kernel_params import is_kernel, kernel_params
+
+
+def at_size(size: int, programs: Mapping[int, GraphWithEquations]) -> GraphWithEquations:
+    """Return the program at a batch size at which JAX writes another one, from programs at three or more sizes.
+
+    Args:
+        size: the batch size in samples.
+        programs: batch size in samples → the program at that size.
+
+    Raises:
+        TraceError: the programs differ in structure, an integer is no affine function of the batch size, or an op would
+            have other result shapes at this size. The message names the user's line.
+    """
+    ordered = [programs[size] for size in sorted(programs)]
+    for program in ordered[:-1]:
+        # Programs of other structure would pair unrelated ops below.
+        check_same_structure(ordered[-1].graph, program.graph)
+    made = extrapolate(size, programs)
+    _check(made.graph, made.equations)
+    return made
+
+
+def extrapolate(size: int, programs: Mapping[int, GraphWithEquations]) -> GraphWithEquations:
+    """Return the program at a batch size under the assumption that it has the structure of those at other sizes.
+
+    The assumption is not verified, which makes this cheap; `at_size` verifies it.
+
+    Args:
+        size: the batch size in samples.
+        programs: batch size in samples → the program at that size; two or more, of equal structure.
+
+    Raises:
+        TraceError: an integer is no affine function of the batch size.
+    """
+    sizes = tuple(sorted(programs))
+    ordered = [programs[size] for size in sizes]
+    graph, equations = _Line(sizes, size).program([p.graph for p in ordered], [p.equations for p in ordered])
+    return GraphWithEquations(graph=graph, equations=equations, constants=ordered[-1].constants)
+
+
+class _Unlike(Exception):
+    """A property is neither equal at all sizes nor affine in the size; the message says which."""
+
+
+class _Line:
+    """Integers as affine functions of the batch size, given at `sizes` and evaluated at size `at` (in samples)."""
+
+    def __init__(self, sizes: tuple[int, ...], at: int) -> None:
+        self.sizes, self.at = sizes, at
+        # Memo by object identity: the inlined trips of one loop share the parameters of their equations.
+        self.memo: dict[tuple[int, ...], tuple[Mapping[str, Any], Mapping[str, Any]]] = {}
+        self.bodies: dict[tuple[Graph, ...], tuple[Graph, tuple[Equation, ...]]] = {}
+
+    def number(self, seen: Sequence[int]) -> int:
+        """Return the integer at the size, from its values at the given sizes."""
+        p, q = self.sizes[:2]
+        rise, run = seen[1] - seen[0], q - p
+        straight = all((n - seen[0]) * run == (b - p) * rise for b, n in zip(self.sizes, seen, strict=True))
+        # A division with rest: half of the batch, for example, is an integer at even sizes only.
+        more, rest = divmod((self.at - p) * rise, run)
+        if rest or not straight:
+            raise _Unlike(f"{_listed(seen)}, which is no affine function of the batch size")
+        return int(seen[0] + more)
+
+    def anything(self, seen: Sequence[Any], *, bodies_apart: bool = False) -> Any:
+        """Return a parameter at the size; with `bodies_apart`, jaxprs inside it are left to `body` and not compared."""
+        first = seen[0]
+        if all(_equal(first, x) for x in seen[1:]):
+            return first
+        if all(type(x) is type(first) for x in seen):
+            # A flag that differs between sizes means another program, although bool is an int.
+            if isinstance(first, numbers.Integral) and not isinstance(first, bool):
+                return self.number(seen)
+            if isinstance(first, (tuple, list)) and len({len(x) for x in seen}) == 1:
+                items = [self.anything(x, bodies_apart=bodies_apart) for x in zip(*seen, strict=True)]
+                # Named tuples, such as `GatherDimensionNumbers`, take their fields one by one.
+                return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
+            if dataclasses.is_dataclass(first) and not isinstance(first, type):
+                fields = [f.name for f in dataclasses.fields(first) if f.init]
+                return dataclasses.replace(
+                    first,
+                    **{f: self.anything([getattr(x, f) for x in seen], bodies_apart=bodies_apart) for f in fields},
+                )
+            if isinstance(first, _jax.ShapedArray) and len({(str(x.dtype), x.ndim) for x in seen}) == 1:
+                array: Any = first  # the type of an array in the parameters of a kernel
+                return array.update(shape=tuple(self.number(n) for n in zip(*(x.shape for x in seen), strict=True)))
+            # Jaxprs compare by identity, but two traces of the same code print the same text.
+            if _is_program(first) and (bodies_apart or len({str(x) for x in seen}) == 1):
+                return first
+        raise _Unlike(f"{_listed(seen)}, which is known at these sizes alone")
+
+    def value(self, seen: Sequence[Value]) -> Value:
+        """Return a value at the size."""
+        first = seen[0]
+        if all(v.shape == first.shape and v.dtype == first.dtype for v in seen):
+            return first
+        if len({(v.dtype, v.rank) for v in seen}) > 1:
+            raise _Unlike(f"{_listed(seen)}, which are different kinds of arrays")
+        shape = tuple(self.number(dims) for dims in zip(*(v.shape for v in seen), strict=True))
+        if any(n < 0 for n in shape):
+            raise _Unlike(f"{_listed(seen)}, which would be {list(shape)} at {_samples(self.at)}")
+        return dataclasses.replace(first, shape=shape)
+
+    def params(self, op: Op, seen: Sequence[Equation]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        """Return the parameters of an op's equation at the size, and the same as plain data for the op."""
+        key = tuple(id(e.params) for e in seen)
+        if key not in self.memo:
+            made = {
+                name: self.anything([e.params[name] for e in seen], bodies_apart=bool(seen[0].bodies))
+                for name in seen[0].params
+            }
+            # Unchanged parameters remain the same object: `program` and later memos recognise them by identity.
+            same = all(value is seen[0].params[name] for name, value in made.items())
+            self.memo[key] = (seen[0].params, op.params) if same else (made, _plain_form(op, made))
+        return self.memo[key]
+
+    def program(
+        self, graphs: Sequence[Graph], equations: Sequence[Sequence[Equation]]
+    ) -> tuple[Graph, tuple[Equation, ...]]:
+        """Return a graph or body at the size, with its equations."""
+        first = graphs[0]
+        ops: list[Op] = []
+        made: list[Equation] = []
+        values = list(first.values)
+        for v in first.inputs:
+            try:
+                values[v] = self.value([g.values[v] for g in graphs])
+            except _Unlike as error:
+                raise TraceError(self._sentence(f"The input {first.values[v].name!r}", str(error))) from error
+        for same in zip(*(g.ops for g in graphs), strict=True):
+            op, run = same[0], [e[same[0].id] for e in equations]
+            try:
+                for results in zip(*(o.results for o in same), strict=True):
+                    values[results[0]] = self.value([g.values[r] for g, r in zip(graphs, results, strict=True)])
+                params, plain = self.params(op, run)
+            except (_Unlike, KeyError) as error:
+                where = f"{op.source or 'an unknown line'}: {op.primitive}"
+                raise TraceError(self._sentence(where, str(error))) from error
+            inner = [
+                self.body(bodies, below)
+                for bodies, below in zip(
+                    zip(*(o.bodies for o in same), strict=True), zip(*(e.bodies for e in run), strict=True), strict=True
+                )
+            ]
+            if inner or params is not run[0].params:
+                op = dataclasses.replace(op, params=plain, bodies=tuple(body for body, _ in inner))
+                run[0] = dataclasses.replace(run[0], params=params, bodies=tuple(below for _, below in inner))
+            ops.append(op)
+            made.append(run[0])
+        return Graph(values=tuple(values), ops=tuple(ops), inputs=first.inputs, outputs=first.outputs), tuple(made)
+
+    def body(
+        self, graphs: tuple[Graph, ...], equations: Sequence[Sequence[Equation]]
+    ) -> tuple[Graph, tuple[Equation, ...]]:
+        """Return a body at the size; loops that share their body at every size share the result."""
+        if graphs not in self.bodies:
+            self.bodies[graphs] = self.program(graphs, equations)
+        return self.bodies[graphs]
+
+    def _sentence(self, where: str, what: str) -> str:
+        return (
+            f"{where} has, at batches of {_listed(self.sizes)} samples, "
+            f"{what}. The program of a micro-batch of {_samples(self.at)} is not known then; use fewer micro-batches, "
+            "so that each holds two samples or more."
+        )
+
+
+def _plain_form(op: Op, params: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return parameters of an op's equation as plain data."""
+    if is_kernel(op.primitive):
+        return kernel_params(op.primitive, params, frozenset(op.params.get("unread", ()))) or {}
+    return plain_params(params)
+
+
+def _samples(number: int) -> str:
+    return "one sample" if number == 1 else f"{number} samples"
+
+
+def _listed(items: Sequence[object]) -> str:
+    return ", ".join(map(str, items))
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    # In Python 1 == True == 1.0, but these are different parameters.
+    if type(a) is not type(b):
+        return False
+    return np.array_equal(a, b) if isinstance(a, np.ndarray) else bool(a == b)
+
+
+def _is_program(value: Any) -> bool:
+    return hasattr(_jax.open_jaxpr(value), "eqns")
+
+
+def _check(graph: Graph, equations: Sequence[Equation]) -> None:
+    """Raise `TraceError` where abstract evaluation of an op gives other result shapes than the extrapolated graph."""
+    seen: set[object] = set()
+    for inner, op, equation in _flat(graph, equations):
+        kinds = [tuple((v.shape, v.dtype) for v in values) for values in (inner.operands(op), inner.results(op))]
+        key = (equation.primitive, id(equation.params), *kinds)
+        # Ops with effects are refused in micro-batches elsewhere; float0 values cannot be bound to a primitive.
+        if key in seen or op.bodies or op.effectful or any(dtype == "float0" for kind in kinds for _, dtype in kind):
+            continue
+        seen.add(key)
+        # If all parameters have a plain form, equal plain forms mean equal parameters, whatever object holds them.
+        told = (equation.primitive, params_texts(inner)[op.id], *kinds)
+        if told in seen:
+            continue
+        if len(op.params) == len(equation.params):
+            seen.add(told)
+        made = _shapes(equation, inner.operands(op))
+        if made != [shape for shape, _ in kinds[1]]:
+            raise TraceError(
+                f"{op.source or 'an unknown line'}: {op.primitive} of {[list(shape) for shape, _ in kinds[0]]} should "
+                f"make {[list(shape) for shape, _ in kinds[1]]} in a micro-batch of one sample, but JAX makes "
+                f"{'nothing' if made is None else [list(shape) for shape in made]} of it. Use fewer micro-batches, so "
+                "that each holds two samples or more."
+            )
+
+
+def _shapes(equation: Equation, operands: Sequence[Value]) -> list[tuple[int, ...]] | None:
+    """Return the result shapes of an equation by abstract evaluation; None if JAX rejects the operands."""
+    structs = [_jax.struct(v.shape, v.dtype) for v in operands]
+    try:
+        made = jax.eval_shape(lambda *xs: _jax.bind(equation.primitive, dict(equation.params), xs), *structs)
+    except (TypeError, ValueError):
+        return None
+    return [m.shape for m in made]
+
+
+def _flat(graph: Graph, equations: Sequence[Equation]) -> list[tuple[Graph, Op, Equation]]:
+    """Return every op, those of bodies included, with the graph that holds it and its equation."""
+    found: list[tuple[Graph, Op, Equation]] = []
+    for op, equation in zip(graph.ops, equations, strict=True):
+        found.append((graph, op, equation))
+        for body, below in zip(op.bodies, equation.bodies, strict=True):
+            found += _flat(body, below)
+    return found
