@@ -20,6 +20,7 @@ from alpa_lite import _jax
 from alpa_lite._jax import Array, Aval, ClosedJaxpr, Tree, TreeDef
 from alpa_lite.errors import BatchError, TraceError
 from alpa_lite.program.collector import rare_collection
+from alpa_lite.program.memo import memoized
 from alpa_lite.program.user_shardings import Mode, UserSharding, UserShardings
 from alpa_lite.trace.batch import (
     ArgumentLeaves,
@@ -115,33 +116,31 @@ class Traced:
     _flat: Callable[..., Tree] = field(repr=False)
     _mesh: Mesh | None = field(default=None, repr=False, compare=False)
     _types: Types = field(default=(), repr=False, compare=False)
-    _cache: dict[int, ClosedJaxpr] = field(default_factory=dict[int, ClosedJaxpr], repr=False, compare=False)
 
+    @memoized
     def at_batch_size(self, size: int) -> ClosedJaxpr:
-        """Return the closed jaxpr of the step at another batch size (in samples), memoized.
+        """Return the closed jaxpr of the step at another batch size (in samples).
 
         Raises:
             TraceError: the function raises an exception at that size.
         """
         if size == self.batch.size:
             return self.jaxpr
-        if size not in self._cache:
-            avals = [
-                leaf if dim is None else resized(leaf, dim, size, self.batch.size)
-                for leaf, dim in zip(self.inputs.leaves, self.batch.dims, strict=True)
-            ]
-            try:
-                self._cache[size] = self.retraced(avals)
-            except TraceError:
-                raise
-            except Exception as error:  # the user's function may raise anything at a size that it was not written for
-                cause = f"{type(error).__name__}: {error}".rstrip(".")
-                raise TraceError(
-                    f"{self.name} cannot be traced at {size} samples instead of {self.batch.size}: "
-                    f"{cause}. Micro-batching needs a step that works at any batch size; use "
-                    "num_microbatches=1, or name the batch arguments in batch_argnums if others were taken for it."
-                ) from error
-        return self._cache[size]
+        avals = [
+            leaf if dim is None else resized(leaf, dim, size, self.batch.size)
+            for leaf, dim in zip(self.inputs.leaves, self.batch.dims, strict=True)
+        ]
+        try:
+            return self.retraced(avals)
+        except TraceError:
+            raise
+        except Exception as error:  # the user's function may raise anything at a size that it was not written for
+            cause = f"{type(error).__name__}: {error}".rstrip(".")
+            raise TraceError(
+                f"{self.name} cannot be traced at {size} samples instead of {self.batch.size}: {cause}. Micro-batching "
+                "needs a step that works at any batch size; use num_microbatches=1, or name the batch arguments in "
+                "batch_argnums if others were taken for it."
+            ) from error
 
     def retraced(self, avals: Sequence[jax.ShapeDtypeStruct]) -> Any:
         """Return the closed jaxpr of the step for flat arguments of other shapes."""
@@ -170,7 +169,7 @@ class Traced:
         given = replace(self.user_shardings, mode="pin")
         under = _Context(mesh=self._mesh, types=self._types)
         jaxpr = _plain_jaxpr(self._flat, self.inputs.leaves, under, self.name, "pin")
-        return replace(self, user_shardings=given, jaxpr=jaxpr, _cache={})
+        return replace(self, user_shardings=given, jaxpr=jaxpr)
 
     def require_batch(self) -> int:
         """Return the batch size in samples.
@@ -316,7 +315,7 @@ def _placed(
 
 def _with_batch(traced: Traced, batch: Batch) -> Traced:
     """Return the trace with a batch; programs at other sizes are forgotten, since they depend on the batch."""
-    return replace(traced, batch=batch, _cache={})
+    return replace(traced, batch=batch)
 
 
 def _with_assumed_batch(traced: Traced, arguments: ArgumentLeaves, *, has_state: bool) -> Traced:
