@@ -18,7 +18,8 @@ its rows of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import jax
 
@@ -153,16 +154,14 @@ class Precomputed:
 
     program: GraphWithEquations
     leaves: tuple[int, ...]
-    # A list, since the dataclass is frozen: the first call fills it.
-    _compiled: list[Callable[..., tuple[Array, ...]]] = field(
-        default_factory=list[Callable[..., tuple[Array, ...]]], repr=False, compare=False
-    )
 
     def __call__(self, inputs: Sequence[Array]) -> tuple[Array, ...]:
         """Return the further inputs of the step, from its flat arguments followed by captured arrays."""
-        if not self._compiled:
-            self._compiled.append(jax.jit(self._run))
-        return self._compiled[0](*(inputs[leaf] for leaf in self.leaves))
+        return self._compiled(*(inputs[leaf] for leaf in self.leaves))
+
+    @cached_property
+    def _compiled(self) -> Callable[..., tuple[Array, ...]]:
+        return jax.jit(self._run)
 
     def _run(self, *arrays: jax.Array) -> tuple[Array, ...]:
         return evaluate(self.program.graph, self.program.equations, arrays)
