@@ -359,12 +359,12 @@ def is_tracing() -> bool:
     return _is_top_level is not None and not _is_top_level()
 
 
-def weak(array: jax.Array, aval: Aval) -> jax.Array:
-    """Return an array of the given weakly typed aval that shares the buffers of `array`, without a copy."""
+def relabeled(array: jax.Array, aval: Aval, sharding: Sharding) -> jax.Array:
+    """Return an array of another aval and sharding that shares the buffers of `array`, without a copy."""
     try:
         from jax._src.array import ArrayImpl
 
-        sharding, buffers = array.sharding, array._arrays  # pyright: ignore[reportAttributeAccessIssue]
+        buffers: Any = blocks(array)
         return ArrayImpl(aval, sharding, buffers, committed=True, _skip_checks=True)
     except (ImportError, AttributeError, TypeError):  # private: it may move
         return array

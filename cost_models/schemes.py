@@ -360,7 +360,7 @@ def _in_network(bytes: float, levels: Sequence[Level], algorithms: Sequence[str]
     bottom = levels[0]
     sent = traffic.in_network_all_reduce(bytes, bottom.num_members)
     part = SchemePart(bottom, "in the network", _tree_messages(bottom), sent.serial_bytes / IN_NETWORK_EFFICIENCY)
-    above = [name for name in algorithms if name != "tree"]
+    above = [name for name in algorithms if name in ("ring", "double_tree")]
     for parts in product(*(_menu("all_reduce", bytes, level, above) for level in levels[1:])):
         yield Scheme("in the network", (part, *parts))
 

@@ -170,8 +170,3 @@ def _common_end(one: str, other: str) -> int:
             break
         count += 1
     return count
-
-
-def fitting_microbatches(batch_size: int, largest_microbatch: float) -> int:
-    """Return the least number of micro-batches that divides a batch into parts of no more than so many samples."""
-    return next(m for m in range(1, batch_size + 1) if batch_size % m == 0 and batch_size / m <= largest_microbatch)

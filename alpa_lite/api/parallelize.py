@@ -21,7 +21,6 @@ from alpa_lite._jax import Tree
 from alpa_lite.api.earlier_calls import (
     CallKey,
     difference,
-    fitting_microbatches,
     form_of,
     key_of_call,
     num_shared,
@@ -29,6 +28,7 @@ from alpa_lite.api.earlier_calls import (
 )
 from alpa_lite.api.options import Options, plan_of
 from alpa_lite.api.plan_cache import Cache
+from alpa_lite.api.smaller_batch import plan_for_smaller_batch, smaller_microbatches
 from alpa_lite.api.stages import LoweredFunction, PlannedFunction, TracedFunction
 from alpa_lite.errors import AlpaLiteError
 from alpa_lite.inter_op.plan_request import OnInterrupt
@@ -212,13 +212,25 @@ class ParallelFunction(Generic[P, R]):
         for other, compiled in self._compiled.items():
             if key.has_same_arrays(other):
                 with suppress(AlpaLiteError):  # whatever does not fit is planned anew, and told then
-                    return traced.plan(planner=compiled.plan)
+                    number = compiled.plan.num_microbatches
+                    return traced.plan(planner=compiled.plan, num_microbatches=number)
         for compiled in self._compiled.values():
             if traced.is_smaller_batch_of(compiled.traced):
-                return self._planned_in_place(traced, compiled.plan)
+                return self._planned_for_fewer(traced, compiled.plan)
         return (
             traced.plan() if self.options.like is None else self._planned_in_place(traced, plan_of(self.options.like))
         )
+
+    def _planned_for_fewer(self, traced: TracedFunction, full: Plan) -> PlannedFunction:
+        """Plan for fewer samples than a plan has: by that plan, or anew where it does not fit them."""
+        step_at = functools.partial(traced.step, loop_parts=full.loop_parts)
+        plan = plan_for_smaller_batch(full, traced.request(full.cluster), step_at)
+        if plan is None:
+            return self._planned_in_place(traced, full)
+        samples = f"{traced.traced.batch.size} samples run by the plan of the full batch, {full.name}"
+        count = plan.num_microbatches
+        _logger.info("%s: %s, in %d micro-batch%s", self.__name__, samples, count, "" if count == 1 else "es")
+        return traced.plan(planner=plan, num_microbatches=count)
 
     def _planned_in_place(self, traced: TracedFunction, plan: Plan) -> PlannedFunction:
         """Plan a step that shares arguments with the step of a plan, which should stay where they are."""
@@ -226,7 +238,7 @@ class ParallelFunction(Generic[P, R]):
         number: int | None = None
         if size is not None and plan.batch is not None:
             # No micro-batch is larger than in that plan, under which the activations fit into memory.
-            number = fitting_microbatches(size, plan.batch.size / plan.num_microbatches)
+            number = next(smaller_microbatches(size, plan.batch.size / plan.num_microbatches))
         planner = planner_with_placement(plan, traced.traced)
         if planner is not None:
             with suppress(AlpaLiteError):

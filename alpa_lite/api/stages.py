@@ -108,8 +108,9 @@ class TracedFunction:
         # A planner with a mesh of its own would drop the user's demands in silence.
         if self.traced.user_shardings.mode == "pin" and not chosen.obeys_user_shardings:
             raise PlanError(
-                f'user_shardings="pin" was given, but {chosen.name} lays out its own mesh. Use al.planners.Auto(), '
-                'OnMesh or Custom, or user_shardings="hint", with which the plan lists the shardings.'
+                f'user_shardings="pin" gives one stage on the mesh of the shardings, on all devices, but {chosen.name} '
+                "lays out its own mesh, or several stages. Use al.planners.Auto(), OnMesh or Custom, or "
+                'user_shardings="hint", with which the plan lists the shardings.'
             )
         if check_microbatches(wanted) not in ("auto", 1):
             self.step(int(wanted))  # says what is wrong with the user's number before any search
@@ -253,6 +254,8 @@ class LoweredFunction:
         """Return the StableHLO of each task, equal ones once, with a line of comment before it; no devices are needed.
 
         platform: the platform to lower for, such as "cpu", "cuda" or "tpu"; default: that of this process.
+
+        Raises `PlanError` for kernels that JAX lowers only where their devices are, such as those of cuDNN.
         """
         # Held in a list, since programs are told apart by identity.
         tasks = self._tasks(platform)
@@ -266,8 +269,17 @@ class LoweredFunction:
         )
 
     def _tasks(self, platform: str | None) -> list[tuple[TaskSpec, jax.stages.Lowered]]:
+        target = platform or _jax.lowering_platform(jax.devices()[0])
         with _jax.no_mesh(), busy("lowering"):
-            return lowered_tasks(self._lowered, platform or _jax.lowering_platform(jax.devices()[0]))
+            try:
+                return lowered_tasks(self._lowered, target)
+            except (ValueError, RuntimeError, NotImplementedError) as error:
+                raise PlanError(
+                    f"{self.planned.function.traced.name} cannot be lowered for {target} on this machine: "
+                    f"{str(error).rstrip('.')}. Kernels such as those of cuDNN are lowered where their devices are: "
+                    "lower the step there, or use an implementation for every platform (implementation='xla' in "
+                    "jax.nn.dot_product_attention)."
+                ) from error
 
     @property
     def _lowered(self) -> LoweredStep:

@@ -16,6 +16,7 @@ for its update.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -140,6 +141,16 @@ def seconds_of_rows(costs: StageCosts, place: StagePlace, solution: StageSolutio
                 leaving += rows.bytes
                 landing += rows.bytes * devices / shards
     return sum(dealing_seconds(costs.cost_model, size, submesh) for size in (landing, leaving))
+
+
+def equally_many_rows(costs: StageCosts) -> bool:
+    """Return True if each layer holds equally many rows of every stacked argument, so that none has to move."""
+    homes: dict[int, Counter[int]] = {}
+    step, count = costs.step, costs.layers.num_layers
+    for part, v, home in zip(step.input_parts, step.graph.inputs, costs.layers.of_input, strict=True):
+        if part.rows is not None:
+            homes.setdefault(part.leaf, Counter())[home] += step.graph.values[v].shape[0]
+    return all(len(rows) == count and len({*rows.values()}) == 1 for rows in homes.values())
 
 
 def least_seconds_of_rows(costs: StageCosts, space: Space) -> NDArray[np.float64]:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from alpa_lite.inter_op.boundaries import least_seconds_of_rows, seconds_of_rows
+from alpa_lite.inter_op.boundaries import equally_many_rows, least_seconds_of_rows, seconds_of_rows
 from alpa_lite.inter_op.space import Configurations, Space, StageEquality, equal_parts, number_of_equal, ways
 from alpa_lite.inter_op.stage_costs import Question, StageCosts, StagePlace, expect
 from alpa_lite.inter_op.stage_dp import PipelineTerms, StageChoice, StageStatus, StageTable, solve
@@ -452,9 +452,12 @@ class StageSearch:
 
     def _for_rows(self, first: int, last: int, kind: int, configuration: int, solution: StageSolution) -> float:
         """Return the seconds per step to move rows of stacked arguments, if any move; see `boundaries`."""
-        if not self._least_for_rows[first, last, kind]:
+        if not self.all_equal and not self._least_for_rows[first, last, kind]:
             return 0.0
         costs, first, last = self._asked(first, last, kind, configuration)
+        # Loops are cut by their work and not by their trips: stages of equally much may hold unequal numbers of rows.
+        if self.all_equal and (costs.layers.num_layers == 1 or equally_many_rows(costs)):
+            return 0.0
         place = StagePlace(first, last, self.space.submesh(kind), self.mesh(kind, configuration))
         return seconds_of_rows(costs, place, solution)
 

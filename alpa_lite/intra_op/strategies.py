@@ -33,8 +33,7 @@ class AxisRole(Enum):
     MODEL     never splits the batch
     TENSOR    MODEL as Megatron uses it: contractions split weights by the weights' own dims, and other contractions
               by dims that all their arrays share (heads), never by positions
-    CONTEXT   splits other dims of values with a batch (the positions of a sequence), and state as BATCH does where
-              only the update reads it
+    CONTEXT   splits other dims of values with a batch (the positions of a sequence), and state as BATCH does
     EXPERT    splits the batch, except in contractions whose weights share a dim with all their arrays (experts), where
               it splits that dim; values between these contractions may be split by any dim
     DENSE     splits the batch, except in products with weights that are no convolutions, where it may also split
@@ -77,8 +76,8 @@ class Restriction:
     """Limits of the search space; manual plans are restricted searches.
 
     roles               the role of each mesh axis
-    optimizer           whether values that only the update reads are split over BATCH axes (ZeRO 1, 2)
-    parameters          whether values that the loop reads are stored split over BATCH axes (ZeRO 3, FSDP)
+    optimizer           whether values that only the update reads are split over BATCH and CONTEXT axes (ZeRO 1, 2)
+    parameters          whether values that the loop reads are stored split over these axes (ZeRO 3, FSDP)
     scatter_sums        whether partial sums over TENSOR, MODEL and ANY axes may be left scattered over them: with
                         TENSOR axes, this is Megatron's sequence parallelism
     """
@@ -127,7 +126,7 @@ class Restriction:
     def state_split(self, axis: str, split: BatchSplit) -> BatchSplit:
         """Return whether a value without a batch dim is split over this axis, where `split` holds for BATCH axes."""
         role = self.role(axis)
-        if role is AxisRole.REPLICA or (role is AxisRole.CONTEXT and split is BatchSplit.MUST):
+        if role is AxisRole.REPLICA:
             return BatchSplit.NEVER
         return split if role in (AxisRole.BATCH, AxisRole.CONTEXT) else BatchSplit.MAY
 

@@ -267,11 +267,11 @@ class Catalogue:
         if batch_dim is None:
             specs = self.restriction.on_one_dim(specs)
         for axis, role in roles.items():
-            # An axis that splits the batch does so wherever it can: specs that leave it unused remain only if no spec
-            # uses it.
+            # An axis that splits the batch, or must split state, does so wherever it can: specs that leave it unused
+            # remain only if no spec uses it.
             using = [spec for spec in specs if axis in spec.axes]
-            must = batch_dim is not None or self.restriction.state_split(axis, split) is BatchSplit.MUST
-            if role.splits_batch and using and must:
+            state_must = batch_dim is None and self.restriction.state_split(axis, split) is BatchSplit.MUST
+            if using and (state_must or (batch_dim is not None and role.splits_batch)):
                 specs = using
         return tuple(specs)
 

@@ -109,14 +109,13 @@ class Auto(Planner):
         # The number is read here, so that a wrong environment variable is reported before any work.
         workers = Workers(num_workers())
         limited = replace(request, cluster=self._limited(request.cluster), workers=workers)
-        problems, manual_problems = list[AlpaLiteError](), list[AlpaLiteError]()
-        manual = ManualPlans(() if self._restricted else self.manual, limited, manual_problems)
+        manual = ManualPlans(() if self._restricted else self.manual, limited)
         plans: list[Plan] = []
         interrupted = False
         request.progress.begin("survey", "stages", "refine")
         try:
             with rare_collection(), workers, request.progress.interrupts():
-                search = self._search(limited, problems)
+                search = self._search(limited)
                 for plan in search.plans():
                     plans.append(plan)
                     # Workers prepare manual plans with as many micro-batches as the best plan so far has.
@@ -124,6 +123,8 @@ class Auto(Planner):
                 found = min(plans, key=_step_seconds, default=None)
                 for plan in filter(self._allows, manual.plans(found, too_large=search.too_large)):
                     plans.append(plan)
+            if not plans:
+                raise self._advised(limited, _most_telling([*search.problems, *manual.problems]))
         except KeyboardInterrupt:
             if request.on_interrupt != "best":
                 raise
@@ -133,8 +134,6 @@ class Auto(Planner):
             plans += islice(filter(self._allows, manual.plans(None)), 0 if plans else 1)
             if not plans:
                 raise
-        if not plans:
-            raise self._advised(limited, _most_telling([*problems, *manual_problems]))
         plans.sort(key=lambda plan: plan.name != self.name)  # of equally fast plans the one of the search is taken
         best = self._best(limited, plans)
         # The work of one micro-batch bounds that of more, which read weights more often (`work_floor`).
@@ -237,7 +236,7 @@ class Auto(Planner):
             )
         return found
 
-    def _search(self, request: PlanRequest, problems: list[AlpaLiteError]) -> JointSearch:
+    def _search(self, request: PlanRequest) -> JointSearch:
         space = Space.of(request.cluster)
         if self.intra_op_only or self.inter_op_only:
             # One stage takes all devices; stages without intra-op parallelism take one device each.
@@ -270,7 +269,6 @@ class Auto(Planner):
             policies=tuple(Remat) if self.remat == "auto" else (Remat(self.remat),),
             num_stages=1 if self.intra_op_only else self.pipeline,
             equal=self.equal,
-            problems=problems,
         )
 
 

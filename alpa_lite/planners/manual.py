@@ -45,14 +45,15 @@ HOPELESS = 1.1
 
 
 class ManualPlans:
-    """Plans of each planner for a request; errors are appended to `problems`.
+    """Plans of each planner for a request; `problems` are the errors of those that could not be made.
 
     Workers make some plans in advance: the last ones first, as the first ones are made in this process.
     """
 
-    def __init__(self, planners: Sequence[Planner], request: PlanRequest, problems: list[AlpaLiteError]) -> None:
+    def __init__(self, planners: Sequence[Planner], request: PlanRequest) -> None:
         """Make no plan yet."""
-        self._planners, self._request, self._problems = planners, replace(request, advise=False), problems
+        self._planners, self._request = planners, replace(request, advise=False)
+        self.problems: list[AlpaLiteError] = []
         # The request without the fields that cannot be pickled; workers get the steps that they need separately.
         self._apart = replace(self._request, steps=SentSteps(), measure=None, progress=Progress(), workers=Workers())
         # Pairs of planner and number that this process plans itself, which workers need not do again.
@@ -123,8 +124,8 @@ class ManualPlans:
                     return found
                 return planner.plan(replace(self._request, num_microbatches=number))
         except AlpaLiteError as error:
-            self._problems.append(without_frames(error))
-            return self._problems[-1]
+            self.problems.append(without_frames(error))
+            return self.problems[-1]
 
     def _least_seconds(self, planner: Planner, number: int) -> float:
         """Return a lower bound on the seconds of a step, however the planner shards it."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from alpa_lite.program.ir import Graph, Op
+from alpa_lite.program.ir import Graph
 
 Params = Mapping[str, Any]
 """The parameters of an equation or op by name; their types depend on the primitive."""
@@ -32,40 +32,6 @@ class GraphWithEquations:
     graph: Graph
     equations: tuple[Equation, ...]
     constants: tuple[Any, ...] = ()
-
-
-def without_dead_ops(program: GraphWithEquations) -> GraphWithEquations:
-    """Return the program without dead ops (no effect, no result that is read), with values and ops renumbered.
-
-    The program itself is returned if it has no dead ops and no unused values.
-    """
-    graph, needed, kept = program.graph, set(program.graph.outputs), list[Op]()
-    for op in reversed(graph.ops):
-        if op.effectful or any(r in needed for r in op.results):
-            needed.update(op.operands)
-            kept.append(op)
-    kept.reverse()
-    # Inputs stay even if nothing reads them, since callers pass them by position; ops have a fixed number of results.
-    needed.update(graph.inputs, *(op.results for op in kept))
-    alive = [v for v in graph.values if v.id in needed]
-    if len(kept) == len(graph.ops) and len(alive) == len(graph.values):
-        return program
-    number = [-1] * len(graph.values)
-    for i, v in enumerate(alive):
-        number[v.id] = i
-
-    def numbers(values: Sequence[int]) -> tuple[int, ...]:
-        # A list is faster than a generator here, and this runs for each op.
-        return tuple([number[v] for v in values])
-
-    renamed = Graph(
-        values=tuple([v.numbered(i) for i, v in enumerate(alive)]),
-        ops=tuple([op.numbered(i, numbers(op.operands), numbers(op.results)) for i, op in enumerate(kept)]),
-        inputs=numbers(graph.inputs),
-        outputs=numbers(graph.outputs),
-    )
-    equations = tuple(program.equations[op.id] for op in kept)
-    return dataclasses.replace(program, graph=renamed, equations=equations)
 
 
 def plain_params(params: Params) -> dict[str, object]:

@@ -165,9 +165,9 @@ class RuleOptions(TypedDict, total=False):
 
 
 def _factor_name(index: int) -> str:
-    # In the order of Shardy, whose first factor is i.
-    letters = "ijklmnopqrstuvwxyzabcdefgh"
-    return letters[index] if index < len(letters) else f"z{index}"
+    # As Shardy does: i to z, then z_1, z_2, …
+    last = ord("z") - ord("i")
+    return chr(ord("i") + index) if index <= last else f"z_{index - last}"
 
 
 class RuleBuilder:

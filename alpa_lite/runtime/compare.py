@@ -417,4 +417,6 @@ def _moved(values: np.ndarray, relative: float, rng: np.random.Generator) -> np.
 
 
 def _weak(array: jax.Array, like: TreeLeaf) -> jax.Array:
-    return _jax.weak(array, array.aval.update(weak_type=True)) if getattr(like, "weak_type", False) else array
+    if not getattr(like, "weak_type", False):
+        return array
+    return _jax.relabeled(array, array.aval.update(weak_type=True), array.sharding)

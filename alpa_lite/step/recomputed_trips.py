@@ -7,67 +7,18 @@ f' returns the inputs of each trip instead of residuals (`_storing_body`); b' is
 computes them (`_repeating_body`). The backward pass then holds the residuals of one trip at a time, and the forward
 pass none. A pair of loops is left unchanged where that would save nothing (`_trade`).
 
-Graphs are rewritten with copies and barriers added (`Copier`): values retain their ids, ops are renumbered.
+Graphs are rewritten with copies and barriers added: values retain their ids, ops are renumbered.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeVar
 
+from alpa_lite.program.editor import Origin, ProgramEditor
 from alpa_lite.program.ir import Graph, Op, Value
 from alpa_lite.program.phases import BodyScope, Phase, StepGraph
 from alpa_lite.step.recomputation import Remat, keeps_results
-
-Row = TypeVar("Row")
-
-
-class Origin(NamedTuple):
-    """An op of the step as it was traced: its graph or body, and its id there."""
-
-    graph: Graph
-    op: int
-
-
-class Copier:
-    """Collect the values and ops of a rewritten graph."""
-
-    def __init__(self, graph: Graph) -> None:
-        """Start with all values of the graph; values whose producer is not emitted remain without readers."""
-        self.graph = graph
-        self.values = list(graph.values)
-        self.ops: list[Op] = []
-        self.origins: list[Origin | None] = []
-        # For each value its original: (graph, value id), which is the value itself unless it is a copy.
-        self.like: list[tuple[Graph, int]] = [(graph, v.id) for v in graph.values]
-
-    def new_value(self, graph: Graph, like: int) -> int:
-        """Append a copy of a value of `graph` and return its id."""
-        self.values.append(replace(graph.values[like], id=len(self.values), name=""))
-        self.like.append((graph, like))
-        return len(self.values) - 1
-
-    def emit(self, op: Op, operands: Iterable[int], results: Iterable[int], origin: Origin | None) -> None:
-        """Append a copy of an op with these operands and results; `origin` is the traced op that it is or repeats."""
-        self.ops.append(op.numbered(len(self.ops), tuple(operands), tuple(results)))
-        self.origins.append(origin)
-
-    def barrier(self, value: int, source: str) -> int:
-        """Append an `optimization_barrier` for a value and return the id of its result."""
-        held = self.new_value(*self.like[value])
-        # `emit` gives it its number, operand and result.
-        op = Op(id=0, primitive="optimization_barrier", operands=(), results=(), params={}, source=source)
-        self.emit(op, (value,), (held,), None)
-        return held
-
-    def finished(self, inputs: Iterable[int], outputs: Iterable[int]) -> Graph:
-        """Return the rewritten graph."""
-        return Graph(values=tuple(self.values), ops=tuple(self.ops), inputs=tuple(inputs), outputs=tuple(outputs))
-
-    def table(self, rows_of: Callable[[Graph], Sequence[Row]]) -> tuple[Row, ...]:
-        """Return a table with one row per value of the rewritten graph, from the tables of the original graphs."""
-        return tuple(rows_of(graph)[v] for graph, v in self.like)
 
 
 def closure(graph: Graph, roots: Iterable[int], is_made_again: Callable[[Value], bool]) -> dict[int, None]:
@@ -180,7 +131,7 @@ class _LoopRewriter:
     def __init__(self, step: StepGraph) -> None:
         self.step = step
         self.ops = list(step.graph.ops)
-        self.values = list(step.graph.values)
+        self.editor = ProgramEditor(step.graph)
         self.full_shapes = list(step.full_shapes)
         self.batch_dims = list(step.batch_dims)
         self.scopes = dict(step.bodies)
@@ -194,9 +145,11 @@ class _LoopRewriter:
         if not self.origins:
             # The step itself, with everything that is memoized on it.
             return Looped(step=self.step, forward=forward, origins={})
+        for op in self.ops:
+            self.editor.emit(op, op.operands, op.results)
         made = replace(
             self.step,
-            graph=replace(self.step.graph, values=tuple(self.values), ops=tuple(self.ops)),
+            graph=self.editor.graph(self.step.graph.inputs, self.step.graph.outputs),
             full_shapes=tuple(self.full_shapes),
             batch_dims=tuple(self.batch_dims),
             bodies=self.scopes,
@@ -287,12 +240,11 @@ class _LoopRewriter:
         """Append the stack of a body value over all trips to the step and return its id."""
         body, length = f.bodies[0], int(f.params["length"])
         like, scope = body.values[value], self.scopes[body]
-        self.values.append(Value(id=len(self.values), shape=(length, *like.shape), dtype=like.dtype))
         self.full_shapes.append((length, *scope.full_shapes[value]))
         dim = scope.batch_dims[value]
         # The trips are a new leading dim.
         self.batch_dims.append(None if dim is None else dim + 1)
-        return len(self.values) - 1
+        return self.editor.add(Value(id=-1, shape=(length, *like.shape), dtype=like.dtype))
 
     # ------------------------------------------------------------------------------------------------ new loops
 
@@ -315,7 +267,7 @@ class _LoopRewriter:
 
     def _storing_body(self, f: Op, trade: _Trade) -> Graph:
         """Return the forward body without ops that only dropped results need, and with the new results."""
-        body, copier = f.bodies[0], Copier(f.bodies[0])
+        body, editor = f.bodies[0], ProgramEditor(f.bodies[0])
         outputs = [v for r, v in enumerate(body.outputs) if r not in trade.ended]
         outputs += [v for v, r in trade.stacked.items() if r is None]
         needed, alive = set(outputs), set[int]()
@@ -325,15 +277,15 @@ class _LoopRewriter:
                 alive.add(op.id)
         for op in body.ops:
             if op.id in alive:
-                copier.emit(op, op.operands, op.results, self._origin(body, op.id))
-        return self._registered(copier, body.inputs, outputs)
+                editor.emit(op, op.operands, op.results, origin=self._origin(body, op.id))
+        return self._registered(editor, body.inputs, outputs)
 
     def _repeating_body(self, f: Op, b: Op, trade: _Trade, feed: _Feed, policy: Remat) -> Graph:
         """Return the backward body with copies of forward ops before the ops that read their results."""
         body, source = b.bodies[0], f.bodies[0]
-        copier, again = Copier(body), self._is_made_again(source, policy)
+        editor, again = ProgramEditor(body), self._is_made_again(source, policy)
         place = {
-            v: copier.new_value(source, v) if i is None else body.inputs[i]
+            v: editor.copy(source, v) if i is None else body.inputs[i]
             for v, i in (*feed.consts.items(), *feed.slices.items())
         }
         stands_for = {body.inputs[i]: v for i, v in trade.dropped.items()}
@@ -345,36 +297,30 @@ class _LoopRewriter:
             """Return the operands to read, after appending the copies that compute them."""
             wanted = [stands_for[v] for v in reads if v in stands_for]
             for number in sorted(closure(source, wanted, missing)):
-                op = source.ops[number]
-                for v in op.operands:
-                    # Literals of the forward body are not values of the backward body, which gets copies of them.
-                    if source.values[v].literal is not None and v not in place:
-                        place[v] = copier.new_value(source, v)
-                operands = [place[v] for v in op.operands]
-                place.update({r: copier.new_value(source, r) for r in op.results})
-                copier.emit(op, operands, [place[r] for r in op.results], self._origin(source, number))
+                # Literals of the forward body are not values of the backward body, which gets copies of them.
+                editor.carry_over(source, source.ops[number], place, origin=self._origin(source, number))
             return [place[stands_for[v]] if v in stands_for else v for v in reads]
 
         for op in body.ops:
-            copier.emit(op, copied(op.operands), op.results, self._origin(body, op.id))
+            editor.emit(op, copied(op.operands), op.results, origin=self._origin(body, op.id))
         outputs = copied(body.outputs)
         of_b = int(b.params["num_consts"])
         consts = [place[v] for v, i in feed.consts.items() if i is None]
         slices = [place[v] for v, i in feed.slices.items() if i is None]
         rest = [v for i, v in enumerate(body.inputs) if i >= of_b and i not in trade.dropped]
-        return self._registered(copier, [*body.inputs[:of_b], *consts, *rest, *slices], outputs)
+        return self._registered(editor, [*body.inputs[:of_b], *consts, *rest, *slices], outputs)
 
     def _origin(self, body: Graph, op: int) -> Origin | None:
         """Return the traced op that an op of a body is or repeats."""
         return self.origins[body][op] if body in self.origins else Origin(body, op)
 
-    def _registered(self, copier: Copier, inputs: Sequence[int], outputs: Sequence[int]) -> Graph:
+    def _registered(self, editor: ProgramEditor, inputs: Sequence[int], outputs: Sequence[int]) -> Graph:
         """Return the finished body, with its origins and shape tables recorded."""
-        body = copier.finished(inputs, outputs)
-        self.origins[body] = tuple(copier.origins)
+        body = editor.graph(inputs, outputs)
+        self.origins[body] = tuple(editor.origins)
         self.scopes[body] = BodyScope(
-            full_shapes=copier.table(lambda graph: self.scopes[graph].full_shapes),
-            batch_dims=copier.table(lambda graph: self.scopes[graph].batch_dims),
+            full_shapes=editor.table(lambda graph: self.scopes[graph].full_shapes),
+            batch_dims=editor.table(lambda graph: self.scopes[graph].batch_dims),
         )
         return body
 

@@ -19,13 +19,14 @@ from dataclasses import dataclass, replace
 
 from alpa_lite import _jax
 from alpa_lite.errors import PlanError
+from alpa_lite.program.editor import Origin, ProgramEditor
 from alpa_lite.program.equations import Equation
 from alpa_lite.program.ir import Graph, Op, Value
 from alpa_lite.program.phases import Phase, StepGraph
 from alpa_lite.rules.op_info import free_values
 from alpa_lite.step.recomputation import Remat as Remat
 from alpa_lite.step.recomputation import keeps_results
-from alpa_lite.step.recomputed_trips import Copier, Origin, closure, repeat_trips
+from alpa_lite.step.recomputed_trips import closure, repeat_trips
 from alpa_lite.trace import inserted
 
 
@@ -118,7 +119,7 @@ def rematerialise(step: StepGraph, of_op: Sequence[int | None], remat: Sequence[
         writer.write(op)
     made = writer.finished()
     # Loops were rewritten under the ids of the traced ops, so that these are the origins.
-    origins = {made.step.graph: tuple(o and Origin(step.graph, o.op) for o in writer.copier.origins)}
+    origins = {made.step.graph: tuple(o and Origin(step.graph, o.op) for o in writer.editor.origins)}
     return replace(made, origins={**looped.origins, **origins})
 
 
@@ -134,7 +135,7 @@ class _StepWriter:
         repeated one by one inside the backward loop, if at all.
         """
         self.step, self.graph, self.layer_of, self.remat = step, step.graph, of_op, remat
-        self.copier = Copier(step.graph)
+        self.editor = ProgramEditor(step.graph)
         self.layers: list[int | None] = []
         self.phases: list[Phase] = []
         self.again: dict[int, int] = {}  # forward value → its copy
@@ -194,7 +195,7 @@ class _StepWriter:
         self._append(op, operands, op.results, layer, phase)
 
     def _append(self, op: Op, operands: Sequence[int], results: Sequence[int], layer: int | None, phase: Phase) -> None:
-        self.copier.emit(op, operands, results, Origin(self.graph, op.id))
+        self.editor.emit(op, operands, results, origin=Origin(self.graph, op.id))
         self._note(layer, phase)
 
     def _note(self, layer: int | None, phase: Phase) -> None:
@@ -203,7 +204,7 @@ class _StepWriter:
 
     def _copy(self, op: Op, layer: int) -> None:
         operands = [self._operand(v, layer, op.source) for v in op.operands]
-        results = [self.copier.new_value(self.graph, r) for r in op.results]
+        results = [self.editor.copy(self.graph, r) for r in op.results]
         self.again.update(zip(op.results, results, strict=True))
         # A copy runs with the backward pass, for which it is made.
         self._append(op, operands, results, layer, Phase.BACKWARD)
@@ -216,7 +217,7 @@ class _StepWriter:
             return value
         # One barrier per layer, however many of its copies read the value.
         if (layer, value) not in self.held:
-            self.held[layer, value] = self.copier.barrier(value, source)
+            self.held[layer, value] = self.editor.barrier(value, source)
             self._note(layer, Phase.BACKWARD)
         return self.held[layer, value]
 
@@ -235,12 +236,12 @@ class _StepWriter:
     def finished(self) -> LayeredStep:
         """Return the rewritten step."""
         step = self.step
-        graph = self.copier.finished(step.graph.inputs, step.graph.outputs)
+        graph = self.editor.graph(step.graph.inputs, step.graph.outputs)
         written = replace(
             step,
             graph=graph,
-            full_shapes=self.copier.table(lambda _: step.full_shapes),
-            batch_dims=self.copier.table(lambda _: step.batch_dims),
+            full_shapes=self.editor.table(lambda _: step.full_shapes),
+            batch_dims=self.editor.table(lambda _: step.batch_dims),
             phases=tuple(self.phases),
         )
         return LayeredStep.of(written, self.layers)

@@ -106,7 +106,14 @@ class Site:
     def refusal(self, text: str, cut: int = 1) -> Refusal:
         """Return the reason for which results of this op are MIXED; `text` is the predicate of a sentence."""
         shapes = tuple(v.shape for v in self.full.operands(self.op))
+        if text == MIXES and any(map(self._pairs, range(len(self.op.results)))):
+            text = PAIRS
         return Refusal(self.op.source, self.op.primitive, shapes, text, cut)
+
+    def _pairs(self, number: int) -> bool:
+        """Return whether several dims of a result follow the batch."""
+        sizes = zip(self.result(number).shape, self.small_result(number).shape, strict=True)
+        return sum(n == self.count * m for n, m in sizes) > 1
 
     def refused(self, text: str, cut: int = 1) -> Transferred:
         """Return MIXED for all results."""
@@ -145,6 +152,7 @@ OTHER_PARAMETER = "has a parameter that follows the batch size"
 FOLLOWING = frozenset((OTHER_DTYPE, OTHER_PARAMETER))
 """Refusals of ops that differ between the two sizes in more than shapes."""
 MIXES = "mixes the samples of the batch"
+PAIRS = "makes an array over pairs of samples, as a contrastive loss or a mask between samples does"
 AGAIN = "uses a sum over the batch again per sample"
 ORDERS = "combines arrays whose samples are in different orders"
 

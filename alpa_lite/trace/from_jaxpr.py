@@ -27,7 +27,8 @@ from jax.extend.core import primitives
 from alpa_lite import _jax
 from alpa_lite._jax import AnyJaxpr, Array, Aval, ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from alpa_lite.errors import TraceError
-from alpa_lite.program.equations import Equation, GraphWithEquations, PlainParams, without_dead_ops
+from alpa_lite.program.editor import ProgramEditor, without_dead_ops
+from alpa_lite.program.equations import Equation, GraphWithEquations, PlainParams
 from alpa_lite.program.ir import MAX_TRIPS, Graph, Op, Value, accumulated, parts_of
 from alpa_lite.program.user_shardings import USER_SHARDING, UserSharding
 from alpa_lite.trace import inserted
@@ -156,9 +157,8 @@ class _GraphBuilder:
         self.lines: dict[Hashable, str] = {}  # keyed by traceback, which many equations share
         self.plain = PlainParams()
         self.kernels: dict[tuple[int, frozenset[int]], tuple[Any, Mapping[str, Any] | None]] = {}
-        self.values: list[Value] = []
-        self.ops: list[Op] = []
-        self.equations: list[Equation] = []
+        self.editor = ProgramEditor()
+        self.values = self.editor.values
         self.captured: list[int] = []
         self.constants: list[Array] = []
 
@@ -175,21 +175,12 @@ class _GraphBuilder:
             outputs = [self.as_array(v) for v in outputs]
         # Constants of inlined calls are met during inlining; their inputs follow those of the jaxpr's own constants.
         self.constants[:0] = constants
-        graph = Graph(
-            values=tuple(self.values),
-            ops=tuple(self.ops),
-            inputs=tuple(inputs + captured + self.captured),
-            outputs=tuple(outputs),
-        )
-        return GraphWithEquations(graph=graph, equations=tuple(self.equations), constants=tuple(self.constants))
+        return self.editor.program(inputs + captured + self.captured, outputs, tuple(self.constants))
 
     def new_value(self, aval: Aval, *, name: str = "", literal: complex | None = None) -> int:
         """Append a value with the shape and dtype of `aval` and return its id."""
-        value = Value(
-            id=len(self.values), shape=tuple(aval.shape), dtype=_jax.name_of(aval.dtype), literal=literal, name=name
-        )
-        self.values.append(value)
-        return value.id
+        dtype, number = _jax.name_of(aval.dtype), len(self.values)
+        return self.editor.add(Value(id=number, shape=tuple(aval.shape), dtype=dtype, literal=literal, name=name))
 
     def read(self, atom: Var | Literal, environment: Mapping[Var, int]) -> int:
         """Return the value id of a jaxpr variable or literal."""
@@ -376,15 +367,13 @@ class _GraphBuilder:
         All branches of a conditional must take the same operands.
         """
         own = len(branch.graph.inputs) - len(branch.constants)
-        values, inputs = list(branch.graph.values), list(branch.graph.inputs[:own])
+        editor, inputs = ProgramEditor(branch.graph), list(branch.graph.inputs[:own])
         for other, arrays in enumerate(captured):
             if other == number:
                 inputs += branch.graph.inputs[own:]
                 continue
-            for v in arrays:
-                inputs.append(len(values))
-                values.append(dataclasses.replace(self.values[v], id=len(values)))
-        graph = dataclasses.replace(branch.graph, values=tuple(values), inputs=tuple(inputs))
+            inputs += [editor.add(self.values[v]) for v in arrays]
+        graph = dataclasses.replace(branch.graph, values=tuple(editor.values), inputs=tuple(inputs))
         return dataclasses.replace(branch, graph=graph, constants=())
 
     def scan_in_parts(self, eqn: JaxprEqn, operands: list[int], at: _Location) -> list[int]:
@@ -423,7 +412,7 @@ class _GraphBuilder:
         part, so that no part, and no stage, waits for the sum of another.
         """
         carry = list(carry)
-        for i in accumulated(self.ops[-1]):
+        for i in accumulated(self.editor.ops[-1]):
             form, own = (self.values[carry[i]].shape, self.values[carry[i]].dtype), [carry[i]]
             sums = self.call(inserted.sum_jaxpr(*form), [totals[i], *own], at) if i in totals else own
             zeros = self.call(inserted.zeros_jaxpr(*form), [], at)
@@ -460,20 +449,18 @@ class _GraphBuilder:
     def append(self, new: _NewOp, operands: list[int], result_avals: Sequence[Aval], at: _Location) -> list[int]:
         """Append an op with its equation and return the value ids of its results."""
         results = [self.new_value(aval) for aval in result_avals]
-        self.ops.append(
-            Op(
-                id=len(self.ops),
-                primitive=new.equation.primitive.name,
-                operands=tuple(operands),
-                results=tuple(results),
-                params=self.plain.of(new.equation.params) if new.plain is None else new.plain,
-                source=at.source,
-                name_stack=at.stack,
-                bodies=new.bodies,
-                effectful=new.effectful,
-            )
+        op = Op(
+            id=len(self.editor.ops),
+            primitive=new.equation.primitive.name,
+            operands=tuple(operands),
+            results=tuple(results),
+            params=self.plain.of(new.equation.params) if new.plain is None else new.plain,
+            source=at.source,
+            name_stack=at.stack,
+            bodies=new.bodies,
+            effectful=new.effectful,
         )
-        self.equations.append(new.equation)
+        self.editor.emit(op, op.operands, op.results, new.equation)
         return results
 
 

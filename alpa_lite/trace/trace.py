@@ -10,16 +10,17 @@ import inspect
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from alpa_lite import _jax
 from alpa_lite._jax import Array, Aval, ClosedJaxpr, Tree, TreeDef
 from alpa_lite.errors import BatchError, TraceError
 from alpa_lite.program.collector import rare_collection
+from alpa_lite.program.memo import memoized
 from alpa_lite.program.user_shardings import Mode, UserSharding, UserShardings
 from alpa_lite.trace.batch import (
     ArgumentLeaves,
@@ -41,6 +42,7 @@ from alpa_lite.trace.call import (
     function_name,
     is_array,
 )
+from alpa_lite.trace.explicit_types import Types, argument_types, result_types, traced_with_types
 from alpa_lite.trace.passes.plain_jaxpr import user_sharding, without_meshes, without_refs
 from cost_models.checks import printable
 
@@ -113,43 +115,61 @@ class Traced:
     jaxpr: ClosedJaxpr
     _flat: Callable[..., Tree] = field(repr=False)
     _mesh: Mesh | None = field(default=None, repr=False, compare=False)
-    _cache: dict[int, ClosedJaxpr] = field(default_factory=dict[int, ClosedJaxpr], repr=False, compare=False)
+    _types: Types = field(default=(), repr=False, compare=False)
 
+    @memoized
     def at_batch_size(self, size: int) -> ClosedJaxpr:
-        """Return the closed jaxpr of the step at another batch size (in samples), memoized.
+        """Return the closed jaxpr of the step at another batch size (in samples).
 
         Raises:
             TraceError: the function raises an exception at that size.
         """
         if size == self.batch.size:
             return self.jaxpr
-        if size not in self._cache:
-            avals = [
-                leaf if dim is None else resized(leaf, dim, size, self.batch.size)
-                for leaf, dim in zip(self.inputs.leaves, self.batch.dims, strict=True)
-            ]
-            try:
-                self._cache[size] = self.retraced(avals)
-            except TraceError:
-                raise
-            except Exception as error:  # the user's function may raise anything at a size that it was not written for
-                cause = f"{type(error).__name__}: {error}".rstrip(".")
-                raise TraceError(
-                    f"{self.name} cannot be traced at {size} samples instead of {self.batch.size}: "
-                    f"{cause}. Micro-batching needs a step that works at any batch size; use "
-                    "num_microbatches=1, or name the batch arguments in batch_argnums if others were taken for it."
-                ) from error
-        return self._cache[size]
+        avals = [
+            leaf if dim is None else resized(leaf, dim, size, self.batch.size)
+            for leaf, dim in zip(self.inputs.leaves, self.batch.dims, strict=True)
+        ]
+        try:
+            return self.retraced(avals)
+        except TraceError:
+            raise
+        except Exception as error:  # the user's function may raise anything at a size that it was not written for
+            cause = f"{type(error).__name__}: {error}".rstrip(".")
+            raise TraceError(
+                f"{self.name} cannot be traced at {size} samples instead of {self.batch.size}: {cause}. Micro-batching "
+                "needs a step that works at any batch size; use num_microbatches=1, or name the batch arguments in "
+                "batch_argnums if others were taken for it."
+            ) from error
 
     def retraced(self, avals: Sequence[jax.ShapeDtypeStruct]) -> Any:
         """Return the closed jaxpr of the step for flat arguments of other shapes."""
-        return plain_jaxpr(self._flat, avals, self._mesh, self.name, self.user_shardings.mode)
+        under = _Context(mesh=self._mesh, types=self._types)
+        return _plain_jaxpr(self._flat, avals, under, self.name, self.user_shardings.mode)
+
+    def result_types(self, mesh: Mesh, leaves: Sequence[object]) -> Types | None:
+        """Return the shardings on the user's mesh of explicit types in which `jax.jit` returns the results of these
+        arguments; None for state whose argument lies on several devices elsewhere, or if the step has no such types.
+        """
+        types = argument_types(leaves, mesh)
+        with jax.set_mesh(mesh), _jax.tracing_for_gpus():
+            try:
+                found: list[NamedSharding | None] = [
+                    *result_types(traced_with_types(self._flat, self.inputs.leaves, types), mesh)
+                ]
+            except Exception:  # the user's function may raise anything for types that it was not written for
+                return None
+        for result, leaf in self.aliases.items():
+            if types[leaf] is None and len(getattr(getattr(leaves[leaf], "sharding", None), "device_set", ())) > 1:
+                found[result] = None
+        return found
 
     def pinned(self) -> Traced:
         """Return the step traced again, with the shardings that the user gives as demands on its plan."""
         given = replace(self.user_shardings, mode="pin")
-        jaxpr = plain_jaxpr(self._flat, self.inputs.leaves, self._mesh, self.name, "pin")
-        return replace(self, user_shardings=given, jaxpr=jaxpr, _cache={})
+        under = _Context(mesh=self._mesh, types=self._types)
+        jaxpr = _plain_jaxpr(self._flat, self.inputs.leaves, under, self.name, "pin")
+        return replace(self, user_shardings=given, jaxpr=jaxpr)
 
     def require_batch(self) -> int:
         """Return the batch size in samples.
@@ -208,7 +228,8 @@ def trace(
 
     # Remembered, since traces at other batch sizes must see the mesh of this call, whatever is set by then.
     mesh = _jax.context_mesh()
-    jaxpr = plain_jaxpr(flat, leaves, mesh, function_name(fun), user_shardings)
+    under = _Context(mesh=mesh, types=argument_types([leaf for _, leaf in paths], mesh))
+    jaxpr = _plain_jaxpr(flat, leaves, under, function_name(fun), user_shardings)
     out_leaves = tuple(_struct(aval) for aval in jaxpr.out_avals)
     # A module that the step does not change remains the caller's, who still reads its arrays after the step.
     donated = roles.donated.among(len(args), kwargs or {}) - call.unchanged(box["results"])
@@ -244,6 +265,7 @@ def trace(
         jaxpr=jaxpr,
         _flat=flat,
         _mesh=mesh,
+        _types=under.types,
     )
     if batch_argnums is not None:
         return _with_batch(traced, by_name(arguments, batch_argnums))
@@ -252,17 +274,30 @@ def trace(
     return _with_assumed_batch(traced, arguments, has_state=trees)
 
 
-def plain_jaxpr(
-    flat: Callable[..., Tree], avals: Sequence[Aval], mesh: Mesh | None, name: str, user_shardings: Mode
+class _Context(NamedTuple):
+    """What the user's code sees of devices while it is traced: the mesh that is set, and types of arguments on it."""
+
+    mesh: Mesh | None
+    types: Types
+
+
+def _plain_jaxpr(
+    flat: Callable[..., Tree], avals: Sequence[jax.ShapeDtypeStruct], under: _Context, name: str, user_shardings: Mode
 ) -> ClosedJaxpr:
     """Return the jaxpr of a function, traced under the mesh that the user has set, without this and other meshes, and
     without mutable arrays. Unless `user_shardings` is "ignore", shardings that the function names remain as equations.
 
     What the user's code says of meshes is read where it runs, under that mesh; a plan lays out the arrays anew.
     """
-    with _jax.no_mesh() if mesh is None else jax.set_mesh(mesh), _jax.tracing_for_gpus():
-        jaxpr = without_refs(jax.make_jaxpr(flat)(*avals), name)
-        return without_meshes(jaxpr, user_shardings)
+    with _jax.no_mesh() if under.mesh is None else jax.set_mesh(under.mesh), _jax.tracing_for_gpus():
+        try:
+            jaxpr = jax.make_jaxpr(flat)(*avals)
+        except Exception:
+            if not any(under.types):
+                raise
+            # Some operations demand the types of their operands, which few sizes of a batch can have.
+            jaxpr = traced_with_types(flat, avals, under.types)
+        return without_meshes(without_refs(jaxpr, name), user_shardings)
 
 
 def _placed(
@@ -280,7 +315,7 @@ def _placed(
 
 def _with_batch(traced: Traced, batch: Batch) -> Traced:
     """Return the trace with a batch; programs at other sizes are forgotten, since they depend on the batch."""
-    return replace(traced, batch=batch, _cache={})
+    return replace(traced, batch=batch)
 
 
 def _with_assumed_batch(traced: Traced, arguments: ArgumentLeaves, *, has_state: bool) -> Traced:

@@ -303,3 +303,15 @@ def test_a_cleared_cache_compiles_anew(devices: Any) -> None:
     step.clear_cache()
     assert not step._compiled
     _assert_close(step(W, X), jax.jit(_step)(W, X))
+
+
+def test_kernels_that_need_their_devices_are_lowered_with_a_sentence() -> None:
+    def attend(w: Any, x: Any) -> Any:
+        heads = (x @ w).reshape(8, 128, 4, 64).astype(jnp.bfloat16)
+        return jax.nn.dot_product_attention(heads, heads, heads, implementation="cudnn")
+
+    arguments = jax.ShapeDtypeStruct((256, 256), jnp.float32), jax.ShapeDtypeStruct((8, 128, 256), jnp.float32)
+    planner = al.planners.DataParallel()
+    lowered = al.parallelize(attend, cluster="dgx-h100", planner=planner, batch_argnums="x").lower(*arguments)
+    with pytest.raises(al.errors.PlanError, match=r"attend cannot be lowered for cuda on this machine.*cuDNN"):
+        lowered.as_text(platform="cuda")

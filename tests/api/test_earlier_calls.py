@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import alpa_lite as al
-from alpa_lite.api.earlier_calls import fitting_microbatches
+from alpa_lite.api.smaller_batch import smaller_microbatches
 from alpa_lite.errors import PlanError
 from tests.end_to_end.cases import eager_cluster
 
@@ -79,8 +79,11 @@ def test_a_smaller_last_batch_leaves_the_state_where_it_is(name: str, devices: A
         placed = placed or _shardings(state)
         assert all(a.is_equivalent_to(b, 2) for a, b in zip(_shardings(state), placed, strict=True))
     assert len(step._compiled) == 2
-    told = [record.message for record in caplog.records if "stay where that plan has them" in record.message]
-    assert len(told) == 1 and "8 arguments" in told[0]
+    # Tensor parallelism, which the search chooses, splits no samples: its plan fits any number of them.
+    wanted = (
+        "samples run by the plan of the full batch" if name == "auto" else "8 arguments stay where that plan has them"
+    )
+    assert len([record for record in caplog.records if wanted in record.message]) == 1
 
 
 def test_a_smaller_last_batch_of_a_pipeline_is_planned_anew(devices: Any, caplog: Any) -> None:
@@ -96,6 +99,62 @@ def test_a_smaller_last_batch_of_a_pipeline_is_planned_anew(devices: Any, caplog
             want, _ = jax.jit(_train)(want, batch)
             _assert_close(state, want)
         assert "a pipeline's stages lie apart" in caplog.text
+
+
+PIPELINES = {
+    "1F1B": al.planners.Pipeline(pipeline=4),
+    "recomputing": al.planners.Hybrid(pipeline=2, tensor=2, remat="full"),
+    "interleaved": al.planners.Hybrid(pipeline=2, schedule=al.schedule.Interleaved1F1B(num_chunks=2)),
+}
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_a_smaller_batch_of_a_pipeline_runs_by_its_plan(name: str, devices: Any, caplog: Any) -> None:
+    step = al.parallelize(_train, cluster=eager_cluster(), planner=PIPELINES[name], num_microbatches=4, cache=False)
+    state = _state()
+    want = jax.tree.map(jnp.copy, state)
+    plans = dict[int, al.Plan]()
+    for size in (32, 24, 8, 32):
+        batch = _batch(size)
+        with caplog.at_level(logging.INFO, logger="alpa_lite"):
+            state, loss = step(state, batch)
+        want, value = jax.jit(_train)(want, batch)
+        _assert_close((state, loss), (want, value))
+        assert step.last_plan is not None
+        plans[size] = step.last_plan
+    full = plans.pop(32)
+    for size, plan in plans.items():
+        assert f"{size} samples run by the plan of the full batch" in caplog.text
+        assert [stage.submesh for stage in plan.stages] == [stage.submesh for stage in full.stages]
+        assert [stage.ops for stage in plan.stages] == [stage.ops for stage in full.stages]
+        assert all(
+            {k: v for k, v in stage.specs.items() if k in old.specs} == old.specs
+            for stage, old in zip(plan.stages, full.stages, strict=True)
+        )
+        assert al.Plan.from_json(plan.to_json()) == plan and plan.remat == full.remat
+
+
+def test_the_plan_for_fewer_samples_is_the_one_that_planning_them_gives(devices: Any) -> None:
+    options: dict[str, Any] = {"cluster": eager_cluster(), "planner": al.planners.Pipeline(pipeline=2), "cache": False}
+    step = al.parallelize(_train, num_microbatches=4, **options)
+    step(_state(), _batch(32))
+    step(_state(), _batch(24))
+    found = al.plan(_train, _state(), _batch(24), num_microbatches=3, **options)
+    assert step.last_plan is not None and step.last_plan.stages == found.stages
+    assert step.last_plan.prediction == found.prediction and step.last_plan.fingerprint == found.fingerprint
+
+
+def test_a_step_that_looks_at_its_batch_is_planned_anew(devices: Any, caplog: Any) -> None:
+    def train(w: Any, x: Any) -> Any:
+        slope = jax.grad(lambda w: jnp.mean((x @ w if len(x) > 20 else jnp.tanh(x @ w)) ** 2))(w)
+        return w - 0.1 * slope
+
+    step = al.parallelize(train, cluster=eager_cluster(), planner=al.planners.DataParallel(), cache=False)
+    w = np.eye(64, dtype=np.float32)
+    for size in (32, 16):
+        x = _batch(size)["x"]
+        _assert_close(step(w, x), jax.jit(train)(w, x))
+    assert "samples run by the plan of the full batch" not in caplog.text
 
 
 @pytest.mark.parametrize("name", ONE_STAGE)
@@ -124,7 +183,7 @@ def test_a_step_without_a_plan_is_no_example(devices: Any) -> None:
 
 @pytest.mark.parametrize(("size", "largest", "number"), [(21, 16, 3), (32, 8, 4), (7, 8, 1), (7, 2, 7), (12, 5, 3)])
 def test_micro_batches_are_no_larger_than_they_were(size: int, largest: int, number: int) -> None:
-    assert fitting_microbatches(size, largest) == number
+    assert next(smaller_microbatches(size, largest)) == number
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,39 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 
 
+def _branching(at: int) -> Callable[..., Any]:
+    """A training step that reads other columns at `at` samples; 0 for none. All have one line of code."""
+
+    def train_step(weights: Any, x: Any) -> Any:
+        def loss(weights: Any) -> Any:
+            first = 8 * (len(x) == at)
+            return jnp.mean(jax.lax.slice_in_dim(jnp.tanh(x @ weights["a"]), first, first + 8, axis=1))
+
+        value, slope = jax.value_and_grad(loss)(weights)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, slope), value
+
+    return train_step
+
+
+def test_steps_that_differ_at_a_micro_batch_alone_have_one_key_and_two_plans(tmp_path: Path) -> None:
+    """The key holds the step at the full batch; a stored plan is verified at its own number of micro-batches."""
+    x = jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32)
+    plain, other = (
+        al.parallelize(_branching(at), cluster=CLUSTER, planner=Hybrid(data=8), num_microbatches=2).trace(
+            _weights("a", "b"), x
+        )
+        for at in (0, BATCH // 2)
+    )
+    key, same = (plan_cache.key_of(Hybrid(data=8), each.request(CLUSTER, 2, advise=True)) for each in (plain, other))
+    assert key is not None and key == same
+    assert not plain.plan(cache=tmp_path).cached and plain.plan(cache=tmp_path).cached
+    with pytest.raises(al.errors.NonAdditiveError, match=r"slice .* takes a part that follows the batch size"):
+        other.plan(cache=tmp_path)
+    # Even where nothing is checked before the cache is asked.
+    assert plan_cache._load(tmp_path, key, plain.request(CLUSTER, 2, advise=True)) is not None
+    assert plan_cache._load(tmp_path, key, other.request(CLUSTER, 2, advise=True)) is None
+
+
 def _scaling(weights: Any, x: Any, rate: Any = 0.1) -> Any:
     def loss(weights: Any) -> Any:
         return jnp.mean(jnp.tanh(x @ weights["a"]) @ weights["b"])

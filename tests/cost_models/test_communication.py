@@ -24,7 +24,7 @@ from cost_models.communication import (
     explain_collective,
     transfer_seconds,
 )
-from cost_models.schemes import ON_ONE_LEVEL
+from cost_models.schemes import ON_ONE_LEVEL, levels_of, schemes
 from cost_models.work import COLLECTIVE_KINDS
 
 MB = 1e6
@@ -384,6 +384,17 @@ def test_trees_reach_the_hosts_of_a_domain_in_few_steps(cluster: Cluster):
     summing = replace(domain, intra_host=replace(domain.intra_host, in_network_reduction=True))
     expected = 18e-6 + 33 / 32 / 0.85 * 1e-3
     assert seconds(summing, "all_reduce", 100 * MB, 32, 8) == pytest.approx(expected)
+
+
+def test_above_the_switch_there_are_rings_and_double_trees_alone(cluster: Cluster):
+    """Other algorithms of the library make no difference to a reduction in the network, over many hosts too."""
+    link = replace(cluster.intra_host, in_network_reduction=True)
+    summing = replace(cluster, intra_host=link, num_hosts=8)
+    fewer = replace(summing, algorithms=("ring", "double_tree"))
+    group = Group(num_devices=64, devices_per_host=8)
+    found = [s for c in (summing, fewer) for s in schemes("all_reduce", 1e5, levels_of(group, c), c.algorithms)]
+    above = {part.algorithm for s in found if s.name == "in the network" for part in s.parts[1:]}
+    assert above == {"ring", "double_tree"}
 
 
 def test_a_third_level_has_a_link_of_its_own(cluster: Cluster):

@@ -34,6 +34,8 @@ def wanted(training: Training) -> Any:
         pytest.param(DROPPING, FSDP(), 1, id="FSDP, masks in parts"),
         pytest.param(PLAIN, Hybrid(data=8, zero=3, replicas=2), 2, id="replicas"),
         pytest.param(PLAIN, Hybrid(data=4, context=2), 1, id="context"),
+        pytest.param(PLAIN, Hybrid(data=4, context=2, zero=1), 1, id="context, optimizer state in parts"),
+        pytest.param(PLAIN, Hybrid(data=2, context=4, zero=3), 2, id="context, parameters in parts"),
     ],
 )
 def test_steps_equal_jit(training: Training, planner: Planner, num_microbatches: int, devices: Any) -> None:

@@ -113,6 +113,84 @@ def test_donated_state_may_lie_on_the_mesh_of_the_user(devices: Any) -> None:
     np.testing.assert_allclose(got[0], expected[0], rtol=1e-5, atol=1e-6)
 
 
+TYPED = {
+    "data_parallel": al.planners.DataParallel(),
+    "fsdp": al.planners.FSDP(),
+    "tensor": al.planners.Megatron(tensor=4),
+    "pipeline": al.planners.Pipeline(pipeline=2),
+}
+
+
+@pytest.mark.parametrize("donate", [(), 0], ids=["kept", "donated"])
+@pytest.mark.parametrize("spec", [P(), P("data")], ids=str)
+@pytest.mark.parametrize("planner", TYPED)
+def test_results_have_the_types_that_jit_gives_them(planner: str, spec: Any, donate: Any, devices: Any) -> None:
+    mesh, step = mesh_of(AxisType.Explicit), training(lambda x: x)
+    options: dict[str, Any] = {"planner": TYPED[planner], "cluster": "p3.16xlarge", "cache": False}
+    with jax.set_mesh(mesh):
+        parallel, expected = al.parallelize(step, donate_argnums=donate, **options), jax.jit(step)
+        mine, theirs = (jax.device_put(WEIGHTS, NamedSharding(mesh, spec)) for _ in range(2))
+        batch = jax.device_put(BATCH, NamedSharding(mesh, P("data")))
+        other = jax.device_put(WEIGHTS, NamedSharding(mesh, spec))
+        for _ in range(3):
+            before = mine
+            (mine, loss), (theirs, value) = parallel(mine, batch), expected(theirs, batch)
+            assert jax.typeof(mine) == jax.typeof(theirs) and jax.typeof(loss) == jax.typeof(value)
+            # Operations of the user's own.
+            mine, theirs = mine * 0.9 + other * loss, theirs * 0.9 + other * value
+            np.testing.assert_allclose(jax.device_get(mine), jax.device_get(theirs), rtol=1e-5, atol=1e-6)
+            if donate == 0 and planner == "data_parallel" and spec == P():
+                assert before.is_deleted()
+
+
+def test_state_that_was_placed_stays_on_the_mesh_of_the_plan(devices: Any) -> None:
+    mesh, step = mesh_of(AxisType.Explicit), training(lambda x: x)
+    parallel = al.parallelize(step, planner=al.planners.FSDP(), cluster="p3.16xlarge", cache=False)
+    with jax.set_mesh(mesh):
+        state, _ = parallel.compiled(WEIGHTS, BATCH).place(WEIGHTS, BATCH)
+        sharding = state.sharding
+        state, loss = parallel(state, BATCH)
+        assert state.sharding == sharding and loss.sharding == NamedSharding(mesh, P())
+
+
+def test_other_results_under_explicit_types(devices: Any) -> None:
+    def step(key: Any, numbers: Any, batch: Any) -> Any:
+        slope = jax.grad(lambda n: jnp.float32(n.sum()), allow_int=True)(numbers)
+        return jax.random.split(key)[0], slope, batch.sum(1), jnp.float32(1) * 2.0
+
+    with jax.set_mesh(mesh_of(AxisType.Explicit)):
+        options: dict[str, Any] = {"batch_argnums": "batch", "cluster": "p3.16xlarge", "cache": False}
+        parallel = al.parallelize(step, planner=al.planners.DataParallel(), **options)
+        batch = jax.device_put(BATCH, P("data"))
+        arguments = jax.random.key(0), np.arange(3), batch
+        for got, want in zip(parallel(*arguments), jax.jit(step)(*arguments), strict=True):
+            assert jax.typeof(got) == jax.typeof(want)
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_a_shard_map_on_explicit_types(num_microbatches: int, devices: Any) -> None:
+    mesh = mesh_of(AxisType.Explicit)
+
+    def step(weights: Any, batch: Any) -> Any:
+        rows = jax.shard_map(lambda x, w: jnp.tanh(x @ w), in_specs=(P("data"), P()), out_specs=P("data"))
+        value, slope = jax.value_and_grad(lambda w: jnp.mean(rows(batch, w) ** 2))(weights)
+        return weights - 0.1 * slope, value
+
+    with jax.set_mesh(mesh):
+        batch = jax.device_put(BATCH, NamedSharding(mesh, P("data")))
+        weights = jax.device_put(WEIGHTS, NamedSharding(mesh, P()))
+        parallel = al.parallelize(
+            step,
+            planner=PLANNERS["data_parallel"],
+            num_microbatches=num_microbatches,
+            cluster="p3.16xlarge",
+            cache=False,
+        )
+        for got, want in zip(parallel(weights, batch), jax.jit(step)(weights, batch), strict=True):
+            assert jax.typeof(got) == jax.typeof(want)
+            np.testing.assert_allclose(jax.device_get(got), jax.device_get(want), rtol=1e-5, atol=1e-6)
+
+
 def over_devices(names: dict[str, int]) -> jax.sharding.Mesh:
     return jax.sharding.Mesh(np.array(jax.devices()).reshape(*names.values()), tuple(names))
 

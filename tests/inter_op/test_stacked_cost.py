@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 import alpa_lite as al
-from alpa_lite.inter_op.boundaries import least_seconds_of_rows, seconds_of_rows
+from alpa_lite.inter_op.boundaries import equally_many_rows, least_seconds_of_rows, seconds_of_rows
 from alpa_lite.inter_op.space import Space
 from alpa_lite.inter_op.stage_costs import StageCosts, StagePlace
+from alpa_lite.planners import Auto
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh
 from alpa_lite.sharding.specs import Spec
 from alpa_lite.step.clustering import make_layers
@@ -70,3 +71,32 @@ def test_no_stage_takes_less_than_the_least_and_all_layers_take_nothing() -> Non
             is_part = last - first + 1 < ROWS
             assert (taken > 0) == (least[first, last, kind] > 0) == is_part
     assert np.allclose(least[0, 1], least[3, 4])
+
+
+def test_rows_stay_where_layers_hold_equally_many() -> None:
+    step = _costs().step
+    for count, equal in ((2, True), (3, True), (4, False), (6, True)):
+        layers = make_layers(step, count)
+        costs = StageCosts(step=step, layers=layers, cost_model=ComposedCostModel(al.cluster("p3.16xlarge")))
+        assert equally_many_rows(costs) is equal
+
+
+def test_stages_of_unequal_numbers_of_rows_are_no_better_than_one() -> None:
+    """The loop is cut into 5 and 3 trips, as the head is much work too: rows move between hosts in each step."""
+
+    def step(weights: Any, x: Any) -> Any:
+        def loss(weights: Any) -> Any:
+            h = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, weights["layers"])[0]
+            return jnp.mean(jax.nn.logsumexp(h @ weights["head"], axis=-1))
+
+        return jax.tree.map(lambda w, g: w - g, weights, jax.grad(loss)(weights))
+
+    shapes = {"layers": (8, 2048, 2048), "head": (2048, 4096)}
+    weights = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    cluster = replace(al.cluster("p3.16xlarge"), devices_per_host=1, num_hosts=2)
+    traced = al.parallelize(step).trace(weights, jax.ShapeDtypeStruct((160, 2048), jnp.float32))
+    free, one = (
+        planner.plan(traced.request(cluster, num_microbatches=8)).prediction.step_seconds
+        for planner in (Auto(manual=(), remat="none"), Auto(manual=(), remat="none", pipeline=1))
+    )
+    assert free <= 1.005 * one

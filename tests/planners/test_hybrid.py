@@ -127,6 +127,21 @@ def test_context_parallelism_gathers_keys_and_values_alone() -> None:
     assert not [u for u in uses(found, "data") if u.count > 1]
 
 
+@pytest.mark.parametrize("zero", range(4))
+def test_zero_splits_state_over_context_as_over_data(zero: int) -> None:
+    def step(state: Any, x: Any) -> Any:
+        slope = jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(state["w"])
+        momentum = 0.9 * state["m"] + slope
+        return {"w": state["w"] - 0.1 * momentum, "m": momentum}
+
+    w, x = jax.ShapeDtypeStruct((64, 64), jnp.float32), jax.ShapeDtypeStruct((8, 32, 64), jnp.float32)
+    planner = Hybrid(data=4, context=2, zero=zero)
+    (stage,) = al.plan(step, {"w": w, "m": w}, x, planner=planner, cluster="p3.16xlarge", cache=False).stages
+    both = {"data", "context"}
+    assert stage.specs["state/m"].axes == (both if zero else set())
+    assert stage.specs["state/w"].axes == (both if zero == 3 else set())
+
+
 # --- experts, names, refusals -----------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ import jax
 import pytest
 
 import alpa_lite as al
-from alpa_lite.errors import AlpaLiteError, BatchError, InfeasibleError
+from alpa_lite.errors import BatchError, InfeasibleError
 from alpa_lite.inter_op.plan_request import SentSteps
 from alpa_lite.inter_op.workers import Likely, Workers
 from alpa_lite.plan.plan import Plan
@@ -74,11 +74,12 @@ def test_numbers_go_down_from_that_of_the_best(
     refused: list[int],
     some_plan: Plan,
 ) -> None:
-    planner, problems = Priced(plan_=some_plan, seconds=seconds), list[AlpaLiteError]()
+    planner = Priced(plan_=some_plan, seconds=seconds)
     best = _lasting(some_plan, 1.0, 16)
-    found = ManualPlans([planner], _request(), problems).plans(best, too_large=too_large)
+    manual = ManualPlans([planner], _request())
+    found = manual.plans(best, too_large=too_large)
     assert {plan.num_microbatches: plan.prediction.step_seconds for plan in found} == tried
-    assert [str(problem) for problem in problems] == [f"{number} do not fit." for number in refused]
+    assert [str(problem) for problem in manual.problems] == [f"{number} do not fit." for number in refused]
 
 
 def test_what_waits_longer_than_the_best_takes_is_not_planned(some_plan: Plan) -> None:
@@ -91,7 +92,7 @@ def test_what_waits_longer_than_the_best_takes_is_not_planned(some_plan: Plan) -
 
     seconds = some_plan.prediction.step_seconds
     planner, best = Waiting(plan_=some_plan, seconds={16: seconds, 8: seconds / 2}), _lasting(some_plan, seconds, 16)
-    assert [plan.num_microbatches for plan in ManualPlans([planner], _request(), []).plans(best)] == [16]
+    assert [plan.num_microbatches for plan in ManualPlans([planner], _request()).plans(best)] == [16]
 
 
 def test_what_pipelines_wait_for_is_known_of_those_that_must() -> None:
@@ -107,13 +108,13 @@ def test_beside_one_micro_batch_or_nothing_planners_decide_themselves(
 ) -> None:
     best = None if microbatches is None else _lasting(some_plan, 1.0, microbatches)
     planner = Priced(plan_=some_plan, seconds={"auto": 2.0, 1: 1.5})
-    (found,) = ManualPlans([planner], _request(), []).plans(best)
+    (found,) = ManualPlans([planner], _request()).plans(best)
     assert (found.num_microbatches, found.prediction.step_seconds) == (3, 2.0)
 
 
 def test_a_number_that_was_asked_for_is_the_only_one(some_plan: Plan) -> None:
     planner = Priced(plan_=some_plan, seconds={4: 1.0, 2: 0.5, 1: 0.5})
-    (found,) = ManualPlans([planner], _request(4), []).plans(_lasting(some_plan, 1.0, 4))
+    (found,) = ManualPlans([planner], _request(4)).plans(_lasting(some_plan, 1.0, 4))
     assert found.num_microbatches == 4
 
 
@@ -150,7 +151,7 @@ def test_workers_are_told_of_plans_whose_steps_can_be_traced(traces: bool, expec
                 raise BatchError("This batch cannot be divided.")
             return request.step_at(num_microbatches, loop_parts)
 
-    manual = ManualPlans([FSDP(), Zero()], replace(request, steps=Steps(), workers=workers), [])
+    manual = ManualPlans([FSDP(), Zero()], replace(request, steps=Steps(), workers=workers))
     manual.expect(_lasting(some_plan, 1.0, 16))
     assert [*workers.told] == expected
     for question in workers.told.values():

@@ -94,3 +94,10 @@ def test_a_rule_that_does_not_fit_its_op_is_refused_when_planning(wrong: str) ->
 
     with pytest.raises(RuleError, match=r"The rule of 'double_rows' says .* shapes \[\[32, 16\]\].* must multiply up"):
         _plan()
+
+
+def test_factors_have_the_names_that_shardy_gives_them() -> None:
+    b = RuleBuilder()
+    factors = [(b.factor(2),) for _ in range(21)]
+    rule = b.build(operands=[tuple(factors)], results=[tuple(factors)])
+    assert str(rule).startswith("([i,j,k,") and ",y,z,z_1,z_2,z_3])->" in str(rule)

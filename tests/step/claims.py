@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from alpa_lite import _jax
-from alpa_lite.program.equations import Equation, without_dead_ops
+from alpa_lite.program.editor import without_dead_ops
+from alpa_lite.program.equations import Equation
 from alpa_lite.program.ir import Graph, wiring_of
 from alpa_lite.step.additivity import Proof, prove
 from alpa_lite.step.merged_sizes import merge

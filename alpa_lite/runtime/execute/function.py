@@ -26,6 +26,7 @@ from alpa_lite.runtime.execute.crossing import Blanks
 from alpa_lite.runtime.execute.execute import Executor
 from alpa_lite.runtime.execute.measure import Allocated, allocated, typical_times
 from alpa_lite.runtime.execute.placing import InJob
+from alpa_lite.runtime.execute.typed_results import TypedResults
 from alpa_lite.runtime.job.processes import all_here, any_here, devices_of, handle
 from alpa_lite.step.split import TracedStep
 from alpa_lite.trace.call import Call
@@ -113,6 +114,7 @@ class CompiledFunction:
                 f"{self.traced.name}: {' '.join(map(str, error.args))} among the results (jax_debug_nans or "
                 f"jax_debug_infs is on). Call {self.traced.name}.fun with these arguments to see the operation."
             ) from error
+        outputs = self._typed(leaves, outputs)
         self._apart.note(leaves, outputs)
         return jax.tree.unflatten(self.traced.outputs.tree, outputs)
 
@@ -141,6 +143,11 @@ class CompiledFunction:
         shardings = [self.executor.input_sharding(leaf) for leaf in range(len(traced.inputs.leaves))]
         next_of = {leaf: out for out, leaf in traced.aliases.items()}
         return Apart(traced.inputs.leaves, shardings, traced.inputs.donated, next_of)
+
+    @functools.cached_property
+    def _typed(self) -> TypedResults:
+        """Gives results the types that they have under a mesh of the user."""
+        return TypedResults(self.traced)
 
     @functools.cached_property
     def _finished(self) -> list[tuple[int, Callable[[jax.Array], Any]]]:
@@ -220,7 +227,7 @@ def _finishing(leaf: jax.ShapeDtypeStruct) -> Callable[[jax.Array], Any]:
         # The same object in all steps, since the next step recognises its arguments by identity.
         if array.sharding not in avals:
             avals[array.sharding] = array.aval.update(weak_type=True)
-        return _jax.weak(array, avals[array.sharding])
+        return _jax.relabeled(array, avals[array.sharding], array.sharding)
 
     return finish
 

@@ -104,6 +104,14 @@ def on_plain_mesh(sharding: NamedSharding) -> NamedSharding:
     return NamedSharding(Mesh(mesh.devices, mesh.axis_names), sharding.spec)
 
 
+def described(array: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """Return an array under an equivalent sharding, without a copy."""
+    if jax.numpy.issubdtype(array.dtype, jax.dtypes.extended):  # keys are arrays around arrays
+        return jax.device_put(array, sharding)
+    aval = array.aval.update(sharding=NamedSharding(sharding.mesh.abstract_mesh, sharding.spec))
+    return _jax.relabeled(array, aval, sharding)
+
+
 class _PieceSenders:
     """Which devices hold each box, and how many bytes each sends."""
 
@@ -240,8 +248,12 @@ class Alone(Placing):
     def put(self, array: TreeLeaf, sharding: NamedSharding) -> jax.Array:
         """Call `jax.device_put`, except for an array that is already in place: a step has hundreds of those."""
         # An uncommitted array is put again: the step must not depend on where JAX would move it.
-        if getattr(array, "sharding", None) == sharding and getattr(array, "committed", False):
-            return array
+        if getattr(array, "committed", False):
+            if array.sharding == sharding:
+                return array
+            # Another description of the same placement, which `device_put` takes far longer to see.
+            if type(array.sharding) is NamedSharding and array.sharding.is_equivalent_to(sharding, array.ndim):
+                return described(array, sharding)
         return _jax.put_numpy(array, sharding) if type(array) is np.ndarray else jax.device_put(array, sharding)
 
     def rows(self, array: TreeLeaf | _Staged, windows: Windows, number: int, sharding: NamedSharding) -> jax.Array:

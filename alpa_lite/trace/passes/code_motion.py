@@ -18,12 +18,14 @@ its rows of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import jax
 
 from alpa_lite._jax import Array
-from alpa_lite.program.equations import Equation, GraphWithEquations, without_dead_ops
+from alpa_lite.program.editor import ProgramEditor, without_dead_ops
+from alpa_lite.program.equations import Equation, GraphWithEquations
 from alpa_lite.program.identity import FirstUses, SameObject
 from alpa_lite.program.ir import Graph, Op, Value
 from alpa_lite.program.phases import LeafPart
@@ -55,10 +57,11 @@ def _sunk_program(program: GraphWithEquations, memo: _Memo) -> GraphWithEquation
     graph = program.graph
     if not any(op.primitive == "scan" for op in graph.ops):
         return program
-    pairs = [_sunk(graph, program.equations, op, memo) for op in graph.ops]
-    ops, equations = tuple(op for op, _ in pairs), tuple(equation for _, equation in pairs)
-    made = Graph(values=graph.values, ops=ops, inputs=graph.inputs, outputs=graph.outputs)
-    return without_dead_ops(replace(program, graph=made, equations=equations))
+    editor = ProgramEditor(graph)
+    for op in graph.ops:
+        made, equation = _sunk(graph, program.equations, op, memo)
+        editor.emit(made, made.operands, made.results, equation)
+    return without_dead_ops(editor.program(graph.inputs, graph.outputs, program.constants))
 
 
 def _sunk(graph: Graph, equations: Sequence[Equation], op: Op, memo: _Memo) -> tuple[Op, Equation]:
@@ -74,12 +77,18 @@ def _sunk(graph: Graph, equations: Sequence[Equation], op: Op, memo: _Memo) -> t
     into = {op.operands[i]: body.inputs[i] for i in sunk}
     key = (body, tuple(into.values()), _recipe(graph, equations, needed, into))
     if key not in memo:
-        made, front = body, tuple(equations[o.id] for o in needed)
+        made = GraphWithEquations(graph=body, equations=inner)
         if sunk:
-            inputs = tuple(v for i, v in enumerate(body.inputs) if i not in sunk)
-            made = _with_ops_in_front(graph, needed, into, body, inputs)
+            editor, places = ProgramEditor(body), dict(into)
+            for maker in needed:
+                editor.carry_over(graph, maker, places, equations[maker.id])
+            for each in body.ops:
+                editor.emit(each, each.operands, each.results, inner[each.id])
+            for v in into.values():
+                editor.values[v] = replace(editor.values[v], name="")  # it is no input of the body any longer
+            made = editor.program([v for i, v in enumerate(body.inputs) if i not in sunk], body.outputs)
         # A loop inside the body may read the sunk value, which is now a constant of this body.
-        memo[key] = _sunk_program(GraphWithEquations(graph=made, equations=(*front, *inner)), memo)
+        memo[key] = _sunk_program(made, memo)
     below = memo[key]
     if not sunk and below.graph is body:
         return op, equation
@@ -134,36 +143,6 @@ def _recipe(graph: Graph, equations: Sequence[Equation], ops: Sequence[Op], into
     )
 
 
-def _with_ops_in_front(
-    graph: Graph, ops: Sequence[Op], into: dict[int, int], body: Graph, inputs: tuple[int, ...]
-) -> Graph:
-    """Return a body preceded by ops of the enclosing graph, which make some of its former inputs.
-
-    Args:
-        graph: the enclosing graph.
-        ops: its ops to copy, in order.
-        into: value id in `graph` → the value id in `body` that was the input.
-        body: the body to extend.
-        inputs: the inputs that remain.
-    """
-    values = list(body.values)
-    number = dict(into)
-
-    def local(v: int) -> int:
-        if v not in number:
-            number[v] = len(values)
-            values.append(replace(graph.values[v], id=len(values), name=""))
-        return number[v]
-
-    moved = [
-        replace(op, id=i, operands=tuple(map(local, op.operands)), results=tuple(map(local, op.results)))
-        for i, op in enumerate(ops)
-    ]
-    rest = [replace(op, id=len(ops) + i) for i, op in enumerate(body.ops)]
-    named: list[Value] = [replace(v, name="") if v.id in into.values() else v for v in values]
-    return Graph(values=tuple(named), ops=(*moved, *rest), inputs=inputs, outputs=body.outputs)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Precomputed:
     """The hoisted part of a step: computes further inputs of the step from its inputs.
@@ -175,16 +154,14 @@ class Precomputed:
 
     program: GraphWithEquations
     leaves: tuple[int, ...]
-    # A list, since the dataclass is frozen: the first call fills it.
-    _compiled: list[Callable[..., tuple[Array, ...]]] = field(
-        default_factory=list[Callable[..., tuple[Array, ...]]], repr=False, compare=False
-    )
 
     def __call__(self, inputs: Sequence[Array]) -> tuple[Array, ...]:
         """Return the further inputs of the step, from its flat arguments followed by captured arrays."""
-        if not self._compiled:
-            self._compiled.append(jax.jit(self._run))
-        return self._compiled[0](*(inputs[leaf] for leaf in self.leaves))
+        return self._compiled(*(inputs[leaf] for leaf in self.leaves))
+
+    @cached_property
+    def _compiled(self) -> Callable[..., tuple[Array, ...]]:
+        return jax.jit(self._run)
 
     def _run(self, *arrays: jax.Array) -> tuple[Array, ...]:
         return evaluate(self.program.graph, self.program.equations, arrays)
@@ -241,20 +218,13 @@ class HoistValues:
 
 def _taking(parted: PartedProgram, values: Sequence[int], parts: Sequence[LeafPart]) -> PartedProgram:
     """Return the program with some values as its last inputs instead of results of its ops."""
-    program, taken = parted.program, set(values)
-    graph = program.graph
+    program, graph = parted.program, parted.graph
+    editor = ProgramEditor(graph)
     # An op may have other results that are still needed. It stays, with fresh ids without readers for hoisted results.
-    spare = len(graph.values)
-    renamed = {v: spare + i for i, v in enumerate(values)}
-    extra = tuple(replace(graph.values[v], id=renamed[v], name="") for v in values)
-    ops = tuple(
-        op.numbered(op.id, op.operands, tuple(renamed.get(r, r) for r in op.results))
-        if not taken.isdisjoint(op.results)
-        else op
-        for op in graph.ops
-    )
-    made = replace(graph, values=(*graph.values, *extra), ops=ops, inputs=(*graph.inputs, *values))
-    rest = without_dead_ops(replace(program, graph=made))
+    spare = {v: editor.copy(graph, v) for v in values}
+    for op in graph.ops:
+        editor.emit(op, op.operands, [spare.get(r, r) for r in op.results], program.equations[op.id])
+    rest = without_dead_ops(editor.program((*graph.inputs, *values), graph.outputs, program.constants))
     return replace(parted, program=rest, input_parts=(*parted.input_parts, *parts))
 
 

@@ -32,7 +32,8 @@ import jax
 from jax.extend.core import primitives
 
 from alpa_lite import _jax
-from alpa_lite.program.equations import Equation, GraphWithEquations, PlainParams, without_dead_ops
+from alpa_lite.program.editor import ProgramEditor, without_dead_ops
+from alpa_lite.program.equations import Equation, GraphWithEquations, PlainParams
 from alpa_lite.program.ir import Graph, Op, Value, parts_of, wiring_of
 from alpa_lite.program.phases import LeafPart
 from alpa_lite.rules import FactorKind, Rule
@@ -339,9 +340,7 @@ class _StackedRewriter:
     def __init__(self, analysis: SplitAnalysis) -> None:
         self.analysis, self.program, self.graph = analysis, analysis.program, analysis.graph
         self.plain = PlainParams()
-        self.values: list[Value] = []
-        self.ops: list[Op] = []
-        self.equations: list[Equation] = []
+        self.editor = ProgramEditor()
         self.whole: dict[int, int] = {}
         self.parts: dict[tuple[int, int], int] = {}
 
@@ -354,11 +353,11 @@ class _StackedRewriter:
             for j, rows in enumerate(self.analysis.bounds(value.shape[0]) if v in split else ()):
                 # Plans and messages tell the parts of one argument apart by their rows.
                 name = f"{value.name}[{rows[0]}:{rows[1]}]"
-                part = self._new(replace(value, shape=(rows[1] - rows[0], *value.shape[1:]), name=name))
+                part = self.editor.add(replace(value, shape=(rows[1] - rows[0], *value.shape[1:]), name=name))
                 self.parts[v, j] = part
                 inputs.append((part, LeafPart(leaf=number, rows=rows)))
             if v not in split:
-                self.whole[v] = self._new(value)
+                self.whole[v] = self.editor.add(value)
                 inputs.append((self.whole[v], LeafPart(leaf=number)))
         for op in graph.ops:
             self._rewrite(op)
@@ -369,13 +368,7 @@ class _StackedRewriter:
                 outputs += [(self._part(v, j), LeafPart(leaf=number, rows=rows)) for j, rows in enumerate(bounds)]
             else:
                 outputs.append((self._whole(v), LeafPart(leaf=number)))
-        made = Graph(
-            values=tuple(self.values),
-            ops=tuple(self.ops),
-            inputs=tuple(v for v, _ in inputs),
-            outputs=tuple(v for v, _ in outputs),
-        )
-        program = replace(self.program, graph=made, equations=tuple(self.equations))
+        program = self.editor.program([v for v, _ in inputs], [v for v, _ in outputs], self.program.constants)
         return PartedProgram(
             # Ops on whole values have no readers left where all readers take parts.
             program=without_dead_ops(program),
@@ -402,7 +395,7 @@ class _StackedRewriter:
         if v not in self.whole:
             value = self.graph.values[v]
             if value.literal is not None:
-                self.whole[v] = self._new(value)
+                self.whole[v] = self.editor.add(value)
             else:
                 parts = [self.parts[v, j] for j in range(len(self.analysis.bounds(value.shape[0])))]
                 # The user's code has no line for this concatenation: its first reader lends one.
@@ -474,7 +467,7 @@ class _StackedRewriter:
 
     def _rows(self, source: int, rows: tuple[int, int], op: Op) -> int:
         """Append a slice of rows (first, last + 1) of a new value, unless they are all of its rows, and return it."""
-        value = self.values[source]
+        value = self.editor.values[source]
         if rows == (0, value.shape[0]):
             return source
         start, stop = ((row, *rest) for row, rest in zip(rows, ([0] * (value.rank - 1), value.shape[1:]), strict=True))
@@ -482,33 +475,25 @@ class _StackedRewriter:
         taken = _rows_of_kind(value, rows[1] - rows[0])
         return self._emit(op, Equation(primitive=primitives.slice_p, params=params), [source], [taken])[0]
 
-    def _new(self, like: Value) -> int:
-        """Append a copy of a value and return its new id."""
-        self.values.append(like.numbered(len(self.values)))
-        return len(self.values) - 1
-
     def _emit(self, op: Op | None, equation: Equation, operands: Sequence[int], results: Sequence[_Kind]) -> list[int]:
         """Append an op with the source line and name stack of `op`, and return its results."""
-        made = range(len(self.values), len(self.values) + len(results))
-        self.values += [Value(id=v, shape=kind.shape, dtype=kind.dtype) for v, kind in zip(made, results, strict=True)]
+        values = [self.editor.add(Value(id=-1, shape=kind.shape, dtype=kind.dtype)) for kind in results]
         same = op is not None and equation.primitive.name == op.primitive
         # Converting parameters to plain data takes time: where they are unchanged, the op has the plain ones.
         own = op is not None and equation.params is self.program.equations[op.id].params
-        self.ops.append(
-            Op(
-                id=len(self.ops),
-                primitive=equation.primitive.name,
-                operands=tuple(operands),
-                results=tuple(made),
-                params=op.params if op is not None and own else self.plain.of(equation.params),
-                source=op.source if op is not None else "",
-                name_stack=op.name_stack if op is not None else "",
-                bodies=op.bodies if op is not None and same else (),
-                effectful=op is not None and same and op.effectful,
-            )
+        made = Op(
+            id=len(self.editor.ops),
+            primitive=equation.primitive.name,
+            operands=tuple(operands),
+            results=tuple(values),
+            params=op.params if op is not None and own else self.plain.of(equation.params),
+            source=op.source if op is not None else "",
+            name_stack=op.name_stack if op is not None else "",
+            bodies=op.bodies if op is not None and same else (),
+            effectful=op is not None and same and op.effectful,
         )
-        self.equations.append(equation)
-        return list(made)
+        self.editor.emit(made, made.operands, made.results, equation)
+        return values
 
 
 def _kind(value: Value) -> _Kind:
