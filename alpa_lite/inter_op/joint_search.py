@@ -303,10 +303,10 @@ class JointSearch:
         if math.isinf(seconds):
             return found
         # Other schedules hide transfers or wait less, at the cost of memory: they are searched where that may be worth
-        # it. Schedules that differ in neither have the same best stages as the first.
+        # it.
         waits = 2 * float(first.inflow_seconds.max()) * (number + first.num_layers)
         deepest = min(first.num_layers, max(self.space.devices))
-        for schedule in self.schedules[1:]:
+        for schedule in self._other_schedules:
             hidden = waits if schedule.overlaps_transfers else 0.0
             hidden += (1 - schedule.waiting_share(self._postponed)) * seconds * (deepest - 1) / (number + deepest - 1)
             if hidden > CLOSE * seconds:
@@ -364,6 +364,14 @@ class JointSearch:
         """Return the micro-batches in flight on a stage that is followed by none, by one, and so on."""
         batch = PipelinedBatch(schedule, number)
         return [batch.in_flight(following) for following in range(self.steps.known.layers.num_layers)]
+
+    @cached_property
+    def _other_schedules(self) -> Sequence[Schedule]:
+        """The schedules whose best stages may be others than those of the first, by what the DP sees of them."""
+        alike: dict[tuple[bool, float], Schedule] = {}
+        for schedule in self.schedules:
+            alike.setdefault((schedule.overlaps_transfers, schedule.waiting_share(self._postponed)), schedule)
+        return [*alike.values()][1:]
 
     @cached_property
     def _postponed(self) -> float:
