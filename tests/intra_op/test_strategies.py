@@ -235,11 +235,11 @@ def test_sums_that_contractions_leave_may_have_to_be_whole(scatter: bool, role: 
 
 @pytest.mark.parametrize("split", BatchSplit)
 def test_who_splits_state(split: BatchSplit) -> None:
-    """Replicas keep copies; context axes take part where only the update reads it; other axes are free."""
+    """Replicas keep copies; context axes take part as those of the batch do; other axes are free."""
     roles = {role.value: role for role in AxisRole}
     found = {axis: Restriction(roles=roles).state_split(axis, split) for axis in roles}
-    assert found["replica"] is BatchSplit.NEVER and found["batch"] is split
-    assert found["context"] is (BatchSplit.NEVER if split is BatchSplit.MUST else split)
+    assert found["replica"] is BatchSplit.NEVER
+    assert found["batch"] is found["context"] is split
     assert {found[axis] for axis in ("any", "model", "tensor")} == {BatchSplit.MAY}
 
 
