@@ -505,19 +505,39 @@ class BestStages:
         for n in sorted(range(len(masks)), key=bounds.__getitem__):
             if bounds[n] > best.seconds or math.isinf(bounds[n]):
                 break
-            other = self._dispatched(self._chosen(np.where(masks[n], seconds, np.inf), following))
+            other = self._best_dispatched(np.where(masks[n], seconds, np.inf), following)
             if (other.seconds, n) < (best.seconds, number):
                 best, number = other, n
         return best
 
     def why_impossible(self, seconds: NDArray[np.float64], following: NDArray[np.int64]) -> str:
         """Return a sentence that says why there are no such stages; empty if there are."""
-        found = [self._chosen(np.where(way, seconds, np.inf), following, explain=True) for way in self.ways]
+        most = self.num_stages
+        found = [self._chosen(np.where(way, seconds, np.inf), following, most, explain=True) for way in self.ways]
         return "" if any(each.stages for each in found) else (found or [_NOTHING])[0].reason
 
+    def _best_dispatched(self, seconds: NDArray[np.float64], following: NDArray[np.int64]) -> StageChoice:
+        """Return the best stages, with what hosts need to dispatch all tasks (`_dispatched`)."""
+        best, most = _NOTHING, self.num_stages
+        while True:
+            chosen = self._chosen(seconds, following, most)
+            found = self._dispatched(chosen)
+            best = found if found.seconds < best.seconds else best
+            # Of no more stages none take less by the DP. But where dispatching takes longest fewer may take less.
+            fewest = len(found.stages) <= (self.num_stages or 1)
+            if fewest or found.seconds <= chosen.seconds + self.space.cluster.skew_seconds:
+                return best
+            most = len(found.stages) - 1
+
     def _chosen(
-        self, seconds: NDArray[np.float64], following: NDArray[np.int64], *, explain: bool = False
+        self,
+        seconds: NDArray[np.float64],
+        following: NDArray[np.int64],
+        most: int | None,
+        *,
+        explain: bool = False,
     ) -> StageChoice:
+        """Return the best stages by the DP, at most `most`."""
         return solve(
             StageTable(
                 seconds=seconds,
@@ -530,7 +550,7 @@ class BestStages:
                 num_devices=self.space.devices_of_groups,
                 num_microbatches=self.batch.num_microbatches,
                 min_stages=self.num_stages or 1,
-                max_stages=self.num_stages,
+                max_stages=most,
                 serialized=self.space.cluster.shared_processor,
                 waiting_share=self.batch.waiting_share,
             ),

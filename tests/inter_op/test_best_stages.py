@@ -64,3 +64,39 @@ def test_it_is_the_best_of_each_way(seed: int, num_stages: int | None) -> None:
     assert found.stages == best.stages
     assert found.status == (best.status if best.stages else StageStatus.INFEASIBLE)
     assert found.seconds == pytest.approx(best.seconds + cluster.skew_seconds)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_stages_are_as_few_as_their_host_can_dispatch(seed: int) -> None:
+    """The best of each number of stages by the DP, with what dispatching that many takes."""
+    cluster = replace(al.cluster("p3.16xlarge"), devices_per_host=4)
+    cluster = replace(cluster, device=replace(cluster.device, dispatch_seconds=0.01 * (1 + seed % 4)))
+    space, number, random = Space.of(cluster), 4, np.random.default_rng(seed)
+    shape = (LAYERS, LAYERS, len(space.kinds), space.most_shapes)
+    # Stages of more devices take as long, so that many small ones are the best while dispatching costs nothing.
+    seconds = random.uniform(0.01, 0.02, shape) * (1 + np.arange(LAYERS) - np.arange(LAYERS)[:, None])[..., None, None]
+    seconds = np.where(seconds > 0, seconds, 0.01)
+    following = np.full(shape, LAYERS)
+    slower = np.zeros((LAYERS, len(space.kinds), len(space.kinds)))
+    table = StageTable(
+        seconds=seconds, max_following_stages=following, submesh_devices=space.devices, submesh_groups=space.groups
+    )
+    model = ComposedCostModel(cluster)
+    totals: list[float] = []
+    for count in range(1, LAYERS + 1):
+        terms = PipelineTerms(
+            num_devices=space.devices_of_groups, num_microbatches=number, min_stages=count, max_stages=count
+        )
+        found = solve(table, terms)
+        if found.stages:
+            together = min(count, max(1, cluster.devices_per_host // space.devices[found.stages[0].submesh]))
+            totals.append(max(found.seconds, 2 * number * together * model.launch_seconds()) + cluster.skew_seconds)
+    best = BestStages(
+        space=space,
+        cost_model=model,
+        batch=PipelinedBatch(OneFOneB(), number),
+        ways=[*ways(space, LAYERS, (), one_mesh=False, repeats=1)],
+        slower=slower,
+        num_stages=None,
+    )(seconds, following)
+    assert best.seconds == pytest.approx(min(totals))
