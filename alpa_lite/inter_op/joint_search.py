@@ -34,10 +34,12 @@ from alpa_lite.errors import (
 from alpa_lite.inter_op.assembly import StagedStep, assemble
 from alpa_lite.inter_op.boundaries import inflows, slower_inflows
 from alpa_lite.inter_op.microbatch_counts import (
+    MAX_IN_VAIN,
+    MAX_SEARCHED,
     NEAR,
     Guess,
     Searched,
-    next_numbers,
+    numbers_left,
     numbers_to_search,
     surveyed_numbers,
 )
@@ -57,9 +59,6 @@ from alpa_lite.schedule import Schedule
 from alpa_lite.sharding.meshes import place_in_groups
 from alpa_lite.step.layers import Cut, op_flops
 from alpa_lite.step.recomputation import Remat
-
-MAX_SEARCHED, MAX_IN_VAIN = 5, 2
-"""The most numbers of micro-batches for which stages are searched, in all and in a row without a better plan."""
 
 CLOSE = 0.02
 """Relative excess by the stage DP up to which the stages of a number may be faster under their best schedule."""
@@ -141,11 +140,13 @@ class JointSearch:
                 known[number] = self._guess_at(number, survey)
             return known[number]
 
-        while len(searched) < MAX_SEARCHED and in_vain < MAX_IN_VAIN:
-            ways = next_numbers(open_, guess, Searched(searched, best, at_most * (1 - RELATIVE_GAP)), solved_at)
-            if not ways:
-                return
-            further = min(MAX_IN_VAIN - in_vain, len(ways)) / 2  # a later number takes half the work: stages are known
+        def left() -> list[int]:
+            done = Searched(searched, best, at_most * (1 - RELATIVE_GAP), in_vain)
+            return numbers_left(open_, guess, done, solved_at)
+
+        while ways := left():
+            # A later number takes half the work, as some stages are known.
+            further = min(max(0, MAX_IN_VAIN - in_vain), len(ways)) / 2
             number = ways[0]
             open_.remove(number)
             try:

@@ -23,6 +23,9 @@ FAR_BETTER = 0.75
 PARTS = (0.5, 0.9)
 """The surveyed numbers, as positions on a logarithmic scale between 1 and the largest number that makes sense."""
 
+MAX_SEARCHED, MAX_IN_VAIN = 5, 2
+"""The most numbers that are searched for their guesses, in all and in a row without a better plan."""
+
 NEARBY = 2.0
 """The largest ratio between a place on that scale and the number that is surveyed there, if there is any."""
 
@@ -69,11 +72,29 @@ class Guess:
 
 @dataclass(frozen=True, slots=True)
 class Searched:
-    """The numbers that were searched, and the best one of them with its seconds; None and infinity before any fits."""
+    """The numbers that were searched, and the best one of them with its seconds; None and infinity before any fits.
+
+    Attributes:
+        in_vain: how many of them in a row, the last ones, gave no better plan.
+    """
 
     numbers: Collection[int] = ()
     best: int | None = None
     at_most: float = math.inf
+    in_vain: int = 0
+
+
+def numbers_left(
+    open_: Collection[int], guess: Callable[[int], Guess], searched: Searched, solved_at: float
+) -> list[int]:
+    """Return the numbers to search next, the most promising first: by their guesses (`next_numbers`), then 1.
+
+    The whole batch is searched in any case: layers are surveyed with smaller micro-batches, which tell little of it.
+    """
+    ways: list[int] = []
+    if len(searched.numbers) < MAX_SEARCHED and searched.in_vain < MAX_IN_VAIN:
+        ways = next_numbers(open_, guess, searched, solved_at)
+    return ways or [1 for number in open_ if number == 1]
 
 
 def next_numbers(

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from hypothesis import given
 from hypothesis import strategies as st
 
-from alpa_lite.inter_op.microbatch_counts import Guess, Searched, next_numbers
+from alpa_lite.inter_op.microbatch_counts import MAX_IN_VAIN, Guess, Searched, next_numbers, numbers_left
 
 
 def _searched(true: Mapping[int, float], guesses: Mapping[int, Guess], solved_at: float) -> tuple[int | None, set[int]]:
@@ -74,3 +74,13 @@ def test_beyond_what_was_searched_only_what_is_clearly_better_is_and_at_last() -
     assert next_numbers({1, 2}, guesses.__getitem__, Searched((4, 8, 16), 8, 0.92), 8.0) == []
     far = guesses | {1: Guess(at_best=0.5, likely=math.inf)}
     assert next_numbers({1, 2}, far.__getitem__, Searched((4, 8, 16), 8, 0.92), 8.0) == [1]
+
+
+def test_the_whole_batch_is_searched_last_whatever_its_guess() -> None:
+    guesses = {1: Guess(at_best=9.0, likely=9.0), 4: Guess(at_best=2.0, likely=2.0), 8: Guess(at_best=1.0, likely=1.0)}
+    assert numbers_left({1, 4, 8}, guesses.__getitem__, Searched(), 8.0)[0] == 8
+    after = Searched(numbers={8}, best=8, at_most=1.0)
+    assert numbers_left({1, 4}, guesses.__getitem__, after, 8.0) == [1]
+    in_vain = Searched(numbers={8}, best=8, at_most=5.0, in_vain=MAX_IN_VAIN)
+    assert numbers_left({1, 4}, guesses.__getitem__, in_vain, 8.0) == [1]
+    assert numbers_left({4}, guesses.__getitem__, after, 8.0) == []
