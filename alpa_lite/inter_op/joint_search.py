@@ -132,21 +132,18 @@ class JointSearch:
 
     def _found(self, survey: Survey, guesses: Mapping[int, Guess]) -> Iterator[Found]:
         """Yield the best stages of numbers of micro-batches, as long as the guesses at further ones are better."""
-        open_, searched, in_vain, known = set(guesses), set[int](), 0, dict(guesses)
-        best, at_most, solved_at = None, math.inf, self._batch / survey.first_size
+        searched: Searched = Searched()
+        known: dict[int, Guess] = dict(guesses)
+        open_, at_most, solved_at = set(guesses), math.inf, self._batch / survey.first_size
 
         def guess(number: int) -> Guess:
             if number not in known:
                 known[number] = self._guess_at(number, survey)
             return known[number]
 
-        def left() -> list[int]:
-            done = Searched(searched, best, at_most * (1 - RELATIVE_GAP), in_vain)
-            return numbers_left(open_, guess, done, solved_at)
-
-        while ways := left():
+        while ways := numbers_left(open_, guess, searched, solved_at):
             # A later number takes half the work, as some stages are known.
-            further = min(max(0, MAX_IN_VAIN - in_vain), len(ways)) / 2
+            further = min(max(0, MAX_IN_VAIN - searched.in_vain), len(ways)) / 2
             number = ways[0]
             open_.remove(number)
             try:
@@ -157,13 +154,14 @@ class JointSearch:
                 if isinstance(error, InfeasibleError):
                     self.too_large.add(number)
                 continue
-            searched.add(number)
+            searched = replace(searched, numbers={*searched.numbers, number})
             # What was learned holds for larger micro-batches too (`_of_layers`): the guesses at these are outdated.
             known = {n: other for n, other in known.items() if n > number}
             if better is not None and better.trusted_seconds < at_most:
-                best, at_most, in_vain = number, better.trusted_seconds, 0
-            elif best is not None:
-                in_vain += 1
+                at_most = better.trusted_seconds
+                searched = replace(searched, best=number, at_most=at_most * (1 - RELATIVE_GAP), in_vain=0)
+            elif searched.best is not None:
+                searched = replace(searched, in_vain=searched.in_vain + 1)
             if better is not None:
                 yield better
 
