@@ -41,22 +41,17 @@ from alpa_lite.errors import AlpaLiteError, InfeasibleError
 from alpa_lite.inter_op.microbatch_counts import divisors
 from alpa_lite.plan.plan import Plan
 from alpa_lite.planners import Auto, Hybrid, Planner
+from alpa_lite.planners.auto import SCHEDULES as SEARCHED_SCHEDULES
 from alpa_lite.planners.grid_search import factorisations
 from alpa_lite.planners.manual import MANUAL_PLANNERS
 from alpa_lite.planners.pipeline import Pipeline
-from alpa_lite.schedule import EagerOneFOneB, GPipe, Interleaved1F1B, OneFOneB, Schedule, ZeroBubbleH1
+from alpa_lite.schedule import Interleaved1F1B, Schedule
 from cost_models.cluster import Cluster, with_memory_limit
 
 TOLERANCE = 0.005
 """The relative excess above which the search is behind: prices are not better than that."""
 
-SCHEDULES: tuple[Schedule, ...] = (
-    OneFOneB(),
-    EagerOneFOneB(),
-    ZeroBubbleH1(),
-    GPipe(),
-    Interleaved1F1B(),
-)
+SCHEDULES: tuple[Schedule, ...] = (*SEARCHED_SCHEDULES, Interleaved1F1B())
 HOSTS = ("p3.16xlarge", "p4d.24xlarge", "dgx-h100", "g5.48xlarge", "tpu-v4")
 BATCHES = (8, 12, 16, 20, 24, 32, 36, 48, 60, 64, 96, 128)
 MOST_DEVICES = 16

@@ -1,9 +1,10 @@
 """The joint search: micro-batches, stages, submeshes, logical meshes and shardings together.
 
-    numbers    of micro-batches that divide the batch, each well above the one before            `microbatch_counts`
+    numbers    of micro-batches: all that divide the batch                                       `microbatch_counts`
     survey     a few layers, solved at a few of these numbers: what all layers would take        `inter_op.survey`
     guess      the time of the best stages at each number, as far as the survey tells            `JointSearch._guess_at`
-    order      the number that is likely the best, then those around it while they are better    `microbatch_counts`
+    order      the number that is likely the best, then those around it while they are better;
+               one micro-batch in any case                                                       `microbatch_counts`
     search     of one number: guesses become costs where the best stages depend on them          `inter_op.stage_search`
 
 With one micro-batch a pipeline has nothing to overlap, but it may send less than one stage does, between hosts above

@@ -2,8 +2,8 @@
 
 Larger micro-batches take more memory and leave devices idle for longer; smaller ones take longer per sample. So the
 search starts at the number that is likely the best and goes both ways while plans get better. Then it continues with
-numbers that are likely clearly better, or would be far better at best, if there are any: one stage without
-micro-batches may be as good as many stages with many.
+numbers that are likely clearly better, or would be far better at best, if there are any, and with the whole batch: one
+stage without micro-batches may be as good as many stages with many.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def numbers_left(
     ways: list[int] = []
     if len(searched.numbers) < MAX_SEARCHED and searched.in_vain < MAX_IN_VAIN:
         ways = next_numbers(open_, guess, searched, solved_at)
-    return ways or [1 for number in open_ if number == 1]
+    return ways or ([1] if 1 in open_ else [])
 
 
 def next_numbers(

@@ -8,7 +8,15 @@ from collections.abc import Mapping
 from hypothesis import given
 from hypothesis import strategies as st
 
-from alpa_lite.inter_op.microbatch_counts import MAX_IN_VAIN, Guess, Searched, next_numbers, numbers_left
+from alpa_lite.inter_op.microbatch_counts import (
+    MAX_IN_VAIN,
+    Guess,
+    Searched,
+    divisors,
+    next_numbers,
+    numbers_left,
+    surveyed_numbers,
+)
 
 
 def _searched(true: Mapping[int, float], guesses: Mapping[int, Guess], solved_at: float) -> tuple[int | None, set[int]]:
@@ -84,3 +92,11 @@ def test_the_whole_batch_is_searched_last_whatever_its_guess() -> None:
     in_vain = Searched(numbers={8}, best=8, at_most=5.0, in_vain=MAX_IN_VAIN)
     assert numbers_left({1, 4}, guesses.__getitem__, in_vain, 8.0) == [1]
     assert numbers_left({4}, guesses.__getitem__, after, 8.0) == []
+
+
+def test_layers_are_surveyed_at_sizes_that_the_devices_of_a_host_divide() -> None:
+    """With 96 samples and hosts of 6 devices, 16 and 4 samples lie nearest to the places, and 6 divides neither."""
+    chosen = surveyed_numbers(divisors(96), 96, 6, lambda samples: sum(samples % ways == 0 for ways in (1, 2, 3, 6)))
+    assert len(chosen) == 2 and all(96 // number % 6 == 0 for number in chosen)
+    # Where all sizes suit as many meshes, the nearest are taken.
+    assert surveyed_numbers(divisors(96), 96, 6, lambda samples: 1) == [6, 24]
