@@ -395,14 +395,20 @@ class JointSearch:
 
         `further`: how many searches of this size are still to follow. Raises `InfeasibleError` if nothing fits.
         """
-        best, fits = None, False
+        best, fits, too_large = None, False, None
         for search in self._searches_at(number, survey):
             choice = search.run(at_most, further=further)
             # Guesses for other numbers are corrected by what this search has learned (`_of_layers`).
             self._excess[number] = search.excess()
-            fits |= bool(choice.stages)
+            fits |= bool(choice.stages) and choice.seconds >= at_most
             while choice.stages and choice.seconds < at_most:
-                found = self._priced(search, choice)
+                try:
+                    found = self._priced(search, choice)
+                except InfeasibleError as error:
+                    # A schedule may hold more than the DP counts: stages searched for another one may fit.
+                    too_large = error
+                    break
+                fits = True
                 best = found if best is None or found.seconds < best.seconds else best
                 at_most = min(at_most, found.trusted_seconds)
                 # The DP spreads the update over the micro-batches. If a long one comes after the others, stages with a
@@ -412,7 +418,7 @@ class JointSearch:
                 search.refuse_updates_like(choice)
                 choice = search.run(at_most, further=further)
         if not fits:
-            raise InfeasibleError(self._infeasible(number))
+            raise too_large or InfeasibleError(self._infeasible(number))
         return best
 
     def _priced(self, search: StageSearch, choice: StageChoice) -> Found:
