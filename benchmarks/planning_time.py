@@ -10,7 +10,8 @@ phases        seconds by name: trace (JAX traces the step), split (the step at n
               (the classic plans), layers (clustered and priced on one device), survey, stages (the search for them),
               refine, simulate (schedules), rest; none includes a nested phase
 
-Without --case two tables show how the time grows with the layers and with the devices, each row in its own process.
+Without --case tables show how the time grows with the layers, with the devices, and with the ops of layers that are
+written out, and how long the models of `written_out` take; each row in its own process.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ import json
 import resource
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
+from typing import TypeVar
 
 import jax.numpy as jnp
 from rich.console import Console
@@ -36,11 +38,14 @@ from alpa_lite.errors import AlpaLiteError
 from alpa_lite.inspection.text.progress_bar import planning_progress
 from alpa_lite.plan.progress import PhaseTimes
 from alpa_lite.planners import Auto, Planner
+from benchmarks import written_out
+from benchmarks.written_out import WrittenOut
 from cost_models.cluster import Cluster
 
 #: One width on one kind of host, so that only what varies varies.
 _HOST, _HIDDEN, _HEADS = "dgx-a100", 4096, 32
 LAYERS = (12, 24, 48, 96, 192, 384)
+WRITTEN_OUT_LAYERS = (1, 2, 4, 8, 16, 32, 48)
 DEVICES = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 PHASES = ("trace", "split", "manual", "layers", "survey", "stages", "refine", "simulate", "rest")
 _USUAL_LAYERS, _USUAL_DEVICES, _SAMPLES_PER_DEVICE = 48, 64, 16
@@ -54,7 +59,9 @@ class Measured:
     cluster: str
     seconds: float
     gap: float
-    predicted_tflops_per_device: float
+    num_ops: int
+    predicted_seconds: float
+    predicted_tflops_per_device: float | None
     peak_rss_bytes: int
     num_stages: int
     num_microbatches: int
@@ -67,7 +74,7 @@ class Measured:
 
 
 def measure(
-    case: Case,
+    case: Case | WrittenOut,
     *,
     planner: Planner | None = None,
     num_microbatches: int | str = "auto",
@@ -93,7 +100,9 @@ def measure(
         cluster=f"{case.host}:{cluster.num_hosts}",
         seconds=ended - started,
         gap=plan.solver.gap,
-        predicted_tflops_per_device=case.tflops_per_device(plan.prediction.step_seconds),
+        num_ops=len(traced.step(1).step.graph.ops),
+        predicted_seconds=(seconds := plan.prediction.step_seconds),
+        predicted_tflops_per_device=case.tflops_per_device(seconds) if isinstance(case, Case) else None,
         peak_rss_bytes=_peak_rss_bytes(),
         num_stages=len(plan.stages),
         num_microbatches=plan.num_microbatches,
@@ -124,6 +133,11 @@ def growing_devices(num_devices: int) -> Case:
     return _gpt(_USUAL_LAYERS, num_devices)
 
 
+def growing_ops(num_layers: int) -> WrittenOut:
+    """Return a case for the table over the number of layers that are written out."""
+    return replace(written_out.CASES["gpt2-xl"], num_layers=num_layers)
+
+
 def _gpt(num_layers: int, num_devices: int) -> Case:
     return Case(
         id=f"gpt, {num_layers} layers",
@@ -136,15 +150,26 @@ def _gpt(num_layers: int, num_devices: int) -> Case:
     )
 
 
-def growth(title: str, make: Callable[[int], Case], sizes: Sequence[int], planner: Planner, console: Console) -> None:
+Size = TypeVar("Size", int, str)
+
+
+def growth(
+    title: str,
+    make: Callable[[Size], Case | WrittenOut],
+    sizes: Iterable[Size],
+    planner: Planner,
+    console: Console,
+) -> None:
     """Measure the cases one after the other, and print a table of them."""
-    table = Table(title, "seconds", *PHASES, "peak memory", "stages", "micro-batches", "TFLOPS per device")
+    columns = ("seconds", "bar", *PHASES, "ops", "peak memory", "stages", "micro-batches", "step", "TFLOPS per device")
+    table = Table(title, *columns)
     for column in table.columns:
         column.justify = "right"
     for size in sizes:
+        case = make(size)
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as alone:
             try:
-                row = alone.submit(measure, make(size), planner=planner).result()
+                row = alone.submit(measure, case, planner=planner).result()
             except AlpaLiteError as error:
                 console.print(f"{title} {size}: {error}", highlight=False, markup=False)
                 continue
@@ -152,36 +177,45 @@ def growth(title: str, make: Callable[[int], Case], sizes: Sequence[int], planne
         table.add_row(
             str(size),
             f"{row.seconds:.1f}",
+            f"{case.bar_seconds:.0f}" if isinstance(case, WrittenOut) else "",
             *(f"{row.phases[name]:.1f}" for name in PHASES),
+            str(row.num_ops),
             f"{row.peak_rss_bytes / 1e9:.2f} GB",
             str(row.num_stages),
             str(row.num_microbatches),
-            f"{row.predicted_tflops_per_device:.0f}",
+            f"{row.predicted_seconds:.3g} s",
+            "" if row.predicted_tflops_per_device is None else f"{row.predicted_tflops_per_device:.0f}",
         )
     console.print(table)
 
 
-def on_cluster(case: Case, text: str) -> Case:
+def on_cluster(case: Case | WrittenOut, text: str) -> Case | WrittenOut:
     """Return the case on a cluster given as NAME:HOSTS."""
     name, _, hosts = text.partition(":")
     per_host = al.cluster(name, num_hosts=1).devices_per_host
+    if isinstance(case, WrittenOut):
+        return replace(case, host=name, num_hosts=int(hosts or 1))
     return replace(case, host=name, num_devices=per_host * int(hosts or 1))
 
 
 def listed() -> Table:
     """Return a table of the cases."""
     table = Table("case", "parameters", "cluster", "batch")
-    for case in CASES.values():
+    for case in _cases().values():
         cluster: Cluster = case.cluster
         where = f"{cluster.num_hosts} × {cluster.devices_per_host} of {cluster.name}"
         table.add_row(case.id, f"{case.parameters / 1e9:.2f} B", where, str(case.global_batch))
     return table
 
 
+def _cases() -> dict[str, Case | WrittenOut]:
+    return {**CASES, **written_out.CASES}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the arguments, plan, and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", choices=list(CASES), metavar="ID", help="what to plan (see --list)")
+    parser.add_argument("--case", choices=list(_cases()), metavar="ID", help="what to plan (see --list)")
     parser.add_argument("--list", action="store_true", help="show the cases")
     parser.add_argument("--cluster", metavar="NAME:HOSTS", help="default: the case's own")
     parser.add_argument("--num-microbatches", default="auto", help="a number, or auto (default)")
@@ -201,8 +235,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given.case is None:
         growth("layers", growing_layers, LAYERS, planner, console)
         growth("devices", growing_devices, DEVICES, planner, console)
+        growth("layers written out", growing_ops, WRITTEN_OUT_LAYERS, planner, console)
+        growth("model", written_out.CASES.__getitem__, written_out.CASES, planner, console)
         return 0
-    case = CASES[given.case] if given.cluster is None else on_cluster(CASES[given.case], given.cluster)
+    case = _cases()[given.case] if given.cluster is None else on_cluster(_cases()[given.case], given.cluster)
     wanted = given.num_microbatches
     count = wanted if wanted == "auto" else int(wanted)
     row = measure(case, planner=planner, num_microbatches=count, bar=Console(stderr=True), cache=not given.no_cache)
@@ -212,7 +248,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in row.phases.items())
     console.print(
         f"{row.case} on {row.cluster}: {row.seconds:.2f} s ({phases}); {row.num_stages} stages, {row.num_microbatches} "
-        f"micro-batches, {row.predicted_tflops_per_device:.1f} TFLOPS per device, gap {100 * row.gap:.2f} %, peak "
+        f"micro-batches, {row.predicted_seconds:.3g} s per step, gap {100 * row.gap:.2f} %, {row.num_ops} ops, peak "
         f"memory {row.peak_rss_bytes / 1e9:.2f} GB" + (", from the cache" if row.cached else ""),
         highlight=False,
     )

@@ -210,8 +210,8 @@ class StageView:
         values, batch_dims, rows = graph.values, self.step.batch_dims, list[object]()
         for op_id in self.ops:
             op = graph.ops[op_id]
-            # The op class covers literals and shapes, but compares bodies by identity; `_loop_kind` compares contents.
-            kind = _loop_kind(graph, op) if op.bodies else op_class(graph, op_id)
+            # The class covers shapes, but compares bodies by identity; `_loop_kind` compares contents.
+            kind = _loop_kind(graph, op) if op.bodies else op_class(graph, op_id).price
             operands = tuple([local(v) if values[v].literal is None else None for v in op.operands])
             results = tuple([(local(r), batch_dims[r]) for r in op.results])
             rows.append((kind, operands, results, self.step.phases[op_id].value))

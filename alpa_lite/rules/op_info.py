@@ -6,7 +6,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 
 from alpa_lite.program.identity import params_text, params_texts
-from alpa_lite.program.ir import Graph, Op
+from alpa_lite.program.ir import Graph, Op, wiring_of
 from alpa_lite.program.memo import memoized
 from alpa_lite.rules import OpView, Rule, opaque_rule, rule_of, rule_source, view_of
 
@@ -17,11 +17,13 @@ class OpClass:
 
     Ops without bodies share one object per class across all graphs; classes compare by identity. `view` is the view of
     the first op of the class: its value ids and names, and the positions at which a slice reads, are not representative
-    of the others.
+    of the others. `price` is one object for classes that differ in literals alone (the seed of a random key) and have
+    the same rule, and so the same shardings and prices.
     """
 
     rule: Rule
     layout: LayoutClass
+    price: object
     view: OpView
 
 
@@ -45,6 +47,14 @@ def op_class(graph: Graph, op_id: int) -> OpClass:
     return op_classes(graph)[op_id]
 
 
+def flops_of(graph: Graph, op: Op) -> float:
+    """Return the FLOPs of an op, with loop bodies multiplied by their trip count."""
+    wiring = wiring_of(op)
+    if wiring is not None:
+        return wiring.trips * sum(flops_of(body, o) for body in op.bodies for o in body.ops)
+    return rule_of_op(graph, op.id).flops
+
+
 #: Parameters that only say at which positions an op reads an array: its rule depends on the shapes alone.
 _WHERE: Mapping[str, tuple[str, ...]] = {"slice": ("start_indices", "limit_indices")}
 
@@ -53,19 +63,23 @@ _WHERE: Mapping[str, tuple[str, ...]] = {"slice": ("start_indices", "limit_indic
 def op_classes(graph: Graph) -> tuple[OpClass, ...]:
     """Return the class of each op, indexed by op id."""
     kinds = [(v.shape, v.dtype, v.literal) for v in graph.values]
+    # Zero alone is told from other literals: it may be added to a partial sum.
+    priced = [(v.shape, v.dtype, v.literal if v.literal is None else v.literal == 0) for v in graph.values]
     known: dict[Hashable, OpClass] = {}
     found: list[OpClass] = []
     for op, params in zip(graph.ops, params_texts(graph), strict=True):
         if op.primitive in _WHERE:
             params = params_text({key: value for key, value in op.params.items() if key not in _WHERE[op.primitive]})
-        operands, results = tuple([kinds[v] for v in op.operands]), tuple([kinds[v] for v in op.results])
-        key = (op.primitive, rule_source(op.primitive, op.params), operands, results, params, op.effectful)
-        if op.bodies:
-            # Not cached: the cache of `_class` would keep the graphs of bodies alive.
-            found.append(_class_of(_Look(effectful=op.effectful, key=key, view=view_of(graph, op))))
-            continue
-        if key not in known:
-            known[key] = _class(_Look(effectful=op.effectful, key=key, view=view_of(graph, op)))
+        same = (op.primitive, rule_source(op.primitive, op.params), params, op.effectful)
+        key = (same, tuple([kinds[v] for v in op.operands]), tuple([kinds[v] for v in op.results]))
+        if op.bodies or key not in known:
+            price_key = (same, *(tuple([priced[v] for v in values]) for values in (op.operands, op.results)))
+            look = _Look(effectful=op.effectful, key=key, price_key=price_key, view=view_of(graph, op))
+            if op.bodies:
+                # Not cached: the cache of `_class` would keep the graphs of bodies alive.
+                found.append(_class_of(look))
+                continue
+            known[key] = _class(look)
         found.append(known[key])
     return tuple(found)
 
@@ -76,6 +90,7 @@ class _Look:
 
     effectful: bool
     key: Hashable
+    price_key: Hashable = field(compare=False)
     view: OpView = field(compare=False)
 
 
@@ -87,7 +102,13 @@ def _class(look: _Look) -> OpClass:
 def _class_of(look: _Look) -> OpClass:
     rule = (opaque_rule if look.effectful else rule_of)(look.view)
     # Flops and the kind of work set prices but limit no sharding: without them, more ops share a layout class.
-    return OpClass(rule=rule, layout=_layout(replace(rule, flops=0.0, work_kind="elementwise")), view=look.view)
+    layout = _layout(replace(rule, flops=0.0, work_kind="elementwise"))
+    return OpClass(rule=rule, layout=layout, price=_price(look.price_key, rule), view=look.view)
+
+
+@memoized(entries=50_000)
+def _price(key: Hashable, rule: Rule) -> object:
+    return object()
 
 
 @memoized(entries=50_000)

@@ -26,20 +26,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from alpa_lite.errors import PlanError
-from alpa_lite.program.ir import Graph, Op
+from alpa_lite.program.ir import Graph, Op, parts_of
 from alpa_lite.program.phases import Phase, StepGraph
-from alpa_lite.rules.op_info import free_values
+from alpa_lite.rules.op_info import flops_of, free_values
 from alpa_lite.step.layers import (
     MAX_LAYERS,
     LayerBalance,
     Layers,
     contractions,
     default_num_layers,
-    flops_of,
     followed,
     forward_loops,
     readers_of,
 )
+from alpa_lite.step.repetition import Repetition, repetition
 
 RELAXATION = 0.25
 """The step (as a fraction of the average) by which the allowed imbalance grows until some cut satisfies it."""
@@ -118,15 +118,25 @@ def _inflow_bytes(num_ops: int, flows: Sequence[Flow]) -> NDArray[np.float64]:
 
 def _flops_limit(ends: NDArray[np.float64], num_layers: int, imbalance: float) -> float:
     """Return the maximum FLOPs of a layer: (1 + imbalance + n * RELAXATION) averages with the least feasible n."""
-    while True:
-        limit = (1 + imbalance) * float(ends[-1]) / num_layers * _ROUNDING
-        op = 0
-        for _ in range(num_layers):
-            # Greedy filling needs the fewest layers; since there are at least L ops, any layer can be split further.
-            op = int(np.searchsorted(ends, float(ends[op]) + limit, side="right")) - 1
-        if op == len(ends) - 1:
-            return limit
+    while not _is_feasible(ends, num_layers, limit := (1 + imbalance) * float(ends[-1]) / num_layers * _ROUNDING):
         imbalance += RELAXATION
+    return limit
+
+
+def _is_feasible(ends: NDArray[np.float64], num_layers: int, limit: float) -> bool:
+    """Return True if layers of at most `limit` FLOPs can hold all ops, by their cumulative FLOPs."""
+    op = 0
+    for _ in range(num_layers):
+        # Greedy filling needs the fewest layers; since there are at least L ops, any layer can be split further.
+        op = int(np.searchsorted(ends, float(ends[op]) + limit, side="right")) - 1
+    return op == len(ends) - 1
+
+
+def _are_even(weights: NDArray[np.float64], num_layers: int, imbalance: float) -> bool:
+    """Return True if some cut of blocks has no layer of more than the allowed excess."""
+    ends = np.concatenate([[0.0], np.cumsum(weights)])
+    limit = (1 + imbalance) * float(ends[-1]) / num_layers * _ROUNDING
+    return len(weights) >= num_layers and _is_feasible(ends, num_layers, limit)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -243,9 +253,14 @@ def make_layers(
             of_op[op.id] = place * count // len(forward)
     elif forward:
         index = _blocks(step, forward, count)
-        weights = _weights(step, index, equal)
-        if shares:
-            weights = _in_shares(weights, shares)
+        weights = _in_shares(_weights(step, index, equal), shares)
+        repeated = repetition(step)
+        if repeated.rows and not (_rows_read(step) or forward_loops(step)):
+            whole = _layer_weights(repeated, count) if equal == "loops" else _flops_of_blocks(graph, repeated.block_of)
+            whole = _in_shares(whole, shares)
+            # Equal layers are not cut, so that stages are equal, unless their shares would be uneven.
+            if _are_even(whole, count, imbalance):
+                index, weights = repeated.block_of, whole
         layers = cluster_contiguous(weights, _flows(graph, index), count, imbalance=imbalance)
         for op in forward:
             of_op[op.id] = layers[index[op.id]]
@@ -260,13 +275,18 @@ def subdivided(step: StepGraph, layers: Layers, *, imbalance: float = 0.3) -> La
         for layer in range(layers.num_layers)
     ]
     loops = {loop for loop in forward_loops(step) if contractions(graph, graph.ops[loop])}
-    heavy = sum(contractions(graph, op) for ops in forward for op in ops if op.id not in loops)
-    units = len(loops) + ceil(heavy / CONTRACTIONS_PER_PART)
+    repeated = repetition(step)
+    counted = repeated.in_rows | loops
+    heavy = sum(contractions(graph, op) for ops in forward for op in ops if op.id not in counted)
+    units = len(loops) + sum(map(len, repeated.rows)) + ceil(heavy / CONTRACTIONS_PER_PART)
     # No layer can be cut into more parts than it has ops.
     count = max(1, min(MAX_LAYERS, round(units / layers.num_layers), *map(len, forward)))
     of_op: list[int | None] = [None] * len(graph.ops)
     for layer, ops in enumerate(forward):
-        index = {op.id: i for i, op in enumerate(ops)}
+        # Repeated layers are parts of their own, where there are enough.
+        blocks = sorted({repeated.block_of[op.id] for op in ops}) if repeated.rows else []
+        number = {block: i for i, block in enumerate(blocks)}
+        index = {op.id: i if len(blocks) < count else number[repeated.block_of[op.id]] for i, op in enumerate(ops)}
         parts = cluster_contiguous(_flops_of_blocks(graph, index), _flows(graph, index), count, imbalance=imbalance)
         for op in ops:
             of_op[op.id] = layer * count + parts[index[op.id]]
@@ -306,8 +326,21 @@ def _flops_of_blocks(graph: Graph, index: Mapping[int, int]) -> FloatArray:
     return flops
 
 
+def _layer_weights(repeated: Repetition, count: int) -> FloatArray:
+    """Return weights of blocks with which `count` equally heavy layers are equal parts of each row of layers."""
+    weights = np.full(max(repeated.block_of.values()) + 1, 1e-5)
+    most = max(map(len, repeated.rows))
+    parts = (d for d in range(1, most) if sum(len(parts_of(len(row), d)) for row in repeated.rows) == count)
+    wanted = next(parts, most)
+    for row in repeated.rows:
+        weights[row.start : row.stop] += len(parts_of(len(row), wanted)) / len(row)
+    return weights
+
+
 def _in_shares(weights: FloatArray, shares: Sequence[float]) -> FloatArray:
     """Return weights rescaled piecewise so that layers with the given shares of the original have equal sums."""
+    if not shares:
+        return weights
     ends = np.concatenate([[0.0], np.cumsum(weights)])
     borders = np.concatenate([[0.0], np.cumsum(shares)]) * (ends[-1] / sum(shares))
     return np.diff(np.interp(ends, borders, np.arange(borders.size)))

@@ -20,8 +20,9 @@ from typing import Literal
 
 from alpa_lite.program.ir import MAX_TRIPS, Graph, Op, parts_of, wiring_of
 from alpa_lite.program.phases import Phase, StepGraph
-from alpa_lite.rules.op_info import rule_of_op
+from alpa_lite.rules.op_info import flops_of, rule_of_op
 from alpa_lite.step.recomputation import originals
+from alpa_lite.step.repetition import repetition
 
 LayerBalance = Literal["flops", "loops", "operators"]
 """The quantity balanced over layers: FLOPs, loops over layers as they are written, or number of forward ops."""
@@ -39,14 +40,6 @@ MOST_UNEVEN = 0.15
 def op_flops(step: StepGraph) -> tuple[float, ...]:
     """Return the FLOPs of each op at micro-batch size, with loop bodies multiplied by their trip count."""
     return tuple(flops_of(step.graph, op) for op in step.graph.ops)
-
-
-def flops_of(graph: Graph, op: Op) -> float:
-    """Return the FLOPs of an op, with loop bodies multiplied by their trip count."""
-    wiring = wiring_of(op)
-    if wiring is not None:
-        return wiring.trips * sum(flops_of(body, o) for body in op.bodies for o in body.ops)
-    return rule_of_op(graph, op.id).flops
 
 
 def default_num_layers(step: StepGraph) -> int:
@@ -78,21 +71,18 @@ class Cut:
 
 
 def natural_cut(step: StepGraph, stages: Collection[int] = (1,)) -> Cut:
-    """Return layers that coincide with equal parts of the loops over layers, if these do most of the work.
+    """Return layers that coincide with equal parts of the loops over layers, or of the rows of equal layers, if these
+    do most of the work.
 
     Args:
         step: the step with its loops whole.
         stages: candidate numbers of equal stages. As many of them as possible, and at least the smallest, divide the
             number of layers.
     """
-    flops = op_flops(step)
-    loops = [op for op in forward_loops(step) if _trips(step, op) <= MAX_TRIPS]
-    total = sum(f for f, phase in zip(flops, step.phases, strict=True) if phase is Phase.FORWARD)
-    # Loops that do less than half of the work are no measure of the layers.
-    if not loops or 2 * sum(flops[op] for op in loops) < total:
-        count = max(default_num_layers(step), min(stages))
-        return Cut(loop_parts=count if loops else 0, num_layers=count)
-    trips = [_trips(step, op) for op in loops]
+    loops, rows = _rows_of_layers(step)
+    trips = loops or rows
+    if not trips:
+        return _cut_anywhere(step, stages)
     longest, wanted = max(trips), max(1, MAX_LAYERS * max(trips) // sum(trips))
 
     def layers(parts: int) -> int:
@@ -110,8 +100,37 @@ def natural_cut(step: StepGraph, stages: Collection[int] = (1,)) -> Cut:
     if 2 * parts <= wanted and longest <= 2 * wanted and possible(longest) >= possible(parts):
         parts = longest  # the trip count has few divisors: one layer per trip is better than a few large ones
     if not possible(parts):
-        return Cut.into(min(stages))
-    return Cut(loop_parts=parts, num_layers=layers(parts), equal="loops")
+        # Unlike a trip of a loop, a layer that is written out can be cut.
+        return Cut.into(min(stages)) if loops else _cut_anywhere(step, stages)
+    return Cut(loop_parts=parts if loops else 0, num_layers=layers(parts), equal="loops")
+
+
+def _cut_anywhere(step: StepGraph, stages: Collection[int]) -> Cut:
+    """Return layers of equal FLOPs."""
+    count = max(default_num_layers(step), min(stages))
+    return Cut(loop_parts=count if _loops(step) else 0, num_layers=count)
+
+
+def _rows_of_layers(step: StepGraph) -> tuple[list[int], list[int]]:
+    """Return the trip counts of loops over layers, and the lengths of rows of equal layers that are written out.
+
+    Both are empty if they do less than half of the work, or layers are few: they are no measure of the layers then.
+    """
+    flops, repeated = op_flops(step), repetition(step)
+    forward = [op for op, phase in enumerate(step.phases) if phase is Phase.FORWARD]
+    loops, half = _loops(step), sum(flops[op] for op in forward) / 2
+    if loops and sum(flops[op] for op in loops) >= half:
+        return [_trips(step, op) for op in loops], []
+    rows = [len(row) for row in repeated.rows]
+    # Of few layers parts may be better stages than the whole.
+    if sum(rows) >= FEW_LAYERS and sum(flops[op] for op in repeated.in_rows) >= half:
+        return [], rows
+    return [], []
+
+
+def _loops(step: StepGraph) -> list[int]:
+    """Return the loops of the forward pass that can be cut into parts."""
+    return [op for op in forward_loops(step) if _trips(step, op) <= MAX_TRIPS]
 
 
 def _trips(step: StepGraph, op: int) -> int:
