@@ -230,6 +230,16 @@ class Slicer:
             return place.stage == 0 and place.wave == 0
         return self.is_sum(v) and self.stage_of_value(v) == place.stage and place.wave == 0
 
+    @cached_property
+    def _lazy(self) -> set[int]:
+        """The ops of free values, which a task computes only if something in it reads them."""
+        return {op.id for op in self.ops if not self.free.isdisjoint(op.results)}
+
+    @cached_property
+    def _repeated(self) -> set[int]:
+        """The ops that every task that reads their results runs."""
+        return {op.id for op in self.ops if self.places[op.id] is None or op.id in self._lazy}
+
     def _with_repeated(self, ops: list[int], needs: Iterable[int]) -> tuple[list[int], list[int]]:
         """Return the ops of a task with the repeated ones that they read, in order; and the values that come from
         outside.
@@ -237,14 +247,14 @@ class Slicer:
         graph, own = self.graph, set(ops)
         needed, chosen = set(needs), list[int]()
         made_here = {r for op_id in own for r in graph.ops[op_id].results}
-        for op in reversed(self.ops):
-            lazy = any(r in self.free for r in op.results)
-            repeated = self.places[op.id] is None or lazy
+        for op_id in sorted(own.union(self._repeated), reverse=True):
+            op, lazy = graph.ops[op_id], op_id in self._lazy
+            repeated = op_id in self._repeated
             wanted = any(r in needed for r in op.results)
             # Backwards, so that all readers of an op are known here. A free value of this task is computed only if
             # something in the task reads it.
-            if (op.id in own and (not lazy or wanted)) or (repeated and wanted):
-                chosen.append(op.id)
+            if (op_id in own and (not lazy or wanted)) or (repeated and wanted):
+                chosen.append(op_id)
                 needed.update(v for v in op.operands if graph.values[v].literal is None)
         made_here.update(r for op_id in chosen for r in graph.ops[op_id].results)
         return list(reversed(chosen)), sorted(needed - made_here)
