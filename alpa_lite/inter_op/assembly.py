@@ -184,6 +184,8 @@ def _stage_plan(request: PlanRequest, step: StepGraph, layers: Layers, stage: Pl
         ops=choice.ops,
         accumulators=choice.accumulators,
         cost=solution.cost,
+        outputs=choice.outputs,
+        keeps_gathered=choice.keeps_gathered,
     )
 
 
