@@ -45,6 +45,9 @@ from alpa_lite.step.repetition import Repetition, repetition
 RELAXATION = 0.25
 """The step (as a fraction of the average) by which the allowed imbalance grows until some cut satisfies it."""
 
+MOST_EXCESS = 0.02
+"""The excess over its share of the FLOPs that a layer may have for the sake of whole repeated layers."""
+
 LEAST_SHARE = 0.25
 """The minimum FLOPs of a layer as a fraction of the average, if that is feasible."""
 
@@ -262,8 +265,9 @@ def make_layers(
             whole = _layer_weights(repeated, count) if equal == "loops" else _flops_of_blocks(graph, repeated.block_of)
             whole = _in_shares(whole, shares)
             # Equal layers are not cut, so that stages are equal, unless their shares would be uneven.
-            if _are_even(whole, count, imbalance):
-                index, weights = repeated.block_of, whole
+            excess = imbalance if equal == "loops" else min(imbalance, MOST_EXCESS)
+            if _are_even(whole, count, excess):
+                index, weights, imbalance = repeated.block_of, whole, excess
         layers = cluster_contiguous(weights, _flows(graph, index), count, imbalance=imbalance)
         for op in forward:
             of_op[op.id] = layers[index[op.id]]

@@ -5,7 +5,8 @@ Names play no part, nor does the order of equations within a layer.
     anchors     ops of one class that read results of the same classes, each dependent on the one before     `_anchored`
     segments    what an anchor needs and the one before it does not; of an op that could be in several, the last one
                 that needs it, unless fewer bytes would lie between segments if it ran as soon as it can    `_segmented`
-    rows        runs of layers of p segments each, with the least p: segment i has the same ops as i + p         `_runs`
+    rows        runs of layers of p segments each, with the least p for which segment i has the ops of
+                segment i + p                                                                         `equal_runs`
 
 The first layer of a row may have something before it, such as the embedding of tokens. Of all anchors those are taken
 whose rows do most of the work, and of nearly equal ones those with the fewest bytes between segments. What lies between
@@ -215,25 +216,27 @@ def _chained(flow: _Flow, group: Sequence[int]) -> list[int]:
 def _segmented(flow: _Flow, anchors: Sequence[int]) -> list[int]:
     """Return the segment of each op: that of the first anchor for what it needs, and one more for the others."""
     place = {anchor: number for number, anchor in enumerate(anchors)}
-    after = len(anchors)
-    # First as late as the readers allow. What no reader leads to (for the backward pass alone) has no limit.
+    # The first segment that needs each op, if an anchor does; what others read may be for the backward pass alone.
     latest: list[int | None] = [None] * len(flow.kinds)
     for i in range(len(flow.kinds) - 1, -1, -1):
         limits = [limit for c in flow.readers[i] if (limit := latest[c]) is not None]
         latest[i] = place.get(i, min(limits, default=None))
-    segment, follows = list[int](), set[int]()
+    segment = dict(place)
     for i, reads in enumerate(flow.reads):
-        earliest = max([segment[r] + (r in place) for r in reads], default=0)
-        limit = latest[i]
-        if any(r in place or r in follows for r in reads):
-            follows.add(i)
+        made = [r for r in reads if r in segment]
+        if not made or i in place:
+            continue
+        earliest, limit = max([segment[r] + (r in place) for r in made]), latest[i]
         if limit is not None and earliest < limit:
-            # A value that another op reads then is at hand, and so are masks and the like, which depend on no layer.
-            held = [r for r in reads if all(c == i or (latest[c] or 0) < limit for c in flow.readers[r])]
-            if i not in follows or flow.sizes[i] >= sum([flow.sizes[r] for r in held]):
-                earliest = limit
-        segment.append(min(earliest, after))
-    return segment
+            # A value that another op reads then is at hand.
+            held = [r for r in made if all(c == i or (latest[c] or 0) < limit for c in flow.readers[r])]
+            earliest = earliest if flow.sizes[i] < sum([flow.sizes[r] for r in held]) else limit
+        segment[i] = earliest
+    # Masks, keys and the like depend on no layer, and go with the first one that reads them.
+    for i in range(len(flow.kinds) - 1, -1, -1):
+        if i not in segment:
+            segment[i] = min([segment[c] for c in flow.readers[i]], default=0)
+    return [segment[i] for i in range(len(flow.kinds))]
 
 
 def _rows(flow: _Flow, anchors: Sequence[int]) -> _Rows | None:
@@ -245,7 +248,7 @@ def _rows(flow: _Flow, anchors: Sequence[int]) -> _Rows | None:
         kinds[segment][kind] += 1
         weights[segment] += weight
     # What follows the last anchor is no layer.
-    layers = sorted(_runs(kinds[:-1], weights))
+    layers = sorted(equal_runs(kinds[:-1], weights))
     if not layers:
         return None
     layer_of = list(range(len(kinds)))
@@ -259,7 +262,7 @@ def _rows(flow: _Flow, anchors: Sequence[int]) -> _Rows | None:
     return _Rows(segment_of=segment_of, layers=layers, weight=weight, bytes=across)
 
 
-def _runs(kinds: Sequence[Counter[object]], weights: Sequence[float]) -> Iterator[tuple[int, int, int]]:
+def equal_runs(kinds: Sequence[Counter[object]], weights: Sequence[float]) -> Iterator[tuple[int, int, int]]:
     """Yield runs of equal layers without a common segment, heaviest first: (first, segments per layer, layers)."""
     numbers: dict[object, int] = {}
     names = [numbers.setdefault(frozenset(each.items()), len(numbers)) for each in kinds]
