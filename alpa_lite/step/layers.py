@@ -48,6 +48,10 @@ def default_num_layers(step: StepGraph) -> int:
     return max(1, min(MAX_LAYERS, max(heavy // CONTRACTIONS_PER_LAYER, min(heavy, FEW_LAYERS))))
 
 
+#: The share of the FLOPs of the forward pass outside of equal layers up to which these are a measure of the layers.
+OUTSIDE = 0.02
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
     """The number of layers, and the minimum number of parts of loops over layers.
@@ -99,8 +103,10 @@ def natural_cut(step: StepGraph, stages: Collection[int] = (1,)) -> Cut:
     parts = max(able, key=lambda d: (possible(d), longest % d == 0, d))
     if 2 * parts <= wanted and longest <= 2 * wanted and possible(longest) >= possible(parts):
         parts = longest  # the trip count has few divisors: one layer per trip is better than a few large ones
+    # Unlike a loop, layers that are written out can be cut anywhere, which is better than unequal parts.
+    if rows and (layers(parts) < FEW_LAYERS or any(row % parts for row in rows)):
+        return _cut_anywhere(step, stages)
     if not possible(parts):
-        # Unlike a trip of a loop, a layer that is written out can be cut.
         return Cut.into(min(stages)) if loops else _cut_anywhere(step, stages)
     return Cut(loop_parts=parts if loops else 0, num_layers=layers(parts), equal="loops")
 
@@ -114,16 +120,15 @@ def _cut_anywhere(step: StepGraph, stages: Collection[int]) -> Cut:
 def _rows_of_layers(step: StepGraph) -> tuple[list[int], list[int]]:
     """Return the trip counts of loops over layers, and the lengths of rows of equal layers that are written out.
 
-    Both are empty if they do less than half of the work, or layers are few: they are no measure of the layers then.
+    Both are empty where layers of equal FLOPs are better: loops must do half of the work, and rows, of which a cut may
+    take a part, nearly all of it in as many layers as there would be.
     """
     flops, repeated = op_flops(step), repetition(step)
-    forward = [op for op, phase in enumerate(step.phases) if phase is Phase.FORWARD]
-    loops, half = _loops(step), sum(flops[op] for op in forward) / 2
-    if loops and sum(flops[op] for op in loops) >= half:
+    total = sum(f for f, phase in zip(flops, step.phases, strict=True) if phase is Phase.FORWARD)
+    loops, rows = _loops(step), [len(row) for row in repeated.rows]
+    if loops and 2 * sum(flops[op] for op in loops) >= total:
         return [_trips(step, op) for op in loops], []
-    rows = [len(row) for row in repeated.rows]
-    # Of few layers parts may be better stages than the whole.
-    if sum(rows) >= FEW_LAYERS and sum(flops[op] for op in repeated.in_rows) >= half:
+    if sum(rows) >= MAX_LAYERS and sum(flops[op] for op in repeated.in_rows) >= (1 - OUTSIDE) * total:
         return [], rows
     return [], []
 

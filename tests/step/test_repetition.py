@@ -140,12 +140,15 @@ def costs_of(step: StepGraph, layers: Layers) -> StageCosts:
     return StageCosts(step=step, layers=layers, cost_model=ComposedCostModel(al.cluster("p3.16xlarge")))
 
 
-@pytest.mark.parametrize("num_layers", [8, 12])
-def test_equal_layers_have_one_structure(num_layers: int) -> None:
+@pytest.mark.parametrize(("num_layers", "count"), [(16, 16), (24, 12)])
+def test_equal_layers_have_one_structure(num_layers: int, count: int) -> None:
     step = step_of([gated] * num_layers, [f"block{i:02d}" for i in range(num_layers)])
     cut = natural_cut(step, (1, 2, 4))
-    assert cut.num_layers == num_layers and cut.loop_parts == 0
-    structures = costs_of(step, make_layers(step, num_layers, equal=cut.equal)).structure_of_layers()
+    assert cut.num_layers == count and cut.loop_parts == 0
+    structures = costs_of(step, make_layers(step, count, equal=cut.equal)).structure_of_layers()
+    # Equal layers that are too few, or that do not divide, are cut anywhere.
+    uneven = step_of([gated] * 17, [f"block{i:02d}" for i in range(17)])
+    assert natural_cut(uneven, (1, 2, 4)).equal == "flops"
     # The first layer has the embedding and the last one the loss. The sum for the norm starts in the first one.
     assert len(set(structures[1:-1])) == 1
 
