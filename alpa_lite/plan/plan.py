@@ -52,7 +52,7 @@ from cost_models.cluster import Cluster
 FORMAT = 5
 """Version of the plan file format."""
 
-_LATER = ("batch", "user_shardings")
+_LATER = ("batch", "refusals", "user_shardings")
 """Fields that were added to this format later, and that old files lack."""
 
 # A file may come from anywhere: without these limits a few digits in it could make lowering run for hours, or out of
@@ -86,7 +86,8 @@ class Plan:
         prediction: predictions of the cost model.
         solver: outcome of the search.
         fingerprint: digest of the step, which ties the plan to it.
-        alternatives: (name, seconds per step) of every other priced plan; infinite where none is feasible.
+        alternatives: (name, seconds per step) of every other plan that was considered; infinite where there is none.
+        refusals: for alternatives without a plan, the name and the reason.
         opaque: ops that run replicated for want of a sharding rule.
         undivided: dims that stay whole because an axis does not divide them.
         averaged: whether the step is no sum over its samples, so that results are means over micro-batches.
@@ -114,6 +115,7 @@ class Plan:
     solver: SolverReport
     fingerprint: str
     alternatives: tuple[tuple[str, float], ...] = ()
+    refusals: tuple[tuple[str, str], ...] = ()
     opaque: tuple[OpaqueUse, ...] = ()
     undivided: tuple[UndividedDim, ...] = ()
     averaged: bool = False

@@ -9,6 +9,7 @@ The result is never priced worse than any of these manual plans.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -121,8 +122,11 @@ class Auto(Planner):
                     # Workers prepare manual plans with as many micro-batches as the best plan so far has.
                     manual.expect(min(plans, key=_step_seconds))
                 found = min(plans, key=_step_seconds, default=None)
-                for plan in filter(self._allows, manual.plans(found, too_large=search.too_large)):
-                    plans.append(plan)
+                for plan in manual.plans(found, too_large=search.too_large):
+                    if self._allows(plan):
+                        plans.append(plan)
+                    else:
+                        manual.refusals[plan.name] = "It has several stages, and one was asked for."
             if not plans:
                 raise self._advised(limited, _most_telling([*search.problems, *manual.problems]))
         except KeyboardInterrupt:
@@ -142,7 +146,8 @@ class Auto(Planner):
             best,
             name=self.name if best.name == self.name else f"{self.name} ({best.name})",
             cluster=request.cluster,
-            alternatives=_others(best, plans),
+            alternatives=(*_others(best, plans), *((name, math.inf) for name in manual.refusals)),
+            refusals=tuple(manual.refusals.items()),
             solver=_certificate(best, bound, time.perf_counter() - started, interrupted=interrupted),
         )
 

@@ -169,8 +169,6 @@ KEYS = (
 
 MAX_COLLECTIVES = 500
 _MANY_HOSTS = 8
-_CLOSE = 0.02
-"""The relative difference to the predicted step below which a timeline needs no explanation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -301,13 +299,8 @@ def timeline_section(
         '<p id="task" role="status" aria-live="polite"></p><p id="hint">Click it, then turn the wheel to zoom and drag '
         "to move (or hold Ctrl); with the keyboard + − ← → 0. The numbers are micro-batches.</p>"
     )
-    makespan, step = predicted_timeline(plan).makespan_seconds, plan.prediction.step_seconds
-    # A reader would compare the end of the drawing with the predicted step.
-    if abs(makespan - step) > _CLOSE * step:
-        body += (
-            f"<p>The predicted step of {show_seconds(step)} also includes the time of hosts to start programs and wait "
-            f"for each other; its tasks alone end after {show_seconds(makespan)}.</p>"
-        )
+    if note := predicted_timeline(plan).note:
+        body += f"<p>{note}</p>"
     # Simulated and not predicted spans: they come from the same instructions as measured ones.
     if simulated and measured:
         body += table_html(comparison_table(compared(simulated, measured)), heading="h3")

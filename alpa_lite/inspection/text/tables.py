@@ -50,7 +50,7 @@ SCREEN_ROWS = {
     "opaque": 4,
     "undivided": 4,
     "user_shardings": 6,
-    "alternatives": 5,
+    "alternatives": 12,
 }
 """Rows of each table of a plan in a terminal; `plan_tables`, pages and JSON have all of them."""
 
@@ -315,8 +315,8 @@ def user_shardings_table(plan: Plan) -> Table:
 
 
 def alternatives_table(plan: Plan) -> Table:
-    """Return the other plans that the search priced; a manual plan has none."""
-    chosen = plan.prediction.step_seconds
+    """Return the other plans that the search priced, or why there is none; a manual plan has no others."""
+    chosen, reasons = plan.prediction.step_seconds, dict(plan.refusals)
     # With nothing to compare, the chosen plan alone makes no table.
     rows = [(f"{plan.name} (chosen)", show_milliseconds(chosen), show_ratio(1.0))] if plan.alternatives else []
     for name, seconds in plan.alternatives:
@@ -324,12 +324,20 @@ def alternatives_table(plan: Plan) -> Table:
         works, ratio = math.isfinite(seconds), show_ratio(seconds / chosen) if chosen > 0 else ""
         rows.append((name, show_milliseconds(seconds), ratio) if works else (name, "does not work", ""))
     columns = ("plan", "predicted ms per step", "against the chosen one")
-    return Table(title="Plans considered", columns=columns, rows=tuple(rows), numeric=frozenset(columns[1:]))
+    if reasons:
+        # The first sentence says why; the others, what to do if exactly this plan is wanted.
+        rows = [(*row, reasons.get(row[0], "").partition(". ")[0].rstrip(".")) for row in rows]
+    return Table(
+        title="Plans considered",
+        columns=(*columns, "why not") if reasons else columns,
+        rows=tuple(rows),
+        numeric=frozenset(columns[1:]),
+    )
 
 
 def plan_summary(plan: Plan) -> dict[str, object]:
     """Return the numbers of `plan_text` as plain data, for JSON."""
-    prediction = plan.prediction
+    prediction, reasons = plan.prediction, dict(plan.refusals)
     return {
         "function": plan.function,
         "name": plan.name,
@@ -362,7 +370,7 @@ def plan_summary(plan: Plan) -> dict[str, object]:
         ],
         "alternatives": [
             # JSON has no infinity.
-            {"name": name, "step_seconds": seconds if math.isfinite(seconds) else None}
+            {"name": name, "step_seconds": seconds if math.isfinite(seconds) else None, "why_not": reasons.get(name)}
             for name, seconds in plan.alternatives
         ],
         "opaque": [
