@@ -72,4 +72,12 @@ def _with_microbatches(full: Plan, request: PlanRequest, traced: TracedStep) -> 
         replace(stage, outputs=outputs, keeps_gathered=gathered)
         for stage, (outputs, gathered) in zip(made.stages, own, strict=True)
     )
-    return replace(made, stages=stages, remat=plan.remat, traced_layers=plan.traced_layers, buckets=plan.buckets)
+    return replace(
+        made,
+        stages=stages,
+        remat=plan.remat,
+        traced_layers=plan.traced_layers,
+        buckets=plan.buckets,
+        first_device=plan.first_device,
+        idle_devices=plan.idle_devices,
+    )

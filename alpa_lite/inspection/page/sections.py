@@ -36,6 +36,7 @@ from alpa_lite.inspection.text.tables import (
     opaque_table,
     stages_table,
     undivided_table,
+    used_devices,
     user_shardings_table,
 )
 from alpa_lite.inspection.text.timeline import compared, comparison_table, predicted_timeline
@@ -211,7 +212,7 @@ def _cards(plan: Plan) -> list[str]:
     prediction, solver = plan.prediction, plan.solver
     step, fullest = prediction.step_seconds, plan.fullest_stage
     peak, capacity = prediction.peak_bytes[fullest], plan.capacity_bytes(fullest)
-    devices, found_in = show_count(plan.cluster.num_devices, "device"), show_seconds(solver.seconds)
+    devices, found_in = used_devices(plan), show_seconds(solver.seconds)
     moved = sum(use.bytes * use.count for use in prediction.collectives)
     # Counts may be fractions, since a branch of a condition counts as a part of a run.
     number = sum(use.count for use in prediction.collectives)

@@ -104,13 +104,13 @@ def plan_tables(plan: Plan) -> tuple[Table, ...]:
 
 
 def headline(plan: Plan) -> tuple[str, ...]:
-    """Return two or three lines: the planned function and cluster, the prediction, and the batch if there is one."""
+    """Return the lines above the tables: function and cluster, prediction, the batch if there is one, and notes."""
     prediction, solver, cluster = plan.prediction, plan.solver, plan.cluster
     layers = show_count(plan.num_layers, "layer")
     # Virtual devices: without this word a reader would expect a speed-up.
     shared = ", which share one processor" if cluster.shared_processor else ""
     first = (
-        f"{plan.function} on {cluster.name} ({show_count(cluster.num_devices, 'device')}{shared}): {plan.name}, "
+        f"{plan.function} on {cluster.name} ({used_devices(plan)}{shared}): {plan.name}, "
         f"{show_count(len(plan.stages), 'stage')} of {layers}, {show_count(plan.num_microbatches, 'micro-batch')}"
         f"{', whose results are averaged' if plan.averaged else ''}, "
         f"schedule {plan.schedule}"
@@ -125,7 +125,14 @@ def headline(plan: Plan) -> tuple[str, ...]:
         f"no plan below {show_seconds(solver.bound)}, gap {show_percent(solver.gap)} · "
         f"solution {solver.status}, found in {show_seconds(solver.seconds)}"
     )
-    return (first, second) if plan.batch is None else (first, second, f"batch: {plan.batch}")
+    batch = () if plan.batch is None else (f"batch: {plan.batch}",)
+    return (first, second, *batch, *(f"note: {note}" for note in plan.notes))
+
+
+def used_devices(plan: Plan) -> str:
+    """Return the number of devices of a plan, such as `8 devices` or `8 of 16 devices`."""
+    count = plan.cluster.num_devices
+    return (f"{count} of " if plan.idle_devices else "") + show_count(count + plan.idle_devices, "device")
 
 
 def stages_table(plan: Plan) -> Table:
@@ -343,6 +350,9 @@ def plan_summary(plan: Plan) -> dict[str, object]:
         "name": plan.name,
         "cluster": plan.cluster.name,
         "num_devices": plan.cluster.num_devices,
+        "first_device": plan.first_device,
+        "idle_devices": plan.idle_devices,
+        "notes": list(plan.notes),
         "num_microbatches": plan.num_microbatches,
         "schedule": plan.schedule.name,
         "step_seconds": prediction.step_seconds,
