@@ -79,9 +79,10 @@ def _left_idle(whole: Plan, found: Plan, part: ClusterPart, bound: float) -> Pla
     """Return a plan on a part of a cluster with what it says of the rest."""
     total, count = whole.cluster.num_devices, part.cluster.num_devices
     seconds, longer = found.prediction.step_seconds, whole.prediction.step_seconds
+    numbers = show_range(part.first_device, part.first_device + count - 1)
     note = (
-        f"uses {count} of {show_count(total, 'device')} ({show_range(part.first_device, part.first_device + count - 1)}):"
-        f" with all of them a step would take {show_seconds(longer)}, and not {show_seconds(seconds)}"
+        f"uses {count} of {show_count(total, 'device')} ({numbers}): with all"
+        f" of them a step would take {show_seconds(longer)}, and not {show_seconds(seconds)}"
     )
     return replace(
         found,
