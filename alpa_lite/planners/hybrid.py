@@ -164,8 +164,6 @@ class Hybrid(Planner):
         ]
         staged = StagedStep(step=step, layers=layers, stages=stages, schedule=schedule)
         plan = assemble(self.name, request, staged, started)
-        if not self.reshard_after_forward:
-            plan = replace(plan, stages=tuple(replace(stage, keeps_gathered=True) for stage in plan.stages))
         return costs.recomputed.recorded_in(replace(plan, notes=self._notes(step)))
 
     def _layout(self, step: StepGraph, sizes: Mapping[str, int]) -> GivenLayout:
