@@ -86,7 +86,6 @@ class JointSearch:
         policies: policies of rematerialisation that layers may follow.
         num_stages: number of stages; None for the best number.
         equal: the quantities that stages have equally much of.
-        at_most: seconds of a step that plans may take; slower ones need not be found.
         problems: errors of numbers of micro-batches that cannot be planned; filled by the search.
         too_large: numbers of micro-batches at which these do not fit into memory; filled by the search.
     """
@@ -99,7 +98,6 @@ class JointSearch:
     policies: Sequence[Remat] = (Remat.NONE,)
     num_stages: int | None = None
     equal: Collection[StageEquality] = ()
-    at_most: float = math.inf
     problems: list[AlpaLiteError] = field(default_factory=list[AlpaLiteError])
     too_large: set[int] = field(default_factory=set[int])
     _profiles: dict[Remat, Profile] = field(default_factory=dict[Remat, Profile])
@@ -116,8 +114,7 @@ class JointSearch:
         # The largest numbers need the least memory: if nothing is found, they are tried again with more time.
         hopeful = {number: fitting[number] for number in sorted(fitting)[-MAX_SEARCHED:]}
         for seconds, numbers in ((SEARCH_SECONDS, fitting), (PATIENT_SECONDS, hopeful)):
-            # If only faster plans than a given time are wanted, none may be found in any time.
-            if not found and (seconds == SEARCH_SECONDS or self.at_most == math.inf):
+            if not found:
                 self.steps.let_take(seconds)
                 for better in self._found(survey, numbers):
                     progress.expect("refine", len(better.stages))
@@ -140,9 +137,9 @@ class JointSearch:
 
     def _found(self, survey: Survey, guesses: Mapping[int, Guess]) -> Iterator[Found]:
         """Yield the best stages of numbers of micro-batches, as long as the guesses at further ones are better."""
-        searched: Searched = Searched(at_most=self.at_most)
+        searched: Searched = Searched()
         known: dict[int, Guess] = dict(guesses)
-        open_, at_most, solved_at = set(guesses), self.at_most, self._batch / survey.first_size
+        open_, at_most, solved_at = set(guesses), math.inf, self._batch / survey.first_size
 
         def guess(number: int) -> Guess:
             if number not in known:

@@ -113,10 +113,10 @@ class Auto(Planner):
         self._check()
         if (mesh := user_mesh(request.step_at(1, 0), request.signature.user_shardings)) is not None:
             return self._as_sharded_by_the_user(request, mesh)
-        whole = self._planned(request, math.inf)
+        whole = self._planned(request)
         if not self._may_leave_idle(request.cluster) or whole.solver.status == INTERRUPTED:
             return whole
-        found = on_fewer_devices(whole, request, replace(self, manual=())._planned_within)
+        found = on_fewer_devices(whole, request, replace(self, manual=())._planned_on)
         return replace(found, solver=_certificate(found, found.solver.bound, time.perf_counter() - started))
 
     def _may_leave_idle(self, cluster: Cluster) -> bool:
@@ -125,10 +125,10 @@ class Auto(Planner):
         # On one processor virtual devices stand for others: they would all be left idle but one.
         return self.idle_devices and not (fixed or cluster.shared_processor)
 
-    def _planned_within(self, request: PlanRequest, at_most: float) -> Plan | None:
-        """Return the best plan if a step takes at most so many seconds; None if there is none."""
+    def _planned_on(self, request: PlanRequest) -> Plan | None:
+        """Return the best plan on all devices; None if there is none."""
         try:
-            return self._planned(replace(request, advise=False), at_most)
+            return self._planned(replace(request, advise=False))
         except AlpaLiteError:
             return None
         except KeyboardInterrupt:
@@ -136,8 +136,8 @@ class Auto(Planner):
                 raise
             return None
 
-    def _planned(self, request: PlanRequest, at_most: float) -> Plan:
-        """Return the best plan on all devices, of those that may take at most so many seconds for a step."""
+    def _planned(self, request: PlanRequest) -> Plan:
+        """Return the best plan on all devices. Raises `InfeasibleError` if none fits into memory."""
         started = time.perf_counter()
         # The number is read here, so that a wrong environment variable is reported before any work.
         workers = Workers(num_workers())
@@ -148,7 +148,7 @@ class Auto(Planner):
         request.progress.begin("survey", "stages", "refine")
         try:
             with rare_collection(), workers, request.progress.interrupts():
-                search = self._search(limited, at_most)
+                search = self._search(limited)
                 for plan in search.plans():
                     plans.append(plan)
                     # Workers prepare manual plans with as many micro-batches as the best plan so far has.
@@ -273,7 +273,7 @@ class Auto(Planner):
             )
         return found
 
-    def _search(self, request: PlanRequest, at_most: float) -> JointSearch:
+    def _search(self, request: PlanRequest) -> JointSearch:
         space = Space.of(request.cluster)
         if self.intra_op_only or self.inter_op_only:
             # One stage takes all devices; stages without intra-op parallelism take one device each.
@@ -306,7 +306,6 @@ class Auto(Planner):
             policies=tuple(Remat) if self.remat == "auto" else (Remat(self.remat),),
             num_stages=1 if self.intra_op_only else self.pipeline,
             equal=self.equal,
-            at_most=at_most,
         )
 
 

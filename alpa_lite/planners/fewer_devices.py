@@ -48,14 +48,12 @@ def _power_of_two_below(number: int) -> int:
     return 1 << (number - 1).bit_length() - 1
 
 
-def on_fewer_devices(
-    whole: Plan, request: PlanRequest, plan_within: Callable[[PlanRequest, float], Plan | None]
-) -> Plan:
+def on_fewer_devices(whole: Plan, request: PlanRequest, plan_on: Callable[[PlanRequest], Plan | None]) -> Plan:
     """Return the plan on the fewest devices that is as fast as the best, by halving them while that is so.
 
     Args:
         whole: the plan on all devices of the cluster of `request`.
-        plan_within: returns a plan for a request whose step takes at most so many seconds; None if it finds none.
+        plan_on: returns a plan on all devices of a request; None if it finds none.
     """
     best, part, step = whole, ClusterPart(first_device=0, cluster=request.cluster), request.step_at(1, 0)
     least, looking = whole.solver.bound, True
@@ -69,7 +67,7 @@ def on_fewer_devices(
             if bound > at_most:
                 break
             with request.progress.during("stages", f"planning for {show_count(smaller.cluster.num_devices, 'device')}"):
-                found = plan_within(replace(request, cluster=smaller.cluster), at_most)
+                found = plan_on(replace(request, cluster=smaller.cluster))
             if found is not None and found.prediction.step_seconds <= at_most:
                 best, part, least, looking = found, smaller, min(least, bound), True
     return whole if best is whole else _left_idle(whole, best, part, least)
