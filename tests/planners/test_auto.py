@@ -306,7 +306,7 @@ def test_any_number_of_devices_is_used(devices: int) -> None:
     cluster = replace(al.cluster("p3.16xlarge"), num_hosts=max(1, devices // 10), devices_per_host=min(devices, 10))
     if devices == 12:
         cluster = replace(cluster, num_hosts=2, devices_per_host=6)
-    plan = al.plan(chain_step, weights, batch, cluster=cluster, planner=Auto(manual=()))
+    plan = al.plan(chain_step, weights, batch, cluster=cluster, planner=Auto(manual=(), idle_devices=False))
     assert sum(submesh.num_devices for submesh in {stage.submesh for stage in plan.stages}) == devices
 
 
