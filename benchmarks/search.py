@@ -11,16 +11,16 @@ import numpy as np
 
 from alpa_lite.inter_op.stage_dp import PipelineTerms, StageTable, solve
 from alpa_lite.sharding.meshes import submesh_kinds
-from alpa_lite.step.clustering import cluster_contiguous
+from alpa_lite.step.clustering import Flow, cluster_contiguous
 
 REPEATS = 5
 
 
-def random_flows(num_ops: int, num_flows: int) -> list[tuple[int, int, float]]:
-    """Return random values that pass between ops of the program: producer, consumer, bytes."""
+def random_flows(num_ops: int, num_flows: int) -> list[Flow]:
+    """Return random values that pass between ops of the program."""
     rng = np.random.default_rng(0)
     pairs = [sorted(rng.choice(num_ops, 2, replace=False).tolist()) for _ in range(num_flows)]
-    return [(first, second, float(rng.integers(1, 10**9))) for first, second in pairs]
+    return [Flow(first, [second], float(rng.integers(1, 10**9))) for first, second in pairs]
 
 
 def random_table(

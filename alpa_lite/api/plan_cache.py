@@ -45,8 +45,8 @@ from jax.sharding import PartitionSpec
 from alpa_lite import errors
 from alpa_lite.errors import AlpaLiteError, BatchError, NonAdditiveError, PlanError, TraceError
 from alpa_lite.inter_op.plan_request import PlanRequest
-from alpa_lite.lower.instructions import Program
 from alpa_lite.plan import codec
+from alpa_lite.plan.instructions import Program
 from alpa_lite.plan.plan import FORMAT, INTERRUPTED, Plan, fingerprint
 from alpa_lite.planners.auto import Auto
 from alpa_lite.planners.planner import Planner, Replay

@@ -67,9 +67,4 @@ def _with_microbatches(full: Plan, request: PlanRequest, traced: TracedStep) -> 
     placed = Repricing(plan=plan, request=request, step=step, layers=layers).placed
     staged = StagedStep(step=step, layers=layers, stages=placed, schedule=plan.schedule)
     made = assemble(plan.name, request, staged, started)
-    own = ((old.outputs, old.keeps_gathered) for old in plan.stages)
-    stages = tuple(
-        replace(stage, outputs=outputs, keeps_gathered=gathered)
-        for stage, (outputs, gathered) in zip(made.stages, own, strict=True)
-    )
-    return replace(made, stages=stages, remat=plan.remat, traced_layers=plan.traced_layers, buckets=plan.buckets)
+    return replace(made, remat=plan.remat, traced_layers=plan.traced_layers, buckets=plan.buckets)

@@ -28,9 +28,10 @@ from alpa_lite.api.plan_cache import Cache, check_same_program, planned_together
 from alpa_lite.errors import BatchError, NonAdditiveError, PlanError
 from alpa_lite.inspection.text.pass_files import PassFiles
 from alpa_lite.inter_op.plan_request import StepSignature
-from alpa_lite.lower.instructions import Program, build_program
 from alpa_lite.lower.plan_fits import as_planned, check_fits
+from alpa_lite.plan.instructions import Program, build_program
 from alpa_lite.plan.plan import BatchDims, Plan
+from alpa_lite.plan.simulation import SimulatedStep, simulate_program
 from alpa_lite.plan.task_specs import TaskSpec
 from alpa_lite.planners import Planner, PlanRequest
 from alpa_lite.program.passes import PassDriver
@@ -43,7 +44,6 @@ from alpa_lite.runtime.execute.function import (
 )
 from alpa_lite.runtime.execute.measure import step_seconds
 from alpa_lite.runtime.job.activity import busy
-from alpa_lite.runtime.simulate import SimulatedStep, simulate_program
 from alpa_lite.step.split import StepPrograms, TracedStep
 from alpa_lite.trace.kernels.kernel_params import check_platform
 from alpa_lite.trace.trace import Traced

@@ -20,10 +20,10 @@ from alpa_lite.errors import PlanError
 from alpa_lite.inter_op.boundaries import inflow_seconds, received_values, stacks_at_rest
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.inter_op.sharding_demands import PlacedOps, sharding_uses
-from alpa_lite.inter_op.shared_devices import device_peak
 from alpa_lite.inter_op.stage_costs import PlacedStage
 from alpa_lite.inter_op.work_floor import least_seconds
-from alpa_lite.plan.parts import Choice
+from alpa_lite.plan.instructions import build_program
+from alpa_lite.plan.parts import NOT_PREDICTED, NOT_SOLVED, Choice
 from alpa_lite.plan.plan import (
     ArrayShape,
     OpaqueUse,
@@ -36,10 +36,11 @@ from alpa_lite.plan.plan import (
     fingerprint,
 )
 from alpa_lite.plan.pricing import Pricer, crosses_hosts, dispatch_seconds, local_bytes
+from alpa_lite.plan.simulation import Prices, simulate_program
 from alpa_lite.program.ir import Value
 from alpa_lite.program.phases import Phase, StepGraph
 from alpa_lite.rules.op_info import opaque_ops, rule_of_op
-from alpa_lite.schedule import Inference, Schedule, passes_of, simulate
+from alpa_lite.schedule import Inference, Schedule, simulate
 from alpa_lite.sharding.meshes import sharing
 from alpa_lite.step.layers import Layers
 
@@ -56,23 +57,15 @@ class StagedStep:
 
 def assemble(name: str, request: PlanRequest, staged: StagedStep, started: float) -> Plan:
     """Return a `Plan` with its prediction, from solved stages; ``started``: when planning began (`perf_counter`)."""
-    step, layers, stages = staged.step, staged.layers, staged.stages
-    plans = tuple(_stage_plan(request, step, layers, stage) for stage in stages)
+    step, stages = staged.step, staged.stages
+    plan = _undecorated(request, staged)
     # A plan is as proven as its stages; those that differ make it feasible at best.
     statuses = {stage.solution.status.value for stage in stages}
-    prediction = predict(request, staged)
+    prediction = _predicted(request, staged, plan)
     bound = least_seconds(step, request.cluster, request.cost_model_for)
-    return Plan(
+    return replace(
+        plan,
         name=name,
-        function=request.signature.function,
-        stages=plans,
-        schedule=staged.schedule,
-        num_microbatches=step.num_microbatches,
-        num_layers=layers.num_layers,
-        op_layers=layers.of_op,
-        input_layers=layers.of_input,
-        loop_parts=step.loop_parts,
-        cluster=request.cluster,
         prediction=prediction,
         solver=SolverReport(
             status=statuses.pop() if len(statuses) == 1 else "feasible",
@@ -81,11 +74,31 @@ def assemble(name: str, request: PlanRequest, staged: StagedStep, started: float
             seconds=time.perf_counter() - started,
         ),
         opaque=opaque_uses(step),
-        averaged=step.loop_results.averaged,
         undivided=_undivided(request, staged),
         user_shardings=_user_shardings(request, staged),
         # Of the step as traced: recomputation is part of the plan, and not of the step that it is compared with.
         fingerprint=fingerprint(request.step_at(step.num_microbatches, step.loop_parts)),
+    )
+
+
+def _undecorated(request: PlanRequest, staged: StagedStep) -> Plan:
+    """Return the decisions of a plan alone: all that its program follows."""
+    step, layers = staged.step, staged.layers
+    return Plan(
+        name="",
+        function=request.signature.function,
+        stages=tuple(_stage_plan(request, step, layers, stage) for stage in staged.stages),
+        schedule=staged.schedule,
+        num_microbatches=step.num_microbatches,
+        num_layers=layers.num_layers,
+        op_layers=layers.of_op,
+        input_layers=layers.of_input,
+        loop_parts=step.loop_parts,
+        cluster=request.cluster,
+        prediction=NOT_PREDICTED,
+        solver=NOT_SOLVED,
+        averaged=step.loop_results.averaged,
+        fingerprint="",
     )
 
 
@@ -171,22 +184,61 @@ def _stage_plan(request: PlanRequest, step: StepGraph, layers: Layers, stage: Pl
         ops=choice.ops,
         accumulators=choice.accumulators,
         cost=solution.cost,
+        outputs=choice.outputs,
+        keeps_gathered=choice.keeps_gathered,
     )
 
 
 def predict(request: PlanRequest, staged: StagedStep) -> Prediction:
-    """Simulate the schedule on the times of the stages; add the update, the skew of hosts, and dispatching."""
+    """Return the prediction of the plan that these decisions make: its program, simulated."""
+    return _predicted(request, staged, _undecorated(request, staged))
+
+
+def _predicted(request: PlanRequest, staged: StagedStep, plan: Plan) -> Prediction:
     with request.progress.during("simulate"):
-        return _predicted(request, staged)
+        program = build_program(plan, staged.step)
+        simulated = simulate_program(
+            program, plan, staged.step, cost_model_for=request.cost_model_for, prices=Prices.OF_PLAN
+        )
+    solutions = [stage.solution for stage in staged.stages]
+    return Prediction(
+        step_seconds=simulated.step_seconds,
+        compute_seconds=sum(s.compute_seconds for s in solutions),
+        collective_seconds=sum(u.seconds * u.count for s in solutions for u in s.collectives),
+        transfer_seconds=simulated.transfer_seconds,
+        peak_bytes=tuple(simulated.use_of(stage).peak_bytes for stage in range(len(plan.stages))),
+        flops_per_device=max(sum(solutions[i].flops for i in use.stages) for use in simulated.submeshes),
+        bubble_fraction=simulated.bubble_fraction,
+        # Over one device there is nothing to send.
+        collectives=tuple(
+            replace(u, stage=i) for i, s in enumerate(solutions) for u in s.collectives if u.num_devices > 1
+        ),
+    )
 
 
-def _predicted(request: PlanRequest, staged: StagedStep) -> Prediction:
-    step, layers, stages = staged.step, staged.layers, staged.stages
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepEstimate:
+    """The seconds of a step, and the fraction of the devices' time spent waiting for other stages, as a search sees
+    them.
+    """
+
+    step_seconds: float
+    bubble_fraction: float
+
+
+def estimate(request: PlanRequest, staged: StagedStep) -> StepEstimate:
+    """Return the seconds of a step without its program, for comparing many: tasks of a micro-batch, transfers as one,
+    and all updates at the end.
+    """
+    with request.progress.during("simulate"):
+        return _estimated(request, staged)
+
+
+def _estimated(request: PlanRequest, staged: StagedStep) -> StepEstimate:
+    step, stages = staged.step, staged.stages
     model, m, count = request.cost_model, step.num_microbatches, len(stages)
     launch = dispatch_seconds(model.cluster)
-    solutions = [stage.solution for stage in stages]
-    costs = [solution.cost for solution in solutions]
-    transfers = inflows_between(request, step, layers, stages)
+    costs = [stage.solution.cost for stage in stages]
     together = sharing([stage.submesh for stage in stages])
     # One stage with one micro-batch is compiled as one program; else each task is dispatched.
     whole = count == 1 and m == 1
@@ -197,39 +249,21 @@ def _predicted(request: PlanRequest, staged: StagedStep) -> Prediction:
         [cost.forward_seconds for cost in costs],
         [cost.backward_seconds for cost in costs],
         weight_seconds=[cost.weight_seconds for cost in costs],
-        transfer_seconds=transfers,
+        transfer_seconds=inflows_between(request, step, staged.layers, stages),
         dispatch_seconds=overhead,
         serialized=request.cluster.shared_processor,
     )
     updates = [cost.update_seconds + (0.0 if whole else launch) for cost in costs]
-    # Stages on the same devices hold their memory together, at the time when it is most.
-    peaks = {
-        stages[numbers[0]].submesh: device_peak({i: costs[i] for i in numbers}, tasks[numbers[0] % len(tasks)])
-        for numbers in together
-    }
     # Stages on the same devices update in turn, those on other devices at the same time; virtual devices never overlap.
     in_turn = [sum(updates[i] for i in numbers) for numbers in together]
     update = sum(in_turn) if request.cluster.shared_processor else max(in_turn)
-    stacks = stacks_at_rest(request.cost_model, step, layers, stages)
+    stacked = stacks_at_rest(model, step, staged.layers, stages).seconds
     # A host dispatches the programs of all its devices; they wait for it where their tasks are shorter than that.
     beside = max(1, request.cluster.devices_per_host // stages[0].submesh.num_devices)
     programs = 1 if whole else min(len(tasks), beside) * max(map(len, tasks))
     dispatched = model.launch_seconds() * programs
-    return Prediction(
-        step_seconds=max(dispatched, timeline.makespan_seconds + update + stacks.seconds)
-        + request.cluster.skew_seconds,
-        compute_seconds=sum(s.compute_seconds for s in solutions),
-        collective_seconds=sum(u.seconds * u.count for s in solutions for u in s.collectives),
-        # Activations go one way, and their gradients the other, which takes as long.
-        transfer_seconds=len(passes_of(tasks[0])) * m * sum(transfers) + stacks.seconds,
-        peak_bytes=tuple(max(peaks[stage.submesh], stacks.state_bytes[stage.submesh]) for stage in stages),
-        flops_per_device=max(sum(solutions[i].flops for i in numbers) for numbers in together),
-        bubble_fraction=timeline.bubble_fraction,
-        # Over one device there is nothing to send.
-        collectives=tuple(
-            replace(u, stage=i) for i, s in enumerate(solutions) for u in s.collectives if u.num_devices > 1
-        ),
-    )
+    seconds = max(dispatched, timeline.makespan_seconds + update + stacked) + request.cluster.skew_seconds
+    return StepEstimate(step_seconds=seconds, bubble_fraction=timeline.bubble_fraction)
 
 
 def inflows_between(

@@ -19,14 +19,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from alpa_lite.errors import InfeasibleError, PlanError
-from alpa_lite.inter_op.assembly import StagedStep, predict
+from alpa_lite.inter_op.assembly import StagedStep, StepEstimate, estimate
 from alpa_lite.inter_op.boundaries import stacks_at_rest
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.inter_op.shared_devices import device_peak, solve_together
 from alpa_lite.inter_op.stage_cost_cache import StageCostCache
 from alpa_lite.inter_op.stage_costs import PlacedStage, StageCosts, StagePlace
 from alpa_lite.intra_op.solve import RELATIVE_GAP, StageSolution
-from alpa_lite.plan.plan import Prediction
 from alpa_lite.schedule import Interleaved1F1B, Schedule, splits_backward
 from alpa_lite.sharding.specs import Spec
 from alpa_lite.step.layers import Cut
@@ -61,21 +60,20 @@ class Found:
     costs: StageCosts
     stages: tuple[PlacedStage, ...]
     schedule: Schedule
-    prediction: Prediction
+    estimate: StepEstimate
     sum_seconds: float = math.inf
 
     @staticmethod
     def of(request: PlanRequest, costs: StageCosts, stages: Sequence[PlacedStage], schedule: Schedule) -> Found:
-        """Return the stages under a schedule, with their prediction."""
+        """Return the stages under a schedule, with their estimate."""
         stages = scheduled(costs, stages, schedule)
         staged = StagedStep(step=costs.step, layers=costs.layers, stages=stages, schedule=schedule)
-        prediction = predict(request, staged)
-        return Found(costs=costs, stages=tuple(stages), schedule=schedule, prediction=prediction)
+        return Found(costs=costs, stages=tuple(stages), schedule=schedule, estimate=estimate(request, staged))
 
     @property
     def seconds(self) -> float:
-        """Predicted seconds of one step."""
-        return self.prediction.step_seconds
+        """Estimated seconds of one step."""
+        return self.estimate.step_seconds
 
     @property
     def trusted_seconds(self) -> float:
@@ -124,7 +122,7 @@ def refined(
     best = refine(first)
     # Chunks shorten the bubble, so that a plan with a longer one may overtake; without any bubble it has to be faster.
     for other in others if best.schedule.stages_per_processor > 1 else ():
-        if other.seconds * (1 - other.prediction.bubble_fraction) < best.seconds:
+        if other.seconds * (1 - other.estimate.bubble_fraction) < best.seconds:
             best = min(best, refine(other), key=lambda way: way.seconds)
     return best
 
@@ -136,7 +134,7 @@ def _evened(
 
     The search makes stages from few layers, for 1F1B. A schedule with little bubble waits for uneven stages.
     """
-    even = interleaved(request, whole, steps, 1) if best.prediction.bubble_fraction > BUBBLE else None
+    even = interleaved(request, whole, steps, 1) if best.estimate.bubble_fraction > BUBBLE else None
     if even is None:
         return best
     # `rescheduled` judges other schedules by the bubble under the first one.
@@ -158,7 +156,7 @@ def _in_chunks(request: PlanRequest, plain: Found, best: Found, steps: StageCost
     last = plain
     for chunks in CHUNKS:
         # Twice as many chunks halve the time that stages wait at the beginning and at the end.
-        bubble = last.prediction.bubble_fraction
+        bubble = last.estimate.bubble_fraction
         if bubble <= BUBBLE or last.seconds * (1 - bubble / 2) >= best.seconds:
             break
         dealt_out = interleaved(request, plain, steps, chunks)
@@ -195,7 +193,7 @@ def rescheduled(request: PlanRequest, found: Found, schedules: Sequence[Schedule
     for schedule in schedules if len(found.stages) > 1 else ():
         lists = schedule.tasks(len(found.stages), found.costs.step.num_microbatches)
         # Splitting backward passes in two only helps to fill a bubble.
-        in_vain = any(map(splits_backward, lists)) and found.prediction.bubble_fraction <= BUBBLE
+        in_vain = any(map(splits_backward, lists)) and found.estimate.bubble_fraction <= BUBBLE
         if schedule == found.schedule or in_vain:
             continue
         if fits(found.costs, found.stages, schedule):

@@ -342,6 +342,18 @@ class Prediction:
         return by_kind
 
 
+NOT_PREDICTED = Prediction(
+    step_seconds=0.0,
+    compute_seconds=0.0,
+    collective_seconds=0.0,
+    transfer_seconds=0.0,
+    peak_bytes=(),
+    flops_per_device=0.0,
+    bubble_fraction=0.0,
+)
+"""The prediction of a plan whose program has not been simulated yet."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolverReport:
     """The outcome of the search that made the plan.
@@ -359,3 +371,7 @@ class SolverReport:
     bound: float
     gap: float
     seconds: float
+
+
+NOT_SOLVED = SolverReport(status="", bound=0.0, gap=0.0, seconds=0.0)
+"""The report of a plan in the making."""

@@ -61,6 +61,7 @@ class Slicer:
         self.step = step
         self.graph: Graph = step.graph
         self.free = free_values(step.graph)
+        self.returned = frozenset(step.graph.outputs)
         self.homes = layout.stage_of_input
         self.whole = layout.whole
         self.places = places_of(layout, step)
@@ -224,11 +225,21 @@ class Slicer:
         return [v for v in wanted if self.place_of_value(v) == place]
 
     def _returned_from(self, v: int, place: OpPlace) -> bool:
-        if v not in self.graph.outputs:
+        if v not in self.returned:
             return False
         if self._is_invariant(v):
             return place.stage == 0 and place.wave == 0
         return self.is_sum(v) and self.stage_of_value(v) == place.stage and place.wave == 0
+
+    @cached_property
+    def _lazy(self) -> set[int]:
+        """The ops of free values, which a task computes only if something in it reads them."""
+        return {op.id for op in self.ops if not self.free.isdisjoint(op.results)}
+
+    @cached_property
+    def _repeated(self) -> set[int]:
+        """The ops that every task that reads their results runs."""
+        return {op.id for op in self.ops if self.places[op.id] is None or op.id in self._lazy}
 
     def _with_repeated(self, ops: list[int], needs: Iterable[int]) -> tuple[list[int], list[int]]:
         """Return the ops of a task with the repeated ones that they read, in order; and the values that come from
@@ -237,14 +248,14 @@ class Slicer:
         graph, own = self.graph, set(ops)
         needed, chosen = set(needs), list[int]()
         made_here = {r for op_id in own for r in graph.ops[op_id].results}
-        for op in reversed(self.ops):
-            lazy = any(r in self.free for r in op.results)
-            repeated = self.places[op.id] is None or lazy
+        for op_id in sorted(own.union(self._repeated), reverse=True):
+            op, lazy = graph.ops[op_id], op_id in self._lazy
+            repeated = op_id in self._repeated
             wanted = any(r in needed for r in op.results)
             # Backwards, so that all readers of an op are known here. A free value of this task is computed only if
             # something in the task reads it.
-            if (op.id in own and (not lazy or wanted)) or (repeated and wanted):
-                chosen.append(op.id)
+            if (op_id in own and (not lazy or wanted)) or (repeated and wanted):
+                chosen.append(op_id)
                 needed.update(v for v in op.operands if graph.values[v].literal is None)
         made_here.update(r for op_id in chosen for r in graph.ops[op_id].results)
         return list(reversed(chosen)), sorted(needed - made_here)
@@ -263,47 +274,45 @@ class Slicer:
     def _read_by_wave_zero(self, v: int) -> bool:
         """Return True if wave 0 of the value's own stage reads, returns or sends the sum: then wave 0 resolves it."""
         stage = self.stage_of_value(v)
-        if v in self.graph.outputs or v in self._sums_to_send:
+        if v in self.returned or v in self._sums_to_send:
             return True
         return any(self.places[c] == OpPlace(stage=stage, kind=TaskRole.UPDATE) for c in self.graph.consumers[v])
 
     def _read_after_loop(self, v: int) -> bool:
         """Return True if the value is returned or an update reads it."""
-        return v in self.graph.outputs or any(place.kind is TaskRole.UPDATE for place in self._real_readers(v))
+        return v in self.returned or any(place.kind is TaskRole.UPDATE for place in self._readers[v])
 
-    def _real_readers(self, v: int) -> set[OpPlace]:
-        """Return the places of the ops that read a value, directly or through repeated ops."""
-        found, queue, seen = set[OpPlace](), [v], {v}
-        while queue:
-            for c in self.graph.consumers[queue.pop()]:
-                op = self.graph.ops[c]
-                place = self.places[c]
-                # A repeated op is part of each task that reads its results: the search goes on behind it.
-                if place is not None and not any(r in self.free for r in op.results):
-                    found.add(place)
-                    continue
-                for r in op.results:
-                    if r not in seen:
-                        seen.add(r)
-                        queue.append(r)
+    @cached_property
+    def _readers(self) -> Sequence[Collection[OpPlace]]:
+        """For each value the places of the ops that read it, directly or through repeated ops."""
+        found: list[Collection[OpPlace]] = [()] * len(self.graph.values)
+        # Backwards, so that the readers of the results of an op are known.
+        for op in reversed(self.graph.ops):
+            place = self.places[op.id]
+            readers = {place} if place is not None else set[OpPlace]()
+            # A repeated op is part of each task that reads its results.
+            if place is None or not self.free.isdisjoint(op.results):
+                readers = {p for r in op.results for p in found[r]}
+            for v in op.operands:
+                found[v] = found[v] if readers.issubset(found[v]) else readers.union(found[v])
         return found
 
     def _read_in_loop_elsewhere(self, v: int, place: OpPlace) -> bool:
-        return any(p != place and p.kind is not TaskRole.UPDATE for p in self._real_readers(v))
+        return any(p != place and p.kind is not TaskRole.UPDATE for p in self._readers[v])
 
     def _leaves(self, v: int, place: OpPlace) -> bool:
-        return v in self.graph.outputs or any(p != place for p in self._real_readers(v))
+        return v in self.returned or any(p != place for p in self._readers[v])
 
     def _later_readers(self, v: int, place: OpPlace) -> bool:
         """Return True if this task resolves a sum that other update tasks read."""
         if place.wave or self.stage_of_value(v) != place.stage:
             return False
-        return any(p.kind is TaskRole.UPDATE and p != place for p in self._real_readers(v))
+        return any(p.kind is TaskRole.UPDATE and p != place for p in self._readers[v])
 
     def _leaving_form(self, v: int, place: OpPlace) -> Form:
         """Return the form of an output of a task: the caller's if only the caller reads it, else that of its op."""
         # Resharding for the caller inside the task saves a program of its own, unless other tasks read the value too.
-        only_returned = v in self.graph.outputs and not any(p != place for p in self._real_readers(v))
+        only_returned = v in self.returned and not any(p != place for p in self._readers[v])
         return Form.RETURNED if only_returned and self.output_stage(v) == place.stage else Form.HOME
 
 

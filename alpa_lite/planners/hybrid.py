@@ -160,10 +160,7 @@ class Hybrid(Planner):
             for i, (submesh, mesh) in zip(range(self.num_stages), cycle(places), strict=False)
         ]
         staged = StagedStep(step=step, layers=layers, stages=stages, schedule=schedule)
-        plan = assemble(self.name, request, staged, started)
-        if not self.reshard_after_forward:
-            plan = replace(plan, stages=tuple(replace(stage, keeps_gathered=True) for stage in plan.stages))
-        return costs.recomputed.recorded_in(plan)
+        return costs.recomputed.recorded_in(assemble(self.name, request, staged, started))
 
     def _cut(self, request: PlanRequest, microbatches: Sequence[int], *, written_out: bool = False) -> PipelineCut:
         """Return the step cut into stages of one layer each."""

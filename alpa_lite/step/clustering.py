@@ -18,9 +18,10 @@ consecutive, since FLOPs only add up; both programs visit only these pairs, abou
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,8 +48,14 @@ RELAXATION = 0.25
 LEAST_SHARE = 0.25
 """The minimum FLOPs of a layer as a fraction of the average, if that is feasible."""
 
-Flow = tuple[int, int, float]
-"""A value between two ops: (producing op, reading op, bytes)."""
+
+class Flow(NamedTuple):
+    """A value that other ops read: the op that makes it, those that read it, and its bytes."""
+
+    producer: int
+    readers: Collection[int]
+    bytes: float
+
 
 # A margin for sums in different orders, so that a layer of exactly the limit is allowed.
 _ROUNDING = 1 + 1e-9
@@ -61,8 +68,7 @@ def cluster_contiguous(
 
     Args:
         flops: [K] FLOPs of each op, in program order.
-        flows: (producer, reader, bytes) for each value that an op reads from an earlier one. Flows of one producer with
-            equal bytes are the same value.
+        flows: the values that ops read from earlier ones.
         num_layers: number of layers L.
         imbalance: fraction by which the FLOPs of a layer may exceed the average, if that is feasible.
 
@@ -74,11 +80,11 @@ def cluster_contiguous(
         raise PlanError(f"{num_ops} ops cannot be cut into {num_layers} layers: ask for 1 to {num_ops} layers.")
     if imbalance < 0 or not bool(np.all((flops >= 0) & np.isfinite(flops))):
         raise PlanError(f"FLOPs and imbalance must not be negative: imbalance {imbalance}, least FLOPs {flops.min()}.")
-    for producer, reader, size in flows:
-        if not 0 <= producer < reader < num_ops or not 0 <= size < np.inf:
+    for producer, readers, size in flows:
+        if not (producer >= 0 and 0 <= size < np.inf and all(producer < reader < num_ops for reader in readers)):
             raise PlanError(
-                f"A value of {size} bytes cannot flow from op {producer} to op {reader} of {num_ops} ops: values flow"
-                " from an earlier to a later op."
+                f"A value of {size} bytes cannot flow from op {producer} to the ops {sorted(readers)} of {num_ops} ops:"
+                " values flow from an earlier to a later op."
             )
     if num_layers == 1:
         return (0,) * num_ops
@@ -101,13 +107,10 @@ def _inflow_bytes(num_ops: int, flows: Sequence[Flow]) -> NDArray[np.float64]:
     reader c, with the reader (or producer) b before it, adds the bytes to all C[i,k] with b < i <= c <= k. Shape [K,
     K]; the cost is O(K² + flows).
     """
-    readers: dict[tuple[int, float], set[int]] = {}
-    for producer, reader, size in flows:
-        readers.setdefault((producer, size), set()).add(reader)
     inflow = np.zeros((num_ops + 1, num_ops))
-    for (producer, size), reading in readers.items():
+    for producer, readers, size in flows:
         before = producer
-        for reader in sorted(reading):
+        for reader in sorted({*readers}):
             inflow[before + 1, reader] += size
             inflow[reader + 1, reader] -= size
             before = reader
@@ -286,16 +289,14 @@ def _weights(step: StepGraph, index: Mapping[int, int], equal: LayerBalance) -> 
 
 def _flows(graph: Graph, index: Mapping[int, int]) -> list[Flow]:
     """Return the values that flow between blocks of the ops in `index` (op → block)."""
-    free = free_values(graph)
-    return [
-        (here, index[consumer], float(graph.values[v].bytes))
-        for op, here in index.items()
-        for v in graph.ops[op].results
-        # Free values are made where they are read, so that they never flow.
-        if v not in free
-        for consumer in graph.consumers[v]
-        if consumer in index and index[consumer] != here
-    ]
+    free, found = free_values(graph), list[Flow]()
+    for op, here in index.items():
+        for v in graph.ops[op].results:
+            readers = {index[c] for c in graph.consumers[v] if c in index} - {here}
+            # Free values are made where they are read, so that they never flow.
+            if readers and v not in free:
+                found.append(Flow(here, readers, float(graph.values[v].bytes)))
+    return found
 
 
 def _flops_of_blocks(graph: Graph, index: Mapping[int, int]) -> FloatArray:
@@ -314,24 +315,28 @@ def _in_shares(weights: FloatArray, shares: Sequence[float]) -> FloatArray:
 
 
 def _blocks(step: StepGraph, forward: Sequence[Op], count: int) -> dict[int, int]:
-    """Return op → block: forward ops that read one part of stacked arguments form a block, all others are single.
+    """Return op → block: the forward ops from the first to the last reader of one part of stacked arguments form a
+    block, all others are single.
 
-    All ops are single when there are fewer such blocks than layers.
+    All ops are single when fewer blocks than layers hold contractions.
     """
     read = _rows_read(step)
-    reading = [i for i, op in enumerate(forward) if op.id in read]
-    index: dict[int, int] = {}
-    block, current = -1, set[tuple[int, int]]()
+    last_reader: dict[int, int] = {}
+    first, current = -1, set[tuple[int, int]]()
     for i, op in enumerate(forward):
-        # Ops before the first and after the last reader of rows belong to no part of the stacked arguments.
-        inside = bool(reading) and reading[0] < i <= reading[-1]
-        fresh = not read.get(op.id, current) & current
-        if not inside or fresh:
-            block += 1
-        if op.id in read:
-            current = read[op.id]
+        if rows := read.get(op.id):
+            if rows - current:
+                first = i
+            last_reader[first], current = i, rows
+    index: dict[int, int] = {}
+    block, inside = -1, -1
+    for i, op in enumerate(forward):
+        # Between two parts, such as in the norm that a layer begins with, a cut may come after any op.
+        if i > inside:
+            block, inside = block + 1, last_reader.get(i, i)
         index[op.id] = block
-    return index if block + 1 >= count else {op.id: i for i, op in enumerate(forward)}
+    working = {index[op.id] for op in forward if contractions(step.graph, op)}
+    return index if len(working) >= count else {op.id: i for i, op in enumerate(forward)}
 
 
 def _rows_read(step: StepGraph) -> dict[int, set[tuple[int, int]]]:

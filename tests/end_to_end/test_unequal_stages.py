@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import alpa_lite as al
-from alpa_lite.lower import instructions
+from alpa_lite.plan import instructions
 from alpa_lite.planners import Auto, Hybrid
 from alpa_lite.runtime.execute.crossing import LaunchObserver, Message
 from alpa_lite.runtime.execute.run_transfers import Transfer

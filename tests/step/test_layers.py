@@ -141,6 +141,34 @@ def test_no_layer_holds_trips_of_an_encoder_and_of_a_decoder(trips: tuple[int, i
     assert held["encoder"] | held["decoder"] == set(range(layers.num_layers))
 
 
+def _tower(params: Any, x: Any) -> Any:
+    """Residual layers that begin with a norm without parameters, and read their first row after it."""
+
+    def layer(x: Any, row: Any) -> Any:
+        normed = (x - x.mean(axis=1, keepdims=True)) / (1 + jnp.abs(x).mean(axis=1, keepdims=True))
+        x = x + jnp.tanh(normed @ row["first"])
+        normed = (x - x.mean(axis=1, keepdims=True)) / (1 + jnp.abs(x).mean(axis=1, keepdims=True))
+        return x + jnp.tanh(normed @ row["second"]), None
+
+    loss, grads = jax.value_and_grad(lambda p: (jax.lax.scan(layer, x, p)[0] ** 2).mean())(params)
+    return descend(params, grads), loss
+
+
+@pytest.mark.parametrize("count", [2, 4, 8])
+def test_layers_of_a_scan_hand_on_one_value_each_way(count: int) -> None:
+    params = {name: jnp.zeros((8, 16, 16)) for name in ("first", "second")}
+    step = split_step(trace(_tower, (params, jnp.zeros((12, 16)))), 4, loop_parts=8).step
+    layers, graph = make_layers(step, count, imbalance=0.1), step.graph
+    sent = {Phase.FORWARD: [0] * count, Phase.BACKWARD: [0] * count}
+    for value, producer in zip(graph.values, graph.producer, strict=True):
+        if producer is None or not step.phases[producer].in_loop or value.num_elements < 3 * 16:
+            continue
+        readers = {layers.of_op[c] for c in graph.consumers[value.id] if step.phases[c] is step.phases[producer]}
+        sent[step.phases[producer]][layers.of_op[producer] or 0] += len(readers - {layers.of_op[producer]})
+    assert sent[Phase.FORWARD] == [1] * (count - 1) + [0]
+    assert sent[Phase.BACKWARD] == [0] + [1] * (count - 1)
+
+
 def test_more_layers_than_forward_ops_are_refused() -> None:
     with pytest.raises(PlanError, match=r"1000 layers were asked for, but the forward pass has only \d+ operations"):
         make_layers(_small_step(), 1000)

@@ -23,9 +23,9 @@ from alpa_lite.cli.bench.row import DeviceTime, PlanPrice, Row
 from alpa_lite.cli.models.model_parts import Tree
 from alpa_lite.errors import AlpaLiteError, InfeasibleError, NonAdditiveError, without_frames
 from alpa_lite.inter_op.microbatch_counts import divisors
+from alpa_lite.plan.simulation import SimulatedStep
 from alpa_lite.planners.planner import Planner
 from alpa_lite.runtime.execute.function import CompiledFunction
-from alpa_lite.runtime.simulate import SimulatedStep
 from alpa_lite.trace.call import Call, NamedArguments
 from cost_models.cluster import Cluster
 

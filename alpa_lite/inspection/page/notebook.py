@@ -9,7 +9,7 @@ from itertools import islice
 
 from alpa_lite.inspection.page.elements import fragment_html, table_html
 from alpa_lite.inspection.text.tables import Table, render
-from alpa_lite.lower.instructions import Program
+from alpa_lite.plan.instructions import Program
 from alpa_lite.program.ir import Graph
 from alpa_lite.program.show import show
 from alpa_lite.text import show_bytes, show_count, show_numbers

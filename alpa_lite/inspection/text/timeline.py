@@ -1,7 +1,7 @@
 """Timelines of one step, predicted and measured: tasks, also for chrome://tracing and Perfetto, and memory.
 
 predicted    schedule.simulate on the plan's stage times, then the update of each stage        (`predicted_timeline`)
-simulated    spans of runtime.simulate, one per instruction of a program                       (`chrome_trace`)
+simulated    spans of plan.simulation, one per instruction of a program                       (`chrome_trace`)
 measured     the same spans from runtime.execute; or any with stage, kind, start_seconds, end_seconds
 both         in one trace, and side by side, task by task                                      (`overlaid`, `compared`)
 

@@ -29,7 +29,7 @@ from jax.sharding import Sharding
 
 from alpa_lite import _jax
 from alpa_lite._jax import TreeLeaf
-from alpa_lite.lower.instructions import Buffer, Instruction, InstructionKind, Program
+from alpa_lite.plan.instructions import Buffer, Instruction, InstructionKind, Program
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.task_specs import Port, TaskRole, TaskSpec
 from alpa_lite.program.phases import StepGraph

@@ -25,7 +25,7 @@ from jax.sharding import NamedSharding
 
 from alpa_lite._jax import TreeLeaf
 from alpa_lite.lower.emission import Executable
-from alpa_lite.lower.instructions import SUM, Buffer, Instruction, InstructionKind, Program
+from alpa_lite.plan.instructions import SUM, Buffer, Instruction, InstructionKind, Program
 from alpa_lite.program.phases import StepGraph
 from alpa_lite.runtime.execute.placing import Placing, Windows
 from alpa_lite.runtime.execute.run_transfers import Transfer

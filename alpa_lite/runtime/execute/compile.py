@@ -31,8 +31,8 @@ from alpa_lite import _jax
 from alpa_lite._jax import Device
 from alpa_lite.errors import ExecutionError
 from alpa_lite.lower.emission import BoundaryArray, Emitted, boundary_layout, boundary_spec, emit_task, task_form
-from alpa_lite.lower.instructions import Buffer, InstructionKind, Program
 from alpa_lite.lower.local_machine import PlacedTask
+from alpa_lite.plan.instructions import Buffer, InstructionKind, Program
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.task_specs import TaskSpec
 from alpa_lite.program.equations import Equation

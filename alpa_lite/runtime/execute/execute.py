@@ -25,7 +25,7 @@ from alpa_lite import _jax
 from alpa_lite._jax import Device, TreeLeaf
 from alpa_lite.errors import ExecutionError
 from alpa_lite.lower.emission import Executable, boundary_spec
-from alpa_lite.lower.instructions import InstructionKind, TaskTime
+from alpa_lite.plan.instructions import InstructionKind, TaskTime
 from alpa_lite.plan.plan import Plan
 from alpa_lite.runtime.execute.aliasing import copies, donations, shared_results, with_copies
 from alpa_lite.runtime.execute.bind import Binder, Slots

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from alpa_lite import _jax
 from alpa_lite._jax import Aval, DType, Tree, TreeLeaf
 from alpa_lite.errors import ExecutionError, PlanError, TraceError
-from alpa_lite.lower.instructions import InstructionKind, TaskTime
+from alpa_lite.plan.instructions import InstructionKind, TaskTime
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.progress import Progress
 from alpa_lite.runtime.execute.aliasing import Apart, copies

@@ -20,7 +20,7 @@ import numpy as np
 from alpa_lite import _jax
 from alpa_lite._jax import TreeLeaf
 from alpa_lite.errors import ExecutionError
-from alpa_lite.lower.instructions import Buffer, Instruction, InstructionKind, TaskTime
+from alpa_lite.plan.instructions import Buffer, Instruction, InstructionKind, TaskTime
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.pricing import local_bytes
 from alpa_lite.runtime.execute.execute import Executor

@@ -33,8 +33,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from alpa_lite import _jax
 from alpa_lite._jax import Device
 from alpa_lite.lower.emission import boundary_shape, boundary_spec
-from alpa_lite.lower.instructions import Buffer, Program
 from alpa_lite.lower.local_machine import move
+from alpa_lite.plan.instructions import Buffer, Program
 from alpa_lite.program.phases import StepGraph
 from alpa_lite.runtime.execute.crossing import (
     AXIS,
@@ -104,7 +104,7 @@ def compile_transfer(
 ) -> Transfer:
     """Return a transfer of arrays of a dtype (by name) between the JAX meshes of its two placements.
 
-    A transfer of typed PRNG keys is planned for the words that store them (`lower.instructions.planned_transfer`).
+    A transfer of typed PRNG keys is planned for the words that store them (`plan.instructions.planned_transfer`).
     """
     # The cheapest form that fits: copies by JAX, the collectives of one mesh, or pieces between two meshes.
     is_key = dtype.startswith("key<")

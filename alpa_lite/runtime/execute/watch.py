@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import jax
 from jax.sharding import Mesh
 
-from alpa_lite.lower.instructions import SUM, Buffer, Instruction, InstructionKind, Program, TaskTime
+from alpa_lite.plan.instructions import SUM, Buffer, Instruction, InstructionKind, Program, TaskTime
 from alpa_lite.program.phases import StepGraph
 from alpa_lite.runtime.job.activity import Clock, Flight, Patience, Token
 

@@ -32,7 +32,7 @@ from jax.typing import DTypeLike
 
 from alpa_lite._jax import Device
 from alpa_lite.errors import VerificationError
-from alpa_lite.lower.instructions import Buffer, Instruction, InstructionKind, Program
+from alpa_lite.plan.instructions import Buffer, Instruction, InstructionKind, Program
 from alpa_lite.runtime.job.activity import Token
 
 

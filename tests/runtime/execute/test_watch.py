@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from alpa_lite.errors import HangError
-from alpa_lite.lower.instructions import Buffer, Instruction, InstructionKind
+from alpa_lite.plan.instructions import Buffer, Instruction, InstructionKind
 from alpa_lite.planners import Hybrid
 from alpa_lite.runtime.execute.watch import Watch, spans
 from alpa_lite.schedule import Interleaved1F1B, OneFOneB

@@ -11,6 +11,7 @@ import alpa_lite as al
 from alpa_lite.api.stages import PlannedFunction
 from alpa_lite.plan.plan import CollectiveUse
 from alpa_lite.plan.pricing import Estimator, Pricer
+from alpa_lite.plan.simulation import Prices, simulate_program
 from alpa_lite.plan.task_prices import estimate
 from alpa_lite.planners import DataParallel, Hybrid, Planner
 from alpa_lite.schedule import OneFOneB, ZeroBubbleH1
@@ -74,7 +75,15 @@ def test_the_program_costs_what_the_plan_says(name: str, planner: str) -> None:
         for phase in ("forward", "backward", "update"):
             seconds = sum(part.seconds for part in parts if (part.stage, part.phase) == (number, phase))
             assert seconds == pytest.approx(getattr(stage.cost, f"{phase}_seconds"), rel=1e-9)
-    if len(plan.stages) == plan.num_microbatches == 1:
-        assert lowered.simulate().step_seconds == pytest.approx(plan.prediction.step_seconds, rel=1e-9)
+    simulated = lowered.simulate()
+    by_costs = simulate_program(lowered.program, plan, step, prices=Prices.OF_PLAN)
+    assert [(t.name, t.microbatch, t.start_seconds, t.end_seconds) for t in by_costs.times] == [
+        (t.name, t.microbatch, pytest.approx(t.start_seconds), pytest.approx(t.end_seconds)) for t in simulated.times
+    ]
+    prediction = plan.prediction
+    assert simulated.step_seconds == pytest.approx(prediction.step_seconds, rel=1e-9)
+    assert simulated.transfer_seconds == pytest.approx(prediction.transfer_seconds, rel=1e-9)
+    assert simulated.bubble_fraction == pytest.approx(prediction.bubble_fraction, abs=1e-9)
+    assert [simulated.use_of(n).peak_bytes for n in range(len(plan.stages))] == [*prediction.peak_bytes]
     found = _counted(use for part in parts for use in part.collectives)
     assert found == pytest.approx(_counted(plan.prediction.collectives))

@@ -21,11 +21,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from enum import Enum, auto
 from itertools import accumulate
 
-from alpa_lite.lower.instructions import Buffer, Instruction, InstructionKind, Program, TaskTime
+from alpa_lite.plan.instructions import Buffer, Instruction, InstructionKind, Program, TaskTime
+from alpa_lite.plan.parts import StageCost
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.pricing import Pricer, dispatch_seconds, local_bytes, transfer_seconds
+from alpa_lite.plan.stacked_cost import at_rest
 from alpa_lite.plan.task_prices import estimate, part_seconds
 from alpa_lite.plan.task_specs import TaskRole, TaskSpec
 from alpa_lite.program.phases import StepGraph
@@ -34,12 +37,26 @@ from cost_models.cluster import Cluster
 from cost_models.composed import ComposedCostModel, CostModel
 
 
+class Prices(Enum):
+    """The prices of tasks in a simulation. The seconds are the same."""
+
+    OF_TASKS = auto()
+    """Priced anew, which tells kernels from exposed collectives."""
+    OF_PLAN = auto()
+    """The costs of the plan's stages, as a search has just found them."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskPrice:
     """Seconds of one run of a task, and the seconds that its kernels alone would take."""
 
     seconds: float
     compute_seconds: float
+
+    @staticmethod
+    def alike(seconds: float) -> TaskPrice:
+        """Return a price of which kernels take all seconds."""
+        return TaskPrice(seconds=seconds, compute_seconds=seconds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +86,12 @@ class SimulatedStep:
 
     times: tuple[TaskTime, ...]
     step_seconds: float
+    transfer_seconds: float
     submeshes: tuple[StageUse, ...]
+
+    def use_of(self, stage: int) -> StageUse:
+        """Return the use of the submesh of a stage."""
+        return next(use for use in self.submeshes if stage in use.stages)
 
     @property
     def bubble_fraction(self) -> float:
@@ -111,27 +133,26 @@ def simulate_program(
     step: StepGraph,
     *,
     cost_model_for: Callable[[Cluster], CostModel] = ComposedCostModel,
+    prices: Prices = Prices.OF_TASKS,
 ) -> SimulatedStep:
     """Simulate a plan's program on the cost model of its cluster. `step` is the one that the program was built from.
 
     State that a step returns replaces the state that was passed in, as if it were donated. Stacked arguments that do
-    not lie on the devices of their stages (`runtime.execute.stacked`) are assembled outside of the program.
+    not lie on the devices of their stages are brought there before the program, and back after it (`stacked_cost`).
     """
-    pricers = [_pricer(plan, stage, cost_model_for) for stage in range(len(plan.stages))]
-    prices = prices_of(program.tasks, step, plan, pricers)
+    pricers, model = [_pricer(plan, n, cost_model_for) for n in range(len(plan.stages))], cost_model_for(plan.cluster)
+    given = _prices_of_plan if prices is Prices.OF_PLAN else prices_of
     clock = _StepSimulation(
-        program=program, plan=plan, prices=prices, pricers=pricers, model=cost_model_for(plan.cluster)
+        program=program, plan=plan, prices=given(program.tasks, step, plan, pricers), pricers=pricers, model=model
     )
     for instruction in program.instructions:
         clock.step(instruction)
     # The next step begins when this one has ended, and no host is still launching its programs.
-    rows, end = (
-        plan.stages_together,
-        max([*(time.end_seconds for time in clock.times), *clock.issued.values()], default=0.0),
-    )
+    end = max([*(time.end_seconds for time in clock.times), *clock.issued.values()], default=0.0)
     # All hosts wait for the last one to start the step.
     available = end + plan.cluster.skew_seconds
-    peaks = _peaks(program, plan, step, clock)
+    peaks, rows = _peaks(program, plan, step, clock), plan.stages_together
+    resting = at_rest(model, step, [home for home, _ in map(program.homes.__getitem__, step.graph.inputs)], plan.stages)
     uses = [
         StageUse(
             stages=stages,
@@ -139,12 +160,17 @@ def simulate_program(
             exposed_seconds=clock.exposed[row],
             bubble_seconds=max(0.0, available - clock.busy[row] - clock.waited[row]),
             received_bytes=clock.received[row],
-            peak_bytes=peaks[row],
+            peak_bytes=max(peaks[row], resting.state_bytes[plan.stages[stages[0]].submesh]),
         )
         for row, stages in enumerate(rows)
     ]
     listed = tuple(time for time in clock.times if time.kind != InstructionKind.FREE)
-    return SimulatedStep(times=listed, step_seconds=available, submeshes=tuple(uses))
+    return SimulatedStep(
+        times=listed,
+        step_seconds=available + resting.seconds,
+        transfer_seconds=clock.sending + resting.seconds,
+        submeshes=tuple(uses),
+    )
 
 
 def prices_of(
@@ -162,6 +188,42 @@ def prices_of(
                 seconds=sum(next(seconds) for _ in each), compute_seconds=sum(part.compute_seconds for part in each)
             )
     return tuple(found[number] for number in range(len(tasks)))
+
+
+def _prices_of_plan(
+    tasks: Sequence[TaskSpec], step: StepGraph, plan: Plan, pricers: Sequence[Pricer]
+) -> tuple[TaskPrice, ...]:
+    """Return the prices of tasks by the costs of their stages, without the part of their kernels."""
+    found = dict[int, TaskPrice]()
+    for stage, placed in enumerate(plan.stages):
+        mine = [number for number, task in enumerate(tasks) if task.stage == stage]
+        updates = sum(tasks[number].kind is TaskRole.UPDATE for number in mine)
+        if updates > 1:
+            # The costs do not tell the parts of an update apart.
+            found.update(zip(mine, prices_of([tasks[n] for n in mine], step, plan, pricers), strict=True))
+        else:
+            found.update((n, TaskPrice.alike(_seconds_of(tasks[n].kind, placed.cost))) for n in mine)
+    return tuple(found[number] for number in range(len(tasks)))
+
+
+def _seconds_of(kind: TaskRole, cost: StageCost) -> float:
+    """Return the seconds of one run of a task, by the cost of its stage."""
+    match kind:
+        case TaskRole.FORWARD:
+            return cost.forward_seconds
+        case TaskRole.BACKWARD:
+            return cost.backward_seconds
+        case TaskRole.FORWARD_BACKWARD:
+            # The gradients of weights are a task of their own where their seconds are told apart.
+            return cost.loop_seconds - cost.weight_seconds
+        case TaskRole.INPUT_GRADIENT:
+            return cost.backward_seconds - cost.weight_seconds
+        case TaskRole.WEIGHT_GRADIENT:
+            return cost.weight_seconds
+        case TaskRole.UPDATE:
+            return cost.update_seconds
+        case TaskRole.STEP:
+            return cost.step_seconds(1)
 
 
 def _pricer(plan: Plan, stage: int, cost_model_for: Callable[[Cluster], CostModel]) -> Pricer:
@@ -191,7 +253,7 @@ class _StepSimulation:
         rows = self.plan.stages_together
         self.row_of = {stage: row for row, stages in enumerate(rows) for stage in stages}
         self.free, self.busy, self.exposed, self.waited, self.received = ([0.0] * len(rows) for _ in range(5))
-        self.dispatch = dispatch_seconds(self.plan.cluster)
+        self.dispatch, self.sending = dispatch_seconds(self.plan.cluster), 0.0
 
     def step(self, instruction: Instruction) -> None:
         """Compute and record the time span of an instruction."""
@@ -247,6 +309,7 @@ class _StepSimulation:
         # The link between two submeshes carries one transfer at a time in each direction.
         start = max(self.ready[source], self.taken.get(link, 0.0))
         self.taken[link] = start + seconds
+        self.sending += seconds
         self.received[link[1]] += instruction.bytes
         return start, start + seconds
 

@@ -11,9 +11,9 @@ import pytest
 
 import alpa_lite as al
 from alpa_lite.api.stages import LoweredFunction
-from alpa_lite.lower.instructions import SUM, Buffer
+from alpa_lite.plan.instructions import SUM, Buffer
+from alpa_lite.plan.simulation import SimulatedStep
 from alpa_lite.planners import DataParallel, Hybrid, Pipeline, Planner
-from alpa_lite.runtime.simulate import SimulatedStep
 from alpa_lite.schedule import GPipe, Inference, Interleaved1F1B, ZeroBubbleH1
 from cost_models.cluster import Cluster
 
