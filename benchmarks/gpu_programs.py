@@ -49,7 +49,8 @@ class Attend(enum.StrEnum):
             tuning = mgpu.TuningConfig(block_q=64, block_kv=64, max_concurrent_steps=2, causal=causal, **blocks)
             # JAX 0.11 has the blocks of this kernel in float16.
             q, k, v = (x.astype(jnp.float16) for x in (q * scale, k, v))
-            return mgpu.attention(q, k, v, tuning).astype(jnp.bfloat16)
+            made: Any = mgpu.attention(q, k, v, tuning)
+            return made.astype(jnp.bfloat16)
         return jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation=self.value)
 
 
@@ -195,7 +196,7 @@ def cases(*, tiny: bool) -> list[Case]:
     )
     resnet, mlp = ResNet(dtype=bf16), MLP(in_features=8192, hidden=8192, out_features=8192, num_layers=6, dtype=bf16)
     mixture = dataclasses.replace(moe(768, 8, 8), computation=Computation(num_segments=1, dtype=bf16))
-    attending = {"num_layers": 8, "hidden": 1024, "num_heads": 16, "seq_len": 2048}
+    attending: dict[str, Any] = {"num_layers": 8, "hidden": 1024, "num_heads": 16, "seq_len": 2048}
     vit = Blocks(num_layers=12, hidden=1024, num_heads=16, seq_len=256, attend=Attend.XLA, causal=False)
     vision = VisionTransformer(image_size=224, patch=14, blocks=vit)
     alone, kernels, samples = (4, 8192, 16, 128), [*Attend], 8
@@ -207,6 +208,7 @@ def cases(*, tiny: bool) -> list[Case]:
         )
         resnet = ResNet(image_size=32, channels=4, stage_sizes=(1, 1), num_classes=10)
         mlp = MLP(in_features=32, hidden=32, out_features=32, num_layers=2, dtype=bf16)
+        assert mixture.experts is not None
         experts = dataclasses.replace(mixture.experts, group_size=16)
         mixture = dataclasses.replace(
             mixture, vocab_size=64, num_layers=2, hidden=32, num_heads=2, inner=64, seq_len=16, experts=experts
@@ -228,7 +230,8 @@ def cases(*, tiny: bool) -> list[Case]:
         model = GPT(**sizes, dtype=dtype, **options)
         if dtype == bf16:
             return Case(name=name, model=model, batch_size=batch_size)
-        return Case(name=name, model=model, batch_size=batch_size, rtol=1e-4, atol=1e-6)
+        # XLA rounds the operands of float32 products to TensorFloat-32, whose mantissa has 10 bits.
+        return Case(name=name, model=model, batch_size=batch_size, rtol=1e-2, atol=1e-4)
 
     some = {attend: (blocks(attend), kernel(attend)) for attend in kernels}
     by_hand = [row for attend in kernels[1:] for row in some[attend]]

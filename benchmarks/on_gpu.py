@@ -70,7 +70,10 @@ def cluster_with(kind: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One program on the GPU; bytes are those of the plan, but for `jit_xla_bytes`."""
+    """One program on the GPU; bytes are those of the plan, but for `jit_xla_bytes`.
+
+    `run` tells the runs of kept figures apart.
+    """
 
     name: str
     predicted_seconds: float
@@ -80,8 +83,8 @@ class Row:
     ratio: float
     plan_streamed_seconds: float
     jit_streamed_seconds: float
-    plan_launch_seconds: float
-    jit_launch_seconds: float
+    plan_launch_seconds: float | None
+    jit_launch_seconds: float | None
     predicted_bytes: float
     peak_bytes: float
     init_peak_bytes: float
@@ -97,6 +100,7 @@ class Row:
     planning_seconds: float
     compile_seconds: float
     jit_compile_seconds: float
+    run: int = 1
 
 
 def start(case: Case) -> Any:
@@ -125,8 +129,7 @@ def price(case: Case, cluster: Cluster) -> float:
 def measured(case: Case, cluster: Cluster, wait: Callable[[], None]) -> Row:
     """Plan a case, wait for the turn before XLA compiles, and measure."""
     shapes = arguments(case)
-    jitted = jax.jit(make_train_step(case.model.loss_fn, case.optimizer), donate_argnums=0)
-    traced = jitted.trace(*shapes)
+    traced = jax.jit(make_train_step(case.model.loss_fn, case.optimizer), donate_argnums=0).trace(*shapes)
     began = [time.perf_counter()]
 
     def follow(progress: Progress) -> None:
@@ -144,13 +147,11 @@ def measured(case: Case, cluster: Cluster, wait: Callable[[], None]) -> Row:
     before = peak_bytes()
     state, losses = stepped(function, state, placed)
     peak, resumed = peak_bytes(), time.perf_counter()
-    # `jax.jit` compiles anew when it is called: the second time, what was kept here is read.
-    with tempfile.TemporaryDirectory() as folder:
-        jax.config.update("jax_compilation_cache_dir", folder)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-        account = traced.lower().compile().memory_analysis()
-        jit_compile_seconds = time.perf_counter() - resumed
-        other, expected = stepped(jitted, init(), batch)
+    # Called as it was compiled, which takes as long as a call of `jax.jit` and does not compile again.
+    jitted = traced.lower().compile()
+    jit_compile_seconds = time.perf_counter() - resumed
+    account: Any = jitted.memory_analysis()
+    other, expected = stepped(jitted, init(), batch)
     found, largest = difference(state.params, other.params, case.atol / case.rtol)
     moments, _ = difference(state.opt_state, other.opt_state)
     noise, _ = difference(stepped(jitted, init(), batch)[0].params, other.params)
@@ -210,7 +211,7 @@ def peak_bytes() -> float:
     return float((jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0))
 
 
-def timed(*sides: tuple[Callable[..., Any], Any, Any]) -> dict[str, float]:
+def timed(*sides: tuple[Callable[..., Any], Any, Any]) -> dict[str, Any]:
     """Return medians of steps of a plan and of `jax.jit` in turn, each a function, its first state, and its batch."""
     states = [state for _, state, _ in sides]
 
@@ -235,7 +236,9 @@ def timed(*sides: tuple[Callable[..., Any], Any, Any]) -> dict[str, float]:
                 step(i)
             jax.block_until_ready(states[i])
             streamed[i].append((time.perf_counter() - began) / ROUNDS)
-    found = {"ratio": statistics.median(a / b for a, b in zip(awaited[0][2:], awaited[1][2:], strict=True))}
+    found: dict[str, Any] = {
+        "ratio": statistics.median(a / b for a, b in zip(awaited[0][2:], awaited[1][2:], strict=True))
+    }
     for i, side in enumerate(("plan", "jit")):
         found[f"{side}_seconds"] = statistics.median(awaited[i][2:])
         found[f"{side}_launch_seconds"] = statistics.median(launches[i][2:])
@@ -284,7 +287,7 @@ class Worker:
     def end(self) -> None:
         """End the process if it still runs."""
         self.process.kill()
-        self.process.wait()
+        self.process.communicate()
 
 
 def turn() -> None:
