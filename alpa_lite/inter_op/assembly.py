@@ -16,7 +16,7 @@ from itertools import pairwise
 from math import ceil, prod
 from typing import NamedTuple
 
-from alpa_lite.errors import PlanError
+from alpa_lite.errors import InfeasibleError, PlanError
 from alpa_lite.inter_op.boundaries import inflow_seconds, received_values, stacks_at_rest
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.inter_op.sharding_demands import PlacedOps, sharding_uses
@@ -43,6 +43,7 @@ from alpa_lite.rules.op_info import opaque_ops, rule_of_op
 from alpa_lite.schedule import Inference, Schedule, simulate
 from alpa_lite.sharding.meshes import sharing
 from alpa_lite.step.layers import Layers
+from alpa_lite.text import show_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +57,40 @@ class StagedStep:
 
 
 def assemble(name: str, request: PlanRequest, staged: StagedStep, started: float) -> Plan:
-    """Return a `Plan` with its prediction, from solved stages; ``started``: when planning began (`perf_counter`)."""
+    """Return a `Plan` with its prediction, from solved stages; ``started``: when planning began (`perf_counter`).
+
+    Raises `InfeasibleError` if the program of the plan needs more memory than the devices of a stage have.
+    """
+    plan = assembled(name, request, staged, started)
+    if bytes_over(plan):
+        raise too_large(plan)
+    return plan
+
+
+def too_large(plan: Plan) -> InfeasibleError:
+    """Return the error about the fullest stage of a plan that does not fit."""
+    stage = plan.fullest_stage
+    return InfeasibleError(
+        f"{plan.name} does not fit: stage {stage} of {len(plan.stages)} needs "
+        f"{show_bytes(plan.prediction.peak_bytes[stage], decimals=2)} per device, with the arrays that are on the way "
+        f"between stages, but there are {show_bytes(plan.capacity_bytes(stage), decimals=2)}. Use smaller or more "
+        "micro-batches, or more devices."
+    )
+
+
+ROUNDING = 1e-9
+"""Relative tolerance for sums of bytes that are added up in another order."""
+
+
+def bytes_over(plan: Plan) -> dict[int, float]:
+    """Return the bytes per device by which stages exceed the memory of their devices; empty if all fit."""
+    peaks = enumerate(plan.prediction.peak_bytes)
+    over = {stage: peak - (1 + ROUNDING) * plan.capacity_bytes(stage) for stage, peak in peaks}
+    return {stage: excess for stage, excess in over.items() if excess > 0}
+
+
+def assembled(name: str, request: PlanRequest, staged: StagedStep, started: float) -> Plan:
+    """Return the `Plan` of `assemble`, whether it fits or not."""
     step, stages = staged.step, staged.stages
     plan = _undecorated(request, staged)
     # A plan is as proven as its stages; those that differ make it feasible at best.
@@ -213,6 +247,7 @@ def _predicted(request: PlanRequest, staged: StagedStep, plan: Plan) -> Predicti
         collectives=tuple(
             replace(u, stage=i) for i, s in enumerate(solutions) for u in s.collectives if u.num_devices > 1
         ),
+        tasks=simulated.tasks,
     )
 
 

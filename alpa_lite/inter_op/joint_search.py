@@ -32,7 +32,7 @@ from alpa_lite.errors import (
     TraceError,
     without_frames,
 )
-from alpa_lite.inter_op.assembly import StagedStep, assemble
+from alpa_lite.inter_op.assembly import StagedStep, assembled, bytes_over, too_large
 from alpa_lite.inter_op.boundaries import inflows, slower_inflows
 from alpa_lite.inter_op.microbatch_counts import (
     MAX_IN_VAIN,
@@ -45,7 +45,8 @@ from alpa_lite.inter_op.microbatch_counts import (
     surveyed_numbers,
 )
 from alpa_lite.inter_op.plan_request import PlanRequest
-from alpa_lite.inter_op.refine import Found, agreeing, made_to_fit, refined, rescheduled
+from alpa_lite.inter_op.refine import Found, agreeing, made_to_fit, refined, rescheduled, with_less_memory
+from alpa_lite.inter_op.shared_devices import MAX_ROUNDS
 from alpa_lite.inter_op.space import Space, StageEquality, hosts_of_groups
 from alpa_lite.inter_op.stage_cost_cache import StageCostCache
 from alpa_lite.inter_op.stage_costs import PlacedStage, StageCosts, StagePlace
@@ -116,15 +117,18 @@ class JointSearch:
             if not found:
                 self.steps.let_take(seconds)
                 for better in self._found(survey, numbers):
-                    found.append(better)
                     progress.expect("refine", len(better.stages))
-                    yield self._plan(better)
+                    if (plan := self._plan(better)) is not None:
+                        found.append(better)
+                        yield plan
         progress.expect("stages", 0)
         if found:
             with progress.during("refine", "refine"):
                 # Interleaving changes schedule and number of stages, which the user may have fixed.
                 dealt_out = len(self.schedules) > 1 and self.num_stages is None
-                yield self._plan(refined(self.request, found, self.steps, self.schedules, dealt_out=dealt_out))
+                best = self._plan(refined(self.request, found, self.steps, self.schedules, dealt_out=dealt_out))
+            if best is not None:
+                yield best
         elif not fitting:
             number = max(guesses)
             # Nothing fits: either no stages of this kind exist at all, or memory is short.
@@ -166,10 +170,29 @@ class JointSearch:
             if better is not None:
                 yield better
 
-    def _plan(self, found: Found) -> Plan:
+    def _plan(self, found: Found) -> Plan | None:
+        """Return the plan of some stages, solved with less memory where their program needs more than there is.
+
+        The search sees stages one by one, without the arrays that are on the way between them. None if no stages fit.
+        """
+        costs = found.costs
+        try:
+            plan = self._assembled(found)
+            for _ in range(MAX_ROUNDS):
+                if not (over := bytes_over(plan)):
+                    return costs.recomputed.recorded_in(plan)
+                found = with_less_memory(found, over)
+                plan = self._assembled(found)
+            raise too_large(plan)
+        except InfeasibleError as error:
+            self.problems.append(without_frames(error))
+            self.too_large.add(costs.step.num_microbatches)
+            return None
+
+    def _assembled(self, found: Found) -> Plan:
         costs = found.costs
         staged = StagedStep(step=costs.step, layers=costs.layers, stages=found.stages, schedule=found.schedule)
-        return costs.recomputed.recorded_in(assemble(self.name, self.request, staged, time.perf_counter()))
+        return assembled(self.name, self.request, staged, time.perf_counter())
 
     # ----------------------------------------------------------------------------------------------- the order
 
@@ -395,7 +418,7 @@ class JointSearch:
 
         `further`: how many searches of this size are still to follow. Raises `InfeasibleError` if nothing fits.
         """
-        best, fits, too_large = None, False, None
+        best, fits, refused = None, False, None
         for search in self._searches_at(number, survey):
             choice = search.run(at_most, further=further)
             # Guesses for other numbers are corrected by what this search has learned (`_of_layers`).
@@ -406,7 +429,7 @@ class JointSearch:
                     found = self._priced(search, choice)
                 except InfeasibleError as error:
                     # A schedule may hold more than the DP counts: stages searched for another one may fit.
-                    too_large = error
+                    refused = error
                     break
                 fits = True
                 best = found if best is None or found.seconds < best.seconds else best
@@ -418,7 +441,7 @@ class JointSearch:
                 search.refuse_updates_like(choice)
                 choice = search.run(at_most, further=further)
         if not fits:
-            raise too_large or InfeasibleError(self._infeasible(number))
+            raise refused or InfeasibleError(self._infeasible(number))
         return best
 
     def _priced(self, search: StageSearch, choice: StageChoice) -> Found:

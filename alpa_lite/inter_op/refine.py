@@ -15,11 +15,11 @@ again with the form of one of them given.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from alpa_lite.errors import InfeasibleError, PlanError
-from alpa_lite.inter_op.assembly import StagedStep, StepEstimate, estimate
+from alpa_lite.inter_op.assembly import ROUNDING, StagedStep, StepEstimate, estimate
 from alpa_lite.inter_op.boundaries import stacks_at_rest
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.inter_op.shared_devices import device_peak, solve_together
@@ -42,9 +42,6 @@ CHUNKS = (2, 4, 8)
 
 UNSEEN = 0.1
 """Relative excess of a simulated step over the stage DP's seconds above which these are not relied on."""
-
-ROUNDING = 1e-9
-"""Relative tolerance for sums of bytes that are added up in another order."""
 
 UNEVEN = 0.1
 """Relative excess of the slowest stage over the average above which equal parts are tried."""
@@ -225,13 +222,29 @@ def fits(costs: StageCosts, stages: Sequence[PlacedStage], schedule: Schedule) -
     )
 
 
+def with_less_memory(found: Found, over: Mapping[int, float]) -> Found:
+    """Return the stages with so many bytes less on some of them, by number. Raises `InfeasibleError` if a stage cannot
+    do with less.
+    """
+    costs, lists = found.costs, found.schedule.tasks(len(found.stages), found.costs.step.num_microbatches)
+    if len(lists) < len(found.stages):
+        raise InfeasibleError(f"Stages that share devices do not fit under {found.schedule}.")
+    limits = {n: device_peak({n: found.stages[n].solution.cost}, lists[n]) - excess for n, excess in over.items()}
+    return replace(found, stages=tuple(_within(costs, found.stages, found.schedule, limits)))
+
+
 def made_to_fit(costs: StageCosts, stages: Sequence[PlacedStage], schedule: Schedule) -> list[PlacedStage]:
     """Return the stages, solved again with less memory if a schedule holds more than the search assumed.
 
     Raises `InfeasibleError` if a stage does not fit.
     """
-    if fits(costs, stages, schedule):
-        return list(stages)
+    return list(stages) if fits(costs, stages, schedule) else _within(costs, stages, schedule, {})
+
+
+def _within(
+    costs: StageCosts, stages: Sequence[PlacedStage], schedule: Schedule, limits: Mapping[int, float]
+) -> list[PlacedStage]:
+    """Return the stages, solved within limits in bytes per device, by number; the others within their memory."""
     lists = schedule.tasks(len(stages), costs.step.num_microbatches)
     found: list[PlacedStage] = []
     for number, (stage, tasks) in enumerate(zip(stages, lists, strict=True)):
@@ -246,7 +259,7 @@ def made_to_fit(costs: StageCosts, stages: Sequence[PlacedStage], schedule: Sche
             solution = costs.solution(stage, in_flight=in_flight, limit_bytes=limit_bytes)
             return costs.in_two_parts(stage, solution) if in_two else solution
 
-        together = solve_together(solve, tasks, costs.room_bytes(stage.submesh))
+        together = solve_together(solve, tasks, limits.get(number, costs.room_bytes(stage.submesh)))
         if not together.fits:
             raise InfeasibleError(f"Stage {number} of {len(stages)} does not fit under {schedule}.")
         found.append(replace(stage, solution=together.solutions[number]))

@@ -13,11 +13,11 @@ from alpa_lite.intra_op.solvers.portfolio import Portfolio
 from alpa_lite.intra_op.solvers.solver import Solver
 from alpa_lite.intra_op.stage import StageView
 from alpa_lite.plan.op_places import TaskLayout
-from alpa_lite.plan.parts import NO_COST, Choice, CollectiveUse, StageCost
+from alpa_lite.plan.parts import NO_COST, Choice, CollectiveUse, StageCost, TaskRole
 from alpa_lite.plan.pricing import Pricer, local_bytes
 from alpa_lite.plan.slices import SlicedStages, Slicer, home_spec
 from alpa_lite.plan.task_prices import estimate, part_seconds
-from alpa_lite.plan.task_specs import TaskRole, TaskSpec
+from alpa_lite.plan.task_specs import TaskSpec
 from alpa_lite.program.memo import memoized
 from alpa_lite.program.phases import Phase, parameters
 

@@ -15,9 +15,10 @@ from enum import StrEnum
 from typing import Any
 
 from alpa_lite.errors import MismatchError, VerificationError
+from alpa_lite.plan.parts import TaskRole
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.slices import SlicedStages
-from alpa_lite.plan.task_specs import TaskRole, TaskSpec
+from alpa_lite.plan.task_specs import TaskSpec
 from alpa_lite.program.ir import Value, item_bytes
 from alpa_lite.program.phases import StepGraph
 from alpa_lite.schedule import linearize, validate

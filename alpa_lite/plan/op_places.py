@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from alpa_lite.errors import PlanError
+from alpa_lite.plan.parts import TaskRole
 from alpa_lite.plan.plan import Plan
-from alpa_lite.plan.task_specs import OpPlace, TaskRole
+from alpa_lite.plan.task_specs import OpPlace
 from alpa_lite.program.ir import Graph
 from alpa_lite.program.phases import Phase, StepGraph, weight_gradient_ops
 from alpa_lite.rules.fusion import is_fusible

@@ -6,7 +6,8 @@ Op and value ids refer to the traced graph; names of quantities include their un
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
 from math import prod
 
 from alpa_lite.plan.codec import INLINE
@@ -310,6 +311,49 @@ class StagePlan:
         )
 
 
+class TaskRole(StrEnum):
+    """The part of a step that a task runs, with the values of `TaskKind` where the schedule has such tasks."""
+
+    STEP = "step"
+    FORWARD = "forward"
+    FORWARD_BACKWARD = "forward+backward"
+    BACKWARD = "backward"
+    INPUT_GRADIENT = "input gradient"
+    WEIGHT_GRADIENT = "weight gradient"
+    UPDATE = "update"
+
+    @property
+    def in_loop(self) -> bool:
+        """True for tasks that run once per micro-batch."""
+        return self not in (TaskRole.STEP, TaskRole.UPDATE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskRuns:
+    """The runs of tasks in a predicted step: element i of each field is about run i.
+
+    Attributes:
+        stages: the number of the stage.
+        roles: the part of a step that the task runs.
+        microbatches: the micro-batch; None for tasks that run once per step.
+        start_seconds: when the run starts, since the beginning of the step.
+        end_seconds: when it ends.
+        held_bytes: the most bytes in use per device of its submesh, from the start of the run to the start of the next.
+    """
+
+    stages: tuple[int, ...] = ()
+    roles: tuple[TaskRole, ...] = ()
+    microbatches: tuple[int | None, ...] = ()
+    start_seconds: tuple[float, ...] = ()
+    end_seconds: tuple[float, ...] = ()
+    held_bytes: tuple[float, ...] = ()
+
+    @property
+    def columns(self) -> tuple[tuple[object, ...], ...]:
+        """All fields, of equal lengths."""
+        return tuple(getattr(self, each.name) for each in fields(self))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
     """The predictions of the cost model for one step.
@@ -323,6 +367,7 @@ class Prediction:
         flops_per_device: FLOPs per step of the device with the most.
         bubble_fraction: fraction of the devices' time spent waiting for other stages.
         collectives: the collectives that make up `collective_seconds`.
+        tasks: the runs of all tasks; empty in files of earlier versions.
     """
 
     step_seconds: float
@@ -333,6 +378,7 @@ class Prediction:
     flops_per_device: float
     bubble_fraction: float
     collectives: tuple[CollectiveUse, ...] = ()
+    tasks: TaskRuns = field(default_factory=TaskRuns)
 
     def breakdown(self) -> dict[str, float]:
         """Return the seconds of one step by cause; causes overlap across stages and need not add up to the step."""

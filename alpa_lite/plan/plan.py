@@ -308,7 +308,7 @@ def fingerprint(step: StepGraph) -> str:
 def check_plan(plan: Plan) -> None:
     """Raise `PlanError` for a `Plan` that contradicts itself."""
     # The checks are generators: later ones may rely on earlier ones, as the first problem raises.
-    for problem in chain(_numbers(plan), _layers(plan), _stages(plan), _prediction(plan)):
+    for problem in chain(_numbers(plan), _layers(plan), _stages(plan), _prediction(plan), _tasks(plan)):
         raise PlanError(f"The plan of {plan.function!r} contradicts itself: {problem}. Make a new one with al.plan.")
 
 
@@ -422,3 +422,15 @@ def _prediction(plan: Plan) -> Iterator[str]:
                 yield f"it predicts {each.name} of {value}"
     if not abs(prediction.bubble_fraction) <= 1:
         yield f"it predicts bubble_fraction of {prediction.bubble_fraction}"
+
+
+def _tasks(plan: Plan) -> Iterator[str]:
+    """Yield the problems of the predicted tasks."""
+    tasks = plan.prediction.tasks
+    if len({*map(len, tasks.columns)}) > 1:
+        yield "the columns of its predicted tasks have different lengths"
+    if not all(0 <= stage < len(plan.stages) for stage in tasks.stages):
+        yield f"it predicts tasks of a stage that does not exist, of {len(plan.stages)}"
+    for numbers in (tasks.start_seconds, tasks.end_seconds, tasks.held_bytes):
+        if not all(0 <= number <= _LARGEST for number in numbers):
+            yield "it predicts tasks with seconds or bytes that are negative or not finite"

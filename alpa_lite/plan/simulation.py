@@ -11,7 +11,7 @@
                         the instruction that made its input                                              `StageUse`
     bubble              waiting for anything else
     peak                state + max over time of buffers between their first writer and their last reader
-                        + what the running task needs in addition                                        `_peaks`
+                        + what the running task needs in addition                                         `_held`
 
 The instructions are those that `execute` runs; PLACE, ZEROS and CONCAT take no time here.
 """
@@ -22,15 +22,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum, auto
-from itertools import accumulate
 
 from alpa_lite.plan.instructions import Buffer, Instruction, InstructionKind, Program, TaskTime
-from alpa_lite.plan.parts import StageCost
+from alpa_lite.plan.parts import StageCost, TaskRole, TaskRuns
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.pricing import Pricer, dispatch_seconds, local_bytes, transfer_seconds
 from alpa_lite.plan.stacked_cost import at_rest
 from alpa_lite.plan.task_prices import estimate, part_seconds
-from alpa_lite.plan.task_specs import TaskRole, TaskSpec
+from alpa_lite.plan.task_specs import TaskSpec
 from alpa_lite.program.phases import StepGraph
 from alpa_lite.sharding.specs import Spec
 from cost_models.cluster import Cluster
@@ -88,6 +87,7 @@ class SimulatedStep:
     step_seconds: float
     transfer_seconds: float
     submeshes: tuple[StageUse, ...]
+    tasks: TaskRuns = field(repr=False)
 
     def use_of(self, stage: int) -> StageUse:
         """Return the use of the submesh of a stage."""
@@ -111,7 +111,8 @@ class SimulatedStep:
     def to_json(self) -> dict[str, object]:
         """Return the step as JSON-compatible data."""
         fractions = {"bubble_fraction": self.bubble_fraction, "exposed_fraction": self.exposed_fraction}
-        return {**asdict(self), **fractions}
+        own = {name: value for name, value in asdict(self).items() if name != "tasks"}
+        return {**own, **fractions}
 
     def __str__(self) -> str:
         head = (
@@ -151,7 +152,7 @@ def simulate_program(
     end = max([*(time.end_seconds for time in clock.times), *clock.issued.values()], default=0.0)
     # All hosts wait for the last one to start the step.
     available = end + plan.cluster.skew_seconds
-    peaks, rows = _peaks(program, plan, step, clock), plan.stages_together
+    rows, tasks = plan.stages_together, _task_runs(program, plan, step, clock)
     resting = at_rest(model, step, [home for home, _ in map(program.homes.__getitem__, step.graph.inputs)], plan.stages)
     uses = [
         StageUse(
@@ -160,7 +161,10 @@ def simulate_program(
             exposed_seconds=clock.exposed[row],
             bubble_seconds=max(0.0, available - clock.busy[row] - clock.waited[row]),
             received_bytes=clock.received[row],
-            peak_bytes=max(peaks[row], resting.state_bytes[plan.stages[stages[0]].submesh]),
+            peak_bytes=max(
+                resting.state_bytes[plan.stages[stages[0]].submesh],
+                *(most for stage, most in zip(tasks.stages, tasks.held_bytes, strict=True) if stage in stages),
+            ),
         )
         for row, stages in enumerate(rows)
     ]
@@ -170,6 +174,7 @@ def simulate_program(
         step_seconds=available + resting.seconds,
         transfer_seconds=clock.sending + resting.seconds,
         submeshes=tuple(uses),
+        tasks=tasks,
     )
 
 
@@ -314,11 +319,48 @@ class _StepSimulation:
         return start, start + seconds
 
 
-def _peaks(program: Program, plan: Plan, step: StepGraph, clock: _StepSimulation) -> list[float]:
-    """Return for each submesh the peak memory of a device, in bytes."""
+def _task_runs(program: Program, plan: Plan, step: StepGraph, clock: _StepSimulation) -> TaskRuns:
+    """Return the runs of tasks, by submesh in order, with the memory that is in use meanwhile."""
+    stages, held = [*zip(plan.stages_together, _held(program, plan, step, clock), strict=True)], list[float]()
+    runs = [
+        (instruction, time)
+        for instruction, time in zip(program.instructions, clock.times, strict=True)
+        if instruction.kind is InstructionKind.RUN
+    ]
+    listed = list[tuple[Instruction, TaskTime]]()
+    for numbers, changes in stages:
+        mine = sorted((run for run in runs if run[0].stage in numbers), key=lambda run: run[1].start_seconds)
+        listed += mine
+        held += _most_between([time.start_seconds for _, time in mine], changes)
+    return TaskRuns(
+        stages=tuple(time.stage for _, time in listed),
+        roles=tuple(program.tasks[instruction.task].kind for instruction, _ in listed),
+        microbatches=tuple(time.microbatch for _, time in listed),
+        start_seconds=tuple(time.start_seconds for _, time in listed),
+        end_seconds=tuple(time.end_seconds for _, time in listed),
+        held_bytes=tuple(held),
+    )
+
+
+def _most_between(starts: Sequence[float], changes: Sequence[tuple[float, float]]) -> list[float]:
+    """Return the largest partial sum of changes (seconds, bytes) from each start to the next one.
+
+    What comes before the first start counts with it.
+    """
+    found, held, current = [0.0] * len(starts), 0.0, 0
+    for seconds, change in changes if starts else ():
+        while current + 1 < len(starts) and seconds >= starts[current + 1]:
+            current += 1
+            found[current] = held
+        held += change
+        found[current] = max(found[current], held)
+    return found
+
+
+def _held(program: Program, plan: Plan, step: StepGraph, clock: _StepSimulation) -> list[list[tuple[float, float]]]:
+    """Return for each submesh the changes of the memory of a device over time: (seconds, bytes), in order."""
     resident = _resident(program, plan, step)
     sizes = _sizes(program, plan, step, resident)
-    # Changes of the memory of a device of each submesh: (time, bytes); their largest partial sum is the peak.
     changes: list[list[tuple[float, float]]] = [[] for _ in plan.stages_together]
     last: dict[Buffer, float] = {}
     following = (*program.instructions[1:], None)  # one item too long for an empty program
@@ -338,12 +380,10 @@ def _peaks(program: Program, plan: Plan, step: StepGraph, clock: _StepSimulation
         if instruction.kind == InstructionKind.RUN:
             work = _work(plan, instruction, program.tasks[instruction.task], sizes)
             changes[row] += [(time.start_seconds, work), (time.end_seconds, -work)]
-    state = [0.0] * len(changes)
     for buffer, size in resident.items():
-        state[clock.row_of[buffer.stage]] += size
+        changes[clock.row_of[buffer.stage]].append((-1.0, size))
     # Ends sort before starts at the same time: memory that is freed is available to what begins then.
-    held = (max(accumulate(change for _, change in sorted(each)), default=0.0) for each in changes)
-    return [at_rest + most for at_rest, most in zip(state, held, strict=True)]
+    return [sorted(each) for each in changes]
 
 
 def _taken_over(
@@ -396,7 +436,7 @@ def _sizes(program: Program, plan: Plan, step: StepGraph, resident: Iterable[Buf
         in_place = instruction.kind == InstructionKind.SEND and _same_devices(plan, instruction)
         for buffer, spec in _written(program, instruction):
             if buffer not in nothing and not in_place:
-                # The first writer decides, as it does for the allocation in `_peaks`.
+                # The first writer decides, as it does for the allocation in `_held`.
                 bytes_of.setdefault(buffer, local_bytes(step.graph.values[buffer.value], spec, sizes))
     return bytes_of
 

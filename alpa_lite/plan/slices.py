@@ -13,9 +13,9 @@ from enum import Enum, auto
 from functools import cached_property
 
 from alpa_lite.plan.op_places import TaskLayout, layout_of_plan, places_of
-from alpa_lite.plan.parts import Choice, OpPlacement
+from alpa_lite.plan.parts import Choice, OpPlacement, TaskRole
 from alpa_lite.plan.plan import Plan
-from alpa_lite.plan.task_specs import OpPlace, Port, TaskPart, TaskRole, TaskSpec
+from alpa_lite.plan.task_specs import OpPlace, Port, TaskPart, TaskSpec
 from alpa_lite.program.ir import Graph
 from alpa_lite.program.memo import memoized
 from alpa_lite.program.phases import Phase, StepGraph, parameters

@@ -12,31 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import TypeVar
 
+from alpa_lite.plan.parts import TaskRole
 from alpa_lite.plan.walk import Walk
 from alpa_lite.program.phases import Phase
 from alpa_lite.sharding.specs import Spec
 
 A = TypeVar("A")
-
-
-class TaskRole(StrEnum):
-    """The part of a step that a task runs, with the values of `TaskKind` where the schedule has such tasks."""
-
-    STEP = "step"
-    FORWARD = "forward"
-    FORWARD_BACKWARD = "forward+backward"
-    BACKWARD = "backward"
-    INPUT_GRADIENT = "input gradient"
-    WEIGHT_GRADIENT = "weight gradient"
-    UPDATE = "update"
-
-    @property
-    def in_loop(self) -> bool:
-        """True for tasks that run once per micro-batch."""
-        return self not in (TaskRole.STEP, TaskRole.UPDATE)
 
 
 _ORDER = {

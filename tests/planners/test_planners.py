@@ -19,6 +19,7 @@ import pytest
 import alpa_lite as al
 from alpa_lite.cli.models.decoders import GPT
 from alpa_lite.inter_op.plan_request import PlanRequest, SentSteps, StepSignature
+from alpa_lite.plan.instructions import InstructionKind, build_program
 from alpa_lite.plan.walk import free_values
 from alpa_lite.planners import (
     FSDP,
@@ -313,6 +314,8 @@ def test_the_search_leaves_room_for_what_its_schedule_holds(schedule: Schedule) 
 def test_chunks_are_dealt_out_and_counted_together() -> None:
     plan = plan_for("mlp", "interleaved", "eager")
     assert plan.name == "pp2·2 × tp2" and plan.stages_together == ((0, 2), (1, 3))
+    step = traced("mlp").step(plan.num_microbatches, plan.loop_parts).step
+    sends = [i for i in build_program(plan, step).instructions if i.kind is InstructionKind.SEND]
     tasks, count = plan.schedule.tasks(4, plan.num_microbatches), plan.num_microbatches
     for processor in range(2):
         mine = {i: plan.stages[i] for i in (processor, processor + 2)}
@@ -322,8 +325,10 @@ def test_chunks_are_dealt_out_and_counted_together() -> None:
             most = max(most, sum(held[i] * stage.cost.activation_bytes for i, stage in mine.items()))
         kept = sum(stage.cost.state_bytes + stage.cost.accumulator_bytes for stage in mine.values())
         wanted = kept + most + max(stage.cost.temporary_bytes for stage in mine.values())
+        # Beside that only what is on the way to or from these stages.
+        on_the_way = sum(i.bytes for i in sends if {i.stage, i.source_stage} & {*mine})
         for i in mine:
-            assert plan.prediction.peak_bytes[i] == pytest.approx(wanted)
+            assert wanted <= plan.prediction.peak_bytes[i] <= wanted + on_the_way
     assert count % 2 == 0
 
 
@@ -346,7 +351,8 @@ def test_three_boundaries_of_four_chunks_send_and_those_of_one_group_do_not() ->
         found = traced("mlp").plan(cluster=eager_cluster(), planner=planner, num_microbatches=4).last_plan
         return found.prediction.transfer_seconds
 
-    assert transfers(1, 4) == 0.0
+    # Between chunks on the same devices arrays may change their spec.
+    assert transfers(1, 4) < transfers(2, 1)
     assert transfers(2, 2) > 2 * transfers(2, 1) > 0.0
 
 

@@ -177,5 +177,7 @@ def test_a_stage_holds_its_inputs_and_the_values_of_one_layer(num_microbatches: 
     for plan in (again, kept):
         stage = plan.stages[0]
         held = stage.cost.state_bytes + stage.cost.accumulator_bytes + stage.cost.temporary_bytes
-        assert plan.prediction.peak_bytes[0] == pytest.approx(held + num_microbatches * stage.cost.activation_bytes)
+        on_the_way = plan.prediction.peak_bytes[0] - held - num_microbatches * stage.cost.activation_bytes
+        # At most the result that is being sent, and the gradient that has arrived for the next task.
+        assert on_the_way in (0, boundary, 2 * boundary)
     assert again.prediction.peak_bytes[0] < kept.prediction.peak_bytes[0]

@@ -65,7 +65,7 @@ def page_data(
         "tick_seconds": tick,
         "kinds": list(_KINDS),
         "lanes": [_lane(name, found, plan, tick) for name, found in spans.items()],
-        "memory": [_memory(track, tick) for track in memory_over_time(plan, predicted)],
+        "memory": [_memory(track, tick) for track in memory_over_time(plan)],
         "end": round(predicted.makespan_seconds / tick),
     }
 

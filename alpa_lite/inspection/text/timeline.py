@@ -1,33 +1,27 @@
 """Timelines of one step, predicted and measured: tasks, also for chrome://tracing and Perfetto, and memory.
 
-predicted    schedule.simulate on the plan's stage times, then the update of each stage        (`predicted_timeline`)
+predicted    the tasks of the plan's prediction, as its program was simulated                 (`predicted_timeline`)
 simulated    spans of plan.simulation, one per instruction of a program                       (`chrome_trace`)
 measured     the same spans from runtime.execute; or any with stage, kind, start_seconds, end_seconds
 both         in one trace, and side by side, task by task                                      (`overlaid`, `compared`)
 
-The memory of the devices of each submesh during a predicted step:
-
-held(t)  = Σ over the stages of the submesh: state + gradient sums + saved values of the micro-batches in flight
-bytes(t) = held(t) + temporaries of the running task                                         (`memory_over_time`)
-
-A micro-batch is in flight from the start of its forward to the end of its backward. Between the two parts of a split
-backward pass, only the values passed from one part to the other stay alive. Without a backward pass, saved values live
-only while the forward runs.
+The memory of the devices of each submesh is the most that they hold from the start of each task to the start of the
+next one (`memory_over_time`).
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from statistics import median
 from typing import TypedDict
 
 from alpa_lite.inspection.text.tables import Table, render
-from alpa_lite.plan.plan import Plan, StagePlan
-from alpa_lite.plan.pricing import dispatch_seconds
-from alpa_lite.schedule import TaskKind, Timeline, passes_of, simulate
+from alpa_lite.plan.parts import StageCost, TaskRole
+from alpa_lite.plan.plan import Plan
+from alpa_lite.schedule import Timeline
 from alpa_lite.schedule.tasks import SpanLike
 from alpa_lite.text import show_milliseconds, show_percent, show_seconds
 
@@ -50,7 +44,7 @@ class PredictedTimeline:
 
     bars               the spans of all stages, in seconds from the start of the step
     makespan_seconds   the end of the last span, updates included
-    bubble_fraction    the idle share of the devices before the update
+    bubble_fraction    the share of the devices' time spent waiting for other stages
     busy_seconds       per stage, the seconds of its spans
     update_seconds     per stage, the seconds of its update
     rows               the stages on each submesh, which run one after the other
@@ -86,48 +80,41 @@ class PredictedTimeline:
 
 
 def predicted_timeline(plan: Plan) -> PredictedTimeline:
-    """Simulate the step's schedule with the times of the plan.
-
-    Every task pays one dispatch, as in the plan's own prediction. A plan stores only the sum of its transfers, so each
-    boundary between stages gets an equal share. Therefore with three stages or more the makespan can differ a little
-    from `plan.prediction.step_seconds`, which also includes the wait for the last host.
-    """
-    stages, count = plan.stages, plan.num_microbatches
-    dispatch = dispatch_seconds(plan.cluster)
-    # A step in one stage and one micro-batch is a single program: its tasks share one dispatch.
-    whole = len(stages) == 1 and count == 1
-    tasks = plan.schedule.tasks(len(stages), count)
-    each = dispatch / len(tasks[0]) if whole else dispatch
-    # Neighbouring stages on one submesh pass arrays on in place.
-    apart = [float(a.submesh != b.submesh) for a, b in pairwise(stages)]
-    # A micro-batch crosses each boundary once per pass: forward, and backward if there is one.
-    passes = len(passes_of(tasks[0]))
-    transfer = plan.prediction.transfer_seconds / (passes * count * sum(apart)) if any(apart) else 0.0
-    timeline = simulate(
-        tasks,
-        [stage.cost.forward_seconds for stage in stages],
-        [stage.cost.backward_seconds for stage in stages],
-        weight_seconds=[stage.cost.weight_seconds for stage in stages],
-        dispatch_seconds=each,
-        transfer_seconds=[transfer * each for each in apart],
-        # Virtual devices run their tasks one at a time.
-        serialized=plan.cluster.shared_processor,
-    )
-    updates = tuple(stage.cost.update_seconds + (0.0 if whole else dispatch) for stage in stages)
-    rows = plan.stages_together
-    # On a shared processor all updates follow each other, not only those on the same devices.
-    in_turn = [tuple(range(len(stages)))] if plan.cluster.shared_processor else rows
+    """Return the tasks of a plan's prediction as bars; a task of several passes as one bar for each."""
+    rows, runs = plan.stages_together, plan.prediction.tasks
     row_of = {stage: row for row, numbers in enumerate(rows) for stage in numbers}
-    bars = (*_bars(timeline, row_of), *_updates(updates, in_turn, timeline.makespan_seconds, row_of))
-    busy = [sum(bar.end_seconds - bar.start_seconds for bar in bars if bar.stage == s) for s in range(len(stages))]
+    bars = [
+        Bar(stage=stage, row=row_of[stage], kind=kind, microbatch=microbatch, start_seconds=begin, end_seconds=end)
+        for stage, role, microbatch, start, stop in zip(*runs.columns[:5], strict=True)
+        for kind, begin, end in _passes(role, plan.stages[stage].cost, start, stop)
+        if end > begin
+    ]
+    seconds = [[0.0, 0.0] for _ in plan.stages]
+    for bar in bars:
+        seconds[bar.stage][bar.kind == TaskRole.UPDATE] += bar.end_seconds - bar.start_seconds
     return PredictedTimeline(
-        bars=bars,
+        bars=tuple(bars),
         makespan_seconds=max((bar.end_seconds for bar in bars), default=0.0),
-        bubble_fraction=timeline.bubble_fraction,
-        busy_seconds=tuple(busy),
-        update_seconds=updates,
+        bubble_fraction=plan.prediction.bubble_fraction,
+        busy_seconds=tuple(map(sum, seconds)),
+        update_seconds=tuple(update for _, update in seconds),
         rows=rows,
     )
+
+
+def _passes(role: TaskRole, cost: StageCost, start: float, end: float) -> Iterator[tuple[str, float, float]]:
+    """Yield the passes that a task runs in turn: kind, start and end."""
+    parts: dict[str, float] = {role.value: 1.0}
+    if role in (TaskRole.STEP, TaskRole.FORWARD_BACKWARD):
+        parts = {
+            TaskRole.FORWARD.value: cost.forward_seconds,
+            TaskRole.BACKWARD.value: cost.backward_seconds - cost.weight_seconds,
+        }
+    if role is TaskRole.STEP:
+        parts[TaskRole.UPDATE.value] = cost.update_seconds
+    total = sum(parts.values()) or 1.0
+    ends = [start + (end - start) * part / total for part in accumulate(parts.values())]
+    yield from zip(parts, [start, *ends[:-1]], [*ends[:-1], end], strict=True)
 
 
 def row_name(stages: Sequence[int]) -> str:
@@ -282,40 +269,13 @@ def _meta(number: int, kind: str, name: str, row: int = 1) -> dict[str, object]:
     return {"name": kind, "ph": "M", "pid": number, "tid": row, "args": {"name": name}}
 
 
-def _bars(timeline: Timeline, row_of: Mapping[int, int]) -> tuple[Bar, ...]:
-    return tuple(
-        Bar(
-            stage=span.stage,
-            row=row_of[span.stage],
-            kind=span.kind.value,
-            microbatch=span.microbatch,
-            start_seconds=span.start_seconds,
-            end_seconds=span.end_seconds,
-        )
-        for span in timeline.spans
-    )
-
-
-def _updates(
-    seconds: Sequence[float], in_turn: Iterable[Sequence[int]], start: float, row_of: Mapping[int, int]
-) -> Iterable[Bar]:
-    """Yield the updates after the last task: in parallel, but one after the other for stages on the same devices."""
-    for stages in in_turn:
-        end = start
-        for stage in stages:
-            begin, end = end, end + seconds[stage]
-            if seconds[stage] > 0:
-                span = {"start_seconds": begin, "end_seconds": end}
-                yield Bar(stage=stage, row=row_of[stage], kind="update", microbatch=None, **span)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryTrack:
     """Memory per device of one submesh over time.
 
     stages            the stages of the submesh
     seconds, bytes    `bytes[i]` are in use from `seconds[i]` to `seconds[i + 1]`
-    kept_bytes        the part in use all the time
+    kept_bytes        the part in use all the time: arguments that live here
     capacity_bytes    the memory of a device
     """
 
@@ -331,59 +291,19 @@ class MemoryTrack:
         return max(self.bytes)
 
 
-def memory_over_time(plan: Plan, timeline: PredictedTimeline | None = None) -> tuple[MemoryTrack, ...]:
-    """Return one track per submesh, in the order of `plan.stages_together`.
-
-    timeline: the predicted timeline of this plan, if it has been computed already.
-
-    The peak of a submesh that runs one stage is `plan.prediction.peak_bytes`. With several stages it can be below that,
-    as the plan adds the largest temporaries of any of its tasks to the fullest moment.
-    """
-    shown = predicted_timeline(plan) if timeline is None else timeline
-    return tuple(_track(plan, row, stages, shown) for row, stages in enumerate(plan.stages_together))
+def memory_over_time(plan: Plan) -> tuple[MemoryTrack, ...]:
+    """Return one track per submesh, in the order of `plan.stages_together`."""
+    return tuple(_track(plan, stages) for stages in plan.stages_together)
 
 
-def _track(plan: Plan, row: int, stages: tuple[int, ...], timeline: PredictedTimeline) -> MemoryTrack:
-    bars = [bar for bar in timeline.bars if bar.row == row]
-    # Without a backward pass nothing is saved beyond the task itself, as in inference.
-    with_backward = {bar.stage for bar in bars if bar.kind in _BACKWARD}
-    changes = [(0.0, sum(plan.stages[s].cost.resident_bytes for s in stages))]
-    for bar in bars:
-        changes += _changes(bar, plan.stages[bar.stage], with_backward=bar.stage in with_backward)
-    seconds, held = _steps(changes)
+def _track(plan: Plan, stages: tuple[int, ...]) -> MemoryTrack:
+    runs, kept = plan.prediction.tasks, sum(plan.stages[s].cost.state_bytes for s in stages)
+    held, end = {0.0: kept}, 0.0
+    for stage, start, stop, most in zip(runs.stages, *runs.columns[3:], strict=True):
+        if stage in stages:
+            held[start], end = most, max(end, stop)
+    held[end] = kept
     capacity = plan.capacity_bytes(stages[0])
-    return MemoryTrack(stages=stages, seconds=seconds, bytes=held, kept_bytes=changes[0][1], capacity_bytes=capacity)
-
-
-_BACKWARD = (TaskKind.BACKWARD.value, TaskKind.WEIGHT_GRADIENT.value)
-
-
-def _changes(bar: Bar, stage: StagePlan, *, with_backward: bool) -> Iterator[tuple[float, float]]:
-    """Yield the allocations and releases of a task as (seconds, bytes)."""
-    start, end = bar.start_seconds, bar.end_seconds
-    if bar.kind == "update":
-        return
-    # The largest temporaries of any task of the stage: a plan does not say which task needs them.
-    yield start, stage.cost.temporary_bytes
-    yield end, -stage.cost.temporary_bytes
-    if bar.kind == TaskKind.FORWARD.value:
-        yield start, stage.cost.activation_bytes
-        if not with_backward:
-            yield end, -stage.cost.activation_bytes
-    elif bar.kind == TaskKind.BACKWARD.value:
-        yield end, -stage.cost.activation_bytes
-    elif bar.kind == TaskKind.INPUT_GRADIENT.value:
-        # The saved values end here, except for those that the second part of the backward pass still reads.
-        yield end, stage.cost.handed_bytes - stage.cost.activation_bytes
-    elif bar.kind == TaskKind.WEIGHT_GRADIENT.value:
-        yield end, -stage.cost.handed_bytes
-
-
-def _steps(changes: Iterable[tuple[float, float]]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return times and sums, one per time: memory released at a time is available to what starts then."""
-    # Releases sort before allocations of the same time, since they are negative.
-    ordered = sorted(changes)
-    sums = list(accumulate(change for _, change in ordered))
-    last = {seconds: number for number, (seconds, _) in enumerate(ordered)}
-    # Rounding may leave a sum a little below zero.
-    return tuple(last), tuple(max(0.0, sums[number]) for number in last.values())
+    return MemoryTrack(
+        stages=stages, seconds=tuple(held), bytes=tuple(held.values()), kept_bytes=kept, capacity_bytes=capacity
+    )

@@ -30,8 +30,9 @@ from jax.sharding import Sharding
 from alpa_lite import _jax
 from alpa_lite._jax import TreeLeaf
 from alpa_lite.plan.instructions import Buffer, Instruction, InstructionKind, Program
+from alpa_lite.plan.parts import TaskRole
 from alpa_lite.plan.plan import Plan
-from alpa_lite.plan.task_specs import Port, TaskRole, TaskSpec
+from alpa_lite.plan.task_specs import Port, TaskSpec
 from alpa_lite.program.phases import StepGraph
 
 
