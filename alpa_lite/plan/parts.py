@@ -5,7 +5,7 @@ Op and value ids refer to the traced graph; names of quantities include their un
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from math import prod
@@ -352,6 +352,10 @@ class TaskRuns:
     def columns(self) -> tuple[tuple[object, ...], ...]:
         """All fields, of equal lengths."""
         return tuple(getattr(self, each.name) for each in fields(self))
+
+    def held_on(self, stages: Collection[int]) -> list[float]:
+        """Return `held_bytes` of the runs of some stages."""
+        return [most for stage, most in zip(self.stages, self.held_bytes, strict=True) if stage in stages]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

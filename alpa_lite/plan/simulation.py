@@ -161,10 +161,7 @@ def simulate_program(
             exposed_seconds=clock.exposed[row],
             bubble_seconds=max(0.0, available - clock.busy[row] - clock.waited[row]),
             received_bytes=clock.received[row],
-            peak_bytes=max(
-                resting.state_bytes[plan.stages[stages[0]].submesh],
-                *(most for stage, most in zip(tasks.stages, tasks.held_bytes, strict=True) if stage in stages),
-            ),
+            peak_bytes=max([resting.state_bytes[plan.stages[stages[0]].submesh], *tasks.held_on(stages)]),
         )
         for row, stages in enumerate(rows)
     ]

@@ -16,6 +16,7 @@ from alpa_lite.inspection.page.drawings import (
 )
 from alpa_lite.inspection.text.timeline import predicted_timeline
 from alpa_lite.sharding.specs import Spec
+from tests.inspection.long_plans import with_tasks_repeated
 from tests.inspection.markup import parse
 
 SIZES = {"data": 2, "model": 4}
@@ -113,7 +114,7 @@ def test_a_bar_per_task(pipeline_plan):
 
 
 def test_many_tasks_are_drawn_together(pipeline_plan):
-    svg = timeline_svg(replace(pipeline_plan, num_microbatches=4096))
+    svg = timeline_svg(with_tasks_repeated(pipeline_plan, 1000))
     found = parse(svg)
     assert found.tags.count("path") == 3 and found.tags.count("rect") == 0
     assert len(svg) < 150_000

@@ -1,13 +1,13 @@
 """What the page's script draws."""
 
 import json
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from alpa_lite.inspection.page.html import MAX_POINTS, TICKS, page_data, safe_json
 from alpa_lite.inspection.text.timeline import memory_over_time, predicted_timeline
+from tests.inspection.long_plans import with_tasks_repeated
 
 
 def tasks_of(row, data):
@@ -67,7 +67,7 @@ def test_memory_is_that_of_the_tracks(pipeline_plan):
 
 
 def test_long_lines_are_thinned_and_keep_their_peak(pipeline_plan):
-    long = replace(pipeline_plan, num_microbatches=5000)
+    long = with_tasks_repeated(pipeline_plan, 1000)
     data = page_data(long)
     for shown, track in zip(data["memory"], memory_over_time(long), strict=True):
         assert len(track.bytes) > 2 * MAX_POINTS
