@@ -82,7 +82,7 @@ def searched(case: Case, counts: Sequence[int], say: Callable[[str], None]) -> P
     progress = say if isinstance(say, Progress) else Progress()
     for count in counts:
         say(f"{case.id}: search with {count} micro-batches")
-        fixed = FixedPlan(system=OURS, case=case, planner=Auto(), num_microbatches=count)
+        fixed = FixedPlan(system=OURS, case=case, planner=Auto(idle_devices=False), num_microbatches=count)
         tried.append(Desk(progress=progress).price(fixed))
     return replace(best(tried) or tried[0], planning_seconds=sum(price.planning_seconds for price in tried))
 

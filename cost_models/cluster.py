@@ -186,6 +186,21 @@ class Cluster:
             groups=(),
         )
 
+    def part(self, first_device: int, num_devices: int) -> Cluster:
+        """Return these devices as a cluster of their own: whole hosts, or devices of one host.
+
+        Raises:
+            ClusterError: the range is not within the cluster, or not of that form.
+        """
+        seen, per_host = self.at(first_device, num_devices), min(num_devices, self.devices_per_host)
+        within = first_device % self.devices_per_host + per_host <= self.devices_per_host
+        if num_devices % per_host or not within:
+            raise ClusterError(
+                f"{num_devices} devices from {first_device} on are no part of the cluster {self.name!r}: give whole "
+                f"hosts of {self.devices_per_host} devices, or devices of one host."
+            )
+        return replace(seen, num_hosts=num_devices // per_host, devices_per_host=per_host)
+
     def to_json(self) -> JsonObject:
         """Return a dict of JSON values from which `from_json` restores the cluster."""
         data: JsonObject = {}

@@ -67,4 +67,11 @@ def _with_microbatches(full: Plan, request: PlanRequest, traced: TracedStep) -> 
     placed = Repricing(plan=plan, request=request, step=step, layers=layers).placed
     staged = StagedStep(step=step, layers=layers, stages=placed, schedule=plan.schedule)
     made = assemble(plan.name, request, staged, started)
-    return replace(made, remat=plan.remat, traced_layers=plan.traced_layers, buckets=plan.buckets)
+    return replace(
+        made,
+        remat=plan.remat,
+        traced_layers=plan.traced_layers,
+        buckets=plan.buckets,
+        first_device=plan.first_device,
+        idle_devices=plan.idle_devices,
+    )

@@ -120,7 +120,11 @@ class TracedFunction:
         request = self.request(target, wanted, advise=True)
         with _jax.no_mesh(), busy("planning"):
             answer = planned_together(chosen, request, self.options.cache if cache is None else cache)
-        plan = replace(answer.plan, request=request, batch=self.batch)
+        plan = answer.plan
+        if plan.idle_devices:
+            # Explanations price the devices that the plan uses.
+            request = replace(request, cluster=plan.cluster)
+        plan = replace(plan, request=request, batch=self.batch)
         if plan.batch is not None and plan.batch.assumed:
             _logger.info("%s: batch: %s", self.traced.name, plan.batch)
         return PlannedFunction(function=self, last_plan=plan, cached=answer.cached)

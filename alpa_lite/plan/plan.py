@@ -47,12 +47,12 @@ from alpa_lite.sharding.meshes import sharing
 from alpa_lite.sharding.specs import Spec
 from alpa_lite.step.recomputation import Remat
 from alpa_lite.text import View, view
-from cost_models.cluster import Cluster
+from cost_models.cluster import MOST_DEVICES, Cluster
 
 FORMAT = 5
 """Version of the plan file format."""
 
-_LATER = ("batch", "user_shardings")
+_LATER = ("batch", "refusals", "notes", "first_device", "idle_devices", "user_shardings")
 """Fields that were added to this format later, and that old files lack."""
 
 # A file may come from anywhere: without these limits a few digits in it could make lowering run for hours, or out of
@@ -82,13 +82,17 @@ class Plan:
         op_layers: layer of each op; None for ops that are repeated where their result is read.
         input_layers: home layer of each graph input.
         loop_parts: about how many parts each loop over layers is split into; 0 leaves loops whole.
-        cluster: the cluster for which the plan was made.
+        cluster: the cluster for which the plan was made, without devices that it leaves idle.
         prediction: predictions of the cost model.
         solver: outcome of the search.
         fingerprint: digest of the step, which ties the plan to it.
-        alternatives: (name, seconds per step) of every other priced plan; infinite where none is feasible.
+        alternatives: (name, seconds per step) of every other plan that was considered; infinite where there is none.
+        refusals: for alternatives without a plan, the name and the reason.
         opaque: ops that run replicated for want of a sharding rule.
         undivided: dims that stay whole because an axis does not divide them.
+        notes: sentences on the choice of the plan, such as why it leaves devices idle.
+        first_device: number of the first device of `cluster` among the devices that there are.
+        idle_devices: devices beside those of `cluster` that the plan leaves idle.
         averaged: whether the step is no sum over its samples, so that results are means over micro-batches.
         remat: policy of each layer for its backward pass; () if the step runs as it is written. With `remat`, op ids
             are those of the step with recomputation.
@@ -114,8 +118,12 @@ class Plan:
     solver: SolverReport
     fingerprint: str
     alternatives: tuple[tuple[str, float], ...] = ()
+    refusals: tuple[tuple[str, str], ...] = ()
     opaque: tuple[OpaqueUse, ...] = ()
     undivided: tuple[UndividedDim, ...] = ()
+    notes: tuple[str, ...] = ()
+    first_device: int = 0
+    idle_devices: int = 0
     averaged: bool = False
     remat: tuple[Remat, ...] = ()
     traced_layers: tuple[int | None, ...] = ()
@@ -274,9 +282,10 @@ class Plan:
                 f"is {self.fingerprint[:12]}, that of this call is {fingerprint(step)[:12]}. Make a new plan with "
                 "al.plan."
             )
-        if cluster is not None and cluster.num_devices != self.cluster.num_devices:
+        count = self.cluster.num_devices
+        if cluster is not None and cluster.num_devices not in (count, count + self.idle_devices):
             raise MismatchError(
-                f"This plan is for {self.cluster.num_devices} devices ({self.cluster.name}), but {cluster.name} has "
+                f"This plan is for {count + self.idle_devices} devices ({self.cluster.name}), but {cluster.name} has "
                 f"{cluster.num_devices}. Make a new plan for this cluster."
             )
 
@@ -323,6 +332,8 @@ def _numbers(plan: Plan) -> Iterator[str]:
         yield "its batch is along a dim that no array has"
     if plan.batch is not None and not 1 <= plan.batch.size <= _MOST_ELEMENTS:
         yield f"its batch has {plan.batch.size} samples"
+    if not 0 <= plan.first_device <= plan.idle_devices <= MOST_DEVICES:
+        yield f"it leaves {plan.idle_devices} devices idle, of which {plan.first_device} come first"
     if not 0 <= plan.loop_parts <= _MOST_PARTS:
         yield f"loops are cut into {plan.loop_parts} parts"
     # Called for its error about a number of stages that the schedule cannot run.

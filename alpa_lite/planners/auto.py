@@ -2,13 +2,15 @@
 
     search       micro-batches, stages, submeshes, logical meshes and shardings together     `joint_search.JointSearch`
     manual       the classic plans, tuned to the best so far, priced alike                   `manual.ManualPlans`
-    best         the fastest of all by their simulated schedules; it carries a lower bound   `Auto.plan`
+    best         the simplest of the fastest by their predictions; it carries a lower bound  `_simplest`
+    fewer        the same on parts of the cluster, where these may be as fast                `fewer_devices`
 
-The result is never priced worse than any of these manual plans.
+The result is never priced worse than any of these manual plans by more than `AS_FAST`.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,12 +32,14 @@ from alpa_lite.inter_op.work_floor import least_seconds
 from alpa_lite.inter_op.workers import Workers, num_workers
 from alpa_lite.intra_op.solvers.integer_program import IntegerProgram, available_backends
 from alpa_lite.plan.plan import INTERRUPTED, Plan, SolverReport
+from alpa_lite.planners.fewer_devices import AS_FAST, on_fewer_devices
 from alpa_lite.planners.manual import MANUAL_PLANNERS, ManualPlans
 from alpa_lite.planners.on_mesh import OnMesh
 from alpa_lite.planners.planner import Planner, renamed_options
 from alpa_lite.program.collector import rare_collection
 from alpa_lite.schedule import EagerOneFOneB, GPipe, OneFOneB, Schedule, ZeroBubbleH1
 from alpa_lite.step.recomputation import Remat
+from alpa_lite.text import show_bytes, show_count, show_percent
 from cost_models.cluster import Cluster, with_memory_limit
 
 SCHEDULES: tuple[Schedule, ...] = (OneFOneB(), EagerOneFOneB(), ZeroBubbleH1(), GPipe())
@@ -69,6 +73,8 @@ class Auto(Planner):
         solver: the solver of the shardings of stages: "search" (the project's own), or "pulp", which hands the integer
             program of Alpa's paper to HiGHS through PuLP, for small models; "pulp:NAME" takes another of PuLP's solvers
             (`pulp.listSolvers(onlyAvailable=True)`).
+        idle_devices: whether devices may be left idle, where a step on fewer of them takes no longer; not where stages,
+            pins, remat or the schedule are restricted, or plans are measured.
         manual: manual plans that are priced too, unless stages, pins, remat or the schedule are restricted, which these
             plans would not obey. If one stage is requested, only plans with one stage are.
     """
@@ -87,6 +93,7 @@ class Auto(Planner):
     schedule: Schedule | None = None
     measure_top: int = 0
     solver: str = "search"
+    idle_devices: bool = True
     manual: tuple[Planner, ...] = field(default=MANUAL_PLANNERS)
 
     @property
@@ -106,6 +113,32 @@ class Auto(Planner):
         self._check()
         if (mesh := user_mesh(request.step_at(1, 0), request.signature.user_shardings)) is not None:
             return self._as_sharded_by_the_user(request, mesh)
+        whole = self._planned(request)
+        if not self._may_leave_idle(request.cluster) or whole.solver.status == INTERRUPTED:
+            return whole
+        found = on_fewer_devices(whole, request, replace(self, manual=())._planned_on)
+        return replace(found, solver=_certificate(found, found.solver.bound, time.perf_counter() - started))
+
+    def _may_leave_idle(self, cluster: Cluster) -> bool:
+        """Return True if a plan may leave devices idle: not where the options fix what runs on all of them."""
+        fixed = self._restricted or self.intra_op_only or self.pipeline or self.measure_top
+        # On one processor virtual devices stand for others: they would all be left idle but one.
+        return self.idle_devices and not (fixed or cluster.shared_processor)
+
+    def _planned_on(self, request: PlanRequest) -> Plan | None:
+        """Return the best plan on all devices; None if there is none."""
+        try:
+            return self._planned(replace(request, advise=False))
+        except AlpaLiteError:
+            return None
+        except KeyboardInterrupt:
+            if request.on_interrupt != "best":
+                raise
+            return None
+
+    def _planned(self, request: PlanRequest) -> Plan:
+        """Return the best plan on all devices. Raises `InfeasibleError` if none fits into memory."""
+        started = time.perf_counter()
         # The number is read here, so that a wrong environment variable is reported before any work.
         workers = Workers(num_workers())
         limited = replace(request, cluster=self._limited(request.cluster), workers=workers)
@@ -121,8 +154,11 @@ class Auto(Planner):
                     # Workers prepare manual plans with as many micro-batches as the best plan so far has.
                     manual.expect(min(plans, key=_step_seconds))
                 found = min(plans, key=_step_seconds, default=None)
-                for plan in filter(self._allows, manual.plans(found, too_large=search.too_large)):
-                    plans.append(plan)
+                for plan in manual.plans(found, too_large=search.too_large):
+                    if self._allows(plan):
+                        plans.append(plan)
+                    else:
+                        manual.refusals[plan.name] = "It has several stages, and one was asked for."
             if not plans:
                 raise self._advised(limited, _most_telling([*search.problems, *manual.problems]))
         except KeyboardInterrupt:
@@ -142,7 +178,8 @@ class Auto(Planner):
             best,
             name=self.name if best.name == self.name else f"{self.name} ({best.name})",
             cluster=request.cluster,
-            alternatives=_others(best, plans),
+            alternatives=(*_others(best, plans), *((name, math.inf) for name in manual.refusals)),
+            refusals=tuple(manual.refusals.items()),
             solver=_certificate(best, bound, time.perf_counter() - started, interrupted=interrupted),
         )
 
@@ -198,10 +235,10 @@ class Auto(Planner):
         return len(plan.stages) == 1 or not (self.intra_op_only or self.pipeline == 1)
 
     def _best(self, request: PlanRequest, plans: Sequence[Plan]) -> Plan:
-        """Return the plan that is predicted to be the fastest, or the fastest of the best when they are run."""
+        """Return the simplest of the plans that are predicted to be as fast as the fastest, or the fastest when run."""
         by_prediction = sorted(plans, key=_step_seconds)
         if not self.measure_top:
-            return by_prediction[0]
+            return _simplest(by_prediction)
         distinct: dict[str, Plan] = {}  # the search gives the stages of one number both unrefined and refined
         for plan in by_prediction:
             distinct.setdefault(with_microbatches(plan), plan)
@@ -272,6 +309,28 @@ class Auto(Planner):
         )
 
 
+def _simplest(plans: Sequence[Plan]) -> Plan:
+    """Return the simplest of the plans that are as fast as the first of them, the fastest; a note says why."""
+    fastest = plans[0]
+    near = [plan for plan in plans if _step_seconds(plan) <= (1 + AS_FAST) * _step_seconds(fastest)]
+    found = min(near, key=_complexity)
+    if _complexity(found) == _complexity(fastest):
+        return fastest
+    counts = zip(("stage", "micro-batch"), _complexity(found), _complexity(fastest), strict=False)
+    simpler = [f"{show_count(mine, what)} instead of {other}" for what, mine, other in counts if mine < other]
+    mine, other = (show_bytes(plan.prediction.peak_bytes[plan.fullest_stage]) for plan in (found, fastest))
+    why = ", ".join(simpler) or f"{mine} instead of {other}"
+    excess = show_percent(_step_seconds(found) / _step_seconds(fastest) - 1)
+    note = f"{excess} above the fastest plan, {with_microbatches(fastest)}, but simpler: {why}"
+    return replace(found, notes=(*found.notes, note))
+
+
+def _complexity(plan: Plan) -> tuple[int, int, int]:
+    """Return the stages, the micro-batches, and the eighths of the memory that a plan needs."""
+    peak = plan.prediction.peak_bytes[plan.fullest_stage] / plan.capacity_bytes(plan.fullest_stage)
+    return len(plan.stages), plan.num_microbatches, math.ceil(8 * peak)
+
+
 def _fastest(request: PlanRequest, plans: Sequence[Plan]) -> Plan:
     """Return the plan that takes the least time when it is run. Raises `ExecutionError` if none can be run."""
     if request.measure is None:
@@ -305,7 +364,7 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
-def _certificate(best: Plan, bound: float, seconds: float, *, interrupted: bool) -> SolverReport:
+def _certificate(best: Plan, bound: float, seconds: float, *, interrupted: bool = False) -> SolverReport:
     """Return the report with the largest possible distance of the plan from the best one."""
     gap = relative_gap(best.prediction.step_seconds, bound)
     status = INTERRUPTED if interrupted else "optimal" if gap <= PROVEN_GAP else "feasible"

@@ -114,6 +114,7 @@ class GridSearch(Planner):
                 *((with_microbatches(plan), plan.prediction.step_seconds) for plan in found[1:]),
                 *((name, math.inf) for name in failed),
             ),
+            refusals=tuple((name, str(error)) for name, error in failed.items()),
             solver=replace(best.solver, seconds=time.perf_counter() - started),
         )
 

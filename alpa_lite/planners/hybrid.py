@@ -33,10 +33,11 @@ from alpa_lite.inter_op.what_would_fit import (
     show_shortage,
 )
 from alpa_lite.intra_op.solve import StageSolution
+from alpa_lite.intra_op.stage import GivenLayout
 from alpa_lite.intra_op.strategies import AxisRole, BatchSplit, Restriction
 from alpa_lite.plan.plan import Plan
 from alpa_lite.planners.planner import Planner, renamed_options
-from alpa_lite.planners.weights import weights_layout
+from alpa_lite.planners.weights import positions_layout, projections, weights_layout
 from alpa_lite.program.phases import StepGraph
 from alpa_lite.schedule import OneFOneB, Schedule, Task, peak_in_flight, splits_backward
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh
@@ -66,6 +67,8 @@ class Hybrid(Planner):
             contraction that its weights share with all its arrays.
         split: names of dims (`rules.dims.dim_names`; of kernels also "channel" and "filter"), each with the axis that
             must split the weights that have one along it.
+        projections: whether "model" must split the projections of attention by heads, and those of feed-forward blocks
+            by hidden units. A note of the plan says which it cannot, and why; their splits are then chosen by price.
         sequence_parallel: whether sums over "model" may stay scattered over it between products.
         equal: the quantity that stages share equally: "flops", or the "loops" over layers (`lax.scan`) as they are
             written; or "layer_flops" or "layer_bytes" of whole layers (`block_partition`).
@@ -85,6 +88,7 @@ class Hybrid(Planner):
     context: int = 1
     expert: int = 1
     split: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)
+    projections: bool = False
     sequence_parallel: bool = True
     schedule: Schedule = field(default_factory=OneFOneB)
     equal: Literal["flops", "loops", "layer_flops", "layer_bytes"] = "flops"
@@ -143,8 +147,7 @@ class Hybrid(Planner):
             constraints=StageConstraints(
                 restriction=self.restriction(),
                 keeps_gathered=not self.reshard_after_forward,
-                # Parts may differ in their "data" axis alone, which splits no dims of weights by name.
-                layout=weights_layout(step, self.split, places[0][1].axis_sizes),
+                layout=self._layout(step, places[0][1].axis_sizes),
             ),
             recomputed=Recomputed(remat=remat, traced_layers=traced_layers),
             progress=request.progress,
@@ -160,7 +163,25 @@ class Hybrid(Planner):
             for i, (submesh, mesh) in zip(range(self.num_stages), cycle(places), strict=False)
         ]
         staged = StagedStep(step=step, layers=layers, stages=stages, schedule=schedule)
-        return costs.recomputed.recorded_in(assemble(self.name, request, staged, started))
+        plan = assemble(self.name, request, staged, started)
+        return costs.recomputed.recorded_in(replace(plan, notes=self._notes(step)))
+
+    def _layout(self, step: StepGraph, sizes: Mapping[str, int]) -> GivenLayout:
+        """Return the splits that the degrees mean. Raises `PlanError` if the step has no such dims."""
+        # Parts may differ in their "data" axis alone, which splits no dims of weights by name.
+        splits = projections(step, self.tensor).splits if self.projections and self.tensor > 1 else ()
+        weights = weights_layout(step, self.split, sizes, more=splits)
+        if self.context == 1:
+            return weights
+        positions = positions_layout(step, self.context).values[step.graph]
+        # Weights have no samples, and what has positions is no weight.
+        of_step = weights.values.get(step.graph, [()] * len(positions))
+        both = [a or b for a, b in zip(of_step, positions, strict=True)]
+        return GivenLayout(values={**weights.values, step.graph: both})
+
+    def _notes(self, step: StepGraph) -> tuple[str, ...]:
+        unsplit = projections(step, self.tensor).unsplit if self.projections and self.tensor > 1 else ()
+        return (f"weights that are not split as Megatron does: {'; '.join(unsplit)}",) if unsplit else ()
 
     def _cut(self, request: PlanRequest, microbatches: Sequence[int], *, written_out: bool = False) -> PipelineCut:
         """Return the step cut into stages of one layer each."""

@@ -27,10 +27,12 @@ from alpa_lite.planners.megatron import Megatron
 from alpa_lite.planners.pipeline import Pipeline
 from alpa_lite.planners.planner import Planner
 from alpa_lite.program.phases import StepGraph
+from alpa_lite.text import show_count, show_seconds
 
 MANUAL_PLANNERS: tuple[Planner, ...] = (
     DataParallel(),
-    Megatron(),
+    # Of all splits the fastest, which is never slower than the canonical one.
+    Megatron(relaxed=True),
     Zero(stage=2),
     FSDP(),
     Pipeline(pipeline=2),
@@ -47,6 +49,8 @@ HOPELESS = 1.1
 class ManualPlans:
     """Plans of each planner for a request; `problems` are the errors of those that could not be made.
 
+    `refusals` say of each planner without a plan why there is none.
+
     Workers make some plans in advance: the last ones first, as the first ones are made in this process.
     """
 
@@ -54,6 +58,7 @@ class ManualPlans:
         """Make no plan yet."""
         self._planners, self._request = planners, replace(request, advise=False)
         self.problems: list[AlpaLiteError] = []
+        self.refusals = dict[str, str]()
         # The request without the fields that cannot be pickled; workers get the steps that they need separately.
         self._apart = replace(self._request, steps=SentSteps(), measure=None, progress=Progress(), workers=Workers())
         # Pairs of planner and number that this process plans itself, which workers need not do again.
@@ -66,34 +71,50 @@ class ManualPlans:
         """
         if best is None or best.num_microbatches == 1:
             number = self._request.num_microbatches
-            plans = (self._plan(which, number) for which in range(len(self._planners)))
-            yield from (plan for plan in plans if isinstance(plan, Plan))
+            for which, planner in enumerate(self._planners):
+                plan = self._plan(which, number)
+                if isinstance(plan, Plan):
+                    yield plan
+                else:
+                    self.refusals[planner.name] = str(plan)
             return
         most = best.num_microbatches
         numbers = self._request.microbatch_choices(divisors(self._request.batch_size or 1))
         # Numbers at which the search found no fit are left out: its shardings need less memory than these plans.
         fewer = [number for number in reversed(numbers) if max(too_large, default=0) < number <= most]
-        for which, planner in enumerate(self._planners):
-            last = math.inf
-            for number in fewer:
-                # Fewer micro-batches have longer bubbles: no later number can do better.
-                if self._least_seconds(planner, number) >= best.prediction.step_seconds:
-                    break
-                self._asked.add((which, number))
-                self.expect(best)
-                plan = self._plan(which, number)
+        for which in range(len(self._planners)):
+            yield from self._with_fewer(which, fewer, best)
+
+    def _with_fewer(self, which: int, numbers: Sequence[int], best: Plan) -> Iterator[Plan]:
+        """Yield the plans of one planner with these numbers of micro-batches, descending, while they get faster."""
+        planner, last = self._planners[which], math.inf
+        why = "Nothing fits at the numbers of micro-batches of the chosen plan and below."
+        for number in numbers:
+            # Fewer micro-batches have longer bubbles: no later number can do better.
+            if (least := self._least_seconds(planner, number)) >= best.prediction.step_seconds:
+                # A problem at a larger number tells more.
+                if number == numbers[0]:
+                    at = show_count(number, "micro-batch")
+                    why = f"It takes at least {show_seconds(least)} with {at}, longer than the chosen plan."
+                break
+            self._asked.add((which, number))
+            self.expect(best)
+            plan = self._plan(which, number)
+            if isinstance(plan, AlpaLiteError):
+                why = str(plan)
                 # Fewer micro-batches need more memory.
                 if isinstance(plan, InfeasibleError):
                     break
                 # Degrees that do not divide these micro-batches may divide larger ones.
-                if isinstance(plan, AlpaLiteError):
-                    continue
-                if plan.prediction.step_seconds >= last:
-                    break
-                yield plan
-                last = plan.prediction.step_seconds
-                if last > HOPELESS * best.prediction.step_seconds:
-                    break
+                continue
+            if plan.prediction.step_seconds >= last:
+                break
+            yield plan
+            last = plan.prediction.step_seconds
+            if last > HOPELESS * best.prediction.step_seconds:
+                break
+        if last == math.inf:
+            self.refusals[planner.name] = why
 
     def expect(self, best: Plan) -> None:
         """Let workers make plans with as many micro-batches as the best plan has, or as were tried so far."""

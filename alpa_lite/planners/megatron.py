@@ -1,7 +1,8 @@
 """Megatron tensor parallelism: weights split over a "model" axis inside each layer, the batch over a "data" axis.
 
-The integer program chooses the split dims from the graph, under the rule that "model" never splits the batch; for a
-transformer that gives the column/row pattern of the paper. Per layer and pass there are two sums over `t` devices, each
+The split dims come from the graph (`weights.projections`): projections from the residual stream are split by columns,
+and those back to it by rows. The integer program chooses the rest, under the rule that "model" never splits the batch.
+Per layer and pass there are two sums over `t` devices, each
 of b·s·h elements, so that each device sends and receives
 
     8 · b · s · h · (t - 1) / t       elements per layer and micro-batch, as all_reduces, or with sequence
@@ -32,7 +33,11 @@ from alpa_lite.schedule import OneFOneB, Schedule
 class Megatron(Planner):
     """Tensor parallelism inside layers; the rest is data parallel.
 
+    The projections of attention are split by heads and those of feed-forward blocks by hidden units. A note of the plan
+    says which cannot be split so, and why.
+
     Attributes:
+        relaxed: whether the splits of all weights are chosen by price instead, which may be faster.
         tensor: devices that share each layer; None: all that `pipeline` and `data` leave.
         pipeline: number of stages, under `schedule`.
         data: data-parallel replicas; None: as many as the others leave devices for.
@@ -49,6 +54,7 @@ class Megatron(Planner):
     data: int | None = None
     sequence_parallel: bool = True
     vocab_parallel: bool = False
+    relaxed: bool = False
     schedule: Schedule = field(default_factory=OneFOneB)
 
     @property
@@ -56,7 +62,11 @@ class Megatron(Planner):
         """Name for tables."""
         degrees = {"tp": self.tensor, "pp": self.pipeline if self.pipeline > 1 else None, "dp": self.data}
         shown = [f"{name}{degree}" for name, degree in degrees.items() if degree]
-        return "Megatron tensor parallel" + (f" ({' × '.join(shown)})" if shown else "")
+        return (
+            "Megatron tensor parallel"
+            + (", relaxed" if self.relaxed else "")
+            + (f" ({' × '.join(shown)})" if shown else "")
+        )
 
     def plan(self, request: PlanRequest) -> Plan:
         """Return the plan. Raises `PlanError` if the degrees do not divide the cluster, or tables cannot be split."""
@@ -68,6 +78,7 @@ class Megatron(Planner):
             data=self.data,
             tensor=self.tensor or left,
             sequence_parallel=self.sequence_parallel,
+            projections=not self.relaxed,
             # "model" is the tensor-parallel axis of `Hybrid`.
             split={"vocab": "model"} if self.vocab_parallel else {},
             schedule=self.schedule,

@@ -2,6 +2,7 @@
 
     kind of a weight      the classes of its dims, in order; gradients and optimizer state are of the same kind
     layout                the constraints on all values without samples that are of a kind       (layout_of_kinds)
+    projections           Megatron's layout: those of attention by heads, those of feed-forward blocks by hidden units
 
 The last dims count in arrays that stack the weights of several layers. Activations are left to the integer program.
 """
@@ -17,6 +18,7 @@ from alpa_lite.program.ir import Graph
 from alpa_lite.program.phases import StepGraph
 from alpa_lite.rules.dims import DimClasses, batch_dims_of, contractions, dim_names, major_factor
 from alpa_lite.rules.op_info import rule_of_op
+from alpa_lite.text import short_source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,14 +70,109 @@ def _kernels(step: StepGraph, name: str) -> Iterator[tuple[Graph, int, int, str]
             yield each.graph, each.op.operands[1], made if name == "filter" else summed, each.op.source
 
 
-def weights_layout(step: StepGraph, split: Mapping[str, str], sizes: Mapping[str, int]) -> GivenLayout:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Projections:
+    """The splits of projections over the axis "model", and a clause about each projection that has none."""
+
+    splits: tuple[WeightSplit, ...]
+    unsplit: tuple[str, ...]
+
+
+def projections(step: StepGraph, count: int) -> Projections:
+    """Return how Megatron splits the projections of a step over `count` devices.
+
+    Those that read the residual stream are split along what they make, heads or hidden units, and those that write to
+    it along what they sum over, so that nothing is sent between the two (Shoeybi et al. 2019, figure 3).
+    """
+    classes, splits, unsplit = DimClasses(step), dict[WeightSplit, None](), dict[str, None]()
+    inner = {node: name for name, nodes in dim_names(step, classes).items() if name in _INNER for node in nodes}
+    least = _least_sizes(classes)
+    for each in contractions(step):
+        if rule_of_op(each.graph, each.op.id).work_kind == "convolution":
+            continue
+        for i in each.weights:
+            value = each.graph.values[each.op.operands[i]]
+            nodes = classes.of_value(each.graph, value.id)
+            dims = [dim for dim, node in enumerate(nodes) if node in inner]
+            if len(dims) == 1 and least[nodes[dims[0]]] % count == 0:
+                splits[WeightSplit(classes=nodes, axis="model", dim=dims[0])] = None
+            elif problem := _unsplit(value.shape, nodes, inner, least):
+                unsplit[f"those of shape {list(value.shape)} at {short_source(each.op.source)} {problem}"] = None
+    return Projections(splits=tuple(splits), unsplit=tuple(unsplit))
+
+
+_INNER: Mapping[str, str] = {"heads": "heads", "d_ff": "hidden units"}
+"""The names of the dims between two projections, and what they are."""
+
+
+def _unsplit(shape: tuple[int, ...], nodes: tuple[int, ...], inner: Mapping[int, str], least: Mapping[int, int]) -> str:
+    """Return why Megatron cannot split a weight; empty if it is no projection of a block."""
+    dims = [dim for dim, node in enumerate(nodes) if node in inner]
+    if len(dims) == 1:
+        return f"have {least[nodes[dims[0]]]} {_INNER[inner[nodes[dims[0]]]]}, which the devices do not divide"
+    if dims:
+        return "have hidden units on both sides, as there is no residual stream between them"
+    for size, node in zip(shape, nodes, strict=True):
+        if 1 < least[node] < size:
+            parts = f"{least[node]} × {size // least[node]}"
+            return f"have {size} columns or rows that are read as {parts}, with no heads first"
+    return ""
+
+
+def _least_sizes(classes: DimClasses) -> dict[int, int]:
+    """Return the least size of a dim of each class: of a dim with several parts, the size of the outermost one."""
+    found = dict[int, int]()
+    for graph in classes.graphs:
+        for value in graph.values:
+            for size, node in zip(value.shape, classes.of_value(graph, value.id), strict=True):
+                if size > 1:
+                    found[node] = min(size, found.get(node, size))
+    return found
+
+
+def positions_layout(step: StepGraph, count: int) -> GivenLayout:
+    """Return the layout in which the axis "context" splits the positions of all arguments with samples.
+
+    Positions are the dims of tokens beside the samples; without tokens, the first dim of each argument that is neither
+    its samples nor what weights have. Raises `PlanError` if there are none, or `count` devices do not divide them.
+    """
+    classes, graph = DimClasses(step), step.graph
+    features = {
+        node
+        for each in contractions(step)
+        for i in each.weights
+        for node in classes.of_value(each.graph, each.op.operands[i])
+    }
+    tokens = dim_names(step, classes).get("sequence", frozenset())
+    values: list[Wanted] = [() for _ in graph.values]
+    for v in graph.inputs:
+        nodes, value = classes.of_value(graph, v), graph.values[v]
+        others = [d for d, n in enumerate(value.shape) if n > 1 and d != step.batch_dims[v] is not None]
+        found = [d for d in others if (nodes[d] in tokens if tokens else nodes[d] not in features)]
+        if found and value.shape[found[0]] % count:
+            raise PlanError(
+                f"context = {count} devices are to split the {value.shape[found[0]]} positions of {value.name}, which "
+                "they do not divide. Choose a number that does."
+            )
+        values[v] = tuple(("context", dim) for dim in found[:1])
+    if not any(values):
+        raise PlanError(
+            f"context = {count} devices are to split the positions of each sequence, but no argument has positions "
+            "beside its samples. Leave it out, or use data or tensor devices instead."
+        )
+    return GivenLayout(values={graph: values})
+
+
+def weights_layout(
+    step: StepGraph, split: Mapping[str, str], sizes: Mapping[str, int], *, more: Iterable[WeightSplit] = ()
+) -> GivenLayout:
     """Return the layout of weights with dims of some names; ``split`` is the axis that splits the dim of each name.
 
-    Raises `PlanError` if there is no such dim, or the axis does not divide it.
+    `more`: further splits of weights. Raises `PlanError` if there is no such dim, or the axis does not divide it.
     """
-    if not split:
+    classes, kinds = DimClasses(step), list[WeightSplit](more)
+    if not (split or kinds):
         return NO_LAYOUT
-    classes, kinds = DimClasses(step), list[WeightSplit]()
     for name, axis in split.items():
         found = list(named_kinds(step, classes, name))
         if not found:

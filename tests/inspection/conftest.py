@@ -15,7 +15,7 @@ MODEL = MLP(in_features=1024, hidden=4096, out_features=1024, num_layers=4)
 BATCH_SIZE = 2048
 
 
-def make_plan(planner):
+def make_plan(planner, cluster="p3.16xlarge"):
     """A plan of the perceptron's train step for eight described GPUs."""
     optimizer = make_optimizer()
     train_step = make_train_step(MODEL.loss_fn, optimizer)
@@ -24,7 +24,7 @@ def make_plan(planner):
         "inputs": jax.ShapeDtypeStruct((BATCH_SIZE, MODEL.in_features), jnp.float32),
         "targets": jax.ShapeDtypeStruct((BATCH_SIZE, MODEL.out_features), jnp.float32),
     }
-    return al.plan(train_step, state, batch, cluster=al.cluster("p3.16xlarge"), planner=planner)
+    return al.plan(train_step, state, batch, cluster=cluster, planner=planner)
 
 
 @pytest.fixture(scope="package")

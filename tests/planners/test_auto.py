@@ -306,7 +306,7 @@ def test_any_number_of_devices_is_used(devices: int) -> None:
     cluster = replace(al.cluster("p3.16xlarge"), num_hosts=max(1, devices // 10), devices_per_host=min(devices, 10))
     if devices == 12:
         cluster = replace(cluster, num_hosts=2, devices_per_host=6)
-    plan = al.plan(chain_step, weights, batch, cluster=cluster, planner=Auto(manual=()))
+    plan = al.plan(chain_step, weights, batch, cluster=cluster, planner=Auto(manual=(), idle_devices=False))
     assert sum(submesh.num_devices for submesh in {stage.submesh for stage in plan.stages}) == devices
 
 
@@ -389,9 +389,7 @@ def test_a_stage_that_would_update_long_after_the_others_is_not_made() -> None:
         traced.plan(cluster=cluster, planner=Auto(manual=(), pipeline=count), num_microbatches=4).last_plan.prediction
         for count in (None, 1, 2, 3, 4)
     )
-    # Stages are cut by the price of a backward pass in one task; in two, as the schedule has it, the last stage gathers
-    # its operands twice, which favours another number of stages by 1.8 %.
-    assert found.step_seconds <= 1.02 * min(each.step_seconds for each in asked)
+    assert found.step_seconds <= 1.01 * min(each.step_seconds for each in asked)
 
 
 def test_layers_compute_again_what_does_not_fit() -> None:

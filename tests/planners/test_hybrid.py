@@ -166,12 +166,21 @@ def test_names_say_the_degrees() -> None:
             r"1 context × 2 tensor-parallel devices\. Give multiples of 2",
         ),
         (Megatron(tensor=3), r"2 data × 3 tensor = 6 devices"),
+        (Hybrid(data=1, context=8), r"8 devices are to split the 12 positions of batch/t\w+, which they do not divide"),
     ],
     ids=lambda value: value.name if isinstance(value, Planner) else "",
 )
 def test_degrees_that_do_not_divide_are_refused(planner: Planner, message: str) -> None:
+    training = replace(TRAINING, model=replace(WIDE, seq_len=12)) if "positions" in message else TRAINING
     with pytest.raises(al.errors.PlanError, match=message):
-        plan(TRAINING, planner)
+        plan(training, planner)
+
+
+def test_context_parallelism_without_positions_is_refused() -> None:
+    weights, x = jax.ShapeDtypeStruct((64, 64), jnp.float32), jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    step = jax.grad(lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2))
+    with pytest.raises(al.errors.PlanError, match="no argument has positions"):
+        al.plan(step, weights, x, cluster="p3.16xlarge", planner=Hybrid(context=4))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -12,11 +13,12 @@ import pytest
 
 import alpa_lite as al
 from alpa_lite.errors import BatchError, InfeasibleError
+from alpa_lite.inspection.text.tables import alternatives_table
 from alpa_lite.inter_op.plan_request import SentSteps
 from alpa_lite.inter_op.workers import Likely, Workers
 from alpa_lite.plan.plan import Plan
 from alpa_lite.planners import FSDP, Auto, Pipeline, Planner, PlanRequest, Zero
-from alpa_lite.planners.manual import ManualPlans
+from alpa_lite.planners.manual import MANUAL_PLANNERS, ManualPlans
 from alpa_lite.program.phases import StepGraph
 from alpa_lite.schedule import GPipe, Interleaved1F1B, ZeroBubbleH1
 from tests.end_to_end.cases import MODELS, Training, make_batch
@@ -80,6 +82,7 @@ def test_numbers_go_down_from_that_of_the_best(
     found = manual.plans(best, too_large=too_large)
     assert {plan.num_microbatches: plan.prediction.step_seconds for plan in found} == tried
     assert [str(problem) for problem in manual.problems] == [f"{number} do not fit." for number in refused]
+    assert manual.refusals == ({} if tried else {"priced": "16 do not fit."})
 
 
 def test_what_waits_longer_than_the_best_takes_is_not_planned(some_plan: Plan) -> None:
@@ -92,7 +95,27 @@ def test_what_waits_longer_than_the_best_takes_is_not_planned(some_plan: Plan) -
 
     seconds = some_plan.prediction.step_seconds
     planner, best = Waiting(plan_=some_plan, seconds={16: seconds, 8: seconds / 2}), _lasting(some_plan, seconds, 16)
-    assert [plan.num_microbatches for plan in ManualPlans([planner], _request()).plans(best)] == [16]
+    manual = ManualPlans([planner], _request())
+    assert [plan.num_microbatches for plan in manual.plans(best)] == [16] and not manual.refusals
+    manual = ManualPlans([planner], _request())
+    assert not [*manual.plans(_lasting(some_plan, seconds, 8))]
+    assert "longer than the chosen plan" in manual.refusals["priced"]
+
+
+@pytest.mark.parametrize("number", [1, "auto"])
+def test_every_manual_planner_is_listed_with_its_price_or_its_reason(number: int | str) -> None:
+    found = Auto().plan(_request(number))
+    for planner in MANUAL_PLANNERS:
+        seconds = [s for name, s in found.alternatives if f"{name},".startswith(f"{planner.name},")]
+        reason = dict(found.refusals).get(planner.name, "")
+        chosen = planner.name in found.name
+        assert chosen or (seconds and (min(seconds) < math.inf) == (not reason))
+        assert not reason or reason.partition(". ")[0].rstrip(".") in " ".join(cells(found, planner.name).split())
+
+
+def cells(plan: Plan, name: str) -> str:
+    (row,) = (row for row in alternatives_table(plan).rows if row[0] == name)
+    return " ".join(row)
 
 
 def test_what_pipelines_wait_for_is_known_of_those_that_must() -> None:

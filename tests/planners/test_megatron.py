@@ -126,7 +126,67 @@ def test_combinations_run_as_planned(planner: Megatron, num_microbatches: int, d
     assert_same(compiled(*SMALL.arguments()), jax.jit(SMALL.step)(*SMALL.arguments()))
 
 
+@pytest.mark.parametrize("width", [256, 1024])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_projections_are_split_by_heads_and_hidden_units(width: int, sequence_parallel: bool) -> None:
+    """Columns into the block, rows out of it (Shoeybi et al. 2019, figure 3), whatever is the fastest."""
+    model = replace(WIDE, hidden=width)
+    found = plan(replace(TRAINING, model=model), Megatron(sequence_parallel=sequence_parallel))
+    (stage,) = found.stages
+    split = {}
+    for name, spec in stage.specs.items():
+        if "/params/" in name and "embedding" not in name and stage.shapes[name].bytes > 4 * width * 64:
+            sizes = stage.shapes[name].dims
+            (split[name.rpartition("/")[2]],) = ([sizes[dim] for dim, axes in enumerate(spec.dims) if axes],)
+    assert len(split) >= 5 and not found.notes
+    assert all(sizes in ([8], [model.inner]) for sizes in split.values()), split
+
+
+def _fused(params: Any, x: Any, *, num_heads: int, outermost: bool) -> Any:
+    """Attention whose queries, keys and values come from one product."""
+
+    def loss(params: Any) -> Any:
+        batch, length, width = x.shape
+        parts = (num_heads, 3) if outermost else (3, num_heads)
+        of_heads = (x @ params["qkv"]).reshape(batch, length, *parts, width // num_heads)
+        q, k, v = jnp.moveaxis(of_heads, 3 if outermost else 2, 0)
+        scores = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))
+        h = jnp.einsum("bhqk,bkhd->bqhd", scores, v).reshape(batch, length, width)
+        y = x + h @ params["out"]
+        return jnp.mean((y + jax.nn.gelu(y @ params["up"]) @ params["down"]) ** 2)
+
+    return jax.grad(loss)(params)
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "outermost", "unsplit"),
+    [
+        (8, True, []),
+        (8, False, ["[256, 768]", "768 columns or rows that are read as 3 × 256, with no heads first"]),
+        (4, True, ["[256, 768]", "[256, 256]", "have 4 heads, which the devices do not divide"]),
+    ],
+)
+def test_what_cannot_be_split_so_is_said(num_heads: int, outermost: bool, unsplit: list[str]) -> None:
+    shape = jax.ShapeDtypeStruct
+    shapes = {"qkv": (256, 768), "out": (256, 256), "up": (256, 1024), "down": (1024, 256)}
+    params = {name: shape(dims, jnp.float32) for name, dims in shapes.items()}
+    step = partial(_fused, num_heads=num_heads, outermost=outermost)
+    options: Any = dict(cluster="p3.16xlarge", num_microbatches=1)
+    traced = al.parallelize(step, batch_argnums=1).trace(params, shape((16, 128, 256), jnp.float32))
+    found = traced.plan(planner=Megatron(tensor=8), **options).last_plan
+    assert " ".join(found.notes).count("those of shape") == sum("[" in word for word in unsplit)
+    assert all(word in found.notes[0] and word in " ".join(str(found).split()) for word in unsplit)
+    specs = {name.rpartition("/")[2]: spec.dims for name, spec in found.stages[0].specs.items()}
+    assert specs["up"] == ((), ("model",)) and specs["down"] == (("model",), ())
+    if num_heads == 8:
+        assert specs["out"] == (("model",), ())
+    assert (specs["qkv"] == ((), ("model",))) or unsplit
+    relaxed = traced.plan(planner=Megatron(tensor=8, relaxed=True), **options).last_plan
+    assert relaxed.prediction.step_seconds <= found.prediction.step_seconds * 1.001 and not relaxed.notes
+
+
 def test_degrees_are_named() -> None:
+    assert Megatron(relaxed=True).name == "Megatron tensor parallel, relaxed"
     assert Megatron(tensor=2, pipeline=2, data=2).name == "Megatron tensor parallel (tp2 × pp2 × dp2)"
     with pytest.raises(al.errors.PlanError, match="devices were asked for"):
         plan(TRAINING, Megatron(tensor=2, data=2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import random
 import sys
@@ -97,7 +98,8 @@ def _interrupted_at(call: int) -> Iterator[None]:
     def profile(frame: FrameType, event: str, _: object) -> None:
         if event == "call" and "alpa_lite" in frame.f_code.co_filename:
             left[0] -= 1
-            if left[0] == 0:
+            # Python closes generators by calling them, and drops what is raised then.
+            if left[0] <= 0 and not frame.f_code.co_flags & inspect.CO_GENERATOR:
                 sys.setprofile(None)
                 raise KeyboardInterrupt
 

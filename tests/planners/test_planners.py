@@ -423,7 +423,8 @@ _ON_A_LAPTOP = """
     )
     plan = al.plan(
         step, state, {"tokens": tokens, "targets": tokens}, key,
-        cluster=al.cluster("p3.16xlarge", num_hosts=2), planner=al.planners.Auto(num_layers=2), num_microbatches=4,
+        cluster=al.cluster("p3.16xlarge", num_hosts=2), num_microbatches=4,
+        planner=al.planners.Auto(num_layers=2, idle_devices=False),
     )
     assert len(jax.devices()) == 1, jax.devices()
     assert sum(stage.submesh.num_devices for stage in plan.stages) == 16

@@ -235,7 +235,8 @@ def timeline_svg(plan: Plan) -> str:
     """Return the predicted step: a row per submesh, a bar per task, with a description as tooltip."""
     timeline = predicted_timeline(plan)
     # A plan of ops that take no time has a step of zero seconds.
-    scale = _WIDTH / max(timeline.makespan_seconds, 1e-12)
+    longest = max(timeline.step_seconds, timeline.makespan_seconds)
+    scale = _WIDTH / max(longest, 1e-12)
     height = _ROW * len(timeline.rows) + 18
     labels = "".join(
         f'<text x="0" y="{_ROW * number + 16:.0f}">{_row_label(stages)}</text>'
@@ -244,9 +245,9 @@ def timeline_svg(plan: Plan) -> str:
     # Many bars become a path per kind, which loses their tooltips but keeps the page responsive.
     few = len(timeline.bars) <= _MAX_BARS
     bars = "\n".join(_bar(bar, scale) for bar in timeline.bars) if few else _merged(timeline.bars, scale)
-    end = show_seconds(timeline.makespan_seconds)
+    step, end = show_seconds(timeline.step_seconds), show_seconds(longest)
     return (
-        f'<svg viewBox="0 0 {_LEFT + _WIDTH:.0f} {height:.0f}" role="img" aria-label="Predicted timeline of {end}">\n'
+        f'<svg viewBox="0 0 {_LEFT + _WIDTH:.0f} {height:.0f}" role="img" aria-label="Predicted timeline of {step}">\n'
         f'{labels}\n{bars}\n<text x="{_LEFT:.0f}" y="{height - 4:.0f}">0</text>'
         f'<text x="{_LEFT + _WIDTH:.0f}" y="{height - 4:.0f}" text-anchor="end">{end}</text>\n</svg>\n'
     )

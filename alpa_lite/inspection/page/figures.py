@@ -51,7 +51,10 @@ def timeline_figure(
     figure = _figure((0.7 + 0.28 * count) * len(given) + 0.5)
     all_axes: list[Axes] = figure.subplots(len(given), 1, sharex=True, squeeze=False)[:, 0].tolist()
     kinds: dict[str, None] = {}
-    longest = max(span.end_seconds for spans in given.values() for span in spans)
+    ends = {name: max(span.end_seconds for span in spans) for name, spans in given.items()}
+    longest = max(*ends.values(), plan.prediction.step_seconds)
+    # The predicted step does not end with its last task.
+    ends["predicted"] = plan.prediction.step_seconds
     scale, unit = _seconds_unit(longest)
     for axes, (name, spans) in zip(all_axes, given.items(), strict=True):
         kinds |= dict.fromkeys(_draw_spans(axes, plan, spans, longest))
@@ -60,8 +63,7 @@ def timeline_figure(
         # Downwards, so that the first stage is at the top.
         axes.set_ylim(count - 0.5, -0.5)
         axes.set_xlim(0.0, longest / scale)
-        end = show_seconds(max(span.end_seconds for span in spans))
-        axes.set_title(f"{name}: {end}", fontsize=9, loc="left")
+        axes.set_title(f"{name}: {show_seconds(ends[name])}", fontsize=9, loc="left")
         axes.spines[["top", "right"]].set_visible(False)
     all_axes[-1].set_xlabel(unit, fontsize=9)
     _legend(figure, [kind for kind in KINDS if kind in kinds])

@@ -58,13 +58,16 @@ def page_data(
     # Simulated and measured spans are optional, and a plan may predict none.
     spans: dict[str, Sequence[SpanLike]] = {name: found for name, found in shown.items() if found}
     # Never zero, since it is the divisor of all times.
-    longest = max((span.end_seconds for found in spans.values() for span in found), default=0.0) or 1e-12
+    ends = {name: max(span.end_seconds for span in found) for name, found in spans.items()}
+    longest = max([*ends.values(), predicted.step_seconds]) or 1e-12
+    # The title of a lane says how long its step is, of which the predicted one does not end with its last task.
+    ends["predicted"] = predicted.step_seconds
     # One tick for all lanes, so that they share the axis of time.
     tick = longest / TICKS
     return {
         "tick_seconds": tick,
         "kinds": list(_KINDS),
-        "lanes": [_lane(name, found, plan, tick) for name, found in spans.items()],
+        "lanes": [{**_lane(name, found, plan, tick), "end": round(ends[name] / tick)} for name, found in spans.items()],
         "memory": [_memory(track, tick) for track in memory_over_time(plan)],
         "end": round(predicted.makespan_seconds / tick),
     }
@@ -97,7 +100,7 @@ def _lane(title: str, spans: Sequence[SpanLike], plan: Plan, tick: float) -> dic
         }
         for (row, receives), found in sorted(rows.items(), key=lambda item: item[0])
     ]
-    return {"title": title, "rows": listed, "end": round(max(span.end_seconds for span in spans) / tick)}
+    return {"title": title, "rows": listed}
 
 
 def _tasks(spans: Sequence[SpanLike], tick: float) -> list[int]:

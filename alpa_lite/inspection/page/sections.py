@@ -36,6 +36,7 @@ from alpa_lite.inspection.text.tables import (
     opaque_table,
     stages_table,
     undivided_table,
+    used_devices,
     user_shardings_table,
 )
 from alpa_lite.inspection.text.timeline import compared, comparison_table, predicted_timeline
@@ -169,8 +170,6 @@ KEYS = (
 
 MAX_COLLECTIVES = 500
 _MANY_HOSTS = 8
-_CLOSE = 0.02
-"""The relative difference to the predicted step below which a timeline needs no explanation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,7 +212,7 @@ def _cards(plan: Plan) -> list[str]:
     prediction, solver = plan.prediction, plan.solver
     step, fullest = prediction.step_seconds, plan.fullest_stage
     peak, capacity = prediction.peak_bytes[fullest], plan.capacity_bytes(fullest)
-    devices, found_in = show_count(plan.cluster.num_devices, "device"), show_seconds(solver.seconds)
+    devices, found_in = used_devices(plan), show_seconds(solver.seconds)
     moved = sum(use.bytes * use.count for use in prediction.collectives)
     # Counts may be fractions, since a branch of a condition counts as a part of a run.
     number = sum(use.count for use in prediction.collectives)
@@ -301,13 +300,8 @@ def timeline_section(
         '<p id="task" role="status" aria-live="polite"></p><p id="hint">Click it, then turn the wheel to zoom and drag '
         "to move (or hold Ctrl); with the keyboard + − ← → 0. The numbers are micro-batches.</p>"
     )
-    makespan, step = predicted_timeline(plan).makespan_seconds, plan.prediction.step_seconds
-    # A reader would compare the end of the drawing with the predicted step.
-    if abs(makespan - step) > _CLOSE * step:
-        body += (
-            f"<p>The predicted step of {show_seconds(step)} also includes the time of hosts to start programs and wait "
-            f"for each other; its tasks alone end after {show_seconds(makespan)}.</p>"
-        )
+    if note := predicted_timeline(plan).note:
+        body += f"<p>{note}</p>"
     # Simulated and not predicted spans: they come from the same instructions as measured ones.
     if simulated and measured:
         body += table_html(comparison_table(compared(simulated, measured)), heading="h3")

@@ -50,7 +50,7 @@ SCREEN_ROWS = {
     "opaque": 4,
     "undivided": 4,
     "user_shardings": 6,
-    "alternatives": 5,
+    "alternatives": 12,
 }
 """Rows of each table of a plan in a terminal; `plan_tables`, pages and JSON have all of them."""
 
@@ -104,13 +104,13 @@ def plan_tables(plan: Plan) -> tuple[Table, ...]:
 
 
 def headline(plan: Plan) -> tuple[str, ...]:
-    """Return two or three lines: the planned function and cluster, the prediction, and the batch if there is one."""
+    """Return the lines above the tables: function and cluster, prediction, the batch if there is one, and notes."""
     prediction, solver, cluster = plan.prediction, plan.solver, plan.cluster
     layers = show_count(plan.num_layers, "layer")
     # Virtual devices: without this word a reader would expect a speed-up.
     shared = ", which share one processor" if cluster.shared_processor else ""
     first = (
-        f"{plan.function} on {cluster.name} ({show_count(cluster.num_devices, 'device')}{shared}): {plan.name}, "
+        f"{plan.function} on {cluster.name} ({used_devices(plan)}{shared}): {plan.name}, "
         f"{show_count(len(plan.stages), 'stage')} of {layers}, {show_count(plan.num_microbatches, 'micro-batch')}"
         f"{', whose results are averaged' if plan.averaged else ''}, "
         f"schedule {plan.schedule}"
@@ -125,7 +125,14 @@ def headline(plan: Plan) -> tuple[str, ...]:
         f"no plan below {show_seconds(solver.bound)}, gap {show_percent(solver.gap)} · "
         f"solution {solver.status}, found in {show_seconds(solver.seconds)}"
     )
-    return (first, second) if plan.batch is None else (first, second, f"batch: {plan.batch}")
+    batch = () if plan.batch is None else (f"batch: {plan.batch}",)
+    return (first, second, *batch, *(f"note: {note}" for note in plan.notes))
+
+
+def used_devices(plan: Plan) -> str:
+    """Return the number of devices of a plan, such as `8 devices` or `8 of 16 devices`."""
+    count = plan.cluster.num_devices
+    return (f"{count} of " if plan.idle_devices else "") + show_count(count + plan.idle_devices, "device")
 
 
 def stages_table(plan: Plan) -> Table:
@@ -315,8 +322,8 @@ def user_shardings_table(plan: Plan) -> Table:
 
 
 def alternatives_table(plan: Plan) -> Table:
-    """Return the other plans that the search priced; a manual plan has none."""
-    chosen = plan.prediction.step_seconds
+    """Return the other plans that the search priced, or why there is none; a manual plan has no others."""
+    chosen, reasons = plan.prediction.step_seconds, dict(plan.refusals)
     # With nothing to compare, the chosen plan alone makes no table.
     rows = [(f"{plan.name} (chosen)", show_milliseconds(chosen), show_ratio(1.0))] if plan.alternatives else []
     for name, seconds in plan.alternatives:
@@ -324,17 +331,28 @@ def alternatives_table(plan: Plan) -> Table:
         works, ratio = math.isfinite(seconds), show_ratio(seconds / chosen) if chosen > 0 else ""
         rows.append((name, show_milliseconds(seconds), ratio) if works else (name, "does not work", ""))
     columns = ("plan", "predicted ms per step", "against the chosen one")
-    return Table(title="Plans considered", columns=columns, rows=tuple(rows), numeric=frozenset(columns[1:]))
+    if reasons:
+        # The first sentence says why; the others, what to do if exactly this plan is wanted.
+        rows = [(*row, reasons.get(row[0], "").partition(". ")[0].rstrip(".")) for row in rows]
+    return Table(
+        title="Plans considered",
+        columns=(*columns, "why not") if reasons else columns,
+        rows=tuple(rows),
+        numeric=frozenset(columns[1:]),
+    )
 
 
 def plan_summary(plan: Plan) -> dict[str, object]:
     """Return the numbers of `plan_text` as plain data, for JSON."""
-    prediction = plan.prediction
+    prediction, reasons = plan.prediction, dict(plan.refusals)
     return {
         "function": plan.function,
         "name": plan.name,
         "cluster": plan.cluster.name,
         "num_devices": plan.cluster.num_devices,
+        "first_device": plan.first_device,
+        "idle_devices": plan.idle_devices,
+        "notes": list(plan.notes),
         "num_microbatches": plan.num_microbatches,
         "schedule": plan.schedule.name,
         "step_seconds": prediction.step_seconds,
@@ -362,7 +380,7 @@ def plan_summary(plan: Plan) -> dict[str, object]:
         ],
         "alternatives": [
             # JSON has no infinity.
-            {"name": name, "step_seconds": seconds if math.isfinite(seconds) else None}
+            {"name": name, "step_seconds": seconds if math.isfinite(seconds) else None, "why_not": reasons.get(name)}
             for name, seconds in plan.alternatives
         ],
         "opaque": [

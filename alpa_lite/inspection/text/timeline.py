@@ -25,6 +25,9 @@ from alpa_lite.schedule import Timeline
 from alpa_lite.schedule.tasks import SpanLike
 from alpa_lite.text import show_milliseconds, show_percent, show_seconds
 
+_CLOSE = 0.02
+"""The relative difference between the predicted step and the end of its tasks up to which nothing is said."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
@@ -43,6 +46,7 @@ class PredictedTimeline:
     """A predicted step.
 
     bars               the spans of all stages, in seconds from the start of the step
+    step_seconds       the step that the plan predicts, which includes what hosts wait for each other
     makespan_seconds   the end of the last span, updates included
     bubble_fraction    the share of the devices' time spent waiting for other stages
     busy_seconds       per stage, the seconds of its spans
@@ -51,6 +55,7 @@ class PredictedTimeline:
     """
 
     bars: tuple[Bar, ...]
+    step_seconds: float
     makespan_seconds: float
     bubble_fraction: float
     busy_seconds: tuple[float, ...]
@@ -64,15 +69,26 @@ class PredictedTimeline:
                 row_name(stages),
                 str(sum(bar.stage in stages for bar in self.bars)),
                 show_milliseconds(busy),
-                show_percent(busy / self.makespan_seconds if self.makespan_seconds > 0 else 0.0),
+                show_percent(busy / self.step_seconds if self.step_seconds > 0 else 0.0),
                 show_milliseconds(sum(self.update_seconds[stage] for stage in stages)),
             )
             for stages in self.rows
             for busy in [sum(self.busy_seconds[stage] for stage in stages)]
         )
         table = Table(title="Stages", columns=columns, rows=rows, numeric=frozenset(columns[1:]))
-        end, bubble = show_seconds(self.makespan_seconds), show_percent(self.bubble_fraction)
-        return render([f"predicted step {end}, bubble {bubble}", ""], [table])
+        step, bubble = show_seconds(self.step_seconds), show_percent(self.bubble_fraction)
+        return render([f"predicted step {step}, bubble {bubble}", *([self.note] if self.note else []), ""], [table])
+
+    @property
+    def note(self) -> str:
+        """A sentence on the part of the step after its last task; empty if that is short."""
+        # A reader would compare the end of the drawing with the predicted step.
+        if abs(self.makespan_seconds - self.step_seconds) <= _CLOSE * self.step_seconds:
+            return ""
+        return (
+            f"The predicted step of {show_seconds(self.step_seconds)} also includes the time of hosts to start programs"
+            f" and wait for each other; its tasks alone end after {show_seconds(self.makespan_seconds)}."
+        )
 
     def to_json(self) -> dict[str, object]:
         """Return plain data for JSON."""
@@ -94,6 +110,7 @@ def predicted_timeline(plan: Plan) -> PredictedTimeline:
         seconds[bar.stage][bar.kind == TaskRole.UPDATE] += bar.end_seconds - bar.start_seconds
     return PredictedTimeline(
         bars=tuple(bars),
+        step_seconds=plan.prediction.step_seconds,
         makespan_seconds=max((bar.end_seconds for bar in bars), default=0.0),
         bubble_fraction=plan.prediction.bubble_fraction,
         busy_seconds=tuple(map(sum, seconds)),

@@ -77,16 +77,17 @@ def stage_meshes(plan: Plan, devices: Sequence[Device] | None = None) -> tuple[M
     """Return a JAX mesh per stage. Raises `ExecutionError` if there are fewer devices than the plan uses."""
     # Plans number devices host by host, which JAX's own order need not be.
     available = host_by_host(jax.devices() if devices is None else devices)
-    needed = 1 + max(device for stage in plan.stages for device in stage.submesh.devices)
+    needed = plan.first_device + 1 + max(device for stage in plan.stages for device in stage.submesh.devices)
     if needed > len(available):
         raise ExecutionError(
-            f"The plan uses {needed} devices ({plan.cluster.name}), but JAX sees {len(available)}. Plan for "
+            f"The plan needs {needed} devices ({plan.cluster.name}), but JAX sees {len(available)}. Plan for "
             "al.local_cluster(), or start JAX with more devices (jax.config.update('jax_num_cpu_devices', n) on CPU)."
         )
     meshes: list[Mesh] = []
     for stage in plan.stages:
         # Row-major, as the plan numbers the devices of a submesh.
-        chosen = np.array([available[d] for d in stage.submesh.devices]).reshape(stage.mesh_shape.shape)
+        numbers = [plan.first_device + d for d in stage.submesh.devices]
+        chosen = np.array([available[d] for d in numbers]).reshape(stage.mesh_shape.shape)
         meshes.append(Mesh(chosen, stage.mesh_shape.axis_names))
     return tuple(meshes)
 

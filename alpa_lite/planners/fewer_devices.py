@@ -1,0 +1,93 @@
+"""Plans that leave devices idle, where a step on fewer of them takes no longer.
+
+    parts     of a mixed cluster its groups of equal hosts; else a power of two of the hosts, or of one host's devices
+    tried     the parts on which a step may be as short as the best so far, by its lower bound      `on_fewer_devices`
+
+Each part is planned as a cluster of its own, which the devices beside it do not slow down: fewer hosts wait less for
+each other, and fewer devices send less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from alpa_lite.inter_op.plan_request import PlanRequest
+from alpa_lite.inter_op.work_floor import least_seconds
+from alpa_lite.plan.plan import Plan
+from alpa_lite.text import show_count, show_range, show_seconds
+from cost_models.cluster import Cluster
+
+AS_FAST = 0.01
+"""The relative excess up to which a plan counts as fast as another: prices are not better than that."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterPart:
+    """Devices of a cluster that are planned as a cluster of their own; `first_device` is numbered in the whole."""
+
+    first_device: int
+    cluster: Cluster
+
+
+def next_smaller(whole: ClusterPart) -> Iterator[ClusterPart]:
+    """Yield the next smaller parts of a cluster, none of which contains another."""
+    cluster, first = whole.cluster, 0
+    if len(cluster.groups) > 1:
+        for group in cluster.groups:
+            count = group.num_hosts * cluster.devices_per_host
+            yield ClusterPart(first_device=whole.first_device + first, cluster=cluster.part(first, count))
+            first += count
+    elif cluster.num_devices > 1:
+        per_host, hosts = cluster.devices_per_host, cluster.num_hosts
+        count = _power_of_two_below(hosts) * per_host if hosts > 1 else _power_of_two_below(per_host)
+        yield ClusterPart(first_device=whole.first_device, cluster=cluster.part(0, count))
+
+
+def _power_of_two_below(number: int) -> int:
+    return 1 << (number - 1).bit_length() - 1
+
+
+def on_fewer_devices(whole: Plan, request: PlanRequest, plan_on: Callable[[PlanRequest], Plan | None]) -> Plan:
+    """Return the plan on the fewest devices that is as fast as the best, by halving them while that is so.
+
+    Args:
+        whole: the plan on all devices of the cluster of `request`.
+        plan_on: returns a plan on all devices of a request; None if it finds none.
+    """
+    best, part, step = whole, ClusterPart(first_device=0, cluster=request.cluster), request.step_at(1, 0)
+    least, looking = whole.solver.bound, True
+    while looking:
+        looking = False
+        bounds = [
+            (least_seconds(step, smaller.cluster, request.cost_model_for), smaller) for smaller in next_smaller(part)
+        ]
+        for bound, smaller in sorted(bounds, key=lambda each: each[0]):
+            at_most = (1 + AS_FAST) * best.prediction.step_seconds
+            if bound > at_most:
+                break
+            with request.progress.during("stages", f"planning for {show_count(smaller.cluster.num_devices, 'device')}"):
+                found = plan_on(replace(request, cluster=smaller.cluster))
+            if found is not None and found.prediction.step_seconds <= at_most:
+                best, part, least, looking = found, smaller, min(least, bound), True
+    return whole if best is whole else _left_idle(whole, best, part, least)
+
+
+def _left_idle(whole: Plan, found: Plan, part: ClusterPart, bound: float) -> Plan:
+    """Return a plan on a part of a cluster with what it says of the rest."""
+    total, count = whole.cluster.num_devices, part.cluster.num_devices
+    seconds, longer = found.prediction.step_seconds, whole.prediction.step_seconds
+    numbers = show_range(part.first_device, part.first_device + count - 1)
+    note = (
+        f"uses {count} of {show_count(total, 'device')} ({numbers}): with all"
+        f" of them a step would take {show_seconds(longer)}, and not {show_seconds(seconds)}"
+    )
+    return replace(
+        found,
+        first_device=part.first_device,
+        idle_devices=total - count,
+        notes=(*found.notes, note),
+        alternatives=((f"{whole.name} on all {total} devices", longer), *whole.alternatives),
+        refusals=whole.refusals,
+        solver=replace(found.solver, bound=bound, gap=max(0.0, 1 - bound / seconds) if seconds > 0 else 0.0),
+    )
