@@ -105,8 +105,8 @@ def open_jaxpr(jaxpr: AnyJaxpr) -> Jaxpr:
 
 def with_open_jaxpr(jaxpr: ClosedJaxpr, opened: Jaxpr) -> ClosedJaxpr:
     """Return a closed jaxpr with another open jaxpr and the same constants."""
-    # Where one class serves for both, the open jaxpr has the constants already.
-    return cast(ClosedJaxpr, opened) if open_jaxpr(jaxpr) is jaxpr else jaxpr.replace(jaxpr=opened)
+    # Where one class serves for both, an open jaxpr loses its constants when its variables are replaced.
+    return ClosedJaxpr(opened, consts_of(jaxpr))
 
 
 def aval_of(atom: Var | Literal) -> Aval:

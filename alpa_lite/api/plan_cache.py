@@ -300,9 +300,6 @@ def _beginning(key: str) -> bytes:
     return json.dumps({_MARK: _WORDS, _KEY: key})[:-1].encode()
 
 
-_PACKAGES = ("alpa_lite", "jax", "jaxlib")
-
-
 def planned_together(planner: Planner, request: PlanRequest, kept: Cache) -> Answer:
     """Run `plan_cache.planned` on process 0, and return its answer on all processes.
 
@@ -324,7 +321,7 @@ def check_same_program(plan: Plan, program: Program, donated: object) -> None:
 
 
 def _versions() -> dict[str, str]:
-    versions = {name: metadata.version(name) for name in _PACKAGES}
+    versions = {name: metadata.version(name) for name in ("jax", "jaxlib")}
     return {"Python": platform.python_version(), **versions, "source of alpa_lite and its solvers": own_digest()[:12]}
 
 

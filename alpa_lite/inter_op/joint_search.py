@@ -440,31 +440,8 @@ class JointSearch:
                     break
                 search.refuse_updates_like(choice)
                 choice = search.run(at_most, further=further)
-            if best is not None and self.num_stages is None:
-                best = self._best_of_counts(search, best)
-                at_most = min(at_most, best.trusted_seconds)
         if not fits:
             raise refused or InfeasibleError(self._infeasible(number))
-        return best
-
-    def _best_of_counts(self, search: StageSearch, best: Found) -> Found:
-        """Return the best stages, or as many others as may be faster: the DP does not see all that stages wait for.
-
-        No stages take less than the DP says, so that numbers of stages are tried by its seconds, as long as these are
-        below those of the best.
-        """
-        tried = {len(best.stages)}
-        while best.sum_seconds < best.seconds * (1 - RELATIVE_GAP):
-            counts = {*range(1, min(search.num_layers, max(self.space.devices)) + 1)} - tried
-            known = {count: search.best_known(count) for count in counts}
-            count = min(known, key=lambda count: known[count].seconds, default=None)
-            if count is None or known[count].seconds >= best.seconds * (1 - RELATIVE_GAP):
-                break
-            tried.add(count)
-            choice = search.run(best.seconds, count=count)
-            if choice.stages and choice.seconds < best.seconds:
-                with suppress(InfeasibleError):
-                    best = min(best, self._priced(search, choice), key=lambda found: found.seconds)
         return best
 
     def _priced(self, search: StageSearch, choice: StageChoice) -> Found:

@@ -210,16 +210,15 @@ class StageSearch:
         self._before, self._usual = self._progress.done.get("stages", 0), float(LEAST_SOLVES)
         self._refresh()
 
-    def run(self, at_most: float = math.inf, *, further: float = 0.0, count: int | None = None) -> StageChoice:
+    def run(self, at_most: float = math.inf, *, further: float = 0.0) -> StageChoice:
         """Return the best stages, all of them solved; or guessed ones, once none can take less than `at_most` seconds.
 
-        further   the work of the searches that are still to follow, relative to this one
-        count     the number of stages; None for the best number
+        `further`: the work of the searches that are still to follow, relative to this one.
         """
-        solved, likely = self._best_solved(count), _entries(self.best_likely(count))
+        solved, likely = self._best_solved(), _entries(self.best_likely())
         while True:
             # Guesses and bounds are mostly too low, so that the best of all stages tends to hold unsolved ones.
-            found = self.best_known(count)
+            found = self.best_known()
             if found.seconds >= solved.seconds * (1 - RELATIVE_GAP):
                 return solved
             if found.seconds >= at_most:
@@ -237,7 +236,7 @@ class StageSearch:
                 if not self.states.solved[entry] and self._knows(*entry):
                     self._solve(*entry)
             self._refresh()
-            solved = self._best_solved(count)
+            solved = self._best_solved()
 
     def _expect_from_workers(self, entries: Sequence[tuple[int, int, int, int]]) -> None:
         """Let workers start on stages that are likely to be solved next: first on bounds, then on costs."""
@@ -267,14 +266,13 @@ class StageSearch:
         left = max(pending, self._usual - done, done * STILL)
         progress.expect("stages", left + further * max(self._usual, done) if known else None)
 
-    def best_known(self, count: int | None = None) -> StageChoice:
-        """Return the best stages, or the best `count` stages, by the costs, bounds and guesses so far."""
-        return self._best_of.so_many(count)(self.states.seconds, self.states.following)
+    def best_known(self) -> StageChoice:
+        """Return the best stages by the costs, bounds and guesses so far."""
+        return self._best_of(self.states.seconds, self.states.following)
 
-    def best_likely(self, count: int | None = None) -> StageChoice:
+    def best_likely(self) -> StageChoice:
         """Return the best stages by guesses alone, of stages that have the memory that their guess assumes."""
-        repeated = self.configurations.repeated
-        return self._best_of.so_many(count)(repeated(self._guessed), repeated(self._roomy))
+        return self._best_of(self.configurations.repeated(self._guessed), self.configurations.repeated(self._roomy))
 
     def why_impossible(self) -> str:
         """Return a sentence that says why there are no such stages even with unlimited memory; empty if there are."""
@@ -288,10 +286,8 @@ class StageSearch:
         rows = " They have to be alike, since loops read rows of stacked arguments." if self.all_equal else ""
         return f"{reason}{asked}{rows}"
 
-    def _best_solved(self, count: int | None) -> StageChoice:
-        return self._best_of.so_many(count)(
-            np.where(self.states.solved, self.states.seconds, np.inf), self.states.following
-        )
+    def _best_solved(self) -> StageChoice:
+        return self._best_of(np.where(self.states.solved, self.states.seconds, np.inf), self.states.following)
 
     def mesh(self, kind: int, configuration: int) -> LogicalMesh:
         """Return the logical mesh of a configuration of a kind of submesh."""
@@ -497,10 +493,6 @@ class BestStages:
     ways: Sequence[NDArray[np.bool_]]
     slower: NDArray[np.float64]
     num_stages: int | None
-
-    def so_many(self, count: int | None) -> BestStages:
-        """Return the same for `count` stages, or for the number that is given already."""
-        return self if count is None else replace(self, num_stages=count)
 
     def __call__(self, seconds: NDArray[np.float64], following: NDArray[np.int64]) -> StageChoice:
         """Return the best stages of all ways; of equally good ways the first."""

@@ -79,7 +79,7 @@ class Emitted:
 
     Calling convention: inputs, sums (if accumulated), [micro-batch index] -> outputs, sums, token. The token is a
     scalar that is ready when the whole task is done. Unlike the other results it is never donated, so waiting for it
-    keeps no other buffer alive.
+    keeps no other buffer alive. Outputs and sums come in `order` (see `result_order`).
     """
 
     function: TaskFunction
@@ -89,6 +89,7 @@ class Emitted:
     outs: tuple[PartitionSpec, ...]
     donated: tuple[int, ...]
     takes_microbatch: bool
+    order: tuple[int, ...] = ()
 
     def lower(self, on: Mesh | None = None) -> jax.stages.Lowered:
         """Trace and lower the function, by default for an abstract mesh without devices.
@@ -131,6 +132,11 @@ class Executable:
         return self.emitted.donated
 
     @property
+    def order(self) -> tuple[int, ...]:
+        """The numbers of the task's outputs and sums, in the order of the results."""
+        return self.emitted.order
+
+    @property
     def takes_microbatch(self) -> bool:
         """True if the last operand is the index of the micro-batch."""
         return self.emitted.takes_microbatch
@@ -145,7 +151,7 @@ def emit_task(placed: PlacedTask, mesh: AbstractMesh, *, name: str, platform: st
     graph = step.graph
     accumulate = accumulates(task, step)
     ins = [*task.inputs, *(task.sums if accumulate else ())]
-    outs = [*task.outputs, *task.sums]
+    outs, order = [*task.outputs, *task.sums], result_order(placed)
     positional = step.num_microbatches > 1 and (
         any(_is_positional(graph.ops[i]) for i in task.ops)
         or any(p.value in step.loop_results.combined for p in task.sums)
@@ -173,12 +179,12 @@ def emit_task(placed: PlacedTask, mesh: AbstractMesh, *, name: str, platform: st
             results[first:] = [_combined(step, p.value, old, new, microbatch) for p, old, new in triples]
         # An output like the others, so that it is ready only when the whole executable has ended.
         token = jax.numpy.zeros((), jax.numpy.int8)
-        return (*(r[None] if p.spec.partial else r for r, p in zip(results, outs, strict=True)), token)
+        return (*(results[i][None] if outs[i].spec.partial else results[i] for i in order), token)
 
     layouts = [boundary_layout(graph.values[p.value], p, sizes) for p in ins]
     if positional:
         layouts.append(BoundaryArray(shape=(), dtype="int32", spec=PartitionSpec()))
-    out_specs = (*(boundary_spec(p.spec) for p in outs), PartitionSpec())
+    out_specs = (*(boundary_spec(outs[i].spec) for i in order), PartitionSpec())
     in_specs = tuple(x.spec for x in layouts)
     # `check_vma` would reject results that the plan knows to be equal on several devices, which JAX cannot derive.
     sharded = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
@@ -191,7 +197,23 @@ def emit_task(placed: PlacedTask, mesh: AbstractMesh, *, name: str, platform: st
         outs=out_specs,
         donated=(*placed.donated, *summed),
         takes_microbatch=positional,
+        order=order,
     )
+
+
+def result_order(placed: PlacedTask) -> tuple[int, ...]:
+    """Return the numbers of a task's outputs and sums in the order in which its program returns them.
+
+    First those that replace donated inputs in the next step, in the order of these: JAX gives each result in turn the
+    first donated buffer of its shape and dtype that is left, and XLA copies what is still read from a buffer that
+    another result than the next value takes.
+    """
+    task, next_of = placed.task, {old: new for new, old in placed.step.aliases.items()}
+    number = {(port.value, port.spec): i for i, port in enumerate(task.outputs)}
+    donated = [task.inputs[i] for i in placed.donated]
+    replacing = [number.get((next_of.get(port.value, -1), port.spec)) for port in donated]
+    first = dict.fromkeys(i for i in replacing if i is not None)
+    return (*first, *(i for i in range(len(task.outputs) + len(task.sums)) if i not in first))
 
 
 def _is_spec(value: object) -> bool:
@@ -258,7 +280,8 @@ def task_form(placed: PlacedTask, sizes: Mapping[str, int]) -> Hashable:
     buckets = tuple([tuple([form.number(value) for value in bucket]) for bucket in task.buckets])
     ports = (inputs, form.ports(task.outputs), form.ports(task.sums), resolved, buckets)
     parts = tuple([(part.phase, len(part.ops)) for part in task.parts])
-    return tuple(sizes.items()), step.num_microbatches, placed.donated, bool(task.kept), parts, ports, tuple(form.ops)
+    returned = placed.donated, result_order(placed)
+    return tuple(sizes.items()), step.num_microbatches, returned, bool(task.kept), parts, ports, tuple(form.ops)
 
 
 class _Form:

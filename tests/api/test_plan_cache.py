@@ -150,6 +150,13 @@ def test_other_source_or_versions_are_planned_anew(tmp_path: Path, monkeypatch: 
     assert not _planned(tmp_path).cached
 
 
+@pytest.mark.parametrize("package", ["highspy", "numpy", "jax"])
+def test_the_digest_depends_on_what_plans_are_made_with(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, version = plan_cache.own_digest.__wrapped__(), plan_cache.metadata.version
+    monkeypatch.setattr(plan_cache.metadata, "version", lambda name: "another" if name == package else version(name))
+    assert plan_cache.own_digest.__wrapped__() != before
+
+
 def test_a_plan_that_does_not_belong_to_the_step_is_made_anew(tmp_path: Path) -> None:
     """The key sees the step at its whole batch only; at the micro-batches of the plan it might be another."""
     options = {"planner": Hybrid(pipeline=2), "num_microbatches": 4}

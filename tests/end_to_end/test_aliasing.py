@@ -6,6 +6,7 @@ error (on one device) or ends the process (on several), and here it is copied.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import jax
@@ -172,3 +173,42 @@ def test_steady_steps_compare_no_buffers(devices: Any, monkeypatch: pytest.Monke
     monkeypatch.setattr("alpa_lite._jax.addresses", None)
     for _ in range(3):
         state = step(state, _batch(), teacher)[0]
+
+
+@everywhere
+def test_each_result_takes_the_buffer_of_the_value_that_it_replaces(
+    planner: str, num_microbatches: int, devices: Any
+) -> None:
+    """With another buffer of the same shape XLA would copy what it has to read later, in every step."""
+
+    def step(state: Any, x: Any) -> Any:
+        w, first, second = state
+
+        def loss(w: Any) -> Any:
+            return jnp.mean(jnp.tanh(jnp.tanh(jnp.tanh(x @ w["a"]) @ w["b"]) @ w["c"]) ** 2)
+
+        value, g = jax.value_and_grad(loss)(w)
+        # The moments are computed before the weights, which come first in the state.
+        first = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, first, g)
+        second = jax.tree.map(lambda v, g: 0.99 * v + 0.01 * g**2, second, g)
+        w = jax.tree.map(lambda w, m, v: w - 0.1 * m / (jnp.sqrt(v) + 1e-3), w, first, second)
+        return (w, first, second), value
+
+    random = np.random.default_rng(0)
+    state = tuple(
+        {name: jnp.asarray(random.normal(size=(16, 16)) * size, jnp.float32) for name in "abc"} for size in (1, 0, 0)
+    )
+    parallel = _parallel(step, planner, num_microbatches, batch_argnums=1, donate_argnums=0)
+    compiled = parallel.compiled(state, jnp.ones((16, 16)))
+    executor = compiled.executor
+    replaced = compiled.step.step.aliases
+    pairs = 0
+    for executable in executor.executables:
+        assert executable.compiled is not None
+        head = executable.compiled.as_text().split("\n", 1)[0]
+        ports = [(*executable.task.outputs, *executable.task.sums)[i].value for i in executable.order]
+        for result, operand in re.findall(r"\{(\d+)\}: \((\d+), \{\}", head):
+            if int(operand) < len(executable.task.inputs) and ports[int(result)] in replaced:
+                assert replaced[ports[int(result)]] == executable.task.inputs[int(operand)].value
+                pairs += 1
+    assert pairs == 9

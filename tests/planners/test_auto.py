@@ -389,9 +389,7 @@ def test_a_stage_that_would_update_long_after_the_others_is_not_made() -> None:
         traced.plan(cluster=cluster, planner=Auto(manual=(), pipeline=count), num_microbatches=4).last_plan.prediction
         for count in (None, 1, 2, 3, 4)
     )
-    # Stages are cut by the price of a backward pass in one task; in two, as the schedule has it, the last stage gathers
-    # its operands twice, which favours another number of stages by 1.8 %.
-    assert found.step_seconds <= 1.02 * min(each.step_seconds for each in asked)
+    assert found.step_seconds <= 1.01 * min(each.step_seconds for each in asked)
 
 
 def test_layers_compute_again_what_does_not_fit() -> None:

@@ -39,15 +39,22 @@ _OUTLIER = 3 * 1.4826
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedProgram:
-    """A program to time: `run(trips)` repeats it `trips` times and returns when all is done."""
+    """A program to time.
+
+    Attributes:
+        name: for display.
+        run: `run(trips)` makes so many trips and returns when all is done.
+        repeats: how often one trip repeats the program.
+    """
 
     name: str
     run: Callable[[int], None]
+    repeats: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """Seconds of one trip of a program.
+    """Seconds of a program.
 
     Attributes:
         seconds: median of the accepted samples.
@@ -98,7 +105,8 @@ def time_programs(
         # Every other round runs backwards, so that a program is not always timed with the same program's caches.
         for index in range(len(programs))[:: 1 if number % 2 == 0 else -1]:
             progress(programs[index].name)
-            samples[index].append(_run_seconds(programs[index], trips[index], stopwatch) / trips[index])
+            seconds = _run_seconds(programs[index], trips[index], stopwatch)
+            samples[index].append(seconds / (trips[index] * programs[index].repeats))
     timings = [typical_seconds(times) for times in samples]
     return [replace(timing, seconds=stopwatch.agree(timing.seconds)) for timing in timings]
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -32,7 +33,9 @@ from alpa_lite.runtime.calibrate.measurements import TimedProgram
 from alpa_lite.runtime.job.processes import host_rows
 from cost_models.work import Collective, CollectiveKind, Group, Product, Work
 
-#: FLOPs per element of `_arithmetic` by the count of the rules, and of `_pass`.
+#: Functions in a row in `_arithmetic`, so many that the memory of a GPU does not limit them.
+_CHAIN = 8
+#: FLOPs per element of each by the count of the rules, and of `_pass`.
 _ARITHMETIC_FLOPS, _PASS_FLOPS = 18.0, 3.0
 #: Images of a convolution, and their height and width.
 _IMAGES, _SIDE = 8, 32
@@ -41,6 +44,9 @@ _ROWS, _WIDTH = 256, 256
 #: Arrays that a task of a plan usually takes.
 _ARRAYS_PER_TASK = 32
 _ITEM_BYTES = 4
+#: Times that a trip repeats a program on an accelerator: before each trip of a loop whose length the compiler does not
+#: know, the host waits for the trip before and reads on the device whether the loop ends, some 30 µs on a GPU.
+_REPEATS = 32
 
 _Step = Callable[[jax.Array, jax.Array], jax.Array]
 
@@ -89,7 +95,8 @@ def thorough_sizes(memory_bytes: float, matrix_flops: float) -> ProbeSizes:
     sides = tuple(n for n in (64, 128, 256, 512, 1024, 2048, 4096, 8192) if 2.0 * n**3 <= 0.05 * matrix_flops)
     return ProbeSizes(
         sides={"float32": sides, "bfloat16": sides[:-1], "float16": sides[:-1]},
-        elements=tuple(1 << k for k in (20, 22, 24) if _ITEM_BYTES << k <= memory_bytes / 64),
+        # The largest two: an H100 keeps 50 MB on the chip, three arrays of the third size.
+        elements=tuple(1 << k for k in (20, 22, 24, 26) if _ITEM_BYTES << k <= memory_bytes / 64)[-2:],
         channels=(16, 64, 256) if sides[-1] >= 1024 else (16, 64),
         link_elements=tuple(1 << k for k in (8, 12, 16, 20, 24) if _ITEM_BYTES << k <= memory_bytes / 512),
         every_group=True,
@@ -119,29 +126,33 @@ def device_probes(devices: Sequence[Device], sizes: ProbeSizes) -> list[Probe]:
         add("pass", _pass, (n,), _pass_work(n))
     probes += [_convolution_probe(devices, stride, n) for stride in (1, 2) for n in sizes.channels]
     middle = sizes.elements[len(sizes.elements) // 2]
-    flops = _ARITHMETIC_FLOPS * middle
-    add("arithmetic", _arithmetic, (middle,), Work(flops=flops, bytes=2.0 * _ITEM_BYTES * middle))
+    count = middle // _CHAIN
+    work = Work(flops=_CHAIN * _ARITHMETIC_FLOPS * count, bytes=2.0 * _ITEM_BYTES * count)
+    add("arithmetic", _arithmetic, (count,), work)
     return probes
 
 
 def _convolution_probe(devices: Sequence[Device], stride: int, channels: int) -> Probe:
-    """Return a convolution that is called repeatedly from outside: XLA compiles convolutions in loops differently on
-    CPU.
-    """
-    mesh, spec = Mesh(np.array(devices), ("device",)), PartitionSpec("device")
-    mapped = jax.shard_map(
-        lambda y, w: _convolution(stride, y[0], w[0])[None], mesh=mesh, in_specs=(spec, spec), out_specs=spec
-    )
-    shape = (len(devices), _IMAGES, _SIDE, _SIDE, channels)
-    images, weights = (_filled(shape, "float32", NamedSharding(mesh, spec), fill) for fill in (0.0, 1.0))
+    """Return a convolution; on CPU it is called repeatedly from outside, as XLA compiles those in loops differently."""
     series = f"convolution, stride {stride}"
+    name, function, shape = f"{series}, {channels}", partial(_convolution, stride), (_IMAGES, _SIDE, _SIDE, channels)
+    on_cpu = devices[0].platform == "cpu"
     return Probe(
-        program=_called(f"{series}, {channels}", jax.jit(mapped).lower(images, weights).compile(), images, weights),
+        program=(_alone if on_cpu else _everywhere)(name, function, devices, shape),
         series=series,
         size=channels,
         parts=(_convolution_work(stride, channels),),
         num_active_devices=len(devices),
     )
+
+
+def _alone(name: str, function: _Step, devices: Sequence[Device], shape: tuple[int, ...]) -> TimedProgram:
+    """Return a program whose trip is one awaited call, on separate arrays of each device."""
+    mesh, spec = Mesh(np.array(devices), ("device",)), PartitionSpec("device")
+    mapped = jax.shard_map(lambda y, w: function(y[0], w[0])[None], mesh=mesh, in_specs=(spec, spec), out_specs=spec)
+    full = (len(devices), *shape)
+    images, weights = (_filled(full, "float32", NamedSharding(mesh, spec), fill) for fill in (0.0, 1.0))
+    return _called(name, jax.jit(mapped).lower(images, weights).compile(), images, weights)
 
 
 def share_programs(devices: Sequence[Device]) -> list[TimedProgram]:
@@ -290,7 +301,9 @@ def _convolution_work(stride: int, channels: int) -> Work:
 
 
 def _arithmetic(y: jax.Array, _: jax.Array) -> jax.Array:
-    return jnp.exp(-jnp.tanh(y) * y)
+    for _number in range(_CHAIN):
+        y = jnp.exp(-jnp.tanh(y) * y)
+    return y
 
 
 def _block(y: jax.Array, w: jax.Array) -> jax.Array:
@@ -308,9 +321,13 @@ def _everywhere(
 def _on_mesh(name: str, function: _Step, mesh: Mesh, shape: tuple[int, ...], dtype: str) -> TimedProgram:
     """Return a program that repeats y = function(y, w) in place, on separate arrays of each device."""
     spec = PartitionSpec(mesh.axis_names)
+    repeats = 1 if mesh.devices.flat[0].platform == "cpu" else _REPEATS
 
     def loop(trips: jax.Array, rows: jax.Array, constants: jax.Array) -> jax.Array:
-        return lax.fori_loop(0, trips, lambda _, y: function(y, constants[0]), rows[0])[None]
+        def trip(_: Any, y: jax.Array) -> jax.Array:
+            return repeated(function, repeats, y, constants[0])
+
+        return lax.fori_loop(0, trips, trip, rows[0])[None]
 
     # check_vma=False: the loop carries values that are replicated in a group as if they varied.
     mapped = jax.shard_map(loop, mesh=mesh, in_specs=(PartitionSpec(), spec, spec), out_specs=spec, check_vma=False)
@@ -318,18 +335,20 @@ def _on_mesh(name: str, function: _Step, mesh: Mesh, shape: tuple[int, ...], dty
     # Zeros stay finite (and never denormal) under repeated ops and sums; y @ w with all entries of w 1/n keeps ones.
     fill = 1.0 if len(shape) == 2 else 0.0
     rows, constants = _filled(full, dtype, sharding, fill), _filled(full, dtype, sharding, 1.0 / shape[-1])
-    return _looped(name, jax.jit(mapped), mesh, rows, constants)
-
-
-def _looped(name: str, program: jax.stages.Wrapped, mesh: Mesh, *arrays: jax.Array) -> TimedProgram:
     everywhere = NamedSharding(mesh, PartitionSpec())
-    compiled = program.lower(jax.ShapeDtypeStruct((), np.int32, sharding=everywhere), *arrays).compile()
+    length = jax.ShapeDtypeStruct((), np.int32, sharding=everywhere)
+    compiled = jax.jit(mapped).lower(length, rows, constants).compile()
 
     def run(trips: int) -> None:
         count = jax.make_array_from_callback((), everywhere, lambda _: np.asarray(trips, np.int32))
-        jax.block_until_ready(compiled(count, *arrays))
+        jax.block_until_ready(compiled(count, rows, constants))
 
-    return TimedProgram(name=name, run=run)
+    return TimedProgram(name=name, run=run, repeats=repeats)
+
+
+def repeated(function: _Step, repeats: int, y: jax.Array, w: jax.Array) -> jax.Array:
+    """Return y = function(y, w) so many times, in a loop whose length the compiler knows."""
+    return function(y, w) if repeats == 1 else lax.fori_loop(0, repeats, lambda _, x: function(x, w), y)
 
 
 def _called(name: str, compiled: jax.stages.Compiled, *arrays: jax.Array) -> TimedProgram:

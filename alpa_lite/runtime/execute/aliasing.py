@@ -247,16 +247,25 @@ def sent_in_place(program: Program, plan: Plan) -> dict[Buffer, Buffer]:
 
 
 def _reusable(task: TaskSpec, positions: Sequence[int], step: StepGraph) -> tuple[int, ...]:
-    """Return those inputs of a task whose buffer an output can reuse: same shape, dtype and spec."""
+    """Return those inputs of a task whose buffer an output can reuse: same shape, dtype and spec.
 
-    def layout(port: Port) -> object:
+    Those whose next value is an output come first, and of others of their shape and dtype only those behind them: in
+    this order JAX hands out the buffers (`emission.result_order`).
+    """
+
+    def layout(port: Port) -> tuple[object, ...]:
         value = step.graph.values[port.value]
         return value.shape, value.dtype, port.spec
 
-    free, taken = Counter(map(layout, task.outputs)), list[int]()
+    free, next_of = Counter(map(layout, task.outputs)), {old: new for new, old in step.aliases.items()}
+    ports = {(port.value, port.spec) for port in task.outputs}
+    own = [i for i in positions if (next_of.get(task.inputs[i].value, -1), task.inputs[i].spec) in ports]
+    free.subtract(layout(task.inputs[i]) for i in own)
+    last = {layout(task.inputs[i])[:2]: i for i in own}
+    taken = list(own)
     for position in positions:
         kind = layout(task.inputs[position])
-        if free[kind]:
+        if free[kind] > 0 and position > last.get(kind[:2], -1):
             free[kind] -= 1
             taken.append(position)
-    return tuple(taken)
+    return tuple(sorted(taken))

@@ -159,7 +159,7 @@ class Binder:
         assert executable.compiled is not None, "this process has a device of the mesh"
         compiled, launched = in_turn(executable.compiled, devices_of(executable.mesh)), self.flight.launched
         group = self.groups[instruction.stage]
-        writes = [self.slot[b] for b in instruction.writes]
+        writes = [self.slot[instruction.writes[i]] for i in executable.order]
         take = _taker([self.slot[b] for b in instruction.reads])
         more = (self.indices[instruction.stage][instruction.microbatch or 0],) if executable.takes_microbatch else ()
 

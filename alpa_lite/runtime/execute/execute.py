@@ -279,7 +279,7 @@ class Executor:
         (number,) = runs
         run = self.program.instructions[number]
         executable = self.executables[run.task]
-        position = {b: i for i, b in enumerate(run.writes)}
+        position = {run.writes[number]: i for i, number in enumerate(executable.order)}
         if executable.takes_microbatch or any(b not in position for b in self.program.outputs):
             return None
         input_number = {v: i for i, v in enumerate(self.step.graph.inputs)}

@@ -52,6 +52,13 @@ def test_any_duration_is_measured(seconds):
     assert timing.seconds == pytest.approx(seconds, rel=1e-9)
 
 
+def test_a_trip_may_repeat_the_program():
+    machine = Machine()
+    program = replace(machine.program("p", 32 * 5e-6), repeats=32)
+    (timing,) = time_programs([program], machine.stopwatch())
+    assert timing.seconds == pytest.approx(5e-6, rel=1e-9)
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_noise_and_spikes_hardly_matter(seed):
     machine = Machine(noise(seed, spike=0.2))

@@ -13,6 +13,7 @@ from alpa_lite.runtime.calibrate.probes import (
     dispatch_program,
     link_probes,
     probe_groups,
+    repeated,
     share_programs,
     thorough_sizes,
 )
@@ -124,3 +125,8 @@ def test_values_stay_ordinary(devices):
         for _ in range(200):
             y = jax.jit(function)(y, w)
         assert np.isfinite(y).all() and (np.abs(y) > 1e-30).all()
+
+
+@pytest.mark.parametrize("repeats", [1, 5])
+def test_a_program_is_repeated(repeats):
+    assert repeated(lambda y, w: 2 * y + w, repeats, jax.numpy.ones(()), jax.numpy.ones(())) == 2 ** (repeats + 1) - 1

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite.runtime.execute.crossing import Blanks, Exchange, Sent
-from alpa_lite.runtime.execute.placing import Windows, course_between, relocation
+from alpa_lite.runtime.execute.placing import Alone, Windows, course_between, relocation
 
 SHAPE = (12, 8)
 
@@ -98,3 +98,16 @@ def test_an_exchange_hands_every_piece_to_its_receiver(devices: Any) -> None:
         np.testing.assert_array_equal(found[piece.number], np.full(piece.shape, piece.number + 1, np.float32))
     busy = [[pair[0] for pair in each.pairs] for each in exchange.rounds]
     assert all(len(set(senders)) == len(senders) for senders in busy)
+
+
+def test_an_array_on_the_only_device_is_described_anew(devices: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`jax.device_put` of such an array takes a millisecond, and batches come as such arrays in every step."""
+    wanted = sharding(devices, 0, {"x": 1}, "x")
+    array = jax.numpy.arange(8.0)
+    assert not array.committed
+    monkeypatch.setattr(jax, "device_put", lambda *_, **__: pytest.fail("put"))
+    placed = Alone(Blanks()).put(array, wanted)
+    assert placed.committed and placed.sharding == wanted
+    assert placed.unsafe_buffer_pointer() == array.unsafe_buffer_pointer()
+    placed.delete()
+    assert array.is_deleted()  # as when a step is given the array to overwrite

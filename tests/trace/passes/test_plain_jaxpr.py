@@ -152,3 +152,15 @@ def test_primitives_by_what_their_functions_do(
     shapes = jax.ShapeDtypeStruct((8, 8), "float32"), jax.ShapeDtypeStruct((16, 8), "float32")
     plan = al.plan(step, *shapes, cluster="p3.16xlarge", planner=al.planners.DataParallel(), cache=False)
     assert [use.primitive for use in plan.opaque] == ["of_a_test"] * opaque
+
+
+def test_a_step_with_constraints_keeps_the_arrays_that_it_captures(devices: Any) -> None:
+    """A jaxpr of JAX 0.11 loses its constants when its variables are replaced."""
+    captured = jnp.arange(8.0)
+    mesh = jax.sharding.Mesh(np.array(devices), ("x",))
+
+    def step(w: Any, x: Any) -> Any:
+        x = jax.lax.with_sharding_constraint(x, jax.NamedSharding(mesh, jax.P("x")))
+        return w, (x @ w + captured).sum()
+
+    np.testing.assert_allclose(al.parallelize(step, batch_argnums=1)(W, X)[1], step(W, X)[1], rtol=1e-5)
