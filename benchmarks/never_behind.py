@@ -49,7 +49,7 @@ from alpa_lite.planners.pipeline import Pipeline
 from alpa_lite.schedule import Interleaved1F1B, Schedule
 from cost_models.cluster import Cluster, with_memory_limit
 
-TOLERANCE = AS_FAST + 0.005
+TOLERANCE = AS_FAST
 """The relative excess above which the search is behind: of plans as fast as the fastest it chooses the simplest."""
 
 SCHEDULES: tuple[Schedule, ...] = (*SEARCHED_SCHEDULES, Interleaved1F1B())

@@ -86,6 +86,7 @@ class JointSearch:
         policies: policies of rematerialisation that layers may follow.
         num_stages: number of stages; None for the best number.
         equal: the quantities that stages have equally much of.
+        at_most: the seconds of a step from which on plans are of no use.
         problems: errors of numbers of micro-batches that cannot be planned; filled by the search.
         too_large: numbers of micro-batches at which these do not fit into memory; filled by the search.
     """
@@ -98,6 +99,7 @@ class JointSearch:
     policies: Sequence[Remat] = (Remat.NONE,)
     num_stages: int | None = None
     equal: Collection[StageEquality] = ()
+    at_most: float = math.inf
     problems: list[AlpaLiteError] = field(default_factory=list[AlpaLiteError])
     too_large: set[int] = field(default_factory=set[int])
     _profiles: dict[Remat, Profile] = field(default_factory=dict[Remat, Profile])
@@ -114,7 +116,8 @@ class JointSearch:
         # The largest numbers need the least memory: if nothing is found, they are tried again with more time.
         hopeful = {number: fitting[number] for number in sorted(fitting)[-MAX_SEARCHED:]}
         for seconds, numbers in ((SEARCH_SECONDS, fitting), (PATIENT_SECONDS, hopeful)):
-            if not found:
+            # Without a plan that is fast enough more time would find none.
+            if not found and (seconds == SEARCH_SECONDS or self.at_most == math.inf):
                 self.steps.let_take(seconds)
                 for better in self._found(survey, numbers):
                     progress.expect("refine", len(better.stages))
@@ -137,9 +140,9 @@ class JointSearch:
 
     def _found(self, survey: Survey, guesses: Mapping[int, Guess]) -> Iterator[Found]:
         """Yield the best stages of numbers of micro-batches, as long as the guesses at further ones are better."""
-        searched: Searched = Searched()
+        searched: Searched = Searched(at_most=self.at_most)
         known: dict[int, Guess] = dict(guesses)
-        open_, at_most, solved_at = set(guesses), math.inf, self._batch / survey.first_size
+        open_, at_most, solved_at = set(guesses), self.at_most, self._batch / survey.first_size
 
         def guess(number: int) -> Guess:
             if number not in known:

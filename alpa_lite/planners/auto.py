@@ -125,10 +125,10 @@ class Auto(Planner):
         # On one processor virtual devices stand for others: they would all be left idle but one.
         return self.idle_devices and not (fixed or cluster.shared_processor)
 
-    def _planned_on(self, request: PlanRequest) -> Plan | None:
-        """Return the best plan on all devices; None if there is none."""
+    def _planned_on(self, request: PlanRequest, at_most: float) -> Plan | None:
+        """Return the best plan on all devices; None if there is none that takes at most so many seconds."""
         try:
-            return self._planned(replace(request, advise=False))
+            return self._planned(replace(request, advise=False), at_most)
         except AlpaLiteError:
             return None
         except KeyboardInterrupt:
@@ -136,8 +136,11 @@ class Auto(Planner):
                 raise
             return None
 
-    def _planned(self, request: PlanRequest) -> Plan:
-        """Return the best plan on all devices. Raises `InfeasibleError` if none fits into memory."""
+    def _planned(self, request: PlanRequest, at_most: float = math.inf) -> Plan:
+        """Return the best plan on all devices, of those that take at most so many seconds.
+
+        Raises `InfeasibleError` if none fits into memory.
+        """
         started = time.perf_counter()
         # The number is read here, so that a wrong environment variable is reported before any work.
         workers = Workers(num_workers())
@@ -148,7 +151,7 @@ class Auto(Planner):
         request.progress.begin("survey", "stages", "refine")
         try:
             with rare_collection(), workers, request.progress.interrupts():
-                search = self._search(limited)
+                search = self._search(limited, at_most)
                 for plan in search.plans():
                     plans.append(plan)
                     # Workers prepare manual plans with as many micro-batches as the best plan so far has.
@@ -273,7 +276,7 @@ class Auto(Planner):
             )
         return found
 
-    def _search(self, request: PlanRequest) -> JointSearch:
+    def _search(self, request: PlanRequest, at_most: float = math.inf) -> JointSearch:
         space = Space.of(request.cluster)
         if self.intra_op_only or self.inter_op_only:
             # One stage takes all devices; stages without intra-op parallelism take one device each.
@@ -306,6 +309,7 @@ class Auto(Planner):
             policies=tuple(Remat) if self.remat == "auto" else (Remat(self.remat),),
             num_stages=1 if self.intra_op_only else self.pipeline,
             equal=self.equal,
+            at_most=at_most,
         )
 
 

@@ -18,7 +18,7 @@ from alpa_lite.plan.plan import Plan
 from alpa_lite.text import show_count, show_range, show_seconds
 from cost_models.cluster import Cluster
 
-AS_FAST = 0.01
+AS_FAST = 0.005
 """The relative excess up to which a plan counts as fast as another: prices are not better than that."""
 
 
@@ -48,28 +48,29 @@ def _power_of_two_below(number: int) -> int:
     return 1 << (number - 1).bit_length() - 1
 
 
-def on_fewer_devices(whole: Plan, request: PlanRequest, plan_on: Callable[[PlanRequest], Plan | None]) -> Plan:
+def on_fewer_devices(whole: Plan, request: PlanRequest, plan_on: Callable[[PlanRequest, float], Plan | None]) -> Plan:
     """Return the plan on the fewest devices that is as fast as the best, by halving them while that is so.
 
     Args:
         whole: the plan on all devices of the cluster of `request`.
-        plan_on: returns a plan on all devices of a request; None if it finds none.
+        plan_on: returns a plan on all devices of a request that takes at most so many seconds; None if there is none.
     """
     best, part, step = whole, ClusterPart(first_device=0, cluster=request.cluster), request.step_at(1, 0)
-    least, looking = whole.solver.bound, True
+    fastest, least, looking = whole.prediction.step_seconds, whole.solver.bound, True
     while looking:
         looking = False
         bounds = [
             (least_seconds(step, smaller.cluster, request.cost_model_for), smaller) for smaller in next_smaller(part)
         ]
         for bound, smaller in sorted(bounds, key=lambda each: each[0]):
-            at_most = (1 + AS_FAST) * best.prediction.step_seconds
+            at_most = (1 + AS_FAST) * fastest
             if bound > at_most:
                 break
             with request.progress.during("stages", f"planning for {show_count(smaller.cluster.num_devices, 'device')}"):
-                found = plan_on(replace(request, cluster=smaller.cluster))
+                found = plan_on(replace(request, cluster=smaller.cluster), at_most)
             if found is not None and found.prediction.step_seconds <= at_most:
                 best, part, least, looking = found, smaller, min(least, bound), True
+                fastest = min(fastest, found.prediction.step_seconds)
     return whole if best is whole else _left_idle(whole, best, part, least)
 
 
