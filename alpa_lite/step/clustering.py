@@ -283,9 +283,8 @@ def subdivided(step: StepGraph, layers: Layers, *, imbalance: float = 0.3) -> La
     ]
     loops = {loop for loop in forward_loops(step) if contractions(graph, graph.ops[loop])}
     repeated = repetition(step)
-    counted = repeated.in_rows | loops
-    heavy = sum(contractions(graph, op) for ops in forward for op in ops if op.id not in counted)
-    units = len(loops) + sum(map(len, repeated.rows)) + ceil(heavy / CONTRACTIONS_PER_PART)
+    heavy = sum(contractions(graph, op) for ops in forward for op in ops if op.id not in loops)
+    units = len(loops) + ceil(heavy / CONTRACTIONS_PER_PART)
     # No layer can be cut into more parts than it has ops.
     count = max(1, min(MAX_LAYERS, round(units / layers.num_layers), *map(len, forward)))
     of_op: list[int | None] = [None] * len(graph.ops)

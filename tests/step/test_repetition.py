@@ -172,9 +172,9 @@ def test_one_value_flows_from_layer_to_layer() -> None:
 
 def test_parts_of_layers_are_whole_repeated_layers() -> None:
     step = step_of([gated] * 8, [f"block{i}" for i in range(8)])
-    layers = make_layers(step, 4, equal="loops")
+    layers = make_layers(step, 2, equal="loops")
     parts = subdivided(step, layers)
-    assert parts.num_layers == 8
+    assert parts.num_layers == 4
     assert len(set(costs_of(step, parts).structure_of_layers()[1:-1])) == 1
 
 
