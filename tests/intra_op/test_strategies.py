@@ -46,7 +46,7 @@ def _rule(primitive: str, operands: Any, results: Any, **params: Any) -> tuple[R
 def _class(primitive: str, operands: Any, results: Any, **params: Any) -> OpClass:
     view = OpView(primitive=primitive, operands=_values(*operands), results=_values(*results), params=params)
     rule = rule_of(view)
-    return OpClass(rule=rule, layout=LayoutClass(rule=rule), view=view)
+    return OpClass(rule=rule, layout=LayoutClass(rule=rule), price=object(), view=view)
 
 
 def _product(b: int = 8, m: int = 12, k: int = 6, n: int = 4) -> tuple[Rule, Any, Any]:
