@@ -49,27 +49,27 @@ def _power_of_two_below(number: int) -> int:
 
 
 def on_fewer_devices(whole: Plan, request: PlanRequest, plan_on: Callable[[PlanRequest, float], Plan | None]) -> Plan:
-    """Return the plan on the fewest devices that is as fast as the best, by halving them while that is so.
+    """Return the plan on the fewest devices that is as fast as the best, by halving them as long as that is possible.
 
     Args:
         whole: the plan on all devices of the cluster of `request`.
         plan_on: returns a plan on all devices of a request that takes at most so many seconds; None if there is none.
     """
     best, part, step = whole, ClusterPart(first_device=0, cluster=request.cluster), request.step_at(1, 0)
-    fastest, least, looking = whole.prediction.step_seconds, whole.solver.bound, True
-    while looking:
-        looking = False
-        bounds = [
-            (least_seconds(step, smaller.cluster, request.cost_model_for), smaller) for smaller in next_smaller(part)
-        ]
-        for bound, smaller in sorted(bounds, key=lambda each: each[0]):
+    fastest, least, waiting = whole.prediction.step_seconds, whole.solver.bound, [part]
+    while waiting:
+        for smaller in next_smaller(waiting.pop(0)):
+            bound = least_seconds(step, smaller.cluster, request.cost_model_for)
             at_most = (1 + AS_FAST) * fastest
+            # A part of it has a larger bound.
             if bound > at_most:
-                break
+                continue
+            # Parts of a part that takes longer may still take less: it may be of a size that divides little.
+            waiting.append(smaller)
             with request.progress.during("stages", f"planning for {show_count(smaller.cluster.num_devices, 'device')}"):
                 found = plan_on(replace(request, cluster=smaller.cluster), at_most)
             if found is not None and found.prediction.step_seconds <= at_most:
-                best, part, least, looking = found, smaller, min(least, bound), True
+                best, part, least = found, smaller, min(least, bound)
                 fastest = min(fastest, found.prediction.step_seconds)
     return whole if best is whole else _left_idle(whole, best, part, least)
 
