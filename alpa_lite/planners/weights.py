@@ -125,8 +125,9 @@ def _least_sizes(classes: DimClasses) -> dict[int, int]:
     for graph in classes.graphs:
         for value in graph.values:
             for size, node in zip(value.shape, classes.of_value(graph, value.id), strict=True):
-                if size > 1:
-                    found[node] = min(size, found.get(node, size))
+                known = found.get(node, size)
+                # A dim of one element, or of none, has no parts.
+                found[node] = min(size, known) if min(size, known) > 1 else max(size, known)
     return found
 
 
