@@ -92,7 +92,7 @@ def bytes_over(plan: Plan) -> dict[int, float]:
 def assembled(name: str, request: PlanRequest, staged: StagedStep, started: float) -> Plan:
     """Return the `Plan` of `assemble`, whether it fits or not."""
     step, stages = staged.step, staged.stages
-    plan = _undecorated(request, staged)
+    plan = _decisions(request, staged)
     # A plan is as proven as its stages; those that differ make it feasible at best.
     statuses = {stage.solution.status.value for stage in stages}
     prediction = _predicted(request, staged, plan)
@@ -115,7 +115,7 @@ def assembled(name: str, request: PlanRequest, staged: StagedStep, started: floa
     )
 
 
-def _undecorated(request: PlanRequest, staged: StagedStep) -> Plan:
+def _decisions(request: PlanRequest, staged: StagedStep) -> Plan:
     """Return the decisions of a plan alone: all that its program follows."""
     step, layers = staged.step, staged.layers
     return Plan(
@@ -225,7 +225,7 @@ def _stage_plan(request: PlanRequest, step: StepGraph, layers: Layers, stage: Pl
 
 def predict(request: PlanRequest, staged: StagedStep) -> Prediction:
     """Return the prediction of the plan that these decisions make: its program, simulated."""
-    return _predicted(request, staged, _undecorated(request, staged))
+    return _predicted(request, staged, _decisions(request, staged))
 
 
 def _predicted(request: PlanRequest, staged: StagedStep, plan: Plan) -> Prediction:

@@ -80,8 +80,15 @@ class StageUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedStep:
-    """One step on the cost model: a span for every instruction but FREE, in the order of the program, and each
-    submesh's use."""
+    """One step on the cost model.
+
+    Attributes:
+        times: a span for every instruction but FREE, in the order of the program.
+        step_seconds: time from the start of one step to the start of the next.
+        transfer_seconds: total time of all transfers between stages, and of moving stacked arguments.
+        submeshes: the use of each submesh.
+        tasks: the runs of tasks, with the memory that is in use meanwhile.
+    """
 
     times: tuple[TaskTime, ...]
     step_seconds: float
