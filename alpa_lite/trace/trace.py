@@ -291,12 +291,12 @@ def _plain_jaxpr(
     """
     with _jax.no_mesh() if under.mesh is None else jax.set_mesh(under.mesh), _jax.tracing_for_gpus():
         try:
-            jaxpr = jax.make_jaxpr(flat)(*avals)
+            jaxpr = traced_with_types(flat, avals, under.types)
         except Exception:
             if not any(under.types):
                 raise
-            # Some operations demand the types of their operands, which few sizes of a batch can have.
-            jaxpr = traced_with_types(flat, avals, under.types)
+            # The types of the batch need not divide a micro-batch.
+            jaxpr = traced_with_types(flat, avals, (None,) * len(avals))
         return without_meshes(without_refs(jaxpr, name), user_shardings)
 
 

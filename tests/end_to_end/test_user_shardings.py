@@ -126,6 +126,20 @@ def test_pinned_arguments_lie_where_the_user_put_them(devices: Any) -> None:
         assert got[name].sharding.shard_shape(got[name].shape) == state[name].sharding.shard_shape(got[name].shape)
 
 
+def test_each_placement_of_explicit_types_has_its_pins(devices: Any) -> None:
+    mesh = mesh_of(AxisType.Explicit)
+    parallel = al.parallelize(
+        lambda w, x: (w * 0.9, jnp.sum((x @ w) ** 2)), cluster="p3.16xlarge", cache=False, user_shardings="pin"
+    )
+    with jax.set_mesh(mesh):
+        for spec in (P("data", "model"), P(None, "model")):
+            parallel(jax.device_put(STATE["up"], NamedSharding(mesh, spec)), BATCH)
+            assert parallel.last_plan is not None
+            assert [dim or None for dim in parallel.last_plan.stages[0].specs["w"].dims] == [
+                None if axis is None else (axis,) for axis in spec
+            ]
+
+
 def test_an_open_dim_is_free(devices: Any) -> None:
     mesh = mesh_of(data=4, model=2)
     step = training(
