@@ -23,6 +23,7 @@ from alpa_lite.inter_op.sharding_demands import PlacedOps, sharding_uses
 from alpa_lite.inter_op.solved_stages import PlacedStage
 from alpa_lite.inter_op.work_floor import least_seconds
 from alpa_lite.plan.instructions import build_program
+from alpa_lite.plan.op_places import update_tasks
 from alpa_lite.plan.parts import NOT_PREDICTED, NOT_SOLVED, Choice
 from alpa_lite.plan.plan import (
     ArrayShape,
@@ -295,7 +296,10 @@ def _estimated(request: PlanRequest, staged: StagedStep) -> StepEstimate:
     stacked = stacks_at_rest(model, step, staged.layers, stages).seconds
     # A host dispatches the programs of all its devices; they wait for it where their tasks are shorter than that.
     beside = max(1, request.cluster.devices_per_host // stages[0].submesh.num_devices)
-    programs = 1 if whole else min(len(tasks), beside) * max(map(len, tasks))
+    of_layer = [number for number, stage in enumerate(stages) for _ in range(stage.first, stage.last + 1)]
+    of_op = [None if layer is None else of_layer[layer] for layer in staged.layers.of_op]
+    per_stage = max(map(len, tasks)) + max(update_tasks(step, of_op).values(), default=0)
+    programs = 1 if whole else min(len(tasks), beside) * per_stage
     dispatched = model.launch_seconds() * programs
     seconds = max(dispatched, timeline.makespan_seconds + update + stacked) + request.cluster.skew_seconds
     return StepEstimate(step_seconds=seconds, bubble_fraction=timeline.bubble_fraction)

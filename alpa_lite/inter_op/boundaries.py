@@ -11,7 +11,7 @@ charges a stage for its rows like for its update (`seconds_of_rows`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -118,39 +118,43 @@ def _seconds(model: CostModel, size: float, count: int, *, crosses_hosts: bool, 
     return moved + count * dispatch_seconds(model.cluster)
 
 
-def seconds_of_rows(costs: StageCosts, place: StagePlace, solution: StageSolution) -> float:
+def seconds_of_rows(
+    costs: StageCosts, place: StagePlace, solution: StageSolution, *, arrays: Collection[int] | None = None
+) -> float:
     """Return the seconds per step in which a stage brings its rows to their readers and back.
 
-    The rows lie as its solution says. A stage that is the whole step moves none.
+    The rows lie as its solution says. A stage that is the whole step moves none. `arrays`: stacked arguments whose rows
+    move, by leaf; None for all.
     """
     landing, leaving, submesh = 0.0, 0.0, place.submesh
     chosen = solution.choice.inputs if solution.choice is not None else dict[int, Spec]()
     if place.last - place.first + 1 < costs.layers.num_layers:
-        for rows, home in _rows(costs):
-            if place.first <= home <= place.last:
+        for leaf, rows, home in _rows(costs):
+            if place.first <= home <= place.last and (arrays is None or leaf in arrays):
                 devices, sizes = submesh.num_devices, place.mesh.axis_sizes
                 shards = num_shards(chosen[rows.id], sizes) if rows.id in chosen else devices
                 # Before the step every copy of a shard has to arrive; after it one copy is enough to bring back.
                 leaving += rows.bytes
                 landing += rows.bytes * devices / shards
-    return sum(dealing_seconds(costs.cost_model, size, submesh) for size in (landing, leaving))
+    return sum(dealing_seconds(costs.cost_model, size, submesh) for size in (landing, leaving) if size)
 
 
-def equally_many_rows(costs: StageCosts) -> bool:
-    """Return True if each layer holds equally many rows of every stacked argument, so that none has to move."""
+def uneven_arrays(costs: StageCosts) -> frozenset[int]:
+    """Return the stacked arguments, by leaf, of which some layers hold more rows than others, so that rows move.
+
+    Layers without rows do not matter: the array lies over the devices of the others.
+    """
     homes: dict[int, Counter[int]] = {}
-    step, count = costs.step, costs.layers.num_layers
-    for part, v, home in zip(step.input_parts, step.graph.inputs, costs.layers.of_input, strict=True):
-        if part.rows is not None:
-            homes.setdefault(part.leaf, Counter())[home] += step.graph.values[v].shape[0]
-    return all(len(rows) == count and len({*rows.values()}) == 1 for rows in homes.values())
+    for leaf, rows, home in _rows(costs):
+        homes.setdefault(leaf, Counter())[home] += rows.shape[0]
+    return frozenset(leaf for leaf, counts in homes.items() if len({*counts.values()}) > 1)
 
 
 def least_seconds_of_rows(costs: StageCosts, space: Space) -> NDArray[np.float64]:
     """Return [layers, layers, kinds]: the least `seconds_of_rows` of a layer range; each row is read by one device."""
     count = costs.layers.num_layers
     of_layers = np.zeros(count)
-    for rows, home in _rows(costs):
+    for _, rows, home in _rows(costs):
         of_layers[home] += rows.bytes
     ends = np.concatenate([[0.0], np.cumsum(of_layers)])
     # Pricing is slow, and equal layers give few different sizes.
@@ -164,12 +168,12 @@ def least_seconds_of_rows(costs: StageCosts, space: Space) -> NDArray[np.float64
     return found
 
 
-def _rows(costs: StageCosts) -> Iterator[tuple[Value, int]]:
-    """Yield the inputs of the graph that are rows of stacked arguments, each with the layer that holds it."""
+def _rows(costs: StageCosts) -> Iterator[tuple[int, Value, int]]:
+    """Yield the inputs that are rows of stacked arguments: the leaf of the argument, the rows, and their layer."""
     step = costs.step
     for part, v, home in zip(step.input_parts, step.graph.inputs, costs.layers.of_input, strict=True):
         if part.rows is not None:
-            yield step.graph.values[v], home
+            yield part.leaf, step.graph.values[v], home
 
 
 def stacks_at_rest(cost_model: CostModel, step: StepGraph, layers: Layers, stages: Sequence[PlacedStage]) -> AtRest:

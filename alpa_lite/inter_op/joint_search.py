@@ -368,6 +368,7 @@ class JointSearch:
         for search in (found_searches := searches.at(number)):
             choice = search.run(at_most, further=further)
             fits |= bool(choice.stages) and choice.seconds >= at_most
+            # The DP is a little too low, and more so for more stages, which exchange more: fewer may be faster.
             while choice.stages and choice.seconds < at_most:
                 try:
                     found = self._priced(searches.steps, search, choice)
@@ -377,13 +378,11 @@ class JointSearch:
                     break
                 fits = True
                 best = found if best is None or found.seconds < best.seconds else best
-                at_most = min(at_most, found.trusted_seconds)
-                # The DP spreads the update over the micro-batches. If a long one comes after the others, stages with a
-                # shorter update may be faster.
-                if not found.may_wait_for(search.longest_update(choice)):
+                at_most = min(at_most, found.seconds)
+                fewer = len(choice.stages) - 1
+                if self.num_stages is not None or not fewer:
                     break
-                search.refuse_updates_like(choice)
-                choice = search.run(at_most, further=further)
+                choice = search.run(at_most, further=further, max_stages=fewer)
         if not fits:
             best = refused or InfeasibleError(f"No plan fits into memory at num_microbatches={number}.")
         return best, found_searches[-1].excess()

@@ -82,10 +82,6 @@ class Found:
         """
         return self.sum_seconds if self.seconds <= (1 + UNSEEN) * self.sum_seconds else self.seconds
 
-    def may_wait_for(self, update_seconds: float) -> bool:
-        """Return True if an update of this length may be at least half of the time that the stage DP does not see."""
-        return 0 < self.trusted_seconds - self.sum_seconds < 2 * update_seconds
-
     @property
     def policies(self) -> tuple[Remat, ...]:
         """The policy of rematerialisation of each stage."""

@@ -4,37 +4,39 @@
 minimise it.
 
 Cut layers 0..L-1 into stages, give each a submesh and a configuration, and use all devices of each of G groups, D_1 to
-D_G. With t the seconds of one micro-batch in a stage, B micro-batches, and p stages,
+D_G. With t the seconds of one micro-batch in a stage, u those that it takes once per step (the update), B micro-batches
+and p stages,
 
-    T*       = min over cuts, submeshes and configurations of  sum of t + (B-1) * max of t            `evaluate`
+    T*       = min over cuts, submeshes and configurations of  sum of t + max of ((B-1) * t + u)      `evaluate`
     t        = seconds[i,j,m,c] + inflow[i,n,m]   of layers i..j on submesh m with configuration c,
                                                   where the stage before is on submesh n
-             = min over tau of  F(tau) + (B-1) * tau, tau over the values that a stage can take      `_bottlenecks`
+             = min over tau of  F(tau) + tau, tau over the bottlenecks (B-1) * t + u of all stages    `_bottlenecks`
     F(tau)   = min over s of  f[s,0,D]                                                               `_StageDp.total`
-    f[s,i,d,n] = min over k, m of  t + f[s-1,k+1,d-devices(m),m], where t <= tau                `stage_kernels.fill`
+    f[s,i,d,n] = min over k, m of  t + f[s-1,k+1,d-devices(m),m], where (B-1) * t + u <= tau    `stage_kernels.fill`
     f[0,L,0,n] = 0
-    t        = g[s-1,i,k,m] + inflow[i,n,m]
-    g[r,i,k,m] = min over c of  seconds[i,k,m,c], where at least r stages may follow     `stage_kernels.cheapest_of`
+    t, u     of the choices at [s-1,i,k,m]: of the configurations that at least s-1 stages may follow, those than which
+             no other has both fewer seconds and a lower bottleneck                        `stage_kernels.choices_of`
+
+The first micro-batch passes through all stages, and the slowest stage then works without pause; updates of different
+stages overlap, so that only the one that ends last counts.
 
 f[s,i,d,n] is the least sum over layers i.. in s stages on d devices (of each group), fed by a stage on submesh n. The
 number of stages is in the state because under 1F1B a stage that r stages follow holds r+1 micro-batches, so its memory
-bounds r. The best configuration does not depend on tau, so tau runs over the values of t with g alone, thinned out
-where they differ by less than 1e-6 (relative).
+bounds r. tau is thinned out where values differ by less than 1e-6 (relative).
 
 Three things make it small, and lose nothing (`_StageDp.of`): devices are counted in units of what all kinds have in
-common, submeshes n of equal inflow are one, and beyond the last r on which any g depends all s are one.
+common, submeshes n of equal inflow are one, and beyond the last r on which any choice depends all s are one.
 
 The search over tau is lossless (`_search`): F falls as tau grows, so between tau_a and tau_b no value can matter if
-F(tau_a) = F(tau_b), or if max(F(tau_b), tau) + (B-1)*tau already reaches the best total at the first tau after tau_a
-(with tau for the maximum this is Alpa's early stop B*tau >= T*).
+F(tau_a) = F(tau_b), or if F(tau_b) + tau already reaches the best total at the first tau after tau_a.
 
 Under a schedule that leaves the share w of the waiting of 1F1B at the beginning and at the end,
 
-    T*       = min of  w * sum of t + (B-w) * max of t  =  w * min of  sum of t + (B/w - 1) * max of t
+    T*       = min of  w * sum of t + max of ((B-w) * t + u)  =  w * min of  sum of t + max of ((B/w-1) * t + u/w)
 
-which is the same search with B/w micro-batches.
+which is the same search with other bottlenecks.
 
-Stages that share one processor never overlap; then T* = B * min of the sum of t, which is F(infinity)      `solve`
+Stages that share one processor never overlap; then T* = B * min of the sum of t + u/B, an F(infinity)      `solve`
 
 `compile_kernels` compiles the kernels ahead of their first use (4 s, once).
 """
@@ -55,7 +57,7 @@ from alpa_lite.inter_op.stage_kernels import (
     BottleneckSums,
     FloatArray,
     StageArrays,
-    cheapest_of,
+    choices_of,
     empty_sums,
     fill,
     trace,
@@ -75,6 +77,7 @@ class StageTable:
             where there is one group.
         inflow_seconds: [L, S, S], per micro-batch, that a stage from layer i on takes on top if the stage before is on
             the first kind and it is on the second; None for nothing. Entries with i = 0 are ignored.
+        update_seconds: [L, L, S, C], once per step, of each stage; None for nothing. Infinite where `seconds` are.
     """
 
     seconds: NDArray[np.float64]
@@ -82,6 +85,7 @@ class StageTable:
     submesh_devices: tuple[int, ...]
     submesh_groups: tuple[int | None, ...] = ()
     inflow_seconds: NDArray[np.float64] | None = None
+    update_seconds: NDArray[np.float64] | None = None
 
     def __post_init__(self) -> None:
         shape, kinds = self.seconds.shape, len(self.submesh_devices)
@@ -100,6 +104,12 @@ class StageTable:
                 f" cluster), but {self.submesh_groups} was given."
             )
         self._check_inflow((shape[0], kinds, kinds))
+        update = self.update_seconds
+        if update is not None and (update.shape != shape or not bool(np.all(update >= 0))):
+            raise PlanError(
+                f"update_seconds needs the shape {shape} and at least 0 seconds, but an array of shape {update.shape}"
+                " was given."
+            )
 
     def _check_inflow(self, shape: tuple[int, int, int]) -> None:
         inflow = self.inflow_seconds
@@ -113,6 +123,11 @@ class StageTable:
     def num_layers(self) -> int:
         """The number of layers L."""
         return self.seconds.shape[0]
+
+    @property
+    def updates(self) -> NDArray[np.float64]:
+        """[L, L, S, C]: the seconds that each stage takes once per step."""
+        return np.zeros_like(self.seconds) if self.update_seconds is None else self.update_seconds
 
     @property
     def groups(self) -> tuple[int | None, ...]:
@@ -155,19 +170,22 @@ class PipelineTerms:
         """The number of devices of each group."""
         return (self.num_devices,) if isinstance(self.num_devices, int) else tuple(self.num_devices)
 
-    def step_seconds(self, times: Sequence[float]) -> float:
-        """Return the seconds of a step whose stages take these times per micro-batch."""
+    def step_seconds(self, times: Sequence[float], updates: Sequence[float]) -> float:
+        """Return the seconds of a step whose stages take these times per micro-batch, and these once per step."""
         total = sum(times)
         if self.serialized:
-            return self.num_microbatches * total
-        return self.waiting_share * total + (self.num_microbatches - self.waiting_share) * max(times)
+            return self.num_microbatches * total + sum(updates)
+        if total == np.inf:
+            return total
+        again = self.num_microbatches - self.waiting_share
+        return self.waiting_share * total + max(again * t + u for t, u in zip(times, updates, strict=True))
 
 
 def evaluate(table: StageTable, stages: Sequence[StageAssignment], terms: PipelineTerms) -> float:
     """Return the seconds of a step with these stages; infinite if they do not fit together or into memory."""
     next_layer, devices = 0, terms.devices
     used = Counter[int]()
-    times: list[float] = []
+    times, updates, update_seconds = list[float](), list[float](), table.updates
     for index, stage in enumerate(stages):
         entry = (stage.first_layer, stage.last_layer, stage.submesh, stage.configuration)
         in_order = stage.first_layer == next_layer <= stage.last_layer
@@ -177,11 +195,12 @@ def evaluate(table: StageTable, stages: Sequence[StageAssignment], terms: Pipeli
         next_layer = stage.last_layer + 1
         used.update(_taken(table, stage.submesh, devices))
         times.append(float(table.seconds[entry]))
+        updates.append(float(update_seconds[entry]))
         if table.inflow_seconds is not None and index > 0:
             times[-1] += float(table.inflow_seconds[stage.first_layer, stages[index - 1].submesh, stage.submesh])
     if next_layer != table.num_layers or used != Counter(dict(enumerate(devices))):
         return np.inf
-    return terms.step_seconds(times)
+    return terms.step_seconds(times, updates)
 
 
 def _taken(table: StageTable, submesh: int, devices: tuple[int, ...]) -> dict[int, int]:
@@ -249,7 +268,13 @@ def solve(table: StageTable, terms: PipelineTerms, *, early_stop: bool = True, e
             f"At least {min_stages} stages were asked for, but {table.num_layers} layers on {_show(devices)} devices"
             f"{'' if max_stages is None else f' with at most {max_stages} stages'} allow {most}."
         )
-    dp = _StageDp.of(table, devices=devices, min_stages=min_stages, max_stages=most)
+    as_run = replace(terms, max_stages=most)
+    if terms.serialized:
+        # Stages wait for each other's updates too, and the largest tau restricts nothing.
+        seconds = table.seconds + table.updates / terms.num_microbatches
+        dp = _StageDp.of(replace(table, seconds=seconds, update_seconds=None), as_run)
+    else:
+        dp = _StageDp.of(table, as_run)
     taus = _bottlenecks(dp.arrays)
     totals: dict[int, float] = {}
 
@@ -261,10 +286,7 @@ def solve(table: StageTable, terms: PipelineTerms, *, early_stop: bool = True, e
     # F falls as tau grows: if the largest tau admits no stages, none does.
     if taus.size == 0 or sum_at(taus.size - 1) == np.inf:
         return _infeasible(_why_infeasible(dp) if explain else "")
-    # On a shared processor the slowest stage does not matter, and the largest tau restricts nothing.
-    best = taus.size - 1
-    if not terms.serialized:
-        best = _search(sum_at, taus, terms.num_microbatches / terms.waiting_share, early_stop=early_stop)
+    best = taus.size - 1 if terms.serialized else _search(sum_at, taus, early_stop=early_stop)
     stages = dp.stages(float(taus[best]))
     return StageChoice(
         stages=stages,
@@ -277,71 +299,95 @@ def solve(table: StageTable, terms: PipelineTerms, *, early_stop: bool = True, e
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _StageDp:
-    """The dynamic program for a given tau; `kinds` are the kinds of the table that the arrays hold."""
+    """The dynamic program for a given tau; `kinds` are the kinds of the table that the arrays hold, some repeatedly.
+
+    `bottleneck`: of each entry of the table, without inflow.
+    """
 
     table: StageTable
-    devices: tuple[int, ...]
-    min_stages: int
-    max_stages: int
+    terms: PipelineTerms
+    bottleneck: FloatArray
     kinds: tuple[int, ...]
     arrays: StageArrays
     sums: BottleneckSums
 
     @staticmethod
-    def of(table: StageTable, *, devices: tuple[int, ...], min_stages: int, max_stages: int) -> _StageDp:
-        """Build the arrays of the kernels, as small as the table allows."""
-        kinds = _usable_kinds(table, devices)
+    def of(table: StageTable, terms: PipelineTerms) -> _StageDp:
+        """Build the arrays of the kernels, as small as the table allows; `terms` have a maximum number of stages."""
+        devices, max_stages = terms.devices, terms.max_stages or table.num_layers
+        scale = terms.num_microbatches / terms.waiting_share - 1
+        # Impossible stages have no bottleneck: infinity times a scale of 0 is no number.
+        possible = np.isfinite(table.seconds)
+        bottleneck = scale * np.where(possible, table.seconds, 0.0) + table.updates / terms.waiting_share
+        bottleneck = np.where(possible, bottleneck, np.inf)
+        usable = _usable_kinds(table, devices)
         # In one dtype and memory layout, for which numba compiles each kernel once.
-        seconds = np.array(table.seconds[:, :, kinds], dtype=np.float64, order="C")
-        following = np.array(table.max_following_stages[:, :, kinds], dtype=np.int64, order="C")
-        cheapest = cheapest_of(seconds, following, max_stages)
-        # If only memory limits the number of stages, g is the same for all r from some r on, and one level stands for
-        # all of these.
+        seconds, slowest = (
+            np.array(part[:, :, usable], dtype=np.float64, order="C") for part in (table.seconds, bottleneck)
+        )
+        following = np.array(table.max_following_stages[:, :, usable], dtype=np.int64, order="C")
+        num_choices = 1
+        while True:
+            cheapest, lowest, most = choices_of(seconds, slowest, following, max_stages, num_choices)
+            if most <= num_choices:
+                break
+            num_choices = most
+        # If only memory limits the number of stages, the choices are the same for all r from some r on, and one level
+        # stands for all of these.
         open_ended = max_stages == min(table.num_layers, sum(devices))
         if open_ended:
-            changes = (cheapest[1:] != cheapest[:-1]).any(axis=(1, 2, 3))
-            last_change = int(np.flatnonzero(changes).max(initial=-1)) + 1
-            cheapest = cheapest[: max(last_change + 1, min_stages)].copy()
-        inflow, sender = _sender_classes(table, kinds, np.isfinite(cheapest[0]))
-        shift, block, num_states = _states(table, kinds, devices)
+            changes = ((cheapest[1:] != cheapest[:-1]) | (lowest[1:] != lowest[:-1])).any(axis=(1, 2, 3, 4))
+            levels = max(int(np.flatnonzero(changes).max(initial=-1)) + 2, terms.min_stages)
+            cheapest, lowest = cheapest[:levels], lowest[:levels]
+        inflow, sender = _sender_classes(table, usable, np.isfinite(cheapest[0, ..., 0]))
+        shift, block, num_states = _states(table, usable, devices)
+        # The further choices of a kind are kinds of their own, where there are any.
+        occurs = np.isfinite(cheapest).any(axis=(0, 1, 2))
+        kinds, choices = np.nonzero(occurs)
         arrays = StageArrays(
-            cheapest=cheapest,
-            inflow=inflow,
-            order=np.argsort(-inflow, axis=2, kind="stable").astype(np.int64),
-            sender=sender,
-            shift=shift,
-            block=block,
+            cheapest=np.ascontiguousarray(cheapest[..., kinds, choices]),
+            bottleneck=np.ascontiguousarray(lowest[..., kinds, choices]),
+            scale=scale,
+            inflow=np.ascontiguousarray(inflow[:, kinds]),
+            order=np.argsort(-inflow, axis=2, kind="stable").astype(np.int64)[:, kinds].copy(),
+            sender=sender[kinds],
+            shift=shift[kinds],
+            block=block[kinds],
             num_states=num_states,
             open_ended=int(open_ended),
         )
         return _StageDp(
             table=table,
-            devices=devices,
-            min_stages=min_stages,
-            max_stages=max_stages,
-            kinds=tuple(kinds),
+            terms=terms,
+            bottleneck=bottleneck,
+            kinds=tuple(usable[kind] for kind in kinds.tolist()),
             arrays=arrays,
             sums=empty_sums(arrays),
         )
 
     def total(self, tau: float) -> float:
         """Return F(tau); infinite if no stages stay below tau."""
-        return float(fill(self.arrays, tau, self.sums)[self.min_stages :].min())
+        return float(fill(self.arrays, tau, self.sums)[self.terms.min_stages :].min())
 
     def stages(self, tau: float) -> tuple[StageAssignment, ...]:
         """Return stages that attain F(tau), read off the recurrence from the first layer on."""
-        totals = fill(self.arrays, tau, self.sums)[self.min_stages :]
-        rows = trace(self.arrays, tau, self.sums, self.min_stages + int(totals.argmin()))
+        totals = fill(self.arrays, tau, self.sums)[self.terms.min_stages :]
+        rows = trace(self.arrays, tau, self.sums, self.terms.min_stages + int(totals.argmin()))
         found: list[StageAssignment] = []
-        first = 0
+        first, arrays, sender = 0, self.arrays, 0
         for number, row in enumerate(rows):
-            last, kind = int(row[0]), self.kinds[int(row[1])]
-            entry = (first, last, kind)
-            # g only tells the least seconds. Any configuration of so many with enough memory attains them.
+            last, column = int(row[0]), int(row[1])
+            entry = (first, last, self.kinds[column])
+            # A choice only tells its seconds: any configuration with enough memory and bottlenecks up to tau that
+            # takes the least will do.
+            waits = arrays.scale * arrays.inflow[first, column, sender]
             fits = self.table.max_following_stages[entry] >= len(rows) - 1 - number
+            fits &= self.bottleneck[entry] + waits <= tau
             configuration = int(np.where(fits, self.table.seconds[entry], np.inf).argmin())
-            found.append(StageAssignment(first_layer=first, last_layer=last, submesh=kind, configuration=configuration))
-            first = last + 1
+            found.append(
+                StageAssignment(first_layer=first, last_layer=last, submesh=entry[2], configuration=configuration)
+            )
+            first, sender = last + 1, int(arrays.sender[column])
         return tuple(found)
 
 
@@ -395,29 +441,27 @@ def _states(
 
 
 def _bottlenecks(arrays: StageArrays) -> NDArray[np.float64]:
-    """Return the seconds that a stage can take, ascending; of values within `BOTTLENECK_GAP` only the largest."""
-    cheapest = arrays.cheapest
-    # A value of g counts once, at the first r that it belongs to.
-    new = np.isfinite(cheapest)
-    new[1:] &= cheapest[1:] != cheapest[:-1]
+    """Return the bottlenecks that a stage can be, ascending; of values within `BOTTLENECK_GAP` only the largest."""
+    lowest = arrays.bottleneck
+    # A value counts once, at the first r that it belongs to.
+    new = np.isfinite(lowest)
+    new[1:] &= lowest[1:] != lowest[:-1]
     _, first, _, kind = np.nonzero(new)
-    # A stage takes g, and the inflow from one of the sender classes.
-    values = np.unique(cheapest[new][:, None] + arrays.inflow[first, kind])
-    # The largest of a bin admits all stages of the others. A stage may take 0 s, whose logarithm is a bin of its own.
+    # Of a stage alone, and with the inflow from one of the sender classes.
+    values = np.unique(lowest[new][:, None] + arrays.scale * arrays.inflow[first, kind])
+    # The largest of a bin admits all stages of the others. It may be 0 s, whose logarithm is a bin of its own.
     with np.errstate(divide="ignore"):
         bins = np.floor(np.log(values) / np.log1p(BOTTLENECK_GAP))
     return values[np.append(bins[1:] != bins[:-1], True)] if values.size else values
 
 
-def _search(
-    sum_at: Callable[[int], float], taus: NDArray[np.float64], num_microbatches: float, *, early_stop: bool
-) -> int:
+def _search(sum_at: Callable[[int], float], taus: NDArray[np.float64], *, early_stop: bool) -> int:
     """Return the index of the best bottleneck; `sum_at` of the last one must be finite."""
     last = taus.size - 1
     totals: dict[int, float] = {}
 
     def visit(index: int) -> None:
-        totals[index] = sum_at(index) + (num_microbatches - 1) * float(taus[index])
+        totals[index] = sum_at(index) + float(taus[index])
 
     visit(last)
     # Pairs of indices between which no value was visited; -1 stands before the first.
@@ -429,9 +473,8 @@ def _search(
         # Between equal sums the smallest tau is the best, and that one was visited.
         if high - low < 2 or (low >= 0 and sum_at(low) == sum_at(high)):
             continue
-        # Nothing in between beats this bound: F is at least that of `high`, and a sum is at least its largest part.
-        tau = float(taus[low + 1])
-        if max(sum_at(high), tau) + (num_microbatches - 1) * tau >= min(totals.values()):
+        # Nothing in between beats this bound, since F is at least that of `high`.
+        if sum_at(high) + float(taus[low + 1]) >= min(totals.values()):
             continue
         middle = (low + high) // 2
         visit(middle)
@@ -453,20 +496,20 @@ def _infeasible(reason: str) -> StageChoice:
 
 def _why_infeasible(dp: _StageDp) -> str:
     """Return a sentence about the limit that rules everything out; the limits are lifted one by one."""
-    table = dp.table
-    count = f"{dp.min_stages} to {dp.max_stages} stages" if dp.min_stages < dp.max_stages else f"{dp.max_stages} stages"
-    plan = f"{count} for the {table.num_layers} layers on {_show(dp.devices)} devices"
+    table, terms = dp.table, dp.terms
+    least, most, devices = terms.min_stages, terms.max_stages or table.num_layers, _show(terms.devices)
+    count = f"{least} to {most} stages" if least < most else f"{most} stages"
+    plan = f"{count} for the {table.num_layers} layers on {devices} devices"
 
     def feasible(lifted: StageTable) -> bool:
-        lifted_dp = _StageDp.of(lifted, devices=dp.devices, min_stages=dp.min_stages, max_stages=dp.max_stages)
-        # The largest finite number: with tau = infinity, impossible stages would satisfy g <= tau.
-        return lifted_dp.total(np.finfo(np.float64).max) < np.inf
+        # The largest finite number: with tau = infinity, impossible stages would satisfy h <= tau.
+        return _StageDp.of(lifted, terms).total(np.finfo(np.float64).max) < np.inf
 
-    no_limit = replace(table, max_following_stages=np.full(table.seconds.shape, dp.max_stages))
-    if not feasible(replace(no_limit, seconds=np.zeros(table.seconds.shape))):
+    no_limit = replace(table, max_following_stages=np.full(table.seconds.shape, most))
+    if not feasible(replace(no_limit, seconds=np.zeros(table.seconds.shape), update_seconds=None)):
         sizes = ", ".join(str(devices) for devices in sorted(set(table.submesh_devices)))
         return (
-            f"No {plan}: submeshes of {sizes} devices do not add up to {_show(dp.devices)} in so many stages."
+            f"No {plan}: submeshes of {sizes} devices do not add up to {devices} in so many stages."
             " Allow other submeshes or another number of stages."
         )
     if not feasible(no_limit):

@@ -5,9 +5,11 @@ the devices left by group, so that a kind takes `shift` from x; that is possible
 feeds a stage matters by sender class a: kinds from which receiving takes equally long everywhere.
 
     f[s,i,a,x] = min over b of  w + min over k of  g[r,i,k,b] + f[s-1,k+1,a(b),x-shift(b)],              `_fill_row`
-                 w = inflow[i,b,a], where g + w <= tau
+                 w = inflow[i,b,a], where h[r,i,k,b] + scale * w <= tau
     f[0,L,a,0] = 0
     r          = s-1, and the last s stands for "or more" where g does not depend on r any further       `_levels`
+
+A kind b is listed once for each choice between fewer seconds g and a lower bottleneck h (`choices_of`).
 
 For one (i,b) the sender classes are gone through by falling w: what is allowed for one is allowed for the next, so
 that each k is looked at once, whatever the number of classes (`_through_kind`). Only those x are computed that some
@@ -37,6 +39,8 @@ class StageArrays(NamedTuple):
 
     Attributes:
         cheapest: [R, L, L, S], g[r,i,k,b]; infinite for k < i.
+        bottleneck: [R, L, L, S], h[r,i,k,b] without inflow; infinite where g is.
+        scale: the factor of the inflow in a bottleneck.
         inflow: [L, S, A], seconds that a stage from layer i on, on kind b, takes to receive from sender class a.
         order: [L, S, A], the sender classes by falling inflow.
         sender: [S], the sender class of each kind.
@@ -46,6 +50,8 @@ class StageArrays(NamedTuple):
     """
 
     cheapest: FloatArray
+    bottleneck: FloatArray
+    scale: float
     inflow: FloatArray
     order: IntArray
     sender: IntArray
@@ -97,18 +103,47 @@ def empty_sums(arrays: StageArrays) -> BottleneckSums:
 
 
 @kernel
-def cheapest_of(seconds: FloatArray, following: IntArray, num_levels: int) -> FloatArray:
-    """Return g[r,i,k,b] for r < num_levels: the least seconds of a configuration that at least r stages may follow."""
-    num_layers, _, num_kinds, num_configurations = seconds.shape
-    cheapest = np.full((num_levels, num_layers, num_layers, num_kinds), np.inf)
+def choices_of(
+    seconds: FloatArray, bottleneck: FloatArray, following: IntArray, num_levels: int, num_choices: int
+) -> tuple[FloatArray, FloatArray, int]:
+    """Return g[r,i,k,b,n] and h[r,i,k,b,n] of the n-th choice, n < num_choices, and the most choices that there are.
+
+    The first choice takes the least seconds of all configurations that at least r stages may follow; each further one
+    takes the least of those with a lower bottleneck than the one before it.
+    """
+    num_layers, _, num_kinds, _ = seconds.shape
+    shape = (num_levels, num_layers, num_layers, num_kinds, num_choices)
+    least, lowest, most = np.full(shape, np.inf), np.full(shape, np.inf), 0
     for i in range(num_layers):
         for k in range(i, num_layers):
             for b in range(num_kinds):
-                for c in range(num_configurations):
-                    # -1 stands for a stage that never fits: its range is empty.
-                    for r in range(min(following[i, k, b, c] + 1, num_levels)):
-                        cheapest[r, i, k, b] = min(cheapest[r, i, k, b], seconds[i, k, b, c])
-    return cheapest
+                for r in range(num_levels):
+                    count, below = 0, np.inf
+                    while True:
+                        best = _choice(seconds[i, k, b], bottleneck[i, k, b], following[i, k, b], r, below)
+                        if best < 0:
+                            break
+                        below = bottleneck[i, k, b, best]
+                        if count < num_choices:
+                            least[r, i, k, b, count], lowest[r, i, k, b, count] = seconds[i, k, b, best], below
+                        count += 1
+                    most = max(most, count)
+    return least, lowest, most
+
+
+@kernel
+def _choice(seconds: FloatArray, bottleneck: FloatArray, following: IntArray, r: int, below: float) -> int:
+    """Return the configuration of least seconds, then of the lowest bottleneck, among those with a bottleneck lower
+    than `below` that at least r stages may follow; -1 if there is none.
+    """
+    best = -1
+    for c in range(seconds.size):
+        # -1 stands for a stage that never fits. An infinite bottleneck is that of an impossible stage.
+        if following[c] < r or bottleneck[c] >= below:
+            continue
+        if best < 0 or (seconds[c], bottleneck[c]) < (seconds[best], bottleneck[best]):
+            best = c
+    return best
 
 
 @kernel
@@ -149,7 +184,7 @@ def _reach(arrays: StageArrays, tau: float, arrives: NDArray[np.bool_]) -> tuple
     for i in range(1, num_layers + 1):
         for j in range(i):
             for b in range(num_kinds):
-                if most[j] >= 0 and arrays.cheapest[0, j, i - 1, b] <= tau and least[j] + arrays.shift[b] <= last:
+                if most[j] >= 0 and arrays.bottleneck[0, j, i - 1, b] <= tau and least[j] + arrays.shift[b] <= last:
                     least[i] = min(least[i], least[j] + arrays.shift[b])
                     # These are outer limits only: the sum may run over from one group's digit into another's.
                     most[i] = min(last, max(most[i], most[j] + arrays.shift[b]))
@@ -195,7 +230,7 @@ def _range_of(arrays: StageArrays, tau: float, sums: BottleneckSums, row: SumsRo
     first, last = arrays.num_states, -1
     a, (lowest, highest) = arrays.sender[b], _levels(arrays, level)
     for k in range(i, arrays.cheapest.shape[1]):
-        if arrays.cheapest[level - 1, i, k, b] <= tau:
+        if arrays.bottleneck[level - 1, i, k, b] <= tau:
             for rest in range(lowest, highest + 1):
                 low, high = sums.low[rest, k + 1, a], sums.high[rest, k + 1, a]
                 if low <= high:
@@ -218,13 +253,13 @@ def _through_kind(arrays: StageArrays, tau: float, sums: BottleneckSums, row: Su
             continue
         inflow = arrays.inflow[i, b, a]
         for k in range(i, arrays.cheapest.shape[1]):
-            seconds = arrays.cheapest[level - 1, i, k, b]
+            seconds, bottleneck = arrays.cheapest[level - 1, i, k, b], arrays.bottleneck[level - 1, i, k, b]
             # What the sender class before this one allowed is in `best` already.
-            if seconds + inflow <= tau < seconds + before:
+            if bottleneck + arrays.scale * inflow <= tau < bottleneck + before:
                 used = True
                 for rest in range(lowest, highest + 1):
                     _lower(arrays, sums, SumsRow(rest, k + 1, first, last), b, seconds)
-        before = inflow
+        before = arrays.scale * inflow
         if used:
             values = sums.values[level, i, a]
             for x in range(first, last + 1):
@@ -259,9 +294,10 @@ def trace(arrays: StageArrays, tau: float, sums: BottleneckSums, level: int) -> 
                 continue
             for k in range(i, num_layers):
                 seconds = arrays.cheapest[level - 1, i, k, b] + arrays.inflow[i, b, a]
+                bottleneck = arrays.bottleneck[level - 1, i, k, b] + arrays.scale * arrays.inflow[i, b, a]
                 for rest in range(lowest, highest + 1):
                     total = _sum_at(sums, rest, k + 1, arrays.sender[b], x - arrays.shift[b]) + seconds
-                    if seconds <= tau and total < least:
+                    if bottleneck <= tau and total < least:
                         least, best_k, best_b, best_level = total, k, b, rest
         found[count, 0], found[count, 1] = best_k, best_b
         count += 1

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from alpa_lite.inter_op.boundaries import equally_many_rows, least_seconds_of_rows, seconds_of_rows
+from alpa_lite.inter_op.boundaries import least_seconds_of_rows, seconds_of_rows, uneven_arrays
 from alpa_lite.inter_op.solved_stages import Question, StagePlace
 from alpa_lite.inter_op.space import Configurations, Space, StageEquality, equal_parts, number_of_equal, ways
 from alpa_lite.inter_op.stage_costs import StageCosts, expect
@@ -29,6 +29,7 @@ from alpa_lite.inter_op.survey import summed
 from alpa_lite.intra_op.problem import Status
 from alpa_lite.intra_op.solve import RELATIVE_GAP
 from alpa_lite.intra_op.stage import StageSolution
+from alpa_lite.plan.op_places import update_tasks
 from alpa_lite.plan.pricing import dispatch_seconds
 from alpa_lite.schedule import Schedule
 from alpa_lite.sharding.meshes import LogicalMesh
@@ -59,6 +60,7 @@ class StageGuesses:
     """Arrays about all possible stages, from which a search starts; seconds are per micro-batch.
 
     layer_seconds    [policies, layers, kinds, shapes]: guess for each layer; infinite where it cannot run
+    layer_updates    the same for its update, once per step
     inflow_seconds   [layers, layers, kinds]: for a layer range to receive what it reads from earlier layers
     slower_seconds   [layers, kinds, kinds]: how much longer that takes a stage from a layer on, by the kind of submesh
                      before it and its own
@@ -70,6 +72,7 @@ class StageGuesses:
     """
 
     layer_seconds: NDArray[np.float64]
+    layer_updates: NDArray[np.float64]
     inflow_seconds: NDArray[np.float64]
     slower_seconds: NDArray[np.float64]
     following: NDArray[np.int64]
@@ -142,30 +145,32 @@ class StageStates:
 
     Attributes:
         seconds: per micro-batch; infinite where a stage is impossible.
+        updates: per step, with the time to move rows.
         following: how many stages may follow one given its memory; -1 for none.
         solved: whether `seconds` is a cost.
         bounded: whether a rough sharding has been solved.
-        least: lower bounds of the seconds, where `bounded`.
-        update_seconds: per step, with the time to move rows, where `solved`.
+        least, least_updates: lower bounds of the seconds and the updates, where `bounded`.
     """
 
     seconds: NDArray[np.float64]
+    updates: NDArray[np.float64]
     following: NDArray[np.int64]
     solved: NDArray[np.bool_]
     bounded: NDArray[np.bool_]
     least: NDArray[np.float64]
-    update_seconds: NDArray[np.float64]
+    least_updates: NDArray[np.float64]
 
     @staticmethod
     def unknown(shape: tuple[int, ...]) -> StageStates:
         """Return arrays without any information."""
         return StageStates(
             seconds=np.full(shape, np.inf),
+            updates=np.zeros(shape),
             following=np.full(shape, -1, dtype=np.int64),
             solved=np.zeros(shape, dtype=np.bool_),
             bounded=np.zeros(shape, dtype=np.bool_),
             least=np.zeros(shape),
-            update_seconds=np.zeros(shape),
+            least_updates=np.zeros(shape),
         )
 
 
@@ -183,55 +188,60 @@ class StageSearch:
         """Set up the arrays of the search; nothing is solved yet. `guesses` are for the policies of `costs`."""
         self.costs, self.batch, self.space = costs, batch, space
         self.inflow_seconds = guesses.inflow_seconds
-        self.num_layers, self.all_equal = costs.any_number.layers.num_layers, limits.all_equal
+        known = costs.any_number
+        self.num_layers, self.all_equal = known.layers.num_layers, limits.all_equal
         self.configurations = Configurations(space.most_shapes, costs.policies, self._levels())
         size = (self.num_layers, self.num_layers, len(space.kinds), len(self.configurations))
         self.states = StageStates.unknown(size)
-        self._shortest_refused = math.inf
         self._possible = guesses.worthwhile
         if self.all_equal:
             self._possible = self._possible & equal_parts(space, self.num_layers)
         repeats = len(self.configurations) // space.most_shapes
         self._equal = tuple(limits.equal)
         self._at_best = np.repeat(np.moveaxis(guesses.following, 0, -1), space.most_shapes, axis=-1)
-        work = np.concatenate([summed(of_layers, self._possible) for of_layers in guesses.layer_seconds], axis=-1)
+        work, updates = (
+            np.concatenate([summed(of_layers, self._possible) for of_layers in guessed], axis=-1)
+            for guessed in (guesses.layer_seconds, guesses.layer_updates)
+        )
         moved = costs.any_number.has_rows and not self.all_equal
         self._least_for_rows = (
             least_seconds_of_rows(costs.any_number, space) if moved else np.zeros(self._possible.shape)
         )
-        # Rows move once per step, and all seconds here are per micro-batch.
-        work += self._least_for_rows[..., None] / batch.num_microbatches
         guessed = self._taking(work, self.inflow_seconds[..., None])
         self._guessed = np.where(self._at_best >= 0, guessed, np.inf)
+        self._guessed_updates = updates + self._least_for_rows[..., None]
         self._roomy = np.moveaxis(guesses.roomy, 0, 3).reshape(self._guessed.shape)
+        self._slower = self._waiting_longer(guesses.slower_seconds)
         self._best_of = BestStages(
             space=space,
             cost_model=costs.any_number.cost_model,
             batch=batch,
             ways=[*ways(space, self.num_layers, limits.equal, one_mesh=self.all_equal, repeats=repeats)],
-            slower=self._waiting_longer(guesses.slower_seconds),
             num_stages=limits.num_stages,
+            update_tasks=max(update_tasks(known.step, known.layers.of_op).values(), default=0),
         )
         self._progress = costs.any_number.progress
         self._before, self._usual = self._progress.done.get("stages", 0), float(LEAST_SOLVES)
         self._refresh()
 
-    def run(self, at_most: float = math.inf, *, further: float = 0.0) -> StageChoice:
+    def run(self, at_most: float = math.inf, *, further: float = 0.0, max_stages: int | None = None) -> StageChoice:
         """Return the best stages, all of them solved; or guessed ones, once none can take less than `at_most` seconds.
 
-        `further`: the work of the searches that are still to follow, relative to this one.
+        `further`: the work of the searches that are still to follow, relative to this one. `max_stages`: the most
+        stages, where that is less than the search allows.
         """
-        solved, likely = self._best_solved(), _entries(self.best_likely())
+        solved, likely = self._best_solved(max_stages), _entries(self.best_likely())
         while True:
             # Guesses and bounds are mostly too low, so that the best of all stages tends to hold unsolved ones.
-            found = self.best_known()
+            found = self.best_known(max_stages)
             if found.seconds >= solved.seconds * (1 - RELATIVE_GAP):
                 return solved
             if found.seconds >= at_most:
                 return found
             # Apart from the stages that likely are the best, most of the others turn out to be worse before long.
-            entries = likely if any(not self.states.solved[entry] for entry in likely) else _entries(found)
-            pending = sorted((e for e in entries if not self.states.solved[e]), key=lambda e: -self.states.seconds[e])
+            open_ = max_stages is None and any(not self.states.solved[entry] for entry in likely)
+            entries = likely if open_ else _entries(found)
+            pending = sorted((e for e in entries if not self.states.solved[e]), key=lambda e: -self._in_all[e])
             if not pending:
                 return found
             self._expect(len(entries), len(pending), further, known=min(solved.seconds, at_most) < math.inf)
@@ -242,26 +252,13 @@ class StageSearch:
                 if not self.states.solved[entry] and self._knows(*entry):
                     self._solve(*entry)
             self._refresh()
-            solved = self._best_solved()
+            solved = self._best_solved(max_stages)
 
     def _expect_from_workers(self, entries: Sequence[tuple[int, int, int, int]]) -> None:
         """Let workers start on stages that are likely to be solved next: first on bounds, then on costs."""
         if self.costs.any_number.workers.at_work:
             bounds = [self._question(*entry, quick=True) for entry in entries if not self.states.bounded[entry]]
             expect([*bounds, *(self._question(*entry, quick=False) for entry in entries)])
-
-    def refuse_updates_like(self, found: StageChoice) -> None:
-        """Exclude from now on stages whose update takes as long as the longest of these, or longer.
-
-        The DP spreads it over the micro-batches; but an update that is longer than the others ends after them.
-        """
-        self._shortest_refused = self.longest_update(found)
-        # Those that are not solved yet are left out once their update is known (`_solve`).
-        self.states.seconds[self.states.solved & (self.states.update_seconds >= self._shortest_refused)] = np.inf
-
-    def longest_update(self, found: StageChoice) -> float:
-        """Return the longest time of an update among solved stages, with the time to move rows."""
-        return max(float(self.states.update_seconds[entry]) for entry in _entries(found))
 
     def _expect(self, stages: int, pending: int, further: float, *, known: bool) -> None:
         """Report the estimated amount of work left; it is unknown until some stages are `known` by their costs."""
@@ -272,28 +269,43 @@ class StageSearch:
         left = max(pending, self._usual - done, done * STILL)
         progress.expect("stages", left + further * max(self._usual, done) if known else None)
 
-    def best_known(self) -> StageChoice:
+    def best_known(self, max_stages: int | None = None) -> StageChoice:
         """Return the best stages by the costs, bounds and guesses so far."""
-        return self._best_of(self.states.seconds, self.states.following)
+        return self._best_of(self._table(self.states.seconds, self.states.updates, self.states.following), max_stages)
 
     def best_likely(self) -> StageChoice:
         """Return the best stages by guesses alone, of stages that have the memory that their guess assumes."""
-        return self._best_of(self.configurations.repeated(self._guessed), self.configurations.repeated(self._roomy))
+        repeated = self.configurations.repeated
+        table = self._table(repeated(self._guessed), repeated(self._guessed_updates), repeated(self._roomy))
+        return self._best_of(table)
+
+    def _table(
+        self, seconds: NDArray[np.float64], updates: NDArray[np.float64], following: NDArray[np.int64]
+    ) -> StageTable:
+        return StageTable(
+            seconds=seconds,
+            max_following_stages=following,
+            submesh_devices=self.space.devices,
+            submesh_groups=self.space.groups,
+            inflow_seconds=self._slower,
+            update_seconds=updates,
+        )
 
     def why_impossible(self) -> str:
         """Return a sentence that says why there are no such stages even with unlimited memory; empty if there are."""
         # With stages that cost nothing and always fit, only their number and submeshes can be the obstacle.
         free = np.broadcast_to(np.where(self._possible, 0.0, np.inf)[..., None], self.states.seconds.shape)
         most = np.full(self.states.seconds.shape, self.num_layers)
-        reason = self._best_of.why_impossible(free, most)
+        reason = self._best_of.why_impossible(self._table(free, np.zeros(free.shape), most))
         if not reason:
             return ""
         asked = f" Stages are to have equally many {' and '.join(self._equal)}." if self._equal else ""
         rows = " They have to be alike, since loops read rows of stacked arguments." if self.all_equal else ""
         return f"{reason}{asked}{rows}"
 
-    def _best_solved(self) -> StageChoice:
-        return self._best_of(np.where(self.states.solved, self.states.seconds, np.inf), self.states.following)
+    def _best_solved(self, max_stages: int | None) -> StageChoice:
+        solved = np.where(self.states.solved, self.states.seconds, np.inf)
+        return self._best_of(self._table(solved, self.states.updates, self.states.following), max_stages)
 
     def mesh(self, kind: int, configuration: int) -> LogicalMesh:
         """Return the logical mesh of a configuration of a kind of submesh."""
@@ -338,15 +350,22 @@ class StageSearch:
     def _refresh(self) -> None:
         """Update the seconds of all stages that are not solved: their bounds, or guesses corrected by solved stages."""
         # If several stages took longer on a mesh than guessed, the others are guessed to take as much longer.
-        guessed = self._guessed * np.maximum(self._longer_than_guessed(MANY), self._longer_under_other_policies())
+        longer = np.maximum(self._longer_than_guessed(MANY), self._longer_under_other_policies())
         states = self.states
         for level, in_flight in enumerate(self.configurations.in_flight):
             part = self.configurations.block(level)
-            open_ = ~states.solved[part]
+            open_, bounded = ~states.solved[part], states.bounded[part]
             # Leaving memory for more micro-batches is never faster. Before it is solved it is taken to cost nothing.
-            lower = np.where(states.bounded[part], np.maximum(self._guessed, states.least[part]), guessed)
+            lower, updates = (
+                np.where(bounded, np.maximum(guessed, least[part]), guessed * longer)
+                for guessed, least in (
+                    (self._guessed, states.least),
+                    (self._guessed_updates, states.least_updates),
+                )
+            )
             lower = lower if level == 0 else np.maximum(lower, self._solved_with_less_room(level))
             states.seconds[part] = np.where(open_, lower, states.seconds[part])
+            states.updates[part] = np.where(open_, updates, states.updates[part])
             # A sharding with the least room may turn out to have room for all.
             most = np.minimum(self._at_best, self._most_following(in_flight) if level else self.num_layers - 1)
             states.following[part] = np.where(open_, np.where(np.isfinite(lower), most, -1), states.following[part])
@@ -393,19 +412,28 @@ class StageSearch:
         ratio = self._longer_than_guessed(1, among=tight).reshape(len(self.space.kinds), len(self.costs.policies), -1)
         return np.moveaxis(ratio, 1, 0)
 
+    def _spread(self, seconds: NDArray[np.float64], updates: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the seconds of stages with their updates spread over the micro-batches, to compare stages alone."""
+        return seconds + updates / self.batch.num_microbatches
+
+    @property
+    def _in_all(self) -> NDArray[np.float64]:
+        return self._spread(self.states.seconds, self.states.updates)
+
+    @property
+    def _guessed_in_all(self) -> NDArray[np.float64]:
+        return self._spread(self._guessed, self._guessed_updates)
+
     def _longer_than_guessed(self, many: int, among: NDArray[np.bool_] | bool = True) -> NDArray[np.float64]:
         """Return [kinds, shapes and policies]: the least ratio of seconds and guesses `among` some stages.
 
         It is 1 where fewer than `many` are known.
         """
         # Guesses do not depend on the micro-batches in flight that a sharding leaves memory for.
-        guessed, num_blocks = self.configurations.repeated(self._guessed), len(self.configurations.in_flight)
-        looked_at = (
-            (self.states.solved | self.states.bounded) & np.isfinite(self.states.seconds) & _has_work(guessed) & among
-        )
-        ratio = np.divide(self.states.seconds, guessed, out=np.full(guessed.shape, np.inf), where=looked_at).min(
-            axis=(0, 1)
-        )
+        guessed, num_blocks = self.configurations.repeated(self._guessed_in_all), len(self.configurations.in_flight)
+        seconds, known = self._in_all, self.states.solved | self.states.bounded
+        looked_at = known & np.isfinite(seconds) & _has_work(guessed) & among
+        ratio = np.divide(seconds, guessed, out=np.full(guessed.shape, np.inf), where=looked_at).min(axis=(0, 1))
         count = looked_at.sum(axis=(0, 1))
         least, known = (part.reshape(len(self.space.kinds), num_blocks, -1) for part in (ratio, count))
         enough = (known.sum(axis=1) >= many) & np.isfinite(least.min(axis=1))
@@ -418,10 +446,12 @@ class StageSearch:
         expected under the other policies too, which differ only in what they recompute.
         """
         part = self.configurations.block(0)
-        known = np.where(self.states.solved[part], self.states.seconds[part], self.states.least[part])
+        states, guessed = self.states, self._guessed_in_all
+        least = self._spread(states.least[part], states.least_updates[part])
+        known = np.where(states.solved[part], self._in_all[part], least)
         # Lack of memory may be the reason elsewhere, and differs between policies.
-        looked_at = np.isfinite(known) & _has_work(self._guessed) & (self._roomy >= 0)
-        ratio = np.divide(known, self._guessed, out=np.ones(known.shape), where=looked_at)
+        looked_at = np.isfinite(known) & _has_work(guessed) & (self._roomy >= 0)
+        ratio = np.divide(known, guessed, out=np.ones(known.shape), where=looked_at)
         of_shapes = ratio.reshape(*known.shape[:3], -1, self.space.most_shapes).max(axis=3).clip(min=1.0)
         return np.tile(of_shapes, len(self.costs.policies))
 
@@ -431,30 +461,24 @@ class StageSearch:
         # A rough solution is much cheaper to find, and its bound rules out most stages.
         quick = not self.states.bounded[entry]
         solution = self.solution(*entry, quick=quick)
+        states, inflow = self.states, self.inflow_seconds[first, last, kind]
+        loop, update = solution.cost.loop_seconds, solution.cost.update_seconds
         if quick and solution.choice is not None and solution.gap > self.costs.any_number.effort.relative_gap:
-            least = self._work(solution, 0.0) * (1 - solution.gap)
-            least += self._least_for_rows[entry[:3]] / self.batch.num_microbatches
-            self.states.least[entry] = self._taking(least, self.inflow_seconds[first, last, kind])
+            states.least[entry] = self._taking(loop * (1 - solution.gap), inflow)
+            states.least_updates[entry] = update * (1 - solution.gap) + self._least_for_rows[entry[:3]]
             # Marked apart from the bound, which is 0 where the solver ran out of time before it had one.
-            self.states.bounded[entry] = True
+            states.bounded[entry] = True
             return
-        self.states.solved[entry] = True
-        self.states.seconds[entry], self.states.following[entry] = np.inf, -1
+        states.solved[entry] = True
+        states.seconds[entry], states.following[entry] = np.inf, -1
         if solution.status is Status.INFEASIBLE:
             # Stages with more layers or more micro-batches in flight do not fit either.
             around = np.s_[: first + 1, last:, kind, self.configurations.alike(configuration)]
-            self.states.seconds[around], self.states.following[around], self.states.solved[around] = np.inf, -1, True
-        for_rows = self._for_rows(*entry, solution)
-        self.states.update_seconds[entry] = solution.cost.update_seconds + for_rows
-        if solution.choice is not None and self.states.update_seconds[entry] < self._shortest_refused:
-            self.states.seconds[entry] = self._taking(
-                self._work(solution, for_rows), self.inflow_seconds[first, last, kind]
-            )
-            self.states.following[entry] = self._stages_that_may_follow(solution, self.space.room_bytes[kind])
-
-    def _work(self, solution: StageSolution, for_rows: float) -> float:
-        """Return the seconds per micro-batch of both passes, and its part of the update and of moving rows."""
-        return solution.cost.loop_seconds + (solution.cost.update_seconds + for_rows) / self.batch.num_microbatches
+            states.seconds[around], states.following[around], states.solved[around] = np.inf, -1, True
+        if solution.choice is not None:
+            states.seconds[entry] = self._taking(loop, inflow)
+            states.updates[entry] = update + self._for_rows(*entry, solution)
+            states.following[entry] = self._stages_that_may_follow(solution, self.space.room_bytes[kind])
 
     def _for_rows(self, first: int, last: int, kind: int, configuration: int, solution: StageSolution) -> float:
         """Return the seconds per step to move rows of stacked arguments, if any move; see `boundaries`."""
@@ -462,10 +486,9 @@ class StageSearch:
             return 0.0
         costs, first, last = self._asked(first, last, kind, configuration)
         # Loops are cut by their work and not by their trips: stages of equally much may hold unequal numbers of rows.
-        if self.all_equal and (costs.layers.num_layers == 1 or equally_many_rows(costs)):
-            return 0.0
+        arrays = uneven_arrays(costs) if self.all_equal else None
         place = StagePlace(first, last, self.space.submesh(kind), self.mesh(kind, configuration))
-        return seconds_of_rows(costs, place, solution)
+        return seconds_of_rows(costs, place, solution, arrays=arrays)
 
     def _stages_that_may_follow(self, solution: StageSolution, room_bytes: float) -> int:
         """Return the most stages that may follow, so that the micro-batches in flight fit here; -1 if none fit."""
@@ -486,22 +509,21 @@ def _has_work(guessed: NDArray[np.float64]) -> NDArray[np.bool_]:
 class BestStages:
     """The stage DP for one step, where stages may be alike in several ways.
 
-    Calls take arrays [layers, layers, kinds, configurations], see `StageTable`.
-
     ways          masks of the stages that a plan may consist of, one for each way to be alike; see `space.ways`
-    slower        [layers, kinds, kinds]: `StageTable.inflow_seconds`
     num_stages    number of stages; None for the best number
+    update_tasks  the most tasks that the update of a stage is, where there are several stages
     """
 
     space: Space
     cost_model: CostModel
     batch: PipelinedBatch
     ways: Sequence[NDArray[np.bool_]]
-    slower: NDArray[np.float64]
     num_stages: int | None
+    update_tasks: int = 1
 
-    def __call__(self, seconds: NDArray[np.float64], following: NDArray[np.int64]) -> StageChoice:
-        """Return the best stages of all ways; of equally good ways the first."""
+    def __call__(self, table: StageTable, max_stages: int | None = None) -> StageChoice:
+        """Return the best stages of all ways, at most `max_stages`; of equally good ways the first."""
+        seconds = table.seconds
         # The first stage runs for every micro-batch: no stages of a way take less than the fastest first one.
         masks = [np.broadcast_to(way, seconds.shape) for way in self.ways]
         least = (1 - _ROUNDING) * self.batch.num_microbatches
@@ -511,22 +533,23 @@ class BestStages:
         for n in sorted(range(len(masks)), key=bounds.__getitem__):
             if bounds[n] > best.seconds or math.isinf(bounds[n]):
                 break
-            other = self._best_dispatched(np.where(masks[n], seconds, np.inf), following)
+            of_way = replace(table, seconds=np.where(masks[n], seconds, np.inf))
+            other = self._best_dispatched(of_way, max_stages or self.num_stages)
             if (other.seconds, n) < (best.seconds, number):
                 best, number = other, n
         return best
 
-    def why_impossible(self, seconds: NDArray[np.float64], following: NDArray[np.int64]) -> str:
+    def why_impossible(self, table: StageTable) -> str:
         """Return a sentence that says why there are no such stages; empty if there are."""
-        most = self.num_stages
-        found = [self._chosen(np.where(way, seconds, np.inf), following, most, explain=True) for way in self.ways]
+        of_ways = (replace(table, seconds=np.where(way, table.seconds, np.inf)) for way in self.ways)
+        found = [solve(of_way, self._terms(self.num_stages)) for of_way in of_ways]
         return "" if any(each.stages for each in found) else (found or [_NOTHING])[0].reason
 
-    def _best_dispatched(self, seconds: NDArray[np.float64], following: NDArray[np.int64]) -> StageChoice:
+    def _best_dispatched(self, table: StageTable, most: int | None) -> StageChoice:
         """Return the best stages, with what hosts need to dispatch all tasks (`_dispatched`)."""
-        best, most = _NOTHING, self.num_stages
+        best = _NOTHING
         while True:
-            chosen = self._chosen(seconds, following, most)
+            chosen = solve(table, self._terms(most), explain=False)
             found = self._dispatched(chosen)
             best = found if found.seconds < best.seconds else best
             # Of no more stages none take less by the DP. But where dispatching takes longest fewer may take less.
@@ -535,32 +558,15 @@ class BestStages:
                 return best
             most = len(found.stages) - 1
 
-    def _chosen(
-        self,
-        seconds: NDArray[np.float64],
-        following: NDArray[np.int64],
-        most: int | None,
-        *,
-        explain: bool = False,
-    ) -> StageChoice:
-        """Return the best stages by the DP, at most `most`."""
-        return solve(
-            StageTable(
-                seconds=seconds,
-                max_following_stages=following,
-                submesh_devices=self.space.devices,
-                submesh_groups=self.space.groups,
-                inflow_seconds=self.slower,
-            ),
-            PipelineTerms(
-                num_devices=self.space.devices_of_groups,
-                num_microbatches=self.batch.num_microbatches,
-                min_stages=self.num_stages or 1,
-                max_stages=most,
-                serialized=self.space.cluster.shared_processor,
-                waiting_share=self.batch.waiting_share,
-            ),
-            explain=explain,
+    def _terms(self, most: int | None) -> PipelineTerms:
+        """Return the terms of the DP for at most so many stages."""
+        return PipelineTerms(
+            num_devices=self.space.devices_of_groups,
+            num_microbatches=self.batch.num_microbatches,
+            min_stages=self.num_stages or 1,
+            max_stages=most,
+            serialized=self.space.cluster.shared_processor,
+            waiting_share=self.batch.waiting_share,
         )
 
     def _dispatched(self, found: StageChoice) -> StageChoice:
@@ -570,8 +576,9 @@ class BestStages:
             return found
         # A host dispatches the tasks of all stages on its devices.
         beside = max(1, cluster.devices_per_host // self.space.devices[found.stages[0].submesh])
-        count = self.batch.num_microbatches
+        count, stages = self.batch.num_microbatches, min(len(found.stages), beside)
         # One stage with one micro-batch is one program.
-        tasks = 1 if len(found.stages) == count == 1 else 2 * count * min(len(found.stages), beside)
+        per_stage = 2 * count + (self.update_tasks if len(found.stages) > 1 else 1)
+        tasks = 1 if len(found.stages) == count == 1 else per_stage * stages
         dispatched = max(found.seconds, self.cost_model.launch_seconds() * tasks)
         return replace(found, seconds=dispatched + cluster.skew_seconds)

@@ -10,7 +10,7 @@ where what a layer saves per micro-batch and works with grows with b.
 A survey tells what stages would take at any number of micro-batches, from a few layers solved at a few numbers of them.
 With b samples in a micro-batch, layer l on a logical mesh takes per micro-batch about
 
-    t(l,b) = t(r,b) * loop(l) / loop(r)  +  u(r) * update(l) / update(r) / m                            `Survey.guess`
+    t(l,b) = t(r,b) * loop(l) / loop(r),  and per step  u(l) = u(r) * update(l) / update(r)             `Survey.guess`
 
 where r is a layer that stands for l (`representatives`), loop and update are what they take on one device (`Profile`),
 t(r,b) lies on straight lines through the sizes that were solved (latency and the gathering of weights do not shrink
@@ -341,9 +341,9 @@ class Survey:
         return best <= DEAR * best[has_room & enough].min(initial=math.inf)
 
     def guess(
-        self, size: float, num_microbatches: int, profile: Profile | None = None, *, beyond: Beyond = "as before"
-    ) -> FloatArray:
-        """Return [layers, kinds, shapes]: guessed seconds of each layer per micro-batch, with its part of the update.
+        self, size: float, profile: Profile | None = None, *, beyond: Beyond = "as before"
+    ) -> tuple[FloatArray, FloatArray]:
+        """Return [layers, kinds, shapes] twice: guessed seconds of each layer per micro-batch, and of its update.
 
         They are infinite where a logical mesh does not divide micro-batches of `size` samples. `profile`: of layers
         that recompute values; None for the surveyed ones. `beyond`: assumption for sizes above the surveyed ones.
@@ -364,7 +364,8 @@ class Survey:
         if beyond == "all shared":
             loop = np.where(largest < size, alone / devices, loop)
             update = np.where((largest == 0) & np.isinf(update), 0.0, update)
-        return np.where(self.space.divides(int(size)), loop + update / num_microbatches, np.inf)
+        possible = self.space.divides(int(size)) & np.isfinite(loop) & np.isfinite(update)
+        return np.where(possible, loop, np.inf), np.where(possible, update, np.inf)
 
     def _loop_seconds(self, size: float, profile: Profile | None) -> FloatArray:
         return self._scaled(lambda t: t.loop_seconds, lambda p: p.loop_seconds, profile, size)

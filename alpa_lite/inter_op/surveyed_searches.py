@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, reduce
 
 import numpy as np
 from numpy.typing import NDArray
@@ -108,8 +108,10 @@ class SurveyedSearches:
         size, held = self.size(number), batch.held(known.layers.num_layers)
         # What crosses a boundary is proportional to the samples of a micro-batch.
         scale = known.step.num_microbatches / number
+        layer_seconds, layer_updates = self._of_layers(number, beyond)
         guesses = StageGuesses(
-            layer_seconds=self._of_layers(number, beyond),
+            layer_seconds=layer_seconds,
+            layer_updates=layer_updates,
             inflow_seconds=self.inflow_seconds * scale,
             slower_seconds=self.slower_seconds * scale,
             following=np.stack([profile.holds(self.space, size, number, held) - 1 for profile in profiles]),
@@ -132,13 +134,13 @@ class SurveyedSearches:
         """Return the samples of a micro-batch."""
         return (self.steps.request.batch_size or 1) / number
 
-    def _of_layers(self, number: int, beyond: Beyond) -> NDArray[np.float64]:
-        """Return [policies, layers, kinds, shapes]: guessed seconds of each layer."""
-        size, profiles = self.size(number), self.profiles.values()
-        of_policies = np.stack([self.survey.guess(size, number, profile, beyond=beyond) for profile in profiles])
+    def _of_layers(self, number: int, beyond: Beyond) -> list[NDArray[np.float64]]:
+        """Return [policies, layers, kinds, shapes] twice: guessed seconds of each layer, and of its update."""
+        of_policies = [self.survey.guess(self.size(number), each, beyond=beyond) for each in self.profiles.values()]
         # Stages that took longer than guessed for lack of memory do so with larger micro-batches too.
         worse = [excess[:, None] for searched, excess in self.excess.items() if searched >= number]
-        return np.maximum.reduce([of_policies, *(of_policies * excess for excess in worse)])
+        longer = reduce(np.maximum, worse, np.ones(1))
+        return [np.stack(parts) * longer for parts in zip(*of_policies, strict=True)]
 
     @cached_property
     def _other_schedules(self) -> Sequence[Schedule]:

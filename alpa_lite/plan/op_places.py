@@ -13,6 +13,7 @@ values that are made from other saved values, and a single compiled program woul
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -82,6 +83,17 @@ def places_of(layout: TaskLayout, step: StepGraph) -> tuple[OpPlace | None, ...]
             # Ops are in program order, so that the operands of this one have their places.
             places.append(OpPlace(stage=stage, kind=TaskRole.UPDATE, wave=_wave(step, op, stage, places)))
     return tuple(places if layout.whole else _deferred(step, places))
+
+
+def update_tasks(step: StepGraph, stage_of_op: Sequence[int | None]) -> Counter[int]:
+    """Return how many tasks the update of each stage is, by stage: the waves of `places_of`."""
+    places: list[OpPlace | None] = [None] * len(stage_of_op)
+    for op, stage in enumerate(stage_of_op):
+        if stage is not None:
+            in_loop = step.phases[op].in_loop
+            wave = 0 if in_loop else _wave(step, op, stage, places)
+            places[op] = OpPlace(stage=stage, kind=TaskRole.FORWARD if in_loop else TaskRole.UPDATE, wave=wave)
+    return Counter(place.stage for place in {*places} if place is not None and place.kind is TaskRole.UPDATE)
 
 
 def _kind_in_loop(layout: TaskLayout, stage: int, phase: Phase) -> TaskRole:

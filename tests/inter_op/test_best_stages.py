@@ -29,26 +29,27 @@ def test_it_is_the_best_of_each_way(seed: int, num_stages: int | None) -> None:
     # Where all stages take about as long, no way can be told to be worse before it is looked at.
     seconds = random.uniform(0.5, 0.52 if seed % 3 else 2.0, shape)
     seconds[random.uniform(size=shape) < 0.3] = np.inf
-    following = random.integers(-1, LAYERS, shape)
+    updates, following = random.uniform(0.0, 0.05, shape), random.integers(-1, LAYERS, shape)
     slower = random.uniform(0.0, 0.01, (LAYERS, len(space.kinds), len(space.kinds)))
     alike = [*ways(space, LAYERS, ("layers",) if seed % 2 else (), one_mesh=True, repeats=1)]
+    table = StageTable(
+        seconds=seconds,
+        max_following_stages=following,
+        submesh_devices=space.devices,
+        submesh_groups=space.groups,
+        inflow_seconds=slower,
+        update_seconds=updates,
+    )
     found = BestStages(
         space=space,
         cost_model=ComposedCostModel(cluster),
         batch=PipelinedBatch(schedule, number, postponed=1 / 3),
         ways=alike,
-        slower=slower,
         num_stages=num_stages,
-    )(seconds, following)
+    )(table)
     each = [
         solve(
-            StageTable(
-                seconds=np.where(way, seconds, np.inf),
-                max_following_stages=following,
-                submesh_devices=space.devices,
-                submesh_groups=space.groups,
-                inflow_seconds=slower,
-            ),
+            replace(table, seconds=np.where(way, seconds, np.inf)),
             PipelineTerms(
                 num_devices=space.devices_of_groups,
                 num_microbatches=number,
@@ -77,7 +78,6 @@ def test_stages_are_as_few_as_their_host_can_dispatch(seed: int) -> None:
     seconds = random.uniform(0.01, 0.02, shape) * (1 + np.arange(LAYERS) - np.arange(LAYERS)[:, None])[..., None, None]
     seconds = np.where(seconds > 0, seconds, 0.01)
     following = np.full(shape, LAYERS)
-    slower = np.zeros((LAYERS, len(space.kinds), len(space.kinds)))
     table = StageTable(
         seconds=seconds, max_following_stages=following, submesh_devices=space.devices, submesh_groups=space.groups
     )
@@ -90,13 +90,13 @@ def test_stages_are_as_few_as_their_host_can_dispatch(seed: int) -> None:
         found = solve(table, terms)
         if found.stages:
             together = min(count, max(1, cluster.devices_per_host // space.devices[found.stages[0].submesh]))
-            totals.append(max(found.seconds, 2 * number * together * model.launch_seconds()) + cluster.skew_seconds)
+            tasks = (2 * number + 1) * together
+            totals.append(max(found.seconds, tasks * model.launch_seconds()) + cluster.skew_seconds)
     best = BestStages(
         space=space,
         cost_model=model,
         batch=PipelinedBatch(OneFOneB(), number),
         ways=[*ways(space, LAYERS, (), one_mesh=False, repeats=1)],
-        slower=slower,
         num_stages=None,
-    )(seconds, following)
+    )(table)
     assert best.seconds == pytest.approx(min(totals))

@@ -54,15 +54,16 @@ def test_guesses_are_times_at_any_size() -> None:
     for number in (1, 2, 4, 16, 32, 64):
         size = BATCH // number
         for beyond in get_args(Beyond):
-            guess = survey.guess(size, number, beyond=beyond)
-            known = guess[np.isfinite(guess)]
+            seconds, updates = survey.guess(size, beyond=beyond)
+            known = seconds[np.isfinite(seconds)]
             assert known.size and (known > 0).all()
+            assert (updates[np.isfinite(seconds)] >= 0).all() and np.isinf(updates[np.isinf(seconds)]).all()
 
 
 def test_shapes_with_whole_state_on_each_host_are_not_solved() -> None:
     survey, solved = _surveyed(al.cluster("dgx-a100", num_hosts=2), (4,))
     assert solved[0] and not any("replica" in text for text in solved[0])
-    space, guess = survey.space, survey.guess(BATCH // 4, 4)
+    space, guess = survey.space, survey.guess(BATCH // 4)[0]
     both = space.kinds.index(max(space.kinds, key=lambda kind: kind.num_devices))
     meshes = space.meshes[both]
     stands = {meshes[c].shape: guess[:, both, s] for c, s in enumerate(space.stand_ins[both][: len(meshes)])}

@@ -19,6 +19,7 @@ from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.intra_op.solvers.integer_program import available_backends
 from alpa_lite.plan.progress import Progress
 from alpa_lite.planners import MANUAL_PLANNERS, Auto, Hybrid, Pipeline
+from alpa_lite.planners.fewer_devices import AS_FAST
 from alpa_lite.planners.planner import Planner
 from alpa_lite.schedule import EagerOneFOneB, GPipe, Interleaved1F1B, OneFOneB, ZeroBubbleH1
 from alpa_lite.sharding.specs import Spec
@@ -297,6 +298,34 @@ def test_stages_over_slow_networks_are_charged_for_their_rows_of_stacked_weights
     )
     for plan in restricted:
         assert free.prediction.step_seconds <= 1.03 * plan.prediction.step_seconds
+
+
+def _rows_of_two_products(weights: tuple[Any, Any], batch: Any) -> tuple[Any, Any]:
+    def loss(weights: tuple[Any, Any]) -> Any:
+        def layer(h: Any, w: tuple[Any, Any]) -> tuple[Any, None]:
+            return jnp.tanh(jnp.tanh(h @ w[0]) @ w[1]), None
+
+        return jnp.mean(jax.lax.scan(layer, batch, weights)[0] ** 2)
+
+    value, grads = jax.value_and_grad(loss)(weights)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads), value
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("samples", [48, 480])
+def test_no_number_of_equal_stages_is_better_than_the_search(samples: int) -> None:
+    """Eight trips on ten hosts: two, five or ten stages hold unequal parts of the loop, some no row at all."""
+    cluster = replace(al.cluster("p3.16xlarge"), num_hosts=10, devices_per_host=1)
+    weights = (jax.ShapeDtypeStruct((8, 4096, 4096), jnp.float32),) * 2
+    batch = jax.ShapeDtypeStruct((samples, 4096), jnp.float32)
+
+    def seconds(stages: int | None) -> float:
+        planner = Auto(pipeline=stages, manual=(), idle_devices=False)
+        return al.plan(_rows_of_two_products, weights, batch, cluster=cluster, planner=planner).prediction.step_seconds
+
+    free = seconds(None)
+    for stages in (1, 2, 5, 10):
+        assert free <= (1 + AS_FAST) * seconds(stages)
 
 
 @pytest.mark.parametrize("devices", [3, 6, 12, 20])
