@@ -144,7 +144,7 @@ class PartialSums:
         """
         graph, leaves = self.view.graph, self.view.leaves
         pending: set[int] = set()
-        for op in graph.ops:
+        for op in map(graph.ops.__getitem__, self.view.ops):
             if pending.isdisjoint(op.operands):
                 candidates = self.crossing.intersection(op.results)
             else:

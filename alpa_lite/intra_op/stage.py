@@ -90,18 +90,18 @@ class StageView:
         """The ids of the ops of this stage in execution order; free and invariant ops of other stages are repeated
         here.
         """
-        graph, needed, chosen = self.graph, set[int](), list[int]()
+        graph, of_op, free = self.graph, self.layers.of_op, free_ops(self.graph)
+        chosen = set(chain.from_iterable(map(self.layers.ops_of, range(self.first, self.last + 1))))
+        waiting = [v for op_id in chosen for v in graph.ops[op_id].operands]
         if self.first == 0:
             # Outputs that depend on nothing but inputs (step counters, new keys) are made by the first stage.
-            needed.update(v for v in graph.outputs if self.is_invariant_value(v))
-        mine = set(chain.from_iterable(map(self.layers.ops_of, range(self.first, self.last + 1))))
-        # Backwards, so that an op is needed as soon as one of its readers is; ids are in execution order.
-        for op_id in sorted(mine | free_ops(graph) | set(self.layers.ops_of(None)), reverse=True):
-            op = graph.ops[op_id]
-            if op_id in mine or not needed.isdisjoint(op.results):
-                chosen.append(op_id)
-                needed.update(op.operands)
-        return tuple(reversed(chosen))
+            waiting += [v for v in graph.outputs if self.is_invariant_value(v)]
+        while waiting:
+            maker = graph.producer[waiting.pop()]
+            if maker is not None and maker not in chosen and (of_op[maker] is None or maker in free):
+                chosen.add(maker)
+                waiting += graph.ops[maker].operands
+        return tuple(sorted(chosen))  # ids are in execution order
 
     @property
     def free(self) -> frozenset[int]:

@@ -322,6 +322,9 @@ class TaskRole(StrEnum):
     WEIGHT_GRADIENT = "weight gradient"
     UPDATE = "update"
 
+    # That of `Enum` is a function in Python, and sets of the places of all ops are made for each stage.
+    __hash__ = str.__hash__
+
     @property
     def in_loop(self) -> bool:
         """True for tasks that run once per micro-batch."""

@@ -283,18 +283,22 @@ class Slicer:
         return v in self.returned or any(place.kind is TaskRole.UPDATE for place in self._readers[v])
 
     @cached_property
-    def _readers(self) -> Sequence[Collection[OpPlace]]:
+    def _readers(self) -> Sequence[frozenset[OpPlace]]:
         """For each value the places of the ops that read it, directly or through repeated ops."""
-        found: list[Collection[OpPlace]] = [()] * len(self.graph.values)
+        found = [frozenset[OpPlace]()] * len(self.graph.values)
+        alone = {place: frozenset([place]) for place in set(self.places) if place is not None}
         # Backwards, so that the readers of the results of an op are known.
         for op in reversed(self.graph.ops):
             place = self.places[op.id]
-            readers = {place} if place is not None else set[OpPlace]()
             # A repeated op is part of each task that reads its results.
             if place is None or not self.free.isdisjoint(op.results):
-                readers = {p for r in op.results for p in found[r]}
+                readers = frozenset[OpPlace]().union(*map(found.__getitem__, op.results))
+            else:
+                readers = alone[place]
             for v in op.operands:
-                found[v] = found[v] if readers.issubset(found[v]) else readers.union(found[v])
+                # Most values have one reader, or several in one task.
+                if not readers <= found[v]:
+                    found[v] = found[v] | readers if found[v] else readers
         return found
 
     def _read_in_loop_elsewhere(self, v: int, place: OpPlace) -> bool:
