@@ -38,6 +38,7 @@ from alpa_lite.intra_op.strategy_catalogue import Catalogue
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.pricing import Pricer
 from alpa_lite.plan.progress import Progress
+from alpa_lite.program.identity import SameObject
 from alpa_lite.program.phases import StepGraph
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh
 from alpa_lite.sharding.specs import Spec
@@ -240,13 +241,15 @@ class Recomputed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Memory:
-    """The stages of one step: their solutions by structure and kind of mesh, their views, and the structure of each."""
+    """The stages of one step: their solutions by structure and kind of mesh, their views, the structure of each, and
+    solutions priced with a backward pass of one or two tasks."""
 
     solved: dict[tuple[object, MeshKey], list[SolvedStage]] = field(
         default_factory=dict[tuple[object, MeshKey], list[SolvedStage]]
     )
     views: dict[tuple[int, int], StageView] = field(default_factory=dict[tuple[int, int], StageView])
     structures: dict[StageView, object] = field(default_factory=dict[StageView, object])
+    in_parts: dict[Hashable, StageSolution] = field(default_factory=dict[Hashable, StageSolution])
 
 
 class _Answer(NamedTuple):
@@ -378,8 +381,12 @@ class StageCosts:
 
     def in_two_parts(self, place: StagePlace, solution: StageSolution, *, in_two: bool = True) -> StageSolution:
         """Return a solution with the cost of a backward pass of two tasks, or of one; see `solve.in_two_parts`."""
-        pricer = self._builders(place).catalogue.pricer
-        return in_two_parts(self._view(place.first, place.last), pricer, solution, in_two=in_two)
+        # Several schedules, and whether each fits, are judged by the same solutions.
+        known, key = self._memory.in_parts, (place.first, place.last, self._kind(place), SameObject(solution), in_two)
+        if key not in known:
+            pricer, view = self._builders(place).catalogue.pricer, self._view(place.first, place.last)
+            known[key] = in_two_parts(view, pricer, solution, in_two=in_two)
+        return known[key]
 
     def knows(self, asked: Question) -> bool:
         """Return True if `answer` need not solve anything."""
