@@ -2,6 +2,8 @@
 
     demands    on the mesh that they name: specs of arguments, and layout constraints on the results of the ops that
                hold a sharding                                              `user_mesh`, `argument_pins`, `user_layout`
+    stages     that mesh as each stage of a pipeline has it: whole where it has as many devices as a stage, or without
+               axes of as many devices as there are stages that no sharding names                        `stage_axes`
     uses       for each line of the user's code and each argument: whether the plan has that sharding  `sharding_uses`
 
 A sharding that the shape of the array does not allow, since its parts would be unequal, demands nothing.
@@ -10,10 +12,12 @@ A sharding that the shape of the array does not allow, since its parts would be 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations
 from math import prod
 from typing import Any, NamedTuple
 
 from alpa_lite.errors import PlanError
+from alpa_lite.inter_op.plan_request import PlanRequest, argument_paths
 from alpa_lite.intra_op.stage import GivenLayout, Wanted
 from alpa_lite.plan.parts import OpPlacement, UserShardingUse
 from alpa_lite.program.ir import Graph, Value, wiring_of
@@ -48,17 +52,58 @@ def argument_pins(step: StepGraph, given: UserShardings, *, only: str = "") -> d
 
     only: a source, whose arguments alone count; "" for all.
     """
-    values = (step.graph.values[v] for v in step.graph.inputs)
-    shapes = {value.name: value for value in values if value.rank and not value.dtype.startswith("key<")}
+    arrays: dict[str, list[Value]] = {}
+    for v, path in argument_paths(step).items():
+        value = step.graph.values[v]
+        if value.rank and not value.dtype.startswith("key<"):
+            arrays.setdefault(path, []).append(value)
     return {
         # In a pin None stands for a whole dim and for an open one alike.
         name: [dim or None for dim in sharding.dims]
         for name, sharding in given.arguments.items()
         if only in ("", sharding.source)
-        and name in shapes
-        and len(sharding.dims) == shapes[name].rank
-        and sharding.divides(shapes[name].shape)
+        and name in arrays
+        and all(len(sharding.dims) == value.rank and sharding.divides(value.shape) for value in arrays[name])
     }
+
+
+def stage_axes(request: PlanRequest, num_stages: int, mesh: Mapping[str, int]) -> dict[str, int]:
+    """Return the axes of the user's mesh that each of equal stages has, those of one device among them.
+
+    Raises:
+        PlanError: neither the mesh nor a part of it has as many devices as a stage.
+    """
+    devices = request.cluster.num_devices // num_stages
+    if prod(mesh.values()) == devices:
+        return dict(mesh)
+    named = {
+        axis
+        for _, sharding in wanted_shardings(request.step_at(1, 0), request.signature.user_shardings)
+        for dim in sharding.dims
+        for axis in dim or ()
+    }
+    unnamed = [axis for axis in mesh if axis not in named]
+    for count in range(1, len(unnamed) + 1):
+        for over_stages in combinations(unnamed, count):
+            rest = {axis: size for axis, size in mesh.items() if axis not in over_stages}
+            if prod(mesh[axis] for axis in over_stages) == num_stages and prod(rest.values()) == devices:
+                return rest
+    raise PlanError(
+        f'user_shardings="pin": {num_stages} stages on {request.cluster.name} have {devices} devices each, but the '
+        f"shardings of {request.signature.function} are on the mesh {dict(mesh)}, of which they name "
+        f"{', '.join(axis for axis in mesh if axis in named) or 'no axis'}. Use a mesh of {devices} devices, which "
+        f"every stage then has, or one with a further axis of {num_stages} devices that no sharding names."
+    )
+
+
+def microbatches_that_divide(request: PlanRequest, numbers: Sequence[int]) -> list[int]:
+    """Return the numbers of micro-batches at which as many arrays have their sharding of the user as at one."""
+
+    def obeyed(number: int) -> int:
+        found = wanted_shardings(request.step_at(number, 0), request.signature.user_shardings)
+        return sum(sharding.divides(value.shape) for value, sharding in found)
+
+    return [number for number in numbers if number == 1 or obeyed(number) >= obeyed(1)]
 
 
 def user_layout(step: StepGraph, axes: Mapping[str, int], *, only: str = "") -> GivenLayout:
@@ -95,9 +140,9 @@ def wanted_shardings(step: StepGraph, given: UserShardings) -> Iterator[tuple[Va
     for graph in _graphs(step.graph):
         for value in graph.values:
             yield from ((value, sharding) for sharding in value.user_shardings)
-    for v in step.graph.inputs:
+    for v, path in argument_paths(step).items():
         value = step.graph.values[v]
-        yield from ((value, sharding) for sharding in _of_argument(value, given))
+        yield from ((value, sharding) for sharding in _of_argument(path, value.rank, given))
 
 
 def _graphs(graph: Graph) -> dict[Graph, None]:
@@ -108,10 +153,10 @@ def _graphs(graph: Graph) -> dict[Graph, None]:
     return found
 
 
-def _of_argument(value: Value, given: UserShardings) -> tuple[UserSharding, ...]:
+def _of_argument(path: str, rank: int, given: UserShardings) -> tuple[UserSharding, ...]:
     """Return the sharding in which the user gives an argument, if any."""
-    sharding = given.arguments.get(value.name)
-    return () if sharding is None or len(sharding.dims) != value.rank else (sharding,)
+    sharding = given.arguments.get(path)
+    return () if sharding is None or len(sharding.dims) != rank else (sharding,)
 
 
 class PlacedOps(NamedTuple):
@@ -127,10 +172,13 @@ def sharding_uses(step: StepGraph, given: UserShardings, stages: Sequence[Placed
     if given.mode == "ignore":
         return ()
     found: dict[tuple[str, tuple[int, ...], UserSharding], list[tuple[bool, str]]] = {}
+    paths = argument_paths(step)
     for stage in stages:
         placed = [(value, value.user_shardings, spec) for value, spec in _specs(step.graph, stage.inputs, stage.ops)]
-        arguments = ((step.graph.values[v], spec) for v, spec in stage.inputs.items())
-        placed += [(value, _of_argument(value, given), spec) for value, spec in arguments]
+        for v, spec in stage.inputs.items():
+            value = step.graph.values[v]
+            # Values that come from other stages have no path.
+            placed.append((value, _of_argument(paths.get(v, ""), value.rank, given), spec))
         for value, shardings, spec in placed:
             for sharding in shardings:
                 parts = [prod(stage.sizes[axis] for axis in dim) for dim in spec.dims]

@@ -22,6 +22,7 @@ from alpa_lite.errors import InfeasibleError, PlanError
 from alpa_lite.inter_op.assembly import StagedStep, assemble, schedule_for
 from alpa_lite.inter_op.loop_cuts import PipelineCut, StageBalance, cut_into_blocks, cut_into_stages
 from alpa_lite.inter_op.plan_request import PlanRequest
+from alpa_lite.inter_op.sharding_demands import microbatches_that_divide, stage_axes, user_mesh
 from alpa_lite.inter_op.shared_devices import Together, held_at_peak, solve_together
 from alpa_lite.inter_op.stage_costs import Recomputed, StageConstraints, StageCosts, StagePlace
 from alpa_lite.inter_op.what_would_fit import (
@@ -34,8 +35,9 @@ from alpa_lite.inter_op.what_would_fit import (
 )
 from alpa_lite.intra_op.solve import StageSolution
 from alpa_lite.intra_op.stage import GivenLayout
-from alpa_lite.intra_op.strategies import AxisRole, BatchSplit, Restriction
+from alpa_lite.intra_op.strategies import FREE_CHOICE, AxisRole, BatchSplit, Restriction
 from alpa_lite.plan.plan import Plan
+from alpa_lite.planners.on_mesh import MeshConstraints
 from alpa_lite.planners.planner import Planner, renamed_options
 from alpa_lite.planners.weights import positions_layout, projections, weights_layout
 from alpa_lite.program.phases import StepGraph
@@ -51,6 +53,9 @@ from cost_models import Cluster
 @dataclass(frozen=True, kw_only=True)
 class Hybrid(Planner):
     """Fixed degrees; `data=None` takes the devices that `pipeline` and `tensor` leave.
+
+    With `user_shardings="pin"` each stage is a mesh of the user's axes (`sharding_demands.stage_axes`), on which the
+    user's shardings and the integer program decide what is split; degrees of data, tensor and others are not allowed.
 
     Attributes:
         pipeline: parts of the pipeline, each a group of devices; as many stages, or more under an interleaved schedule.
@@ -78,6 +83,8 @@ class Hybrid(Planner):
             each stage. The last layer of all stores everything, as its backward pass follows at once, unless it is a
             loop.
     """
+
+    obeys_user_shardings = True
 
     pipeline: int = 1
     data: int | None = None
@@ -117,12 +124,17 @@ class Hybrid(Planner):
         """Solve each stage under the fixed roles of its axes."""
         started = time.perf_counter()
         self._check_gathers()
-        places = self.places(request)
+        asked = user_mesh(request.step_at(1, 0), request.signature.user_shardings)
+        user_axes = None if asked is None else self._user_axes(request, asked)
+        places = self.places(request) if user_axes is None else self._user_places(request, user_axes)
         # Without advice many plans are tried, some of which are far too large: this check needs no step in layers.
         if not request.advise:
             self._check_state(request, [mesh for _, mesh in places])
         # Stages may have different numbers of devices: each micro-batch must be divided by all of them.
-        microbatches = self.default_microbatches(request.batch_size, lcm(*(batch_ways(mesh) for _, mesh in places)))
+        ways = 1 if user_axes is not None else lcm(*(batch_ways(mesh) for _, mesh in places))
+        microbatches = self.default_microbatches(request.batch_size, ways)
+        if user_axes is not None and request.num_microbatches == "auto":
+            microbatches = microbatches_that_divide(request, microbatches)
         cut = self._cut(request, microbatches)
         schedule = schedule_for(cut.step, self.schedule)
         tasks = schedule.tasks(self.num_stages, cut.step.num_microbatches)
@@ -130,7 +142,7 @@ class Hybrid(Planner):
             # In a loop over several layers no part of the backward pass can be postponed: the loop is one op.
             cut = self._cut(request, (cut.step.num_microbatches,), written_out=True)
         step, layers = cut.step, cut.layers
-        for _, mesh in places:
+        for _, mesh in places if user_axes is None else ():
             check_batch(self, step, mesh)
         if self.remat != "none":
             # Stages are one layer each so far, but recomputation goes layer by layer.
@@ -148,7 +160,9 @@ class Hybrid(Planner):
                 restriction=self.restriction(),
                 keeps_gathered=not self.reshard_after_forward,
                 layout=self._layout(step, places[0][1].axis_sizes),
-            ),
+            )
+            if user_axes is None
+            else MeshConstraints(restriction=FREE_CHOICE).on(request, step, user_axes),
             recomputed=Recomputed(remat=remat, traced_layers=traced_layers),
             progress=request.progress,
         )
@@ -165,6 +179,24 @@ class Hybrid(Planner):
         staged = StagedStep(step=step, layers=layers, stages=stages, schedule=schedule)
         plan = assemble(self.name, request, staged, started)
         return costs.recomputed.recorded_in(replace(plan, notes=self._notes(step)))
+
+    def _user_axes(self, request: PlanRequest, asked: Mapping[str, int]) -> dict[str, int]:
+        """Return the axes of each stage on a mesh of the user. Raises `PlanError` for options that say otherwise."""
+        free = Hybrid(
+            pipeline=self.pipeline, schedule=self.schedule, equal=self.equal, shares=self.shares, remat=self.remat
+        )
+        if self != free or self.split:
+            raise PlanError(
+                f'user_shardings="pin" lays out each stage on the axes of {dict(asked)}, but {self.name} has degrees '
+                "of its own. Leave them out: give the pipeline, its schedule and the balance of its stages alone."
+            )
+        return stage_axes(request, self.pipeline, asked)
+
+    def _user_places(self, request: PlanRequest, axes: Mapping[str, int]) -> list[tuple[Submesh, LogicalMesh]]:
+        wide = {axis: size for axis, size in axes.items() if size > 1} or {"data": 1}
+        mesh = LogicalMesh(axis_names=tuple(wide), shape=tuple(wide.values()))
+        submeshes = submeshes_of(request.cluster, [mesh.num_devices] * self.pipeline)
+        return [(submesh, mesh) for submesh in submeshes]
 
     def _layout(self, step: StepGraph, sizes: Mapping[str, int]) -> GivenLayout:
         """Return the splits that the degrees mean. Raises `PlanError` if the step has no such dims."""
