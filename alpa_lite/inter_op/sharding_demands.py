@@ -2,8 +2,6 @@
 
     demands    on the mesh that they name: specs of arguments, and layout constraints on the results of the ops that
                hold a sharding                                              `user_mesh`, `argument_pins`, `user_layout`
-    stages     that mesh as each stage of a pipeline has it: whole where it has as many devices as a stage, or without
-               axes of as many devices as there are stages that no sharding names                        `stage_axes`
     uses       for each line of the user's code and each argument: whether the plan has that sharding  `sharding_uses`
 
 A sharding that the shape of the array does not allow, since its parts would be unequal, demands nothing.
@@ -12,12 +10,10 @@ A sharding that the shape of the array does not allow, since its parts would be 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import combinations
 from math import prod
 from typing import Any, NamedTuple
 
 from alpa_lite.errors import PlanError
-from alpa_lite.inter_op.plan_request import PlanRequest, argument_paths
 from alpa_lite.intra_op.stage import GivenLayout, Wanted
 from alpa_lite.plan.parts import OpPlacement, UserShardingUse
 from alpa_lite.program.ir import Graph, Value, wiring_of
@@ -53,7 +49,7 @@ def argument_pins(step: StepGraph, given: UserShardings, *, only: str = "") -> d
     only: a source, whose arguments alone count; "" for all.
     """
     arrays: dict[str, list[Value]] = {}
-    for v, path in argument_paths(step).items():
+    for v, path in step.argument_paths().items():
         value = step.graph.values[v]
         if value.rank and not value.dtype.startswith("key<"):
             arrays.setdefault(path, []).append(value)
@@ -65,45 +61,6 @@ def argument_pins(step: StepGraph, given: UserShardings, *, only: str = "") -> d
         and name in arrays
         and all(len(sharding.dims) == value.rank and sharding.divides(value.shape) for value in arrays[name])
     }
-
-
-def stage_axes(request: PlanRequest, num_stages: int, mesh: Mapping[str, int]) -> dict[str, int]:
-    """Return the axes of the user's mesh that each of equal stages has, those of one device among them.
-
-    Raises:
-        PlanError: neither the mesh nor a part of it has as many devices as a stage.
-    """
-    devices = request.cluster.num_devices // num_stages
-    if prod(mesh.values()) == devices:
-        return dict(mesh)
-    named = {
-        axis
-        for _, sharding in wanted_shardings(request.step_at(1, 0), request.signature.user_shardings)
-        for dim in sharding.dims
-        for axis in dim or ()
-    }
-    unnamed = [axis for axis in mesh if axis not in named]
-    for count in range(1, len(unnamed) + 1):
-        for over_stages in combinations(unnamed, count):
-            rest = {axis: size for axis, size in mesh.items() if axis not in over_stages}
-            if prod(mesh[axis] for axis in over_stages) == num_stages and prod(rest.values()) == devices:
-                return rest
-    raise PlanError(
-        f'user_shardings="pin": {num_stages} stages on {request.cluster.name} have {devices} devices each, but the '
-        f"shardings of {request.signature.function} are on the mesh {dict(mesh)}, of which they name "
-        f"{', '.join(axis for axis in mesh if axis in named) or 'no axis'}. Use a mesh of {devices} devices, which "
-        f"every stage then has, or one with a further axis of {num_stages} devices that no sharding names."
-    )
-
-
-def microbatches_that_divide(request: PlanRequest, numbers: Sequence[int]) -> list[int]:
-    """Return the numbers of micro-batches at which as many arrays have their sharding of the user as at one."""
-
-    def obeyed(number: int) -> int:
-        found = wanted_shardings(request.step_at(number, 0), request.signature.user_shardings)
-        return sum(sharding.divides(value.shape) for value, sharding in found)
-
-    return [number for number in numbers if number == 1 or obeyed(number) >= obeyed(1)]
 
 
 def user_layout(step: StepGraph, axes: Mapping[str, int], *, only: str = "") -> GivenLayout:
@@ -140,7 +97,7 @@ def wanted_shardings(step: StepGraph, given: UserShardings) -> Iterator[tuple[Va
     for graph in _graphs(step.graph):
         for value in graph.values:
             yield from ((value, sharding) for sharding in value.user_shardings)
-    for v, path in argument_paths(step).items():
+    for v, path in step.argument_paths().items():
         value = step.graph.values[v]
         yield from ((value, sharding) for sharding in _of_argument(path, value.rank, given))
 
@@ -172,7 +129,7 @@ def sharding_uses(step: StepGraph, given: UserShardings, stages: Sequence[Placed
     if given.mode == "ignore":
         return ()
     found: dict[tuple[str, tuple[int, ...], UserSharding], list[tuple[bool, str]]] = {}
-    paths = argument_paths(step)
+    paths = step.argument_paths()
     for stage in stages:
         placed = [(value, value.user_shardings, spec) for value, spec in _specs(step.graph, stage.inputs, stage.ops)]
         for v, spec in stage.inputs.items():

@@ -194,7 +194,8 @@ class Auto(Planner):
                 f'user_shardings="pin" gives stages on the mesh {dict(mesh)}; pins, a schedule, recomputation and '
                 "stages of one device or of equal layers cannot be asked for beside it. Leave them out."
             )
-        on_mesh = Hybrid(pipeline=self.pipeline) if (self.pipeline or 1) > 1 else OnMesh(axes=mesh)
+        num_stages = self.pipeline or 1
+        on_mesh = Hybrid(pipeline=num_stages) if num_stages > 1 else OnMesh(axes=mesh)
         plan = on_mesh.plan(replace(request, cluster=self._limited(request.cluster)))
         return replace(plan, name=f"{self.name} (shardings of the user)", cluster=request.cluster)
 

@@ -14,15 +14,15 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import cycle
+from itertools import combinations, cycle
 from math import lcm, prod
 from typing import Literal
 
 from alpa_lite.errors import InfeasibleError, PlanError
 from alpa_lite.inter_op.assembly import StagedStep, assemble, schedule_for
 from alpa_lite.inter_op.loop_cuts import PipelineCut, StageBalance, cut_into_blocks, cut_into_stages
-from alpa_lite.inter_op.plan_request import PlanRequest
-from alpa_lite.inter_op.sharding_demands import microbatches_that_divide, stage_axes, user_mesh
+from alpa_lite.inter_op.plan_request import PlanRequest, pins_on_mesh
+from alpa_lite.inter_op.sharding_demands import argument_pins, user_layout, user_mesh, wanted_shardings
 from alpa_lite.inter_op.shared_devices import Together, held_at_peak, solve_together
 from alpa_lite.inter_op.stage_costs import Recomputed, StageConstraints, StageCosts, StagePlace
 from alpa_lite.inter_op.what_would_fit import (
@@ -35,9 +35,8 @@ from alpa_lite.inter_op.what_would_fit import (
 )
 from alpa_lite.intra_op.solve import StageSolution
 from alpa_lite.intra_op.stage import GivenLayout
-from alpa_lite.intra_op.strategies import FREE_CHOICE, AxisRole, BatchSplit, Restriction
+from alpa_lite.intra_op.strategies import AxisRole, BatchSplit, Restriction
 from alpa_lite.plan.plan import Plan
-from alpa_lite.planners.on_mesh import MeshConstraints
 from alpa_lite.planners.planner import Planner, renamed_options
 from alpa_lite.planners.weights import positions_layout, projections, weights_layout
 from alpa_lite.program.phases import StepGraph
@@ -54,7 +53,7 @@ from cost_models import Cluster
 class Hybrid(Planner):
     """Fixed degrees; `data=None` takes the devices that `pipeline` and `tensor` leave.
 
-    With `user_shardings="pin"` each stage is a mesh of the user's axes (`sharding_demands.stage_axes`), on which the
+    With `user_shardings="pin"` each stage is a mesh of the user's axes (`_stage_axes`), on which the
     user's shardings and the integer program decide what is split; degrees of data, tensor and others are not allowed.
 
     Attributes:
@@ -134,7 +133,7 @@ class Hybrid(Planner):
         ways = 1 if user_axes is not None else lcm(*(batch_ways(mesh) for _, mesh in places))
         microbatches = self.default_microbatches(request.batch_size, ways)
         if user_axes is not None and request.num_microbatches == "auto":
-            microbatches = microbatches_that_divide(request, microbatches)
+            microbatches = _microbatches_that_divide(request, microbatches)
         cut = self._cut(request, microbatches)
         schedule = schedule_for(cut.step, self.schedule)
         tasks = schedule.tasks(self.num_stages, cut.step.num_microbatches)
@@ -156,13 +155,7 @@ class Hybrid(Planner):
             layers=layers,
             cost_model=request.cost_model,
             cost_model_for=request.cost_model_for,
-            constraints=StageConstraints(
-                restriction=self.restriction(),
-                keeps_gathered=not self.reshard_after_forward,
-                layout=self._layout(step, places[0][1].axis_sizes),
-            )
-            if user_axes is None
-            else MeshConstraints(restriction=FREE_CHOICE).on(request, step, user_axes),
+            constraints=self._constraints(request, step, places[0][1], user_axes),
             recomputed=Recomputed(remat=remat, traced_layers=traced_layers),
             progress=request.progress,
         )
@@ -180,6 +173,18 @@ class Hybrid(Planner):
         plan = assemble(self.name, request, staged, started)
         return costs.recomputed.recorded_in(replace(plan, notes=self._notes(step)))
 
+    def _constraints(
+        self, request: PlanRequest, step: StepGraph, mesh: LogicalMesh, user_axes: Mapping[str, int] | None
+    ) -> StageConstraints:
+        if user_axes is not None:
+            pins = pins_on_mesh(step, argument_pins(step, request.signature.user_shardings), user_axes)
+            return StageConstraints(pins=pins, layout=user_layout(step, user_axes))
+        return StageConstraints(
+            restriction=self.restriction(),
+            keeps_gathered=not self.reshard_after_forward,
+            layout=self._layout(step, mesh.axis_sizes),
+        )
+
     def _user_axes(self, request: PlanRequest, asked: Mapping[str, int]) -> dict[str, int]:
         """Return the axes of each stage on a mesh of the user. Raises `PlanError` for options that say otherwise."""
         free = Hybrid(
@@ -190,7 +195,7 @@ class Hybrid(Planner):
                 f'user_shardings="pin" lays out each stage on the axes of {dict(asked)}, but {self.name} has degrees '
                 "of its own. Leave them out: give the pipeline, its schedule and the balance of its stages alone."
             )
-        return stage_axes(request, self.pipeline, asked)
+        return _stage_axes(request, self.pipeline, asked)
 
     def _user_places(self, request: PlanRequest, axes: Mapping[str, int]) -> list[tuple[Submesh, LogicalMesh]]:
         wide = {axis: size for axis, size in axes.items() if size > 1} or {"data": 1}
@@ -392,6 +397,45 @@ class Hybrid(Planner):
             changes.append(Remedy(text=text, planner=wider, request=request))
         # Fixed numbers of devices would not cover further hosts.
         return cheapest_fit(changes, more_hosts(replace(self, data=None, devices=()), request))
+
+
+def _stage_axes(request: PlanRequest, num_stages: int, mesh: Mapping[str, int]) -> dict[str, int]:
+    """Return the axes of the user's mesh that each of equal stages has, those of one device among them.
+
+    Raises:
+        PlanError: neither the mesh nor a part of it has as many devices as a stage.
+    """
+    devices = request.cluster.num_devices // num_stages
+    if prod(mesh.values()) == devices:
+        return dict(mesh)
+    named = {
+        axis
+        for _, sharding in wanted_shardings(request.step_at(1, 0), request.signature.user_shardings)
+        for dim in sharding.dims
+        for axis in dim or ()
+    }
+    unnamed = [axis for axis in mesh if axis not in named]
+    for count in range(1, len(unnamed) + 1):
+        for over_stages in combinations(unnamed, count):
+            rest = {axis: size for axis, size in mesh.items() if axis not in over_stages}
+            if prod(mesh[axis] for axis in over_stages) == num_stages and prod(rest.values()) == devices:
+                return rest
+    raise PlanError(
+        f'user_shardings="pin": {num_stages} stages on {request.cluster.name} have {devices} devices each, but the '
+        f"shardings of {request.signature.function} are on the mesh {dict(mesh)}, of which they name "
+        f"{', '.join(axis for axis in mesh if axis in named) or 'no axis'}. Use a mesh of {devices} devices, which "
+        f"every stage then has, or one with a further axis of {num_stages} devices that no sharding names."
+    )
+
+
+def _microbatches_that_divide(request: PlanRequest, numbers: Sequence[int]) -> list[int]:
+    """Return the numbers of micro-batches at which as many arrays have their sharding of the user as at one."""
+
+    def obeyed(number: int) -> int:
+        found = wanted_shardings(request.step_at(number, 0), request.signature.user_shardings)
+        return sum(sharding.divides(value.shape) for value, sharding in found)
+
+    return [number for number in numbers if number == 1 or obeyed(number) >= obeyed(1)]
 
 
 def submeshes_of(cluster: Cluster, sizes: Sequence[int]) -> list[Submesh]:
