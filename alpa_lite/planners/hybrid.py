@@ -24,7 +24,8 @@ from alpa_lite.inter_op.loop_cuts import PipelineCut, StageBalance, cut_into_blo
 from alpa_lite.inter_op.plan_request import PlanRequest, pins_on_mesh
 from alpa_lite.inter_op.sharding_demands import argument_pins, user_layout, user_mesh, wanted_shardings
 from alpa_lite.inter_op.shared_devices import Together, held_at_peak, solve_together
-from alpa_lite.inter_op.stage_costs import Recomputed, StageConstraints, StageCosts, StagePlace
+from alpa_lite.inter_op.solved_stages import StagePlace
+from alpa_lite.inter_op.stage_costs import Recomputed, StageConstraints, StageCosts
 from alpa_lite.inter_op.what_would_fit import (
     Remedy,
     cheapest_fit,
@@ -33,8 +34,7 @@ from alpa_lite.inter_op.what_would_fit import (
     show_bytes,
     show_shortage,
 )
-from alpa_lite.intra_op.solve import StageSolution
-from alpa_lite.intra_op.stage import GivenLayout
+from alpa_lite.intra_op.stage import GivenLayout, StageSolution
 from alpa_lite.intra_op.strategies import AxisRole, BatchSplit, Restriction
 from alpa_lite.plan.plan import Plan
 from alpa_lite.planners.planner import Planner, renamed_options

@@ -1,43 +1,19 @@
 """Batches to train on: random ones for any model, and windows of a text that every machine has.
 
-- `Model`: the interface of all models; its shapes and limits define a random batch (`draw_batch`);
+- `draw_batch`: a random batch of the shapes and limits of a model;
 - `load_text`: the source files of Python's standard library, byte by byte, so that the vocabulary is the 256 byte
   values; `text_batches` draws windows of it.
 """
 
 import os
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
 
 import jax
 import numpy as np
 
-from alpa_lite.cli.models.model_parts import Tree
-
-
-class Model(Protocol):
-    """The interface of all models."""
-
-    @property
-    def init(self) -> Callable[[jax.Array], Tree]:
-        """Draw the weights."""
-        ...
-
-    @property
-    def loss_fn(self) -> Callable[..., jax.Array]:
-        """The loss function, ``(params, batch, key=None) -> loss``."""
-        ...
-
-    @property
-    def limits(self) -> Mapping[str, int]:
-        """Return the exclusive upper bound of the integers of each array of a batch, by name."""
-        ...
-
-    def batch_shapes(self, batch_size: int) -> Mapping[str, jax.ShapeDtypeStruct]:
-        """Return the arrays of a batch of `batch_size` samples as shapes."""
-        ...
+from alpa_lite.cli.models.model_parts import Model
 
 
 def draw_batch(model: Model, batch_size: int, seed: int = 0) -> dict[str, np.ndarray]:
