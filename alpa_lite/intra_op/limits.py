@@ -78,9 +78,7 @@ class Infeasibility:
         show_bytes: Callable[[float], str] = "{:,.0f} bytes".format,
         num_names: int = 3,
     ) -> str:
-        """Describe the limit, the memory that is needed and its holders, and a remedy; name the ``num_names``
-        largest nodes.
-        """
+        """Describe the limit, the memory needed, its ``num_names`` largest holders, and a remedy."""
         if self.impossible:
             return f"No choices have finite cost, with however much memory{self._why(name_of)}."
         if self.choices is None:

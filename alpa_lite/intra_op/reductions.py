@@ -65,9 +65,7 @@ def maximal_times(usage_times: IntArray) -> IntArray:
 
 
 def sum_over_rows(num_rows: int, intervals: IntArray, amounts: FloatArray) -> FloatArray:
-    """Return for every row r the sum of the amounts whose interval [first, last) contains r; ``intervals`` is (U,
-    2).
-    """
+    """Return for every row r the sum of the amounts whose interval [first, last) has r; ``intervals`` is (U, 2)."""
     # Differences at the ends of the intervals and a cumulative sum: linear time, however long the intervals are.
     change = np.zeros(num_rows + 1)
     np.add.at(change, intervals[:, 0], amounts)

@@ -1,5 +1,4 @@
-"""Describe why a stage does not fit into device memory: when, by how much, and which of the user's values are alive
-then.
+"""Describe why a stage exceeds device memory: when, by how much, and which of the user's values are alive then.
 
 The numbers come from ``limits.explain_infeasible``; here they get the names of arguments and lines of source code.
 """
@@ -25,9 +24,7 @@ _NUM_NAMES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueBytes:
-    """The bytes per device of all copies of a value, and its name: an argument's name, or the op that made it and
-    where.
-    """
+    """The bytes per device of all copies of a value, and its name: the argument, or the op that made it and where."""
 
     name: str
     bytes: float
@@ -42,9 +39,7 @@ class Shortage:
     values: tuple[ValueBytes, ...]
 
     def sentence(self, *, show_bytes: Callable[[float], str] = "{:,.0f} bytes".format) -> str:
-        """Describe the overrun, the values alive at the peak, and the time per step with enough memory; may be
-        empty.
-        """
+        """Describe the overrun, the values alive at the peak, and the time with enough memory; may be empty."""
         why = self.explained
         # Nothing to tell: no choices were reached in time, or the limit suffices after all.
         if why.choices is None or why.over_bytes == 0.0:

@@ -138,9 +138,7 @@ _MOST_NEIGHBOURS = 100
 
 
 class TooWide(AlpaLiteError):
-    """Raised when the tables would be too large, or the cheapest choices overrun the limit, which elimination
-    ignores.
-    """
+    """Raised when the tables would be too large, or the cheapest choices overrun the limit, which is ignored here."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -160,9 +158,7 @@ class EliminationPlan:
 
     @cached_property
     def layout(self) -> FlatTables:
-        """The offsets of all tables in one array: the costs of nodes, then those of edges, then each M_v in
-        elimination order.
-        """
+        """The offsets of all tables in one array: costs of nodes, of edges, then each M_v in elimination order."""
         sizes, turn = self.sizes, {node: index for index, node in enumerate(self.order)}
         tables: list[list[tuple[int, Scope]]] = [[] for _ in sizes]
         end = 0

@@ -156,9 +156,7 @@ def _alone(name: str, function: _Step, devices: Sequence[Device], shape: tuple[i
 
 
 def share_programs(devices: Sequence[Device]) -> list[TimedProgram]:
-    """Return a chain of products, softmax and norm on the first device of each host, and the same work divided over
-    all.
-    """
+    """Return products, softmax and norm in a chain on the first device of each host, and the same divided over all."""
     rows = host_rows(devices)
     return [
         _everywhere("block on one device", _block, [row[0] for row in rows], (_ROWS * len(rows[0]), _WIDTH)),

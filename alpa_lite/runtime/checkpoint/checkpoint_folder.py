@@ -191,9 +191,7 @@ class Folder:
         return unfinished
 
     def publish(self, unfinished: Path, number: int) -> None:
-        """Rename a checkpoint whose files are on disk to its final name; it counts from then on, and the rename is
-        synced.
-        """
+        """Give a checkpoint whose files are on disk its final name, by which it counts, and sync that."""
         place, replaced = self.path / f"{number}", None
         if _exists(place):
             # In two steps, as a rename cannot replace a folder that has content.

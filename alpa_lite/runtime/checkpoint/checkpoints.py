@@ -121,8 +121,7 @@ class Checkpoints:
 
     @property
     def set_aside(self) -> tuple[Path, ...]:
-        """Return the folders of checkpoints that no longer count: of abandoned branches (`3000.aside`), or damaged ones
-        (`3000.damaged`).
+        """Return the folders that no longer count: of abandoned branches (`3000.aside`), or damaged (`3000.damaged`).
 
         They are never removed. One counts again when it is renamed to its step and `steps` holds no lower one that was
         saved later.
@@ -130,8 +129,7 @@ class Checkpoints:
         return self._files.set_aside()
 
     def parent(self, step: int) -> int | None:
-        """Return the step that the run which saved `step` had restored or saved before; None if there was none, or
-        unknown.
+        """Return the step that the run which saved `step` had restored or saved before; None: none, or unknown.
 
         Raises:
             CheckpointError: there is no such step.
@@ -317,9 +315,7 @@ class Checkpoints:
         return ", ".join(problems[:_SHOWN]) + more
 
     def _damage(self, step: int, verify: bool) -> list[str]:
-        """Return the damage in this process's part. Sizes are checked before contents, which it might take days to
-        read.
-        """
+        """Return the damage in this process's part: first of sizes, as reading the contents might take days."""
         there = self._files.branch().get(step)
         if there is None:
             return ["it is no longer there"]

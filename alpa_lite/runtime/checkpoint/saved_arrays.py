@@ -58,9 +58,7 @@ class _Local:
 
 
 class ShardHandler(ocp.type_handlers.ArrayHandler):
-    """Writes arrays of which a process has all shards, some or none: those of pipeline stages live on some processes
-    only.
-    """
+    """Writes arrays of which a process has all, some or no shards: those of a stage lie on some processes only."""
 
     def __init__(self) -> None:
         """Set up without keys and shardings, which are passed elsewhere."""

@@ -126,9 +126,7 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """A state to be written: the description of each leaf, and the arrays with elements, in the form that storage
-    holds.
-    """
+    """A state to be written: the description of each leaf, and the arrays with elements as storage holds them."""
 
     leaves: Mapping[str, Leaf]
     arrays: Mapping[str, Array]
@@ -158,9 +156,7 @@ def _storable(value: TreeLeaf, leaf: Leaf) -> Array:
 
 
 def write_leaves(leaves: Mapping[str, Leaf]) -> bytes:
-    """Return the content of the file that describes the leaves. Raises `CheckpointError` if it is too large to read
-    back.
-    """
+    """Return the file that describes the leaves. Raises `CheckpointError` if it is too large to read back."""
     data = {"format": FORMAT, "leaves": {name: leaf.to_json() for name, leaf in leaves.items()}}
     text = json.dumps(data, allow_nan=False).encode()
     # What could not be read back must fail now, while the state still exists.

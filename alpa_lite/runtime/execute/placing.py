@@ -132,9 +132,7 @@ class _PieceSenders:
         return overlaps
 
     def choose(self, owned: Box, part: Box, receiver: Device) -> int:
-        """Return the sender: the receiver itself, a device of its process, or the device that has sent the fewest
-        bytes.
-        """
+        """Return the sender: the receiver itself, a device of its process, or the one that sent the fewest bytes."""
 
         def cost(place: int) -> tuple[bool, bool, int, int]:
             device = self.devices[place]

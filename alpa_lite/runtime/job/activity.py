@@ -334,9 +334,7 @@ class Flight:
         return {launch.order: self._instructions.processes(launch.instruction) for launch in self.pending()}
 
     def is_hung(self, patience: Patience, pending: Sequence[Launch]) -> bool:
-        """Return True if the pending launches have run out of patience, and no process that takes part is busy
-        otherwise.
-        """
+        """Return True if the pending launches have run out of patience, and no process in them is busy otherwise."""
         if not patience.is_over(frozenset(launch.order for launch in pending)):
             return False
         taking_part = (self._instructions.processes(launch.instruction) for launch in pending)

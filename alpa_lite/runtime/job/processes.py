@@ -82,8 +82,7 @@ def handle(shape: Sequence[int], dtype: DTypeLike, sharding: Sharding) -> jax.Ar
 
 
 def batch_sharding() -> NamedSharding:
-    """Return the sharding of a batch of which each process of the job provides its rows, the first process the first
-    ones.
+    """Return the sharding of a batch of which each process provides its rows, the first process the first ones.
 
     `jax.make_array_from_process_local_data(alpa_lite.batch_sharding(), rows)` makes the batch of the job, whatever the
     plan. Each process provides equally many rows. In a job of one process that is the whole batch on one device.
