@@ -416,10 +416,7 @@ class Builder:
     def _add_slot(
         self, graph: Graph, value: Value, batch_dim: int | None, split: BatchSplit, *, sums: bool = False
     ) -> Offer:
-        """Add a node for a value inside control flow that keeps one spec throughout.
-
-        `sums`: the value may be a partial sum.
-        """
+        """Add a node for a value inside control flow that keeps one spec; with `sums` it may be a partial sum."""
         if value.dtype.startswith("key<") or (value.rank == 0 and not sums):
             return self._whole(value)
         specs = self.catalogue.value_specs(value, batch_dim, split=split)

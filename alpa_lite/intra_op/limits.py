@@ -171,10 +171,7 @@ def _leanest(problem: Problem, budget: _Budget) -> Leanest:
 def explain_infeasible(
     problem: Problem, *, solver: Solver | None = None, time_limit_seconds: float = 30.0
 ) -> Infeasibility:
-    """Compute the smallest sufficient limit, the cost under it and the holders of the memory.
-
-    ``solver`` is the portfolio if None.
-    """
+    """Compute the smallest sufficient limit, its cost and the holders of memory; ``solver`` None: the portfolio."""
     budget = _budget(solver, time_limit_seconds)
     lean = _leanest(problem, budget)
     if lean.choices is None:

@@ -350,10 +350,7 @@ class _LiveScope:
         return op.results if fused and readers else None
 
     def _used_by(self, op_id: int, value: int) -> int:
-        """Return the time at which an op has read a value.
-
-        A loop copies, or takes over, its carried values when it starts.
-        """
+        """Return the time at which an op has read a value; a loop copies or takes over its carries when it starts."""
         op, span = self.graph.ops[op_id], self.span(op_id)
         wiring = wiring_of(op)
         if wiring is None:

@@ -289,10 +289,7 @@ class Keeping:
         return kept
 
     def options(self, graph: Graph, op: Op, options: PlacementOptions) -> PlacementOptions:
-        """Return the placements of an op whose operand and result specs all satisfy their constraints.
-
-        Raise PlanError if there are none.
-        """
+        """Return the placements of an op whose specs all satisfy their constraints. Raises PlanError if none do."""
         wanted = self._around(graph, op)
         if not any(wanted) or op.id in self.layout.exempt.get(graph, ()):
             return options
@@ -338,10 +335,7 @@ class Keeping:
         return penalty if penalty.any() else None
 
     def sums(self, graph: Graph, v: int, options: SumOptions) -> SumOptions:
-        """Return the accumulators of a sum whose stored and resolved specs both satisfy its constraint.
-
-        Raise PlanError if there are none.
-        """
+        """Return the accumulators of a sum whose two specs satisfy its constraint. Raises PlanError if none do."""
         wanted = self.of(graph, v)
         fits = [agrees(s, wanted) and agrees(r, wanted) for s, r in zip(options.stored, options.resolved, strict=True)]
         if all(fits):

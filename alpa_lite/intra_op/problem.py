@@ -86,7 +86,7 @@ class Ragged:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Edge:
-    """The cost in seconds of each pair of strategies of two nodes: ``costs[i, j]`` of ``source`` at i, ``target`` at j."""
+    """The cost in seconds of each pair of strategies of two nodes: ``costs[i, j]``, i of `source`, j of `target`."""
 
     source: int
     target: int

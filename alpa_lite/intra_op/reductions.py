@@ -51,10 +51,7 @@ class MemoryRow:
 
 
 def maximal_times(usage_times: IntArray) -> IntArray:
-    """Return the times whose set of live usages is contained in no other, ascending.
-
-    ``usage_times`` is (U, 2): start and end of every usage.
-    """
+    """Return the times, rising, whose set of live usages no other contains; ``usage_times``: (U, 2) starts and ends."""
     starts, ends = np.unique(usage_times[:, 0]), np.unique(usage_times[:, 1])
     if starts.size == 0:
         return starts

@@ -78,11 +78,7 @@ def from_text(text: bytes, path: str | Path) -> Any:
 
 
 def read_file(path: str | Path) -> Any:
-    """Return the plain data of a file.
-
-    Raises:
-        PlanError: the file cannot be opened, or `from_text` rejects its content.
-    """
+    """Return the plain data of a file. Raises `PlanError` if it cannot be opened, or `from_text` rejects the text."""
     try:
         with Path(path).open("rb") as file:
             text = file.read(MAX_BYTES + 1)
@@ -143,11 +139,7 @@ def _is_default(value: Any, field: dataclasses.Field[Any]) -> bool:
 
 
 def decode(wanted: Any, data: object) -> Any:
-    """Return the value of type `wanted` that `encode` wrote as `data`.
-
-    Raises:
-        PlanError: the data do not fit the type.
-    """
+    """Return the value of type `wanted` that `encode` wrote as `data`. Raises `PlanError` if the data do not fit it."""
     origin, arguments = typing.get_origin(wanted), typing.get_args(wanted)
     # Unions in plans are always of one type and None.
     if origin in (typing.Union, types.UnionType):

@@ -172,11 +172,7 @@ class Traced:
         return replace(self, user_shardings=given, jaxpr=jaxpr)
 
     def require_batch(self) -> int:
-        """Return the batch size in samples.
-
-        Raises:
-            BatchError: the batch could not be determined; the message says why.
-        """
+        """Return the batch size in samples. Raises `BatchError`, which says why, if it could not be determined."""
         if self.batch.size is None:
             raise BatchError(self.batch.problem)
         return self.batch.size

@@ -265,10 +265,7 @@ def _model(rows: Sequence[Row]) -> str:
 
 
 def bars_svg(rows: Sequence[Row]) -> str:
-    """Draw the throughput of each planner.
-
-    A line marks the quartiles, a dotted line the prediction, and a cross a planner without a plan.
-    """
+    """Draw each planner's throughput: a line for quartiles, dots for the prediction, a cross where there is no plan."""
     shown = bars(rows)
     rates = [rate(row, seconds) for row in shown for seconds in (row.step_seconds, row.predicted_seconds)]
     # All bars have one scale, and never divide by zero where no planner has a plan.

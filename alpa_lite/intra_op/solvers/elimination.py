@@ -98,10 +98,7 @@ def eliminate_all(
 
 @kernel
 def _minimise(layout: FlatTables, values: FloatArray, best: NDArray[np.int32], turn: int, stride: int) -> int:
-    """Fill in one M.
-
-    ``stride`` is the offset of the strides of its tables; the result is the offset for the next node.
-    """
+    """Fill in one M, whose tables have their strides from ``stride`` on; the result is the offset for the next node."""
     scope = layout.scope_node[layout.scope_start[turn] : layout.scope_start[turn + 1]]
     offsets = layout.table_offset[layout.table_start[turn] : layout.table_start[turn + 1]].copy()
     strides = layout.strides[stride : stride + offsets.size * (scope.size + 1)].reshape(offsets.size, scope.size + 1)

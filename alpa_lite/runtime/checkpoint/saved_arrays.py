@@ -167,10 +167,7 @@ class _Careful(ocp.AsyncCheckpointHandler):
 @ocp.args.register_with_handler(_Careful, for_save=True, for_restore=True)
 @dataclass
 class Content(ocp.args.CheckpointArgs):
-    """The content of a checkpoint: arrays by name, and other files by name.
-
-    publish: called by the first process when all of it is on disk.
-    """
+    """A checkpoint's arrays and other files by name; the first process calls `publish` when all are on disk."""
 
     arrays: Mapping[str, Array]
     files: Mapping[str, bytes]

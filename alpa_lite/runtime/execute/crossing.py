@@ -403,10 +403,7 @@ def compiled(
 
 
 def _slots(pieces: Sequence[tuple[int, int, tuple[int, ...]]], hands: Sequence[Hand], count: int) -> list[PieceSlot]:
-    """Group pieces, (number, device position, offset), by their shape and its count so far on their device.
-
-    `count`: number of devices.
-    """
+    """Group pieces, (number, device position, offset), by shape and its count so far on each of `count` devices."""
     seen = Counter[tuple[int, tuple[int, ...]]]()
     places: dict[tuple[tuple[int, ...], int], dict[int, tuple[int, tuple[int, ...]]]] = {}
     for number, at, offset in pieces:

@@ -306,10 +306,7 @@ class Flight:
         _all_flights[:] = [*(each for each in _all_flights if each() is not None), ref(self)]
 
     def launched(self, group: int, instruction: int, token: Token) -> None:
-        """Record a launch on a group of devices; wait for its oldest one if there are too many.
-
-        `observer`, if set, is called first.
-        """
+        """Tell the `observer` of a launch on a group of devices; await the oldest one if there are too many."""
         if self.observer is not None:
             self.observer(group, instruction, token)
         # One queue for each group: launches on different devices do not wait for each other.

@@ -190,10 +190,7 @@ _launches = Turns()
 
 
 def in_turn(program: Launchable, devices: Sequence[Device]) -> Launchable:
-    """Return a compiled program that respects the order, unchanged where none is needed.
-
-    The last result of the program must be its token.
-    """
+    """Return a compiled program, whose last result is its token, that respects the order; unchanged if it does."""
     if all_here(devices) or not any_here(devices) or devices[0].platform != "cpu":
         return program
     # The two kinds of launches that XLA's CPU client keeps in order only among themselves.
