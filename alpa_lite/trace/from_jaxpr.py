@@ -247,7 +247,7 @@ class _GraphBuilder:
             last, num_consts = first + eqn.params["const_lengths"].solve, sum(eqn.params["const_lengths"])
             solve = eqn.params["jaxprs"].solve
             return self.call(solve, operands[first:last] + operands[num_consts:], at)
-        if name in inserted.REDUCTIONS_OVER_NAMES and _is_over_dims(eqn.params["axes"]):
+        if name in inserted.REDUCTIONS_OVER_NAMES and all(isinstance(axis, int) for axis in eqn.params["axes"]):
             # `vmap` with an axis name turns a collective over that name into a reduction over a dim.
             avals, axes = map(_jax.aval_of, eqn.invars), eqn.params["axes"]
             jaxprs = [inserted.reduction_jaxpr(name, aval.shape, str(aval.dtype), axes) for aval in avals]
@@ -500,10 +500,6 @@ def _struct(value: Value) -> jax.ShapeDtypeStruct:
 
 def _is_key(aval: Aval) -> bool:
     return jax.numpy.issubdtype(aval.dtype, jax.dtypes.prng_key)
-
-
-def _is_over_dims(axes: Sequence[object]) -> bool:
-    return all(isinstance(axis, int) for axis in axes)
 
 
 def _refuse(eqn: JaxprEqn, source: str) -> None:

@@ -247,7 +247,10 @@ def trace(
         ),
         outputs=TracedOutputs(
             tree=box["tree"],
-            leaves=tuple(_float0(x) if e else x for x, e in zip(out_leaves, box["empty"], strict=True)),
+            leaves=tuple(
+                jax.ShapeDtypeStruct(x.shape, jax.dtypes.float0) if empty else x
+                for x, empty in zip(out_leaves, box["empty"], strict=True)
+            ),
             names=box["names"],
             results=box["results"],
         ),
@@ -439,10 +442,6 @@ def _struct(aval: Aval) -> jax.ShapeDtypeStruct:
     # Executables take and return boolean arrays in place of float0, which has no bytes; JAX itself does the same.
     dtype = np.dtype(bool) if _has_no_bytes(aval) else aval.dtype
     return jax.ShapeDtypeStruct(aval.shape, dtype, weak_type=getattr(aval, "weak_type", False))
-
-
-def _float0(like: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(like.shape, jax.dtypes.float0)
 
 
 def _has_no_bytes(leaf: object) -> bool:

@@ -46,6 +46,7 @@ from alpa_lite.runtime.job.activity import busy
 from alpa_lite.runtime.job.consensus import Stopping, agreed_data, everywhere, reason_of, shared_error
 from alpa_lite.runtime.job.launched import summary
 from alpa_lite.runtime.job.shutdown import leaving
+from alpa_lite.text import show_first
 from cost_models.checks import excerpt
 
 if TYPE_CHECKING:  # it needs Orbax, which is imported only when a checkpoint is written or read
@@ -311,8 +312,7 @@ class Checkpoints:
         with busy("checking a checkpoint"):
             mine = self._damage(step, verify)
         problems = [*dict.fromkeys(problem for part in everywhere(mine) for problem in part)]
-        more = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        return ", ".join(problems[:_SHOWN]) + more
+        return show_first(problems, _SHOWN)
 
     def _damage(self, step: int, verify: bool) -> list[str]:
         """Return the damage in this process's part: first of sizes, as reading the contents might take days."""

@@ -31,6 +31,7 @@ from alpa_lite.errors import CheckpointError
 from alpa_lite.program.memo import memoized
 from alpa_lite.runtime.checkpoint.checkpoint_folder import files_of, is_own
 from alpa_lite.runtime.checkpoint.disk import read_bounded
+from alpa_lite.text import show_first
 from alpa_lite.trace.trace import unique
 from cost_models.checks import excerpt, parse_json
 
@@ -290,8 +291,7 @@ def check_fit(wanted: Sequence[Wanted], saved: Mapping[str, Leaf], *, partial: b
 
 
 def _listed(what: str, names: Sequence[str]) -> list[str]:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return [f"{what} {', '.join(map(excerpt, sorted(names)[:_SHOWN]))}{more}"] if names else []
+    return [f"{what} {show_first([*map(excerpt, sorted(names))], _SHOWN)}"] if names else []
 
 
 def _named(tree: Tree) -> list[tuple[str, TreeLeaf]]:
