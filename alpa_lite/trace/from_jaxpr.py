@@ -38,12 +38,7 @@ _HEAVY = {"dot_general", "conv_general_dilated", "ragged_dot_general"}
 
 
 def loops_over_samples(closed: ClosedJaxpr, at_another_size: ClosedJaxpr) -> frozenset[int]:
-    """Return the indices (into `scans`) of the scans whose length depends on the batch size.
-
-    Args:
-        closed: the closed jaxpr of the step at one batch size.
-        at_another_size: the closed jaxpr of the same step at another batch size.
-    """
+    """Return the indices (into `scans`) of the scans whose lengths differ between jaxprs at two batch sizes."""
     # Not strict: steps that differ in more than lengths are refused later, with the line at which they differ.
     pairs = zip(*(scans(_jax.prune(_jax.open_jaxpr(c))) for c in (closed, at_another_size)), strict=False)
     return frozenset(i for i, (a, b) in enumerate(pairs) if a.params["length"] != b.params["length"])

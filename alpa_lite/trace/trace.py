@@ -119,11 +119,7 @@ class Traced:
 
     @memoized
     def at_batch_size(self, size: int) -> ClosedJaxpr:
-        """Return the closed jaxpr of the step at another batch size (in samples).
-
-        Raises:
-            TraceError: the function raises an exception at that size.
-        """
+        """Return the closed jaxpr of the step at another batch size. Raises `TraceError` if the function fails."""
         if size == self.batch.size:
             return self.jaxpr
         avals = [

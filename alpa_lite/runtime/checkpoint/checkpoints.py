@@ -247,8 +247,7 @@ class Checkpoints:
     def wait(self) -> None:
         """Wait for a running save: it is on disk then, and survives a loss of power.
 
-        Raises:
-            CheckpointError: it failed; earlier checkpoints stay.
+        Raises `CheckpointError` if it failed; earlier checkpoints stay.
         """
         if self._pending is None:
             return

@@ -68,8 +68,7 @@ class CompiledFunction:
     def allocated(self) -> tuple[Allocated, ...]:
         """Return the peak allocation on a device of each stage, as XLA reports it for the executables; nothing runs.
 
-        Raises:
-            ExecutionError: a stage lies on devices of other processes alone.
+        Raises `ExecutionError` for a stage on devices of other processes alone.
         """
         return allocated(self.executor, self.plan)
 
