@@ -37,7 +37,7 @@ def is_kernel(primitive: str) -> bool:
 
 
 def kernel_params(primitive: str, params: Mapping[str, Any], unread: frozenset[int]) -> Mapping[str, Any] | None:
-    """Return the plain parameters of a kernel's call, None if it must be inlined; nothing reads the results `unread`."""
+    """Return the plain parameters of a kernel's call, None if it must be inlined; nothing reads results `unread`."""
     return _FORMS[primitive](params, unread)
 
 
