@@ -20,7 +20,7 @@ from alpa_lite.errors import InfeasibleError, PlanError
 from alpa_lite.inter_op.boundaries import inflow_seconds, received_values, stacks_at_rest
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.inter_op.sharding_demands import PlacedOps, sharding_uses
-from alpa_lite.inter_op.stage_costs import PlacedStage
+from alpa_lite.inter_op.solved_stages import PlacedStage
 from alpa_lite.inter_op.work_floor import least_seconds
 from alpa_lite.plan.instructions import build_program
 from alpa_lite.plan.parts import NOT_PREDICTED, NOT_SOLVED, Choice

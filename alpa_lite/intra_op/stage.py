@@ -15,7 +15,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
 
-from alpa_lite.plan.parts import Choice, OpPlacement
+from alpa_lite.intra_op.problem import Status
+from alpa_lite.plan.parts import NO_COST, Choice, CollectiveUse, OpPlacement, StageCost
 from alpa_lite.program.identity import FirstUses, params_texts, structure
 from alpa_lite.program.ir import Graph, Op
 from alpa_lite.program.phases import Phase, StepGraph
@@ -248,6 +249,32 @@ def remap(choice: Choice, source: StageView, target: StageView) -> Choice:
         accumulators={sums[v]: a for v, a in choice.accumulators.items()},
         outputs=target.outputs,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageSolution:
+    """The decisions for one stage and their cost.
+
+    `choice` is None when nothing fits; `peak_bytes` then is the least peak that the solver reached. `compute_seconds`
+    and `flops` are those of a whole step on one device; `collectives` are all of a step.
+    """
+
+    choice: Choice | None
+    status: Status
+    objective: float
+    bound: float
+    peak_bytes: float
+    cost: StageCost = NO_COST
+    compute_seconds: float = 0.0
+    flops: float = 0.0
+    collectives: tuple[CollectiveUse, ...] = ()
+
+    @property
+    def gap(self) -> float:
+        """The relative gap (objective - bound) / objective, in [0, 1]; 1 where no bound is proven."""
+        if self.choice is None or self.objective <= 0.0:
+            return 0.0
+        return min(1.0, max(0.0, (self.objective - self.bound) / self.objective))
 
 
 Key = tuple[int, int]

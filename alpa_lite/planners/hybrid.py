@@ -23,7 +23,8 @@ from alpa_lite.inter_op.assembly import StagedStep, assemble, schedule_for
 from alpa_lite.inter_op.loop_cuts import PipelineCut, StageBalance, cut_into_blocks, cut_into_stages
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.inter_op.shared_devices import Together, held_at_peak, solve_together
-from alpa_lite.inter_op.stage_costs import Recomputed, StageConstraints, StageCosts, StagePlace
+from alpa_lite.inter_op.solved_stages import StagePlace
+from alpa_lite.inter_op.stage_costs import Recomputed, StageConstraints, StageCosts
 from alpa_lite.inter_op.what_would_fit import (
     Remedy,
     cheapest_fit,
@@ -32,8 +33,7 @@ from alpa_lite.inter_op.what_would_fit import (
     show_bytes,
     show_shortage,
 )
-from alpa_lite.intra_op.solve import StageSolution
-from alpa_lite.intra_op.stage import GivenLayout
+from alpa_lite.intra_op.stage import GivenLayout, StageSolution
 from alpa_lite.intra_op.strategies import AxisRole, BatchSplit, Restriction
 from alpa_lite.plan.plan import Plan
 from alpa_lite.planners.planner import Planner, renamed_options

@@ -13,7 +13,8 @@ import pytest
 
 import alpa_lite as al
 from alpa_lite.cli.models.decoders import GPT
-from alpa_lite.inter_op.stage_costs import StageCosts, StagePlace
+from alpa_lite.inter_op.solved_stages import StagePlace
+from alpa_lite.inter_op.stage_costs import StageCosts
 from alpa_lite.program.phases import Phase, StepGraph
 from alpa_lite.rules.op_info import free_values
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh

@@ -21,9 +21,9 @@ from alpa_lite.inter_op.stage_costs import free_restriction
 from alpa_lite.intra_op.formulate import Builder
 from alpa_lite.intra_op.interning import SharedArrays
 from alpa_lite.intra_op.problem import Problem, Ragged, Solution, Status
-from alpa_lite.intra_op.solve import StageSolution, in_two_parts, price_choice, stage_tasks
+from alpa_lite.intra_op.solve import in_two_parts, price_choice, stage_tasks
 from alpa_lite.intra_op.solvers.portfolio import Portfolio
-from alpa_lite.intra_op.stage import Key, Offer, Placed, PlacedBodies, PlacedSum, StageView
+from alpa_lite.intra_op.stage import Key, Offer, Placed, PlacedBodies, PlacedSum, StageSolution, StageView
 from alpa_lite.intra_op.strategies import Restriction
 from alpa_lite.intra_op.strategy_catalogue import Catalogue, SumOptions
 from alpa_lite.intra_op.usages import StageLayout, UsageOf, usages_of
