@@ -94,8 +94,7 @@ class TracedFunction:
         num_microbatches: int | str | None = None,
         cache: Cache | None = None,
     ) -> PlannedFunction:
-        """Plan for a cluster. Options that are not given here are those of `parallelize`; a `Plan` as planner is
-        replayed.
+        """Plan for a cluster; options not given are those of `parallelize`, and a `Plan` as planner is replayed.
 
         Raises:
             PlanError: no plan can be made; `InfeasibleError` if no plan fits into device memory.

@@ -59,10 +59,7 @@ class Steps(Protocol):
     """A step at any number of micro-batches: each takes a trace of its own, which is made on demand."""
 
     def at(self, num_microbatches: int, loop_parts: int) -> StepGraph:
-        """Return the step cut into phases.
-
-        With `loop_parts` > 0 loops over layers and their scanned arrays are cut into about so many parts.
-        """
+        """Return the step cut into phases, with loops over layers in about `loop_parts` parts if that is above 0."""
         ...
 
     def extrapolated(self) -> Steps:

@@ -23,10 +23,9 @@ from alpa_lite.sharding.specs import Spec
 
 
 def user_mesh(step: StepGraph, given: UserShardings) -> dict[str, int] | None:
-    """Return the devices per axis of the mesh on which the user's shardings must be obeyed; None if there are none.
+    """Return the devices per axis of the mesh of the user's shardings that must be obeyed; None if there are none.
 
-    Raises:
-        PlanError: the shardings are on different meshes.
+    Raises `PlanError` if they are on different meshes.
     """
     if given.mode != "pin":
         return None

@@ -1,6 +1,4 @@
-"""Solve one stage on one logical mesh: build the problem, solve it, and price the answer as the program that it
-emits.
-"""
+"""Solve one stage on one logical mesh: build its problem, solve it, and price the answer as its program runs."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ class Hybrid(Planner):
             cut = self._cut(request, (cut.step.num_microbatches,), written_out=True)
         step, layers = cut.step, cut.layers
         for _, mesh in places if user_axes is None else ():
-            check_batch(self, step, mesh)
+            check_batch(self.name, step, batch_ways(mesh))
         if self.remat != "none":
             # Stages are one layer each so far, but recomputation goes layer by layer.
             layers = subdivided(step, layers)
@@ -461,19 +461,16 @@ def batch_ways(mesh: LogicalMesh) -> int:
     return prod(mesh.axis_sizes.get(name, 1) for name in ("replica", "data", "expert"))
 
 
-def check_batch(planner: Hybrid, step: StepGraph, mesh: LogicalMesh) -> None:
-    """Raise `PlanError` unless the axes that split the batch divide every micro-batch."""
-    data = batch_ways(mesh)
+def check_batch(name: str, step: StepGraph, data: int) -> None:
+    """Raise `PlanError` unless the number of devices that split the batch in a plan of this name divides it."""
     if step.batch.size is None:
         if data > 1:
-            raise PlanError(
-                f"{planner.name} splits the batch over {data} devices, but there is no batch. {step.batch.problem}"
-            )
+            raise PlanError(f"{name} splits the batch over {data} devices, but there is no batch. {step.batch.problem}")
         return
     micro = step.batch.size // step.num_microbatches
     if micro % data:
         raise PlanError(
-            f"{planner.name} splits each micro-batch over {data} devices, but it has {micro} samples "
+            f"{name} splits each micro-batch over {data} devices, but it has {micro} samples "
             f"(batch {step.batch.size} in {step.num_microbatches} micro-batches). Use a multiple of {data} samples per "
             "micro-batch, or a smaller data degree."
         )

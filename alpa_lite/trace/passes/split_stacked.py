@@ -242,10 +242,7 @@ class SplitAnalysis:
 
 
 def rows_read(graph: Graph, op: Op) -> tuple[int, int] | None:
-    """Return the rows (first, last + 1) that a slice takes of its operand's leading dim: one row, or those of a loop.
-
-    None for any other op.
-    """
+    """Return the rows (first, last + 1) that a slice takes, one or those of a loop; None for any other op."""
     if op.primitive != "slice":
         return None
     (operand,), (result,) = graph.operands(op), graph.results(op)
