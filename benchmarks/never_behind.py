@@ -31,8 +31,8 @@ from rich.table import Table
 
 import alpa_lite as al
 from alpa_lite.api.stages import TracedFunction
-from alpa_lite.cli.models.batches import Model
 from alpa_lite.cli.models.decoders import GPT
+from alpa_lite.cli.models.model_parts import Model, Reduction, reduce_losses
 from alpa_lite.cli.models.sequential_networks import CNN, MLP
 from alpa_lite.cli.models.train import init_state, make_optimizer, make_train_step
 from alpa_lite.cli.models.transformer import Transformer
@@ -113,7 +113,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UnevenMLP:
+class UnevenMLP(Model):
     """A perceptron whose layers have different widths; inputs and targets have the first and the last."""
 
     widths: tuple[int, ...]
@@ -125,25 +125,24 @@ class UnevenMLP:
             jax.random.normal(k, pair) * pair[0] ** -0.5 for k, pair in zip(keys, pairwise(self.widths), strict=True)
         ]
 
-    @property
-    def limits(self) -> dict[str, int]:
-        """Return the exclusive upper bound of integers, of which there are none."""
-        return {}
-
     def batch_shapes(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Return the arrays of a batch as shapes."""
         names = {"inputs": self.widths[0], "targets": self.widths[-1]}
         return {name: jax.ShapeDtypeStruct((batch_size, width), jnp.float32) for name, width in names.items()}
 
     def loss_fn(
-        self, params: list[jax.Array], batch: Mapping[str, jax.Array], key: jax.Array | None = None
+        self,
+        params: list[jax.Array],
+        batch: Mapping[str, jax.Array],
+        key: jax.Array | None = None,
+        *,
+        reduction: Reduction = "mean",
     ) -> jax.Array:
-        """Return the mean squared error."""
-        del key
+        """Return the squared error."""
         x = batch["inputs"]
         for weights in params:
             x = jnp.tanh(x @ weights)
-        return jnp.mean(jnp.square(x - batch["targets"]))
+        return reduce_losses(jnp.square(x - batch["targets"]), reduction)
 
 
 def mlp(draw: random.Random) -> tuple[str, Model]:

@@ -4,7 +4,7 @@
 
 structure      the pytree of the traced arguments
 static         constants with their types: 1, True and 1.0 are equal, but are three values
-leaves         shape, dtype and weak type of each array
+leaves         shape, dtype and weak type of each array, and its split under a mesh with explicit axis types
 configuration  the settings of JAX that decide how a function is traced (64 bits, precision, meshes, …)
 
 `planner_with_placement` plans a step so that the arguments which it shares with another step stay where that step has
@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
 from alpa_lite._jax import Configuration, DType, Tree, TreeDef
@@ -30,6 +31,7 @@ from alpa_lite.plan.plan import Plan
 from alpa_lite.planners import OnMesh
 from alpa_lite.sharding.specs import Spec
 from alpa_lite.trace.call import Static, argument_name
+from alpa_lite.trace.explicit_types import argument_types
 from alpa_lite.trace.trace import Traced, aval_of, leaf_name
 
 _LONGEST = 60
@@ -39,8 +41,8 @@ _MOST = 6
 """The greatest number of differences in a log line."""
 
 
-_Leaf = tuple[tuple[int, ...], DType, bool]
-"""Shape, dtype and weak type of an array."""
+_Leaf = tuple[tuple[int, ...], DType, bool, PartitionSpec | None]
+"""Shape, dtype and weak type of an array, and how its type splits it; None for an array that is whole."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,17 +54,21 @@ class CallKey:
     leaves: tuple[_Leaf, ...]
     configuration: tuple[tuple[str, object], ...]
 
-    def has_same_arrays(self, other: CallKey) -> bool:
-        """Whether the arguments of both calls have the same structure, shapes and dtypes, whatever else differs."""
-        # Weak types, the third item, change the dtypes of results but not where arrays can lie.
-        mine, others = ([leaf[:2] for leaf in key.leaves] for key in (self, other))
+    def has_same_arrays(self, other: CallKey, *, split_alike: bool = False) -> bool:
+        """Return whether the arguments of both calls have the same structure, shapes and dtypes, and with `split_alike`
+        the same split in their types, whatever else differs.
+        """
+
+        # Weak types change the dtypes of results but not where arrays can lie.
+        def form(shape: tuple[int, ...], dtype: DType, _: bool, split: PartitionSpec | None) -> object:
+            return shape, dtype, split if split_alike else None
+
+        mine, others = ([form(*leaf) for leaf in key.leaves] for key in (self, other))
         return self.structure == other.structure and mine == others
 
 
 def form_of(leaf: Tree) -> object:
-    """Return a value by which two arguments are compared quickly: the aval of a JAX array, else shape and dtype or
-    type.
-    """
+    """Return a value by which arguments are compared quickly: the aval of a JAX array, else shape and dtype or type."""
     if isinstance(leaf, jax.Array):
         return leaf.aval
     # A Python number has no dtype: its type stands for the dtype and the weak type that JAX gives it.
@@ -73,19 +79,22 @@ def key_of_call(
     fun: Callable[..., Tree], structure: TreeDef, static: Static, leaves: Sequence[object], configuration: Configuration
 ) -> CallKey:
     """Return the key of a call. Raises `TraceError` for an argument that is not an array."""
+    types = argument_types(leaves, _jax.context_mesh())
     return CallKey(
         structure=structure,
         static=static,
-        leaves=tuple(_array(leaf, name) for leaf, name in zip(leaves, _names(fun, structure), strict=True)),
+        leaves=tuple(map(_array, leaves, _names(fun, structure), types)),
         configuration=tuple(_jax.by_name(configuration).items()),
     )
 
 
-def _array(leaf: object, name: str) -> _Leaf:
+def _array(leaf: object, name: str, given: NamedSharding | None) -> _Leaf:
     aval = aval_of(leaf, name)
     # `aval_of` shows float0 as bool; without its own dtype, an argument of float0 would equal one of booleans.
     has_no_bytes = getattr(leaf, "dtype", None) == jax.dtypes.float0
-    return tuple(aval.shape), jax.dtypes.float0 if has_no_bytes else aval.dtype, bool(aval.weak_type)
+    # An array that is whole and one without a type, such as NumPy's, have one type while a step is traced.
+    split = given.spec if given is not None and any(given.spec) else None
+    return tuple(aval.shape), jax.dtypes.float0 if has_no_bytes else aval.dtype, bool(aval.weak_type), split
 
 
 def _names(fun: Callable[..., Tree], structure: TreeDef) -> list[str]:
@@ -112,11 +121,16 @@ def _described(fun: Callable[..., Tree], key: CallKey) -> list[dict[str, str]]:
     """Describe a call as three mappings by name: arrays, static arguments, configuration."""
     arrays = zip(_names(fun, key.structure), key.leaves, strict=True)
     return [
-        {name: f"{dtype}{list(shape)}{' with a weak type' if weak else ''}" for name, (shape, dtype, weak) in arrays},
+        {name: _shown(*leaf) for name, leaf in arrays},
         # The type is shown since 1, True and 1.0 look alike or compare equal, but are three values.
         {argument_name(fun, i): f"{kind.__name__} {_short(value)}" for i, kind, value in key.static},
         {name: _short(value) for name, value in key.configuration},
     ]
+
+
+def _shown(shape: tuple[int, ...], dtype: DType, weak: bool, split: PartitionSpec | None) -> str:
+    suffix = f" split as {tuple(split)}" if split is not None else " with a weak type" if weak else ""
+    return f"{dtype}{list(shape)}{suffix}"
 
 
 def _short(value: object) -> str:

@@ -209,8 +209,10 @@ class ParallelFunction(Generic[P, R]):
         """Plan for a new key: by the plan of an earlier call if it fits, as where only weak types differ; so that the
         state stays where it is, if only the batch is smaller, or if `like` names a step with that state; or anew.
         """
+        # A plan that obeys the placement of one call is none for another placement.
+        pins = self.options.user_shardings == "pin"
         for other, compiled in self._compiled.items():
-            if key.has_same_arrays(other):
+            if key.has_same_arrays(other, split_alike=pins):
                 with suppress(AlpaLiteError):  # whatever does not fit is planned anew, and told then
                     number = compiled.plan.num_microbatches
                     return traced.plan(planner=compiled.plan, num_microbatches=number)

@@ -59,18 +59,13 @@ class Command:
             self.name,
             help=self.about,
             description=f"{self.about[0].upper()}{self.about[1:]}.",
-            epilog=self.example_text,
+            epilog=f"example:\n  alpa-lite {self.name} {self.example}".rstrip(),
             # Otherwise argparse would join the lines of the example.
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         parser.add_argument("--json", action="store_true", help="print JSON")
         self.add_arguments(parser)
         parser.set_defaults(run=self.run, parser=parser)
-
-    @property
-    def example_text(self) -> str:
-        """The example as `--help` prints it below the options."""
-        return f"example:\n  alpa-lite {self.name} {self.example}".rstrip()
 
 
 def positive(text: str) -> int:
@@ -217,18 +212,12 @@ def blamed(error: BaseException) -> str:
     lines = list(_user_lines(error))
     if not lines:
         return ""
-    said = (
-        traceback.format_exception_only(error)[-1].strip()
-        if isinstance(error, SyntaxError)
-        else _type_and_message(error)
-    )
+    said = f"{type(error).__name__}: {error}".strip()
+    if isinstance(error, SyntaxError):
+        said = traceback.format_exception_only(error)[-1].strip()
     # The innermost lines are kept: they are next to the cause.
     left_out = [f"  … {len(lines) - _MAX_LINES} more"] if len(lines) > _MAX_LINES else []
     return "\n".join([said, *left_out, *lines[-_MAX_LINES:]])
-
-
-def _type_and_message(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".strip()
 
 
 def _user_lines(error: BaseException) -> Iterator[str]:

@@ -20,7 +20,7 @@ from alpa_lite.errors import InfeasibleError, PlanError
 from alpa_lite.inter_op.boundaries import inflow_seconds, received_values, stacks_at_rest
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.inter_op.sharding_demands import PlacedOps, sharding_uses
-from alpa_lite.inter_op.stage_costs import PlacedStage
+from alpa_lite.inter_op.solved_stages import PlacedStage
 from alpa_lite.inter_op.work_floor import least_seconds
 from alpa_lite.plan.instructions import build_program
 from alpa_lite.plan.parts import NOT_PREDICTED, NOT_SOLVED, Choice
@@ -253,18 +253,14 @@ def _predicted(request: PlanRequest, staged: StagedStep, plan: Plan) -> Predicti
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepEstimate:
-    """The seconds of a step, and the fraction of the devices' time spent waiting for other stages, as a search sees
-    them.
-    """
+    """The seconds of a step, and the fraction of the devices' time spent waiting for other stages, for a search."""
 
     step_seconds: float
     bubble_fraction: float
 
 
 def estimate(request: PlanRequest, staged: StagedStep) -> StepEstimate:
-    """Return the seconds of a step without its program, for comparing many: tasks of a micro-batch, transfers as one,
-    and all updates at the end.
-    """
+    """Return the seconds of a step without its program: the tasks, transfers as one, and all updates at the end."""
     with request.progress.during("simulate"):
         return _estimated(request, staged)
 

@@ -16,9 +16,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from alpa_lite.inter_op.solved_stages import PlacedStage, StagePlace
 from alpa_lite.inter_op.space import Space
-from alpa_lite.inter_op.stage_costs import PlacedStage, StageCosts, StagePlace
-from alpa_lite.intra_op.solve import StageSolution
+from alpa_lite.inter_op.stage_costs import StageCosts
+from alpa_lite.intra_op.stage import StageSolution
 from alpa_lite.plan.parts import StagePlan
 from alpa_lite.plan.pricing import dispatch_seconds
 from alpa_lite.plan.stacked_cost import AtRest, at_rest, dealing_seconds

@@ -23,9 +23,11 @@ from alpa_lite.inter_op.assembly import ROUNDING, StagedStep, StepEstimate, esti
 from alpa_lite.inter_op.boundaries import stacks_at_rest
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.inter_op.shared_devices import device_peak, solve_together
+from alpa_lite.inter_op.solved_stages import PlacedStage, StagePlace
 from alpa_lite.inter_op.stage_cost_cache import StageCostCache
-from alpa_lite.inter_op.stage_costs import PlacedStage, StageCosts, StagePlace
-from alpa_lite.intra_op.solve import RELATIVE_GAP, StageSolution
+from alpa_lite.inter_op.stage_costs import StageCosts
+from alpa_lite.intra_op.solve import RELATIVE_GAP
+from alpa_lite.intra_op.stage import StageSolution
 from alpa_lite.schedule import Interleaved1F1B, Schedule, splits_backward
 from alpa_lite.sharding.specs import Spec
 from alpa_lite.step.layers import Cut
@@ -223,9 +225,7 @@ def fits(costs: StageCosts, stages: Sequence[PlacedStage], schedule: Schedule) -
 
 
 def with_less_memory(found: Found, over: Mapping[int, float]) -> Found:
-    """Return the stages with so many bytes less on some of them, by number. Raises `InfeasibleError` if a stage cannot
-    do with less.
-    """
+    """Return the stages with so many bytes less, by number. Raises `InfeasibleError` if one cannot do with less."""
     costs, lists = found.costs, found.schedule.tasks(len(found.stages), found.costs.step.num_microbatches)
     if len(lists) < len(found.stages):
         raise InfeasibleError(f"Stages that share devices do not fit under {found.schedule}.")

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from alpa_lite.intra_op.solve import StageSolution
+from alpa_lite.intra_op.stage import StageSolution
 from alpa_lite.plan.parts import StageCost
 from alpa_lite.schedule import Task, TaskKind, peak_held
 

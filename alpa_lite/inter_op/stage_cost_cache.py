@@ -15,8 +15,10 @@ from functools import cached_property
 
 from alpa_lite.inter_op.loop_cuts import is_even, parts_that_may_do
 from alpa_lite.inter_op.plan_request import Pins, PlanRequest, pinned_specs
-from alpa_lite.inter_op.stage_costs import Recomputed, SharedTables, SolveEffort, StageConstraints, StageCosts
+from alpa_lite.inter_op.solved_stages import SolvedStages
+from alpa_lite.inter_op.stage_costs import Recomputed, SolveEffort, StageConstraints, StageCosts
 from alpa_lite.program.ir import MAX_TRIPS
+from alpa_lite.program.memo import memoized
 from alpa_lite.program.phases import Phase, StepGraph
 from alpa_lite.step.clustering import make_layers, subdivided
 from alpa_lite.step.layers import Cut, LayerBalance, Layers, natural_cut
@@ -53,18 +55,22 @@ class Layering:
     equal: LayerBalance
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class StageCostCache:
-    """Stage costs of the step of a request, made on demand; they share strategies and solutions where possible."""
+    """Stage costs of the step of a request, made on demand and memoised; all share strategies and solved stages.
+
+    Attributes:
+        effort: the effort of solving stages.
+        usual: the number of micro-batches for which layers are made; others with the same ops have the same layers.
+        solved: the stages solved so far.
+    """
 
     request: PlanRequest
     layering: Layering
     pins: Pins
     effort: SolveEffort
-    _costs: dict[tuple[int, Cut, Remat], StageCosts] = field(default_factory=dict[tuple[int, Cut, Remat], StageCosts])
-    _parts: dict[tuple[int, Cut], _Parts] = field(default_factory=dict[tuple[int, Cut], _Parts])
-    _layers: dict[Cut, tuple[StepGraph, Layers]] = field(default_factory=dict[Cut, tuple[StepGraph, Layers]])
-    _shared: SharedTables = field(default_factory=SharedTables)
+    usual: int = 1
+    solved: SolvedStages = field(default_factory=SolvedStages, repr=False)
 
     @cached_property
     def natural(self) -> Cut:
@@ -75,46 +81,27 @@ class StageCostCache:
 
     @property
     def known(self) -> StageCosts:
-        """Stage costs that were made already, at any number of micro-batches."""
-        return next(iter(self._costs.values()))
+        """Stage costs of the natural cut at the usual number of micro-batches."""
+        return self.of(self.usual, self.natural)
 
-    def at(self, number: int) -> list[StageCosts]:
-        """Return the stage costs at a number of micro-batches: most layers first, then the policies storing least."""
-        keeps_least = [*reversed(Remat)]
-        asked = [(key[2], costs) for key, costs in self._costs.items() if key[0] == number]
-        ordered = sorted(asked, key=lambda each: (-each[1].layers.num_layers, keeps_least.index(each[0])))
-        return [costs for _, costs in ordered]
-
-    def let_take(self, seconds: float) -> None:
-        """Set the time limit for solving a stage, and forget stages that were not solved within an earlier one."""
-        self.effort = replace(self.effort, time_limit_seconds=seconds)
-        # Stage costs are frozen; the replaced ones share the stages that were solved.
-        self._costs = {key: costs.solved_with(self.effort) for key, costs in self._costs.items()}
-        for costs in self._costs.values():
-            costs.forget_unsolved()
-
+    @memoized
     def of(self, number: int, cut: Cut, policy: Remat = Remat.NONE) -> StageCosts:
         """Return the costs of stages of the layers of a cut, at a number of micro-batches, under one policy."""
-        key = (number, cut, policy)
-        if key not in self._costs:
-            if policy is Remat.NONE:
-                self._costs[key] = self._as_written(number, cut)
-            else:
-                again = self._again(number, cut, (policy,) * self.of(number, cut).layers.num_layers)
-                known = self._parts[number, cut]
-                of_op = tuple(None if part is None else part // known.per_layer for part in again.layers.of_op)
-                self._costs[key] = again.of_another(again.step, replace(known.layers, of_op=of_op))
-        return self._costs[key]
+        if policy is Remat.NONE:
+            return self._as_written(number, cut)
+        again = self._again(number, cut, (policy,) * self.of(number, cut).layers.num_layers)
+        known = self._parts(number, cut)
+        of_op = tuple(None if part is None else part // known.per_layer for part in again.layers.of_op)
+        return replace(again, layers=replace(known.layers, of_op=of_op), recomputed=Recomputed())
 
     def mixed(self, number: int, cut: Cut, policies: Sequence[Remat]) -> tuple[StageCosts, int]:
         """Return the costs of stages whose layers have a policy each, and into how many parts each layer is cut there.
 
-        Solutions for steps in which all layers follow the policy of a stage count here too.
+        Stages that were solved where all layers follow the policy of a stage are known here too.
         """
         if all(policy is Remat.NONE for policy in policies):
             return self.of(number, cut), 1
-        beside = tuple(self.of(number, cut, policy) for policy in dict.fromkeys(policies))
-        return replace(self._again(number, cut, policies), beside=beside), self._parts[number, cut].per_layer
+        return self._again(number, cut, policies), self._parts(number, cut).per_layer
 
     def _as_written(self, number: int, cut: Cut) -> StageCosts:
         step, layers = self._in_layers(number, cut)
@@ -127,17 +114,19 @@ class StageCostCache:
             effort=self.effort,
             progress=self.request.progress,
             workers=self.request.workers,
-            shared=self._shared,
+            solved=self.solved,
         )
 
+    @memoized
     def _in_layers(self, number: int, cut: Cut) -> tuple[StepGraph, Layers]:
-        """Return the step and its layers: the same layers at every number of micro-batches with the same ops."""
-        if cut in self._layers:
-            known, layers = self._layers[cut]
-            step = self.request.step_at(number, known.loop_parts)
-            if _is_same_program(known, step):
+        """Return the step and its layers: the same natural layers at every number of micro-batches with the same ops,
+        since what is known of a layer at one number is used at others.
+        """
+        if cut == self.natural and number != self.usual:
+            usual, layers = self._in_layers(self.usual, cut)
+            step = self.request.step_at(number, usual.loop_parts)
+            if _is_same_program(usual, step):
                 return step, layers
-        # This number of micro-batches is the first, or it runs other ops and needs layers of its own.
         parts = cut.loop_parts
         # Layers that each become a stage should be even, for which loops may have to be cut into more parts.
         each_a_stage = self.layering.equal == "flops" and parts > 0 and cut == Cut.into(cut.num_layers)
@@ -150,7 +139,6 @@ class StageCostCache:
             if not each_a_stage or parts >= MAX_TRIPS or is_even(step, layers):
                 break
             parts = min(2 * parts, MAX_TRIPS)
-        self._layers[cut] = step, layers
         return step, layers
 
     def _made(self, step: StepGraph, cut: Cut) -> Layers:
@@ -165,15 +153,21 @@ class StageCostCache:
 
     def _again(self, number: int, cut: Cut, policies: Sequence[Remat]) -> StageCosts:
         """Return the costs of stages of parts of layers; each layer has its policy."""
-        written = self.of(number, cut)
-        if (number, cut) not in self._parts:
-            step = self.request.step_at(number, written.step.loop_parts)
-            self._parts[number, cut] = _Parts(step=step, layers=written.layers, parts=subdivided(step, written.layers))
-        known = self._parts[number, cut]
+        known = self._parts(number, cut)
         remat = policies_of(known.step, known.parts, [p for p in policies for _ in range(known.per_layer)])
         planned = planned_step(known.step, known.parts.of_op, remat)
-        made = written.of_another(planned.step, replace(known.parts, of_op=planned.of_op))
-        return replace(made, recomputed=Recomputed(remat=remat, traced_layers=known.parts.of_op))
+        return replace(
+            self.of(number, cut),
+            step=planned.step,
+            layers=replace(known.parts, of_op=planned.of_op),
+            recomputed=Recomputed(remat=remat, traced_layers=known.parts.of_op),
+        )
+
+    @memoized
+    def _parts(self, number: int, cut: Cut) -> _Parts:
+        written = self.of(number, cut)
+        step = self.request.step_at(number, written.step.loop_parts)
+        return _Parts(step=step, layers=written.layers, parts=subdivided(step, written.layers))
 
 
 def _is_same_program(step: StepGraph, other: StepGraph) -> bool:

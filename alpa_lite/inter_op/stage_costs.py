@@ -1,11 +1,7 @@
 """Stage costs: any layer range on any submesh in any logical mesh; equal stages are solved once.
 
 `StageCosts` answers a `Question` for one step, cost model and restriction. Solutions are stored by the structure of the
-stage (`StageView.signature`), so that repeated layers cost one solve.
-
-With M micro-batches in flight and L bytes per device, what was solved with M' <= M and L' >= L had as much memory or
-more. If the best solution there keeps to M and L, it is the best here (`_fits`), so that fewer micro-batches in flight
-are to be solved first. A bound there is a bound here: what keeps to M and L and is close to it is close to the best.
+stage (`solved_stages`), so that repeated layers cost one solve.
 
 On a logical mesh of one axis every op may use it for anything. Of several, "replica" splits the batch and leaves state
 whole, "data" splits the batch and may split state, as ZeRO does, and "model" splits everything else, as in Alpa: more
@@ -17,28 +13,28 @@ freedom multiplies the strategies and has bought nothing on the models tried.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
 from alpa_lite.errors import PlanError
+from alpa_lite.inter_op.solved_stages import MeshKey, Question, SolvedStage, SolvedStages, StagePlace
 from alpa_lite.inter_op.workers import Likely, Workers
 from alpa_lite.intra_op.formulate import Builders
-from alpa_lite.intra_op.problem import Status
 from alpa_lite.intra_op.shortage import Shortage, explain_shortage
-from alpa_lite.intra_op.solve import RELATIVE_GAP, StageSolution, in_two_parts, solve_stage
+from alpa_lite.intra_op.solve import RELATIVE_GAP, in_two_parts, solve_stage
 from alpa_lite.intra_op.solvers.integer_program import IntegerProgram
 from alpa_lite.intra_op.solvers.portfolio import Portfolio
 from alpa_lite.intra_op.solvers.solver import ProgramTooLargeError
-from alpa_lite.intra_op.stage import NO_LAYOUT, GivenLayout, StageView, remap
+from alpa_lite.intra_op.stage import NO_LAYOUT, GivenLayout, StageSolution, StageView, remap
 from alpa_lite.intra_op.strategies import FREE_CHOICE, AxisRole, BatchSplit, Restriction
 from alpa_lite.intra_op.strategy_catalogue import Catalogue
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.pricing import Pricer
 from alpa_lite.plan.progress import Progress
-from alpa_lite.program.identity import SameObject
+from alpa_lite.program.memo import memoized
 from alpa_lite.program.phases import StepGraph
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh
 from alpa_lite.sharding.specs import Spec
@@ -47,105 +43,6 @@ from alpa_lite.step.recomputation import Remat
 from cost_models.cluster import Cluster
 from cost_models.composed import CostModel
 from cost_models.hardware import Device
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeshKey:
-    """A kind of submesh with a logical mesh: on equal ones every stage takes the same time.
-
-    groups   numbers of the groups of equal hosts that the submesh spans
-    """
-
-    num_hosts: int
-    devices_per_host: int
-    groups: tuple[int, ...]
-    mesh: LogicalMesh
-
-
-@dataclass(frozen=True, slots=True)
-class StagePlace:
-    """The layers of a stage, `first` to `last`, on a logical mesh over a submesh."""
-
-    first: int
-    last: int
-    submesh: Submesh
-    mesh: LogicalMesh
-
-    @staticmethod
-    def nth(number: int, num_layers: int, submesh: Submesh, mesh: LogicalMesh) -> StagePlace:
-        """Return the place of a stage, by its number among stages of `num_layers` layers each."""
-        return StagePlace(number * num_layers, (number + 1) * num_layers - 1, submesh, mesh)
-
-    def with_solution(self, solution: StageSolution) -> PlacedStage:
-        """Return the stage with its solution."""
-        return PlacedStage(first=self.first, last=self.last, submesh=self.submesh, mesh=self.mesh, solution=solution)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlacedStage(StagePlace):
-    """A stage of a plan in the making, with its solution."""
-
-    solution: StageSolution
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Question(StagePlace):
-    """A stage to solve, with the limit in bytes per device and the relative gap."""
-
-    in_flight: int
-    limit_bytes: float
-    gap: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SolvedStage:
-    """A solved stage, with the limits of its problem.
-
-    gap   the relative gap that was reached, or the requested one if that is smaller
-    """
-
-    view: StageView
-    kind: MeshKey
-    submesh: Submesh
-    in_flight: int
-    limit_bytes: float
-    gap: float
-    solution: StageSolution
-
-
-def answer_among(solved: Sequence[SolvedStage], asked: Question) -> SolvedStage | None:
-    """Return the solution that answers a question, with a bound for it, or None; see the module docstring.
-
-    `solved` holds stages of the same structure on the same kind of mesh.
-    """
-    found = next((s for s in solved if s.gap <= asked.gap and _fits(s, asked)), None)
-    if found is None:
-        # None was proven close to the best with exactly this room. But a bound with more room is valid here, and one
-        # solution may fit here and be close to another's bound.
-        bound = max((s.solution.bound for s in solved if _is_roomier(s, asked)), default=-math.inf)
-        close = (s for s in solved if _has_room(s, asked) and bound >= s.solution.objective * (1 - asked.gap))
-        closest = min(close, key=lambda s: s.solution.objective, default=None)
-        found = closest and replace(closest, solution=replace(closest.solution, bound=bound))
-    return found
-
-
-def _fits(solved: SolvedStage, asked: Question) -> bool:
-    """Return True if a solution is also the best one within the limits of a question, and not only within its own."""
-    if (solved.in_flight, solved.limit_bytes) == (asked.in_flight, asked.limit_bytes):
-        return True
-    return _is_roomier(solved, asked) and _has_room(solved, asked)
-
-
-def _is_roomier(solved: SolvedStage, asked: Question) -> bool:
-    """Return True if a stage was solved with as much memory as a question allows, or more."""
-    return solved.in_flight <= asked.in_flight and solved.limit_bytes >= asked.limit_bytes
-
-
-def _has_room(solved: SolvedStage, asked: Question) -> bool:
-    """Return True if there is a solution and it respects the limits of a question."""
-    solution = solved.solution
-    return solution.choice is not None and solution.cost.bytes_in_flight(asked.in_flight) <= asked.limit_bytes
-
 
 QUICK_GAP = 0.3
 """The relative gap of the first choices within a limit: their bound mostly tells if more is worth it."""
@@ -209,20 +106,6 @@ class SolveEffort:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SharedTables:
-    """Tables that the costs of several steps fill together.
-
-    Attributes:
-        builders: strategies for each kind of mesh, valid for steps at other sizes too if their restrictions are equal.
-        structures: an object for each structure of a stage so far; stage costs that share it can use each other's
-            solutions.
-    """
-
-    builders: dict[MeshKey, Builders] = field(default_factory=dict[MeshKey, Builders])
-    structures: dict[object, object] = field(default_factory=dict[object, object])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Recomputed:
     """The layers that recompute values in their backward pass; the fields of a `Plan` with the same names.
 
@@ -237,19 +120,6 @@ class Recomputed:
     def recorded_in(self, plan: Plan) -> Plan:
         """Return a plan of the step with recomputation that says so."""
         return replace(plan, remat=self.remat, traced_layers=self.traced_layers) if self.remat else plan
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Memory:
-    """The stages of one step: their solutions by structure and kind of mesh, their views, the structure of each, and
-    solutions priced with a backward pass of one or two tasks."""
-
-    solved: dict[tuple[object, MeshKey], list[SolvedStage]] = field(
-        default_factory=dict[tuple[object, MeshKey], list[SolvedStage]]
-    )
-    views: dict[tuple[int, int], StageView] = field(default_factory=dict[tuple[int, int], StageView])
-    structures: dict[StageView, object] = field(default_factory=dict[StageView, object])
-    in_parts: dict[Hashable, StageSolution] = field(default_factory=dict[Hashable, StageSolution])
 
 
 class _Answer(NamedTuple):
@@ -276,7 +146,7 @@ class StageCosts:
     Attributes:
         cost_model_for: `cost_model_for(cluster)` is the cost model of a part of a cluster whose devices differ.
         workers: worker processes that may solve stages before they are needed (`expect`).
-        beside: costs of other steps with the same `shared` tables, whose solutions count here as well.
+        solved: the stages solved so far, here and by other costs of the same search.
         recomputed: the layers that recompute values.
     """
 
@@ -288,10 +158,8 @@ class StageCosts:
     effort: SolveEffort = field(default_factory=SolveEffort)
     progress: Progress = field(default_factory=Progress, repr=False)
     workers: Workers = field(default_factory=Workers, repr=False)
-    shared: SharedTables = field(default_factory=SharedTables, repr=False)
-    beside: tuple[StageCosts, ...] = field(default=(), repr=False)
+    solved: SolvedStages = field(default_factory=SolvedStages, repr=False)
     recomputed: Recomputed = field(default_factory=Recomputed)
-    _memory: _Memory = field(default_factory=_Memory, repr=False)
 
     def solution(
         self, place: StagePlace, *, in_flight: int = 1, limit_bytes: float | None = None, quick: bool = False
@@ -305,33 +173,28 @@ class StageCosts:
 
     def answer(self, asked: Question) -> StageSolution:
         """Return the best sharding for a question, solved before or now; see `solution`."""
-        view, kind = self._view(asked.first, asked.last), self._kind(asked)
-        found = self._known(view, kind, asked)
+        structure, kind = self._structure(asked.first, asked.last), self._kind(asked)
+        found = self.solved.answer(structure, kind, asked)
         if found is None:
             self.progress(f"layers {asked.first}..{asked.last} on {asked.mesh}")
             # A worker solves the first of equal questions, which may be about other layers of the same structure.
             taken = self.workers.take(self.key(asked))
             solved_as, solution = taken if isinstance(taken, _Answer) else _Answer(asked, self.solve(asked))
-            found = SolvedStage(
-                view=self._view(solved_as.first, solved_as.last),
-                kind=kind,
-                submesh=asked.submesh,
-                in_flight=asked.in_flight,
-                limit_bytes=asked.limit_bytes,
-                # A solution that came closer than it had to also answers stricter questions.
-                gap=min(asked.gap, solution.gap),
-                solution=solution,
-            )
-            self._memory.solved.setdefault((self._structure(view), kind), []).append(found)
+            view = self._view(solved_as.first, solved_as.last)
+            # A solution that came closer than it had to also answers stricter questions.
+            gap = min(asked.gap, solution.gap)
+            found = SolvedStage(view=view, asked=solved_as, gap=gap, solution=solution)
+            self.solved.add(structure, kind, found)
             self.progress.did()
-        solved = found.solution
-        if solved.choice is None:
-            return solved
+        solution = found.solution
+        if solution.choice is None:
+            return solution
         # Equal stages have the same structure but other ids of ops and values, and the peak depends on how many
         # micro-batches are in flight here.
-        same = found.in_flight == asked.in_flight
-        peak = solved.peak_bytes if same else solved.cost.bytes_in_flight(asked.in_flight)
-        return replace(solved, choice=remap(solved.choice, found.view, view), peak_bytes=peak)
+        same = found.asked.in_flight == asked.in_flight
+        peak = solution.peak_bytes if same else solution.cost.bytes_in_flight(asked.in_flight)
+        choice = remap(solution.choice, found.view, self._view(asked.first, asked.last))
+        return replace(solution, choice=choice, peak_bytes=peak)
 
     def solve(self, asked: Question) -> StageSolution:
         """Solve the stage of a question, whether or not it was solved before."""
@@ -342,7 +205,7 @@ class StageCosts:
                 limit_bytes=asked.limit_bytes if math.isfinite(asked.limit_bytes) else None,
                 in_flight=asked.in_flight,
                 solver=self.effort.solver_for(asked.gap),
-                time_limit_seconds=self.effort.time_limit_seconds,
+                time_limit_seconds=asked.seconds,
             )
         except ProgramTooLargeError as error:
             raise PlanError(
@@ -361,11 +224,12 @@ class StageCosts:
             in_flight=in_flight,
             limit_bytes=self.room_bytes(place.submesh) if limit_bytes is None else limit_bytes,
             gap=QUICK_GAP if quick else self.effort.relative_gap,
+            seconds=self.effort.time_limit_seconds,
         )
 
     def key(self, asked: Question) -> Hashable:
         """Return a key that is equal for questions whose answers differ at most in the ids of ops and values."""
-        structure, kind = self._structure(self._view(asked.first, asked.last)), self._kind(asked)
+        structure, kind = self._structure(asked.first, asked.last), self._kind(asked)
         # By id, since hashing a step takes long; both objects live as long as these costs.
         return id(self.step), id(self.given), structure, kind, asked.in_flight, asked.limit_bytes, asked.gap
 
@@ -381,69 +245,45 @@ class StageCosts:
 
     def in_two_parts(self, place: StagePlace, solution: StageSolution, *, in_two: bool = True) -> StageSolution:
         """Return a solution with the cost of a backward pass of two tasks, or of one; see `solve.in_two_parts`."""
-        # Several schedules, and whether each fits, are judged by the same solutions.
-        known, key = self._memory.in_parts, (place.first, place.last, self._kind(place), SameObject(solution), in_two)
-        if key not in known:
-            pricer, view = self._builders(place).catalogue.pricer, self._view(place.first, place.last)
-            known[key] = in_two_parts(view, pricer, solution, in_two=in_two)
-        return known[key]
+        pricer = self._builders(place).catalogue.pricer
+        return in_two_parts(solution, self._view(place.first, place.last), pricer, in_two=in_two)
 
     def knows(self, asked: Question) -> bool:
         """Return True if `answer` need not solve anything."""
-        view, kind = self._view(asked.first, asked.last), self._kind(asked)
-        return self._known(view, kind, asked) is not None
-
-    def _known(self, view: StageView, kind: MeshKey, asked: Question) -> SolvedStage | None:
-        """Return the solution that answers a question, from these costs or those in `beside`."""
-        key = (self._structure(view), kind)
-        return answer_among([s for costs in (self, *self.beside) for s in costs._memory.solved.get(key, ())], asked)
-
-    def forget_unsolved(self) -> None:
-        """Discard solutions without a sharding that are not proven infeasible, so that they are solved again."""
-        for known in self._memory.solved.values():
-            # In place, since costs with another effort share these lists (`solved_with`).
-            known[:] = [s for s in known if s.solution.choice is not None or s.solution.status is Status.INFEASIBLE]
+        return self.solved.answer(self._structure(asked.first, asked.last), self._kind(asked), asked) is not None
 
     def with_pins(self, pins: Mapping[int, Spec]) -> StageCosts:
-        """Return the same costs with other pins, and without solutions unless the pins are the same."""
-        # Solutions with other pins are of no use, and views hold their pins.
-        if pins == self.constraints.pins:
-            return self
-        return replace(self, constraints=replace(self.constraints, pins=pins), _memory=_Memory())
+        """Return the same costs with other pins."""
+        # The views of the same pins stay.
+        same = pins == self.constraints.pins
+        return self if same else replace(self, constraints=replace(self.constraints, pins=pins))
 
     def solved_with(self, effort: SolveEffort) -> StageCosts:
-        """Return the same costs, solved with another effort from now on; both use the solutions of each other."""
+        """Return the same costs, solved with another effort from now on."""
         return replace(self, effort=effort)
-
-    def of_another(self, step: StepGraph, layers: Layers) -> StageCosts:
-        """Return the same costs for another step, without solutions."""
-        return replace(self, step=step, layers=layers, _memory=_Memory())
 
     def structure_of_layers(self) -> list[object]:
         """Return for each layer an object that stands for its structure, equal for equal layers."""
-        return [self._structure(self._view(layer, layer)) for layer in range(self.layers.num_layers)]
+        return [self._structure(layer, layer) for layer in range(self.layers.num_layers)]
 
+    @memoized
     def _view(self, first: int, last: int) -> StageView:
-        views, constraints = self._memory.views, self.constraints
-        if (first, last) not in views:
-            views[first, last] = StageView(
-                step=self.step,
-                layers=self.layers,
-                first=first,
-                last=last,
-                pins=constraints.pins,
-                outputs=constraints.outputs,
-                keeps_gathered=constraints.keeps_gathered,
-                layout=constraints.layout,
-            )
-        return views[first, last]
+        constraints = self.constraints
+        return StageView(
+            step=self.step,
+            layers=self.layers,
+            first=first,
+            last=last,
+            pins=constraints.pins,
+            outputs=constraints.outputs,
+            keeps_gathered=constraints.keeps_gathered,
+            layout=constraints.layout,
+        )
 
-    def _structure(self, view: StageView) -> object:
-        """Return an object that stands for the signature of a view, which takes long to hash."""
-        structures = self._memory.structures
-        if view not in structures:
-            structures[view] = self.shared.structures.setdefault(view.signature, object())
-        return structures[view]
+    @memoized
+    def _structure(self, first: int, last: int) -> object:
+        """Return an object that stands for the structure of a stage."""
+        return self.solved.structure(self._view(first, last))
 
     def device(self, submesh: Submesh) -> Device:
         """Return the kind of device of a submesh."""
@@ -475,35 +315,24 @@ class StageCosts:
         return self.cost_model_for(cluster.at(submesh.first_device, submesh.num_devices))
 
     def _builders(self, place: StagePlace) -> Builders:
-        kind, submesh, mesh = self._kind(place), place.submesh, place.mesh
-        builders = self.shared.builders
-        if kind not in builders:
-            model = self._model(submesh)
-            # Prices of work do not depend on the submesh: pricers with the same cost model share them.
-            pricers = (known.catalogue.pricer for known in builders.values())
-            alike = next((pricer for pricer in pricers if pricer.cost_model is model), None)
+        submesh, mesh, model = place.submesh, place.mesh, self._model(place.submesh)
+
+        def make(alike: Pricer | None) -> Builders:
             pricer = alike.elsewhere(submesh, mesh) if alike else Pricer(cost_model=model, submesh=submesh, mesh=mesh)
-            builders[kind] = Builders(Catalogue(pricer, self.constraints.restriction or free_restriction(mesh)))
-        return builders[kind]
+            return Builders(Catalogue(pricer, self.constraints.restriction or free_restriction(mesh)))
+
+        return self.solved.builders(self._kind(place), model, make)
 
     def least_peak(self, place: StagePlace, *, in_flight: int, limit_bytes: float) -> float:
         """Return the least peak bytes per device that the solver reaches for a stage that does not fit."""
         # Solutions so far may come from an effort that does not seek peaks.
         seeking = self.solved_with(replace(self.effort, seeks_peaks=True))
-        again = replace(seeking, _memory=replace(self._memory, solved={}))
-        return again.solution(place, in_flight=in_flight, limit_bytes=limit_bytes).peak_bytes
+        return seeking.solve(seeking.question(place, in_flight=in_flight, limit_bytes=limit_bytes)).peak_bytes
 
     def shortage(self, place: StagePlace, *, in_flight: int = 1) -> Shortage:
         """Explain why a stage does not fit, and how much memory it needs."""
         builder = self._builders(place).of(self._view(place.first, place.last))
         return explain_shortage(builder, limit_bytes=self.room_bytes(place.submesh), in_flight=in_flight)
-
-    @property
-    def solved_within_memory(self) -> list[SolvedStage]:
-        """The stages that were solved within a limit of memory."""
-        return [
-            solved for alike in self._memory.solved.values() for solved in alike if math.isfinite(solved.limit_bytes)
-        ]
 
 
 def expect(likely: Iterable[tuple[StageCosts, Question]], *, later: bool = False) -> None:
@@ -513,7 +342,7 @@ def expect(likely: Iterable[tuple[StageCosts, Question]], *, later: bool = False
         # All costs of one search have the same workers.
         workers = costs.workers
         if workers.at_work and not costs.knows(asked):
-            family = workers.number_of(costs.shared)
+            family = workers.number_of(costs.solved)
             # Questions about equal stages have one key: the first one is sent.
             questions.setdefault(costs.key(asked), Likely(_solve, (costs.step, costs.given), (family, asked)))
     if workers is not None:
@@ -521,15 +350,15 @@ def expect(likely: Iterable[tuple[StageCosts, Question]], *, later: bool = False
 
 
 def _solve(memory: dict[object, object], step: StepGraph, given: _Given, likely: tuple[int, Question]) -> _Answer:
-    """Answer a question in a worker, which stores stage costs, and tables by family, in its `memory`."""
+    """Answer a question in a worker, which stores stage costs, and the stages of each search, in its `memory`."""
     family, asked = likely
     # The worker keeps every part that it was sent, so that the id stays valid and stands for one set of costs.
     key = id(given)
     if key not in memory:
-        # Costs that share tables in the main process share them in the worker.
-        shared = memory.setdefault(("tables", family), SharedTables())
-        assert isinstance(shared, SharedTables)
-        memory[key] = StageCosts(step=step, **given._asdict(), shared=shared)
+        # Costs that belong to one search in the main process do so in the worker.
+        solved = memory.setdefault(("solved", family), SolvedStages())
+        assert isinstance(solved, SolvedStages)
+        memory[key] = StageCosts(step=step, **given._asdict(), solved=solved)
     costs = memory[key]
     assert isinstance(costs, StageCosts)
     return _Answer(asked, costs.solve(asked))

@@ -22,12 +22,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from alpa_lite.inter_op.boundaries import equally_many_rows, least_seconds_of_rows, seconds_of_rows
+from alpa_lite.inter_op.solved_stages import Question, StagePlace
 from alpa_lite.inter_op.space import Configurations, Space, StageEquality, equal_parts, number_of_equal, ways
-from alpa_lite.inter_op.stage_costs import Question, StageCosts, StagePlace, expect
+from alpa_lite.inter_op.stage_costs import StageCosts, expect
 from alpa_lite.inter_op.stage_dp import PipelineTerms, StageChoice, StageStatus, StageTable, solve
 from alpa_lite.inter_op.survey import summed
 from alpa_lite.intra_op.problem import Status
-from alpa_lite.intra_op.solve import RELATIVE_GAP, StageSolution
+from alpa_lite.intra_op.solve import RELATIVE_GAP
+from alpa_lite.intra_op.stage import StageSolution
 from alpa_lite.plan.pricing import dispatch_seconds
 from alpa_lite.schedule import Schedule
 from alpa_lite.sharding.meshes import LogicalMesh
@@ -110,6 +112,10 @@ class PipelinedBatch:
     def in_flight(self, following: int) -> int:
         """Return the number of micro-batches in flight on a stage that `following` stages follow."""
         return self.schedule.in_flight(0, following + 1, self.num_microbatches)
+
+    def held(self, num_layers: int) -> list[int]:
+        """Return the micro-batches in flight on a stage that is followed by none, by one, up to `num_layers` - 1."""
+        return [self.in_flight(following) for following in range(num_layers)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,8 +35,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from alpa_lite.inter_op.solved_stages import StagePlace
 from alpa_lite.inter_op.space import Space
-from alpa_lite.inter_op.stage_costs import StageCosts, StagePlace, expect
+from alpa_lite.inter_op.stage_costs import StageCosts, expect
 from alpa_lite.plan.parts import StageCost
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Protocol
 
 import numpy as np
@@ -11,9 +12,10 @@ import numpy as np
 from alpa_lite.errors import AlpaLiteError
 from alpa_lite.inter_op.loop_cuts import state_bytes
 from alpa_lite.inter_op.plan_request import PlanRequest
+from alpa_lite.inter_op.solved_stages import Question, SolvedStage, StagePlace
 from alpa_lite.inter_op.space import Space
 from alpa_lite.inter_op.stage_cost_cache import StageCostCache
-from alpa_lite.inter_op.stage_costs import SolvedStage, StageCosts, StagePlace
+from alpa_lite.inter_op.stage_costs import StageCosts
 from alpa_lite.inter_op.survey import Profile
 from alpa_lite.intra_op.shortage import Shortage
 from alpa_lite.plan.plan import Plan
@@ -88,13 +90,14 @@ def _predicted(change: Remedy) -> float | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tight:
-    """A range of layers that does not fit: the least bytes per `device` that it needs, and why.
+    """A range of the layers of a step that does not fit: the least bytes per `device` that it needs, and why.
 
     `in_flight`: the number of micro-batches in flight, of which fewer would fit; None if no number fits.
     """
 
     first: int
     last: int
+    num_layers: int
     in_flight: int | None
     peak_bytes: float
     device: Device
@@ -107,16 +110,17 @@ def tightest_stage(steps: StageCostCache, space: Space, number: int, profiles: C
     `number`: of micro-batches; `profiles`: of the layers under each policy that they may follow.
     """
     request = steps.request
-    if not any(costs.solved_within_memory for costs in steps.at(number)):
+    if not steps.solved.within_memory(number):
         _try_hardest(steps.of(number, steps.natural), space)
-    for costs in steps.at(number):
-        tight = _tightest(costs, explain=request.advise)
+    tried = sorted(steps.solved.within_memory(number), key=_order)
+    for _, of_step in groupby(tried, key=_order):
+        tight = _tightest(steps.known, [*of_step], explain=request.advise)
         if tight is not None:
             where = f"layer {tight.first}" if tight.first == tight.last else f"layers {tight.first}..{tight.last}"
             held = f" with {tight.in_flight} micro-batches in flight" if tight.in_flight is not None else ""
             device, why = tight.device, show_shortage(tight.shortage)
             return (
-                f"No plan fits into memory. The tightest stage is {where} of {costs.layers.num_layers} layers{held}, "
+                f"No plan fits into memory. The tightest stage is {where} of {tight.num_layers} layers{held}, "
                 f"which needs at least {_show_bytes(tight.peak_bytes)} per device of {request.cluster.name} at "
                 f"num_microbatches={number}; {device.name} has {_show_bytes(device.memory_bytes)}. {why}"
             ).rstrip()
@@ -126,39 +130,44 @@ def tightest_stage(steps: StageCostCache, space: Space, number: int, profiles: C
     return f"No plan fits into memory at num_microbatches={number}, though each layer does by itself: {needed}"
 
 
-def _tightest(costs: StageCosts, *, explain: bool) -> Tight | None:
+def _order(solved: SolvedStage) -> tuple[int, int, int]:
+    """Return a key by which steps of the most layers come first, of these the ones that recompute most.
+
+    Recomputation adds ops, and the more a step recomputes the less memory it needs.
+    """
+    step = solved.view.step
+    return -solved.view.layers.num_layers, -len(step.graph.ops), id(step)
+
+
+def _tightest(known: StageCosts, tried: Sequence[SolvedStage], *, explain: bool) -> Tight | None:
     """Return the shortest stage that did not fit, of several the one with the most state, and its needs.
 
-    Stages that fit with fewer micro-batches in flight come last. None if no stage was tried, or all fitted. `explain`:
-    say what needs the memory.
+    Stages that fit with fewer micro-batches in flight come last. None if all fitted. `known`: costs of the same search;
+    `tried`: stages of one step; `explain`: say what needs the memory.
     """
-    tried = costs.solved_within_memory
-    fitted = {(s.view.first, s.view.last) for s in tried if s.solution.choice is not None}
-    failed = [solved for solved in tried if solved.solution.choice is None]
+    view, fitted = tried[0].view, {(s.asked.first, s.asked.last) for s in tried if s.solution.choice is not None}
+    failed = [solved.asked for solved in tried if solved.solution.choice is None]
     if not failed:
         return None
-    held = np.concatenate([[0.0], np.cumsum(state_bytes(costs.step, costs.layers))])
+    held = np.concatenate([[0.0], np.cumsum(state_bytes(view.step, view.layers))])
 
-    def order(solved: SolvedStage) -> tuple[float, ...]:
-        first, last = solved.view.first, solved.view.last
-        fits_with_fewer = (first, last) in fitted
-        devices = solved.submesh.num_devices
-        return (fits_with_fewer, last - first, held[first] - held[last + 1], -devices, solved.in_flight)
+    def order(asked: Question) -> tuple[float, ...]:
+        first, last = asked.first, asked.last
+        more_state = held[first] - held[last + 1]
+        return ((first, last) in fitted, last - first, more_state, -asked.submesh.num_devices, asked.in_flight)
 
-    solved = min(failed, key=order)
-    first, last = solved.view.first, solved.view.last
-    place = StagePlace(first, last, solved.submesh, solved.kind.mesh)
+    asked = min(failed, key=order)
+    costs = replace(known, step=view.step, layers=view.layers, constraints=replace(known.constraints, pins=view.pins))
     # The search only sees that a stage does not fit. Its least memory takes longer to find, and is found for one stage.
-    needs = costs.least_peak(place, in_flight=solved.in_flight, limit_bytes=solved.limit_bytes)
-    shortage = costs.shortage(place, in_flight=solved.in_flight) if explain else None
-    in_flight = solved.in_flight if (first, last) in fitted else None
+    needs = costs.least_peak(asked, in_flight=asked.in_flight, limit_bytes=asked.limit_bytes)
     return Tight(
-        first=first,
-        last=last,
-        in_flight=in_flight,
+        first=asked.first,
+        last=asked.last,
+        num_layers=view.layers.num_layers,
+        in_flight=asked.in_flight if (asked.first, asked.last) in fitted else None,
         peak_bytes=needs,
-        device=costs.device(solved.submesh),
-        shortage=shortage,
+        device=costs.device(asked.submesh),
+        shortage=costs.shortage(asked, in_flight=asked.in_flight) if explain else None,
     )
 
 

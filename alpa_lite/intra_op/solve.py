@@ -1,19 +1,17 @@
-"""Solve one stage on one logical mesh: build the problem, solve it, and price the answer as the program that it
-emits.
-"""
+"""Solve one stage on one logical mesh: build its problem, solve it, and price the answer as its program runs."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from alpa_lite.intra_op.formulate import Builder
 from alpa_lite.intra_op.liveness import lives_of
-from alpa_lite.intra_op.problem import Solution, Status
+from alpa_lite.intra_op.problem import Solution
 from alpa_lite.intra_op.solvers.portfolio import Portfolio
 from alpa_lite.intra_op.solvers.solver import Solver
-from alpa_lite.intra_op.stage import StageView
+from alpa_lite.intra_op.stage import StageSolution, StageView
 from alpa_lite.plan.op_places import TaskLayout
-from alpa_lite.plan.parts import NO_COST, Choice, CollectiveUse, StageCost, TaskRole
+from alpa_lite.plan.parts import NO_COST, Choice, TaskRole
 from alpa_lite.plan.pricing import Pricer, local_bytes
 from alpa_lite.plan.slices import SlicedStages, Slicer, home_spec
 from alpa_lite.plan.task_prices import estimate, part_seconds
@@ -23,32 +21,6 @@ from alpa_lite.program.phases import Phase, parameters
 
 RELATIVE_GAP = 5e-3
 """The relative gap that suffices for a stage: the cost model is less precise, and closing the rest takes longest."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageSolution:
-    """The decisions for one stage and their cost.
-
-    `choice` is None when nothing fits; `peak_bytes` then is the least peak that the solver reached. `compute_seconds`
-    and `flops` are those of a whole step on one device; `collectives` are all of a step.
-    """
-
-    choice: Choice | None
-    status: Status
-    objective: float
-    bound: float
-    peak_bytes: float
-    cost: StageCost = NO_COST
-    compute_seconds: float = 0.0
-    flops: float = 0.0
-    collectives: tuple[CollectiveUse, ...] = ()
-
-    @property
-    def gap(self) -> float:
-        """The relative gap (objective - bound) / objective, in [0, 1]; 1 where no bound is proven."""
-        if self.choice is None or self.objective <= 0.0:
-            return 0.0
-        return min(1.0, max(0.0, (self.objective - self.bound) / self.objective))
 
 
 def solve_stage(
@@ -138,7 +110,8 @@ def _with_seconds(view: StageView, pricer: Pricer, solution: StageSolution, *, i
     )
 
 
-def in_two_parts(view: StageView, pricer: Pricer, solution: StageSolution, *, in_two: bool = True) -> StageSolution:
+@memoized
+def in_two_parts(solution: StageSolution, view: StageView, pricer: Pricer, *, in_two: bool = True) -> StageSolution:
     """Return the solution with the cost of a backward pass whose weight gradients are a task of their own, or not.
 
     That task follows in the bubbles; the first one computes what the previous stage waits for.

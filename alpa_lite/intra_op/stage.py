@@ -15,7 +15,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
 
-from alpa_lite.plan.parts import Choice, OpPlacement
+from alpa_lite.intra_op.problem import Status
+from alpa_lite.plan.parts import NO_COST, Choice, CollectiveUse, OpPlacement, StageCost
 from alpa_lite.program.identity import FirstUses, params_texts, structure
 from alpa_lite.program.ir import Graph, Op
 from alpa_lite.program.phases import Phase, StepGraph
@@ -87,9 +88,7 @@ class StageView:
 
     @cached_property
     def ops(self) -> tuple[int, ...]:
-        """The ids of the ops of this stage in execution order; free and invariant ops of other stages are repeated
-        here.
-        """
+        """The ids of the ops of this stage in order, with the free and invariant ops of others that it repeats."""
         graph, of_op, free = self.graph, self.layers.of_op, free_ops(self.graph)
         chosen = set(chain.from_iterable(map(self.layers.ops_of, range(self.first, self.last + 1))))
         waiting = [v for op_id in chosen for v in graph.ops[op_id].operands]
@@ -169,9 +168,7 @@ class StageView:
 
     @cached_property
     def crossing(self) -> tuple[int, ...]:
-        """The values that the loop of this stage sums over micro-batches, for an update on any stage or for the
-        caller.
-        """
+        """The values that the loop of this stage sums over micro-batches, for updates or for the caller."""
         graph, step = self.graph, self.step
         outputs = set(graph.outputs)
         return tuple(
@@ -229,9 +226,7 @@ class StageView:
         return (tuple(rows), outer, aliases, leaves, self.step.num_microbatches, pins, self._layout_signature(number))
 
     def _layout_signature(self, number: Mapping[int, int]) -> tuple[object, ...]:
-        """Return the layout constraints of the values with these numbers, and of those inside the loops of this
-        stage.
-        """
+        """Return the layout constraints of values with these numbers, and of those inside the loops of this stage."""
         layout = self.layout.values
         if not layout:
             return ()
@@ -254,6 +249,32 @@ def remap(choice: Choice, source: StageView, target: StageView) -> Choice:
         accumulators={sums[v]: a for v, a in choice.accumulators.items()},
         outputs=target.outputs,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageSolution:
+    """The decisions for one stage and their cost.
+
+    `choice` is None when nothing fits; `peak_bytes` then is the least peak that the solver reached. `compute_seconds`
+    and `flops` are those of a whole step on one device; `collectives` are all of a step.
+    """
+
+    choice: Choice | None
+    status: Status
+    objective: float
+    bound: float
+    peak_bytes: float
+    cost: StageCost = NO_COST
+    compute_seconds: float = 0.0
+    flops: float = 0.0
+    collectives: tuple[CollectiveUse, ...] = ()
+
+    @property
+    def gap(self) -> float:
+        """The relative gap (objective - bound) / objective, in [0, 1]; 1 where no bound is proven."""
+        if self.choice is None or self.objective <= 0.0:
+            return 0.0
+        return min(1.0, max(0.0, (self.objective - self.bound) / self.objective))
 
 
 Key = tuple[int, int]
@@ -287,9 +308,7 @@ class PlacedBodies:
 
 @dataclass(slots=True, kw_only=True)
 class PlacedSum:
-    """An addition of scalars, partial over all axes over which an operand is partial; the result remains so if it
-    `waits`.
-    """
+    """An addition of scalars, partial over all axes over which an operand is; the result stays so if it `waits`."""
 
     operands: tuple[Key, ...]
     result: Key

@@ -69,9 +69,7 @@ class Slicer:
 
     @memoized
     def outlines(self, only: int | None = None) -> tuple[TaskOutline, ...]:
-        """Return all tasks, or those of one stage, in an order that respects their dependencies within one
-        micro-batch.
-        """
+        """Return all tasks, or those of one stage, in an order of their dependencies within one micro-batch."""
         # One task for each place that occurs; ops come in program order, so that the members of a place are sorted.
         members: dict[OpPlace, list[int]] = {}
         for op_id, place in enumerate(self.places):
@@ -242,9 +240,7 @@ class Slicer:
         return {op.id for op in self.ops if self.places[op.id] is None or op.id in self._lazy}
 
     def _with_repeated(self, ops: list[int], needs: Iterable[int]) -> tuple[list[int], list[int]]:
-        """Return the ops of a task with the repeated ones that they read, in order; and the values that come from
-        outside.
-        """
+        """Return a task's ops with the repeated ones that they read, in order; and the values from outside."""
         graph, own = self.graph, set(ops)
         needed, chosen = set(needs), list[int]()
         made_here = {r for op_id in own for r in graph.ops[op_id].results}

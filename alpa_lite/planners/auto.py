@@ -20,7 +20,7 @@ from typing import Literal
 
 from alpa_lite.errors import AlpaLiteError, ExecutionError, InfeasibleError, PlanError
 from alpa_lite.inter_op.assembly import relative_gap, schedule_for, with_microbatches
-from alpa_lite.inter_op.joint_search import SEARCH_GAP, SEARCH_SECONDS, JointSearch
+from alpa_lite.inter_op.joint_search import SEARCH_GAP, SEARCH_SECONDS, JointSearch, Unplanned
 from alpa_lite.inter_op.microbatch_counts import numbers_to_search
 from alpa_lite.inter_op.plan_request import Pin, Pins, PlanRequest, pinned_axes
 from alpa_lite.inter_op.sharding_demands import user_mesh
@@ -33,7 +33,8 @@ from alpa_lite.inter_op.workers import Workers, num_workers
 from alpa_lite.intra_op.solvers.integer_program import IntegerProgram, available_backends
 from alpa_lite.plan.plan import INTERRUPTED, Plan, SolverReport
 from alpa_lite.planners.fewer_devices import AS_FAST, on_fewer_devices
-from alpa_lite.planners.manual import MANUAL_PLANNERS, ManualPlans
+from alpa_lite.planners.hybrid import Hybrid
+from alpa_lite.planners.manual import MANUAL_PLANNERS, ManualPlans, NoPlan
 from alpa_lite.planners.on_mesh import OnMesh
 from alpa_lite.planners.planner import Planner, renamed_options
 from alpa_lite.program.collector import rare_collection
@@ -146,31 +147,38 @@ class Auto(Planner):
         workers = Workers(num_workers())
         limited = replace(request, cluster=self._limited(request.cluster), workers=workers)
         manual = ManualPlans(() if self._restricted else self.manual, limited)
-        plans: list[Plan] = []
+        plans, refused, missing = list[Plan](), list[Unplanned](), list[NoPlan]()
         interrupted = False
         request.progress.begin("survey", "stages", "refine")
         try:
             with rare_collection(), workers, request.progress.interrupts():
-                search = self._search(limited, at_most)
-                for plan in search.plans():
+                for plan in self._search(limited, at_most).plans():
+                    if isinstance(plan, Unplanned):
+                        refused.append(plan)
+                        continue
                     plans.append(plan)
                     # Workers prepare manual plans with as many micro-batches as the best plan so far has.
                     manual.expect(min(plans, key=_step_seconds))
                 found = min(plans, key=_step_seconds, default=None)
-                for plan in manual.plans(found, too_large=search.too_large):
-                    if self._allows(plan):
+                too_large = [refusal.num_microbatches for refusal in refused if refusal.is_too_large]
+                for plan in manual.plans(found, too_large=too_large):
+                    if isinstance(plan, NoPlan):
+                        missing.append(plan)
+                    elif self._allows(plan):
                         plans.append(plan)
                     else:
-                        manual.refusals[plan.name] = "It has several stages, and one was asked for."
+                        why = PlanError("It has several stages, and one was asked for.")
+                        missing.append(NoPlan(plan.name, why))
             if not plans:
-                raise self._advised(limited, _most_telling([*search.problems, *manual.problems]))
+                raise self._advised(limited, _most_telling(refused, missing))
         except KeyboardInterrupt:
             if request.on_interrupt != "best":
                 raise
             interrupted = True
             request.progress("interrupted: the best plan so far is taken")
             # A manual plan takes little time: so there is a plan to return however early the search is interrupted.
-            plans += islice(filter(self._allows, manual.plans(None)), 0 if plans else 1)
+            made = (plan for plan in manual.plans(None) if isinstance(plan, Plan) and self._allows(plan))
+            plans += islice(made, 0 if plans else 1)
             if not plans:
                 raise
         plans.sort(key=lambda plan: plan.name != self.name)  # of equally fast plans the one of the search is taken
@@ -181,19 +189,21 @@ class Auto(Planner):
             best,
             name=self.name if best.name == self.name else f"{self.name} ({best.name})",
             cluster=request.cluster,
-            alternatives=(*_others(best, plans), *((name, math.inf) for name in manual.refusals)),
-            refusals=tuple(manual.refusals.items()),
+            alternatives=(*_others(best, plans), *((name, math.inf) for name, _ in missing)),
+            refusals=tuple((name, str(error)) for name, error in missing),
             solver=_certificate(best, bound, time.perf_counter() - started, interrupted=interrupted),
         )
 
     def _as_sharded_by_the_user(self, request: PlanRequest, mesh: Mapping[str, int]) -> Plan:
         """Return the best plan on the user's mesh that has all shardings of the user."""
-        if self._restricted or self.inter_op_only:
+        if replace(self, pipeline=None)._restricted:
             raise PlanError(
-                f'user_shardings="pin" gives one stage on the mesh {dict(mesh)}; pins, a schedule, recomputation and '
-                "several stages cannot be asked for beside it. Leave them out."
+                f'user_shardings="pin" gives stages on the mesh {dict(mesh)}; pins, a schedule, recomputation and '
+                "stages of one device or of equal layers cannot be asked for beside it. Leave them out."
             )
-        plan = OnMesh(axes=mesh).plan(replace(request, cluster=self._limited(request.cluster)))
+        num_stages = self.pipeline or 1
+        on_mesh = Hybrid(pipeline=num_stages) if num_stages > 1 else OnMesh(axes=mesh)
+        plan = on_mesh.plan(replace(request, cluster=self._limited(request.cluster)))
         return replace(plan, name=f"{self.name} (shardings of the user)", cluster=request.cluster)
 
     def _check(self) -> None:
@@ -386,9 +396,10 @@ def _others(best: Plan, plans: Sequence[Plan]) -> tuple[tuple[str, float], ...]:
     return tuple(sorted(found.items(), key=lambda other: other[1]))
 
 
-def _most_telling(problems: Sequence[AlpaLiteError]) -> AlpaLiteError:
-    infeasible = [p for p in problems if isinstance(p, InfeasibleError)]
-    # The user can act on a lack of memory, while other errors often concern a single manual plan.
-    if infeasible:
-        return infeasible[0]
-    return problems[0] if problems else PlanError("No plan was found and no reason was given.")
+def _most_telling(refused: Sequence[Unplanned], missing: Sequence[NoPlan]) -> AlpaLiteError:
+    """Return the error of a search without a plan that tells the user most."""
+    errors = [*(refusal.error for refusal in refused), *(plan.error for plan in missing)]
+    # The user can act on a lack of memory, which the search explains last; other errors often concern one manual plan.
+    of_memory = [refusal.error for refusal in reversed(refused) if refusal.is_too_large]
+    of_memory += [error for error in errors if isinstance(error, InfeasibleError)]
+    return (of_memory or errors or [PlanError("No plan was found and no reason was given.")])[0]

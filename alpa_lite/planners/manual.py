@@ -13,8 +13,9 @@ import math
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
+from typing import NamedTuple
 
-from alpa_lite.errors import AlpaLiteError, InfeasibleError, without_frames
+from alpa_lite.errors import AlpaLiteError, InfeasibleError, PlanError, without_frames
 from alpa_lite.inter_op.microbatch_counts import divisors
 from alpa_lite.inter_op.plan_request import PlanRequest, SentSteps
 from alpa_lite.inter_op.work_floor import least_loop_seconds, least_seconds
@@ -46,10 +47,15 @@ HOPELESS = 1.1
 """No further numbers of micro-batches are tried for a planner whose plan takes so many times as long as the best."""
 
 
-class ManualPlans:
-    """Plans of each planner for a request; `problems` are the errors of those that could not be made.
+class NoPlan(NamedTuple):
+    """A planner, by its name, that has no plan, and why."""
 
-    `refusals` say of each planner without a plan why there is none.
+    name: str
+    error: AlpaLiteError
+
+
+class ManualPlans:
+    """Plans of each planner for a request.
 
     Workers make some plans in advance: the last ones first, as the first ones are made in this process.
     """
@@ -57,15 +63,15 @@ class ManualPlans:
     def __init__(self, planners: Sequence[Planner], request: PlanRequest) -> None:
         """Make no plan yet."""
         self._planners, self._request = planners, replace(request, advise=False)
-        self.problems: list[AlpaLiteError] = []
-        self.refusals = dict[str, str]()
         # The request without the fields that cannot be pickled; workers get the steps that they need separately.
         self._apart = replace(self._request, steps=SentSteps(), measure=None, progress=Progress(), workers=Workers())
         # Pairs of planner and number that this process plans itself, which workers need not do again.
         self._asked = set[tuple[int, int]]()
 
-    def plans(self, best: Plan | None, *, too_large: Collection[int] = ()) -> Iterator[Plan]:
+    def plans(self, best: Plan | None, *, too_large: Collection[int] = ()) -> Iterator[Plan | NoPlan]:
         """Yield plans with about as many micro-batches as the best plan so far, if there is one.
+
+        Of each planner without a plan comes the reason.
 
         `too_large`: numbers of micro-batches at which these do not fit into memory.
         """
@@ -73,10 +79,7 @@ class ManualPlans:
             number = self._request.num_microbatches
             for which, planner in enumerate(self._planners):
                 plan = self._plan(which, number)
-                if isinstance(plan, Plan):
-                    yield plan
-                else:
-                    self.refusals[planner.name] = str(plan)
+                yield plan if isinstance(plan, Plan) else NoPlan(planner.name, plan)
             return
         most = best.num_microbatches
         numbers = self._request.microbatch_choices(divisors(self._request.batch_size or 1))
@@ -85,23 +88,23 @@ class ManualPlans:
         for which in range(len(self._planners)):
             yield from self._with_fewer(which, fewer, best)
 
-    def _with_fewer(self, which: int, numbers: Sequence[int], best: Plan) -> Iterator[Plan]:
+    def _with_fewer(self, which: int, numbers: Sequence[int], best: Plan) -> Iterator[Plan | NoPlan]:
         """Yield the plans of one planner with these numbers of micro-batches, descending, while they get faster."""
         planner, last = self._planners[which], math.inf
-        why = "Nothing fits at the numbers of micro-batches of the chosen plan and below."
+        why: AlpaLiteError = PlanError("Nothing fits at the numbers of micro-batches of the chosen plan and below.")
         for number in numbers:
             # Fewer micro-batches have longer bubbles: no later number can do better.
             if (least := self._least_seconds(planner, number)) >= best.prediction.step_seconds:
                 # A problem at a larger number tells more.
                 if number == numbers[0]:
                     at = show_count(number, "micro-batch")
-                    why = f"It takes at least {show_seconds(least)} with {at}, longer than the chosen plan."
+                    why = PlanError(f"It takes at least {show_seconds(least)} with {at}, longer than the chosen plan.")
                 break
             self._asked.add((which, number))
             self.expect(best)
             plan = self._plan(which, number)
             if isinstance(plan, AlpaLiteError):
-                why = str(plan)
+                why = plan
                 # Fewer micro-batches need more memory.
                 if isinstance(plan, InfeasibleError):
                     break
@@ -114,7 +117,7 @@ class ManualPlans:
             if last > HOPELESS * best.prediction.step_seconds:
                 break
         if last == math.inf:
-            self.refusals[planner.name] = why
+            yield NoPlan(planner.name, why)
 
     def expect(self, best: Plan) -> None:
         """Let workers make plans with as many micro-batches as the best plan has, or as were tried so far."""
@@ -145,8 +148,7 @@ class ManualPlans:
                     return found
                 return planner.plan(replace(self._request, num_microbatches=number))
         except AlpaLiteError as error:
-            self.problems.append(without_frames(error))
-            return self.problems[-1]
+            return without_frames(error)
 
     def _least_seconds(self, planner: Planner, number: int) -> float:
         """Return a lower bound on the seconds of a step, however the planner shards it."""

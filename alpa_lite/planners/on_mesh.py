@@ -31,7 +31,8 @@ from alpa_lite.errors import InfeasibleError, PlanError
 from alpa_lite.inter_op.assembly import StagedStep, assemble
 from alpa_lite.inter_op.plan_request import Pin, Pins, PlanRequest, check_results, pins_on_mesh, with_results
 from alpa_lite.inter_op.sharding_demands import argument_pins, user_layout, user_mesh
-from alpa_lite.inter_op.stage_costs import StageConstraints, StageCosts, StagePlace
+from alpa_lite.inter_op.solved_stages import StagePlace
+from alpa_lite.inter_op.stage_costs import StageConstraints, StageCosts
 from alpa_lite.inter_op.what_would_fit import show_bytes, show_shortage
 from alpa_lite.intra_op.stage import NO_LAYOUT, GivenLayout
 from alpa_lite.intra_op.strategies import AxisRole, BatchSplit, Restriction
@@ -69,10 +70,7 @@ class OnMesh(Planner):
         return "mesh " + " × ".join(f"{name}={size}" for name, size in self.axes.items())
 
     def plan(self, request: PlanRequest) -> Plan:
-        """Return the plan.
-
-        Raises `PlanError` if the axes do not cover the cluster, `InfeasibleError` if nothing fits.
-        """
+        """Return the plan. Raises `PlanError` if the axes do not cover the cluster, `InfeasibleError` if none fits."""
         if unknown := [axis for axis in self.batch if axis not in self.axes]:
             raise PlanError(f"batch names the axes {unknown}, but the mesh has {list(self.axes)}.")
         check_results(self.outputs, request.signature.results)

@@ -1,8 +1,9 @@
 """The types of arrays under a mesh that the user has set with explicit axis types: how they are split over its axes.
 
-`jax.jit` traces a step with the types of its arguments and returns results of the types that it then finds. A plan lays
-out arrays by itself, so that a step is traced without types, at any batch size, unless its code demands them, as a
-`shard_map` does; results get the types that `jax.jit` gives them.
+`jax.jit` traces a step with the types of its arguments and returns results of the types that it then finds. A step is
+traced with them here too, since its code may read them: a `shard_map` without `in_specs` has those of its operands. A
+plan lays out arrays by itself, and results get the types that `jax.jit` gives them. Micro-batches that the types do not
+divide are traced without types.
 """
 
 from __future__ import annotations

@@ -22,7 +22,8 @@ from dataclasses import dataclass, field, replace
 from alpa_lite.errors import InfeasibleError, PlanError
 from alpa_lite.inter_op.assembly import StagedStep, assemble, inflows_between
 from alpa_lite.inter_op.plan_request import PlanRequest
-from alpa_lite.inter_op.stage_costs import PlacedStage, StageConstraints, StageCosts, StagePlace
+from alpa_lite.inter_op.solved_stages import PlacedStage, StagePlace
+from alpa_lite.inter_op.stage_costs import StageConstraints, StageCosts
 from alpa_lite.inter_op.what_would_fit import show_bytes
 from alpa_lite.intra_op.strategies import AxisRole, BatchSplit, Restriction
 from alpa_lite.plan.plan import Plan

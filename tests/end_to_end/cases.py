@@ -106,7 +106,7 @@ def make_batch(model: Any, number: int, size: int = NUM_SAMPLES) -> Batch:
         shape = (size, model.seq_len)
         return {name: jnp.asarray(rng.integers(0, model.vocab_size, shape)) for name in ("tokens", "targets")}
     if isinstance(model, CNN):
-        shape = (size, model.image_size, model.image_size, model.in_channels)
+        shape = (size, model.image_size, model.image_size, 3)
         labels = rng.integers(0, model.num_classes, size)
         return {"images": jnp.asarray(rng.normal(size=shape), jnp.float32), "labels": jnp.asarray(labels)}
     return {

@@ -191,6 +191,36 @@ def test_a_shard_map_on_explicit_types(num_microbatches: int, devices: Any) -> N
             np.testing.assert_allclose(jax.device_get(got), jax.device_get(want), rtol=1e-5, atol=1e-6)
 
 
+def centred(x: Any) -> Any:
+    """Rows less their mean on each device: with `in_specs` of the types, the type of the rows decides the numbers."""
+    return jax.shard_map(lambda x: x - x.mean(0, keepdims=True), out_specs=P("data"))(x)
+
+
+def scaled(x: Any) -> Any:
+    return x * (2.0 if jax.typeof(x).sharding.spec[0] is None else 3.0)
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize("of_batch", [centred, scaled])
+def test_code_that_reads_types_sees_those_of_each_call(of_batch: Any, num_microbatches: int, devices: Any) -> None:
+    mesh = mesh_of(AxisType.Explicit)
+
+    def step(weights: Any, batch: Any) -> Any:
+        value, slope = jax.value_and_grad(lambda w: jnp.mean((of_batch(batch) @ w) ** 2))(weights)
+        return weights - 0.1 * slope, value
+
+    options: dict[str, Any] = {"cluster": "p3.16xlarge", "cache": False}
+    with jax.set_mesh(mesh):
+        parallel = al.parallelize(step, planner=PLANNERS["data_parallel"], num_microbatches=num_microbatches, **options)
+        for spec in (P("data"), P(), P(None, "data"), P("data")):
+            batch = jax.device_put(BATCH, NamedSharding(mesh, spec))
+            if of_batch is centred and spec == P(None, "data"):
+                continue  # its results are no rows
+            for got, want in zip(parallel(WEIGHTS, batch), jax.jit(step)(WEIGHTS, batch), strict=True):
+                np.testing.assert_allclose(jax.device_get(got), jax.device_get(want), rtol=1e-5, atol=1e-6)
+        assert len(parallel._compiled) == 2 + (of_batch is scaled)
+
+
 def over_devices(names: dict[str, int]) -> jax.sharding.Mesh:
     return jax.sharding.Mesh(np.array(jax.devices()).reshape(*names.values()), tuple(names))
 

@@ -13,8 +13,8 @@ import pytest
 import alpa_lite as al
 from alpa_lite.intra_op.formulate import Builder
 from alpa_lite.intra_op.problem import Status
-from alpa_lite.intra_op.solve import StageSolution, solve_stage
-from alpa_lite.intra_op.stage import StageView
+from alpa_lite.intra_op.solve import solve_stage
+from alpa_lite.intra_op.stage import StageSolution, StageView
 from alpa_lite.intra_op.strategies import FREE_CHOICE, AxisRole, BatchSplit, Restriction
 from alpa_lite.intra_op.strategy_catalogue import Catalogue
 from alpa_lite.plan.pricing import Pricer

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import alpa_lite as al
 from alpa_lite.inter_op.refine import agreeing
-from alpa_lite.inter_op.stage_costs import PlacedStage, StageCosts, StagePlace
+from alpa_lite.inter_op.solved_stages import PlacedStage, StagePlace
+from alpa_lite.inter_op.stage_costs import StageCosts
 from alpa_lite.schedule import OneFOneB
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh
 from alpa_lite.sharding.specs import Spec

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from alpa_lite.inter_op.shared_devices import device_peak, held_at_peak, solve_together
 from alpa_lite.intra_op.problem import Status
-from alpa_lite.intra_op.solve import StageSolution
+from alpa_lite.intra_op.stage import StageSolution
 from alpa_lite.plan.parts import NO_COST, Choice
 from alpa_lite.schedule import Interleaved1F1B, Task, TaskKind
 

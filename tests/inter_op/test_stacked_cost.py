@@ -12,8 +12,9 @@ import pytest
 
 import alpa_lite as al
 from alpa_lite.inter_op.boundaries import equally_many_rows, least_seconds_of_rows, seconds_of_rows
+from alpa_lite.inter_op.solved_stages import StagePlace
 from alpa_lite.inter_op.space import Space
-from alpa_lite.inter_op.stage_costs import StageCosts, StagePlace
+from alpa_lite.inter_op.stage_costs import StageCosts
 from alpa_lite.planners import Auto
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh
 from alpa_lite.sharding.specs import Spec

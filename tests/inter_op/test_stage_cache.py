@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from alpa_lite.inter_op.stage_costs import Question, SolvedStage, answer_among
+from alpa_lite.inter_op.solved_stages import Question, SolvedStage, answer_among
 from alpa_lite.intra_op.problem import Status
-from alpa_lite.intra_op.solve import StageSolution
+from alpa_lite.intra_op.stage import StageSolution
 from alpa_lite.plan.parts import NO_COST, Choice
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh
 
@@ -29,8 +29,9 @@ def _fitting(options: list[Option], in_flight: int, limit: int) -> list[Option]:
     return [option for option in options if option[1] + in_flight * option[2] <= limit]
 
 
-def _question(in_flight: int, limit: float, gap: float) -> Question:
-    return Question(first=0, last=0, submesh=SUBMESH, mesh=MESH, in_flight=in_flight, limit_bytes=limit, gap=gap)
+def _question(in_flight: int, limit: float, gap: float, seconds: float = 1.0) -> Question:
+    room = {"in_flight": in_flight, "limit_bytes": limit}
+    return Question(first=0, last=0, submesh=SUBMESH, mesh=MESH, gap=gap, seconds=seconds, **cast(Any, room))
 
 
 def _solved(option: Option | None, bound: float, in_flight: int, limit: float) -> SolvedStage:
@@ -43,16 +44,8 @@ def _solved(option: Option | None, bound: float, in_flight: int, limit: float) -
         peak_bytes=float(state + in_flight * saved),
         cost=replace(NO_COST, state_bytes=float(state), activation_bytes=float(saved)),
     )
-    nothing = cast(Any, None)
-    return SolvedStage(
-        view=nothing,
-        kind=nothing,
-        submesh=SUBMESH,
-        in_flight=in_flight,
-        limit_bytes=limit,
-        gap=solution.gap,
-        solution=solution,
-    )
+    view = cast(Any, None)
+    return SolvedStage(view=view, asked=_question(in_flight, limit, gap=0.0), gap=solution.gap, solution=solution)
 
 
 @given(
@@ -89,3 +82,12 @@ def test_a_choice_for_less_room_is_close_enough_to_a_bound_for_more(
     solved = [_solved((18, 5, 1), 16.0, 1, 8.0), _solved((20, 2, 1), 19.0, 1, 4.0)]
     found = answer_among(solved, _question(2, 6.0, gap))
     assert (found and (found.solution.objective, found.solution.bound)) == answer
+
+
+@pytest.mark.parametrize("status", [Status.INFEASIBLE, Status.TIME_LIMIT])
+def test_what_was_not_found_in_time_is_sought_again_in_more(status: Status) -> None:
+    nothing = _solved(None, 0.0, 1, 8.0)
+    solved = [replace(nothing, solution=replace(nothing.solution, status=status))]
+    assert answer_among(solved, _question(1, 8.0, 0.05, seconds=0.5)) is solved[0]
+    patient = answer_among(solved, _question(1, 8.0, 0.05, seconds=60.0))
+    assert patient is (solved[0] if status is Status.INFEASIBLE else None)

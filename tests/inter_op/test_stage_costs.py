@@ -11,7 +11,8 @@ import pytest
 
 import alpa_lite as al
 from alpa_lite.errors import PlanError
-from alpa_lite.inter_op.stage_costs import SolveEffort, StageCosts, StagePlace
+from alpa_lite.inter_op.solved_stages import StagePlace
+from alpa_lite.inter_op.stage_costs import SolveEffort, StageCosts
 from alpa_lite.intra_op.solvers.integer_program import IntegerProgram
 from alpa_lite.plan.progress import Progress
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh

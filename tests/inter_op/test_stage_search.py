@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 import alpa_lite as al
+from alpa_lite.inter_op.solved_stages import StagePlace
 from alpa_lite.inter_op.space import Space
-from alpa_lite.inter_op.stage_costs import SolveEffort, StageCosts, StagePlace
+from alpa_lite.inter_op.stage_costs import SolveEffort, StageCosts
 from alpa_lite.inter_op.stage_dp import PipelineTerms, StageChoice, StageTable, solve
 from alpa_lite.inter_op.stage_search import PipelinedBatch, PolicyCosts, StageGuesses, StageLimits, StageSearch
 from alpa_lite.inter_op.survey import Profile, Survey
@@ -106,6 +107,15 @@ def test_few_whole_stages_are_solved() -> None:
     surveyed = len(solved)
     search.run()
     assert len(solved) - surveyed <= (search.states.following >= 0).sum() / 4
+
+
+@pytest.mark.parametrize("memory_bytes", [3e8, 1e9])
+def test_the_best_guess_needs_no_costs(memory_bytes: float) -> None:
+    search = _search(memory_bytes, [])
+    guessed = search.best_known()
+    assert guessed.stages and not search.states.solved.any()
+    # Now it is the best of all configurations, whatever they have in flight.
+    assert search.best_known() == guessed
 
 
 def test_a_search_ends_once_nothing_can_be_fast_enough() -> None:

@@ -13,8 +13,8 @@ import alpa_lite as al
 from alpa_lite.cli.models.decoders import Llama
 from alpa_lite.cli.models.train import init_state, make_optimizer, make_train_step
 from alpa_lite.intra_op.formulate import Builder, Builders
-from alpa_lite.intra_op.solve import StageSolution, solve_stage
-from alpa_lite.intra_op.stage import Placed, StageView
+from alpa_lite.intra_op.solve import solve_stage
+from alpa_lite.intra_op.stage import Placed, StageSolution, StageView
 from alpa_lite.intra_op.strategies import BatchSplit, Restriction
 from alpa_lite.intra_op.strategy_catalogue import Catalogue
 from alpa_lite.plan.pricing import Pricer

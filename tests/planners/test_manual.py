@@ -18,7 +18,7 @@ from alpa_lite.inter_op.plan_request import SentSteps
 from alpa_lite.inter_op.workers import Likely, Workers
 from alpa_lite.plan.plan import Plan
 from alpa_lite.planners import FSDP, Auto, Pipeline, Planner, PlanRequest, Zero
-from alpa_lite.planners.manual import MANUAL_PLANNERS, ManualPlans
+from alpa_lite.planners.manual import MANUAL_PLANNERS, ManualPlans, NoPlan
 from alpa_lite.program.phases import StepGraph
 from alpa_lite.schedule import GPipe, Interleaved1F1B, ZeroBubbleH1
 from tests.end_to_end.cases import MODELS, Training, make_batch
@@ -62,7 +62,7 @@ def some_plan() -> Plan:
     ("seconds", "too_large", "tried", "refused"),
     [
         ({16: 1.05, 8: 1.02, 4: 1.01, 2: 1.03, 1: 0.9, 32: 0.5}, (), {16: 1.05, 8: 1.02, 4: 1.01}, []),  # while faster
-        ({16: 1.05, 8: 1.02, 2: 0.9}, (), {16: 1.05, 8: 1.02}, [4]),  # while it fits
+        ({16: 1.05, 8: 1.02, 2: 0.9}, (), {16: 1.05, 8: 1.02}, []),  # while it fits
         ({16: 1.05, 8: 1.02, 4: 1.01, 2: 1.0}, (4,), {16: 1.05, 8: 1.02}, []),  # nothing fits with 4, nor with fewer
         ({16: 5.0, 8: 1.0}, (), {16: 5.0}, []),  # hopeless
         ({8: 1.0, 32: 1.0}, (), {}, [16]),
@@ -79,10 +79,11 @@ def test_numbers_go_down_from_that_of_the_best(
     planner = Priced(plan_=some_plan, seconds=seconds)
     best = _lasting(some_plan, 1.0, 16)
     manual = ManualPlans([planner], _request())
-    found = manual.plans(best, too_large=too_large)
-    assert {plan.num_microbatches: plan.prediction.step_seconds for plan in found} == tried
-    assert [str(problem) for problem in manual.problems] == [f"{number} do not fit." for number in refused]
-    assert manual.refusals == ({} if tried else {"priced": "16 do not fit."})
+    found = [*manual.plans(best, too_large=too_large)]
+    plans = [plan for plan in found if isinstance(plan, Plan)]
+    assert {plan.num_microbatches: plan.prediction.step_seconds for plan in plans} == tried
+    missing = [(name, str(error)) for name, error in found[len(plans) :]]
+    assert missing == [("priced", f"{number} do not fit.") for number in refused]
 
 
 def test_what_waits_longer_than_the_best_takes_is_not_planned(some_plan: Plan) -> None:
@@ -95,11 +96,11 @@ def test_what_waits_longer_than_the_best_takes_is_not_planned(some_plan: Plan) -
 
     seconds = some_plan.prediction.step_seconds
     planner, best = Waiting(plan_=some_plan, seconds={16: seconds, 8: seconds / 2}), _lasting(some_plan, seconds, 16)
-    manual = ManualPlans([planner], _request())
-    assert [plan.num_microbatches for plan in manual.plans(best)] == [16] and not manual.refusals
-    manual = ManualPlans([planner], _request())
-    assert not [*manual.plans(_lasting(some_plan, seconds, 8))]
-    assert "longer than the chosen plan" in manual.refusals["priced"]
+    (plan,) = ManualPlans([planner], _request()).plans(best)
+    assert isinstance(plan, Plan) and plan.num_microbatches == 16
+    (missing,) = ManualPlans([planner], _request()).plans(_lasting(some_plan, seconds, 8))
+    assert isinstance(missing, NoPlan) and missing.name == "priced"
+    assert "longer than the chosen plan" in str(missing.error)
 
 
 @pytest.mark.parametrize("number", [1, "auto"])

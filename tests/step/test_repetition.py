@@ -13,7 +13,8 @@ import pytest
 
 import alpa_lite as al
 from alpa_lite.cli.models.decoders import GPT
-from alpa_lite.inter_op.stage_costs import StageCosts, StagePlace
+from alpa_lite.inter_op.solved_stages import StagePlace
+from alpa_lite.inter_op.stage_costs import StageCosts
 from alpa_lite.program.phases import Phase, StepGraph
 from alpa_lite.rules.op_info import free_values
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh
@@ -149,6 +150,9 @@ def test_equal_layers_have_one_structure(num_layers: int, count: int) -> None:
     # Equal layers that are too few, or that do not divide, are cut anywhere.
     uneven = step_of([gated] * 17, [f"block{i:02d}" for i in range(17)])
     assert natural_cut(uneven, (1, 2, 4)).equal == "flops"
+    # Eight equal stages would not consist of whole layers, but all smaller numbers do.
+    most = step_of([gated] * 28, [f"block{i:02d}" for i in range(28)])
+    assert natural_cut(most, (1, 2, 4, 8)).num_layers == 28
     # The first layer has the embedding and the last one the loss. The sum for the norm starts in the first one.
     assert len(set(structures[1:-1])) == 1
 

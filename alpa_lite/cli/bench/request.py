@@ -20,10 +20,10 @@ import numpy as np
 import alpa_lite as al
 from alpa_lite.cli.command import count, positive, suggests
 from alpa_lite.cli.models.alpa_cases import CASES, PUBLISHED, Case
-from alpa_lite.cli.models.batches import Model, draw_batch
+from alpa_lite.cli.models.batches import draw_batch
 from alpa_lite.cli.models.decoders import Llama
 from alpa_lite.cli.models.encoders import BERT, Translator
-from alpa_lite.cli.models.model_parts import Tree
+from alpa_lite.cli.models.model_parts import Model, Tree
 from alpa_lite.cli.models.sequential_networks import CNN, MLP, alexnet, vgg16
 from alpa_lite.cli.models.skip_networks import ResNet, UNet
 from alpa_lite.cli.models.train import Adam, init_state, make_train_step

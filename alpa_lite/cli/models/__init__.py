@@ -10,7 +10,7 @@ Each model is one frozen dataclass (its sizes) with `init(key) -> params` and `l
 
 What they share:
 
-- `model_parts`: weights drawn from shapes, dropout and losses;
+- `model_parts`: their interface (`Model`), weights drawn from shapes, dropout and losses;
 - `batches`: random batches for all of them, and the text that the demo trains on;
 - `train`: builders of train steps, for any loss and any optimizer in the form of optax, and Adam;
 - `alpa_cases`: the models of Alpa's evaluation on its clusters, with their FLOPs as the paper counts them.

@@ -1,43 +1,19 @@
 """Batches to train on: random ones for any model, and windows of a text that every machine has.
 
-- `Model`: the interface of all models; its shapes and limits define a random batch (`draw_batch`);
+- `draw_batch`: a random batch of the shapes and limits of a model;
 - `load_text`: the source files of Python's standard library, byte by byte, so that the vocabulary is the 256 byte
   values; `text_batches` draws windows of it.
 """
 
 import os
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
 
 import jax
 import numpy as np
 
-from alpa_lite.cli.models.model_parts import Tree
-
-
-class Model(Protocol):
-    """The interface of all models."""
-
-    @property
-    def init(self) -> Callable[[jax.Array], Tree]:
-        """Draw the weights."""
-        ...
-
-    @property
-    def loss_fn(self) -> Callable[..., jax.Array]:
-        """The loss function, ``(params, batch, key=None) -> loss``."""
-        ...
-
-    @property
-    def limits(self) -> Mapping[str, int]:
-        """Return the exclusive upper bound of the integers of each array of a batch, by name."""
-        ...
-
-    def batch_shapes(self, batch_size: int) -> Mapping[str, jax.ShapeDtypeStruct]:
-        """Return the arrays of a batch of `batch_size` samples as shapes."""
-        ...
+from alpa_lite.cli.models.model_parts import Model
 
 
 def draw_batch(model: Model, batch_size: int, seed: int = 0) -> dict[str, np.ndarray]:
@@ -71,14 +47,9 @@ def source_files(root: Path) -> Iterator[Path]:
 
 
 def load_text(max_bytes: int = DEFAULT_MAX_BYTES, root: Path | None = None) -> np.ndarray:
-    """Concatenate source files until `max_bytes` are reached; files that cannot be read are skipped.
+    """Return the first `max_bytes` bytes, uint8, of the source files in a folder (None: Python's standard library).
 
-    Args:
-        max_bytes: length at which the text is cut.
-        root: folder to read; None means Python's standard library.
-
-    Returns:
-        ``[num_bytes]`` uint8, ``num_bytes <= max_bytes``.
+    Files that cannot be read are skipped.
     """
     chunks: list[bytes] = []
     missing = max_bytes
@@ -97,20 +68,10 @@ def load_text(max_bytes: int = DEFAULT_MAX_BYTES, root: Path | None = None) -> n
 def text_batches(
     num_steps: int, batch_size: int, seq_len: int, seed: int = 0, *, text: np.ndarray | None = None
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Draw random windows of the text; the targets are the tokens shifted by one.
+    """Yield random windows of a text as ``{"tokens", "targets"}``, both ``[batch_size, seq_len]`` int32.
 
-    Args:
-        num_steps: number of text_batches to yield.
-        batch_size: windows per batch.
-        seq_len: tokens per window.
-        seed: seed of the random windows; the same seed gives the same text_batches.
-        text: ``[num_bytes]`` bytes to draw from; None means `load_text`.
-
-    Yields:
-        ``{"tokens", "targets"}``, both ``[batch_size, seq_len]`` int32.
-
-    Raises:
-        ValueError: the text is shorter than one window.
+    The targets are the tokens shifted by one; `text` are bytes to draw from, by default those of `load_text`. Raises
+    ValueError if the text is shorter than one window.
     """
     data = load_text() if text is None else text
     if len(data) <= seq_len:

@@ -19,14 +19,13 @@ forms compute the same function (`stack_layers` and `unstack_layers` convert the
 `transformer` makes both, and many others, from options; these are what a user would write.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from alpa_lite.cli.models.model_parts import Reduction, Tree, cross_entropy, reduce_losses
+from alpa_lite.cli.models.model_parts import LanguageModel, Tree
 
 GPTParams = dict[str, Tree]
 """``token_embedding`` [vocab, hidden], ``position_embedding`` [seq, hidden], ``layers`` (a list of per-layer dicts, or
@@ -34,7 +33,7 @@ one dict of leaves with a leading layer dim), ``final_norm``, and ``head`` [hidd
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GPT:
+class GPT(LanguageModel):
     """Sizes and options of the transformer.
 
     Attributes:
@@ -81,58 +80,9 @@ class GPT:
             params["head"] = self._normal(head_key, (self.hidden, self.vocab_size))
         return params
 
-    def batch_shapes(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return the arrays of a batch as shapes.
-
-        Integer ``tokens`` and ``targets`` ``[batch, seq_len]``.
-        """
-        shape = jax.ShapeDtypeStruct((batch_size, self.seq_len), jnp.int32)
-        return {"tokens": shape, "targets": shape}
-
-    @property
-    def limits(self) -> dict[str, int]:
-        """Return the exclusive upper bound of the integers of each array of a batch, by name."""
-        return {"tokens": self.vocab_size, "targets": self.vocab_size}
-
-    def loss_fn(
-        self,
-        params: GPTParams,
-        batch: Mapping[str, jax.Array],
-        key: jax.Array | None = None,
-        *,
-        reduction: Reduction = "mean",
-    ) -> jax.Array:
-        """Next-token cross entropy, a float32 scalar; see `loss_and_metrics`."""
-        logits = self.logits(params, batch["tokens"], key)
-        return reduce_losses(cross_entropy(logits, batch["targets"]), reduction)
-
-    def loss_and_metrics(
-        self,
-        params: GPTParams,
-        batch: Mapping[str, jax.Array],
-        key: jax.Array | None = None,
-        *,
-        reduction: Reduction = "mean",
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Next-token cross entropy, and the accuracy as an auxiliary output.
-
-        Args:
-            params: from `init`.
-            batch: ``tokens`` and ``targets``, both ``[batch, seq_len]`` integers.
-            key: draws the dropout masks; None means no dropout.
-            reduction: of the loss over all tokens of the batch.
-
-        Returns:
-            The loss, and ``{"accuracy": float32 scalar}``.
-        """
-        logits = self.logits(params, batch["tokens"], key)
-        losses = cross_entropy(logits, batch["targets"])
-        accuracy = jnp.mean((jnp.argmax(logits, axis=-1) == batch["targets"]).astype(jnp.float32))
-        return reduce_losses(losses, reduction), {"accuracy": accuracy}
-
-    def logits(self, params: GPTParams, tokens: jax.Array, key: jax.Array | None = None) -> jax.Array:
+    def logits(self, params: GPTParams, inputs: jax.Array, key: jax.Array | None = None) -> jax.Array:
         """Return the logits of every token, ``[batch, seq_len] -> [batch, seq_len, vocab_size]``."""
-        x = _layer_norm(self.hidden_states(params, tokens, key), params["final_norm"])
+        x = _layer_norm(self.hidden_states(params, inputs, key), params["final_norm"])
         return x @ (params["token_embedding"].T if self.tied else params["head"])
 
     def hidden_states(self, params: GPTParams, tokens: jax.Array, key: jax.Array | None = None) -> jax.Array:
@@ -247,7 +197,7 @@ dim), ``final_norm`` [hidden] and ``head`` [hidden, vocab]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Llama:
+class Llama(LanguageModel):
     """Sizes and options of the transformer.
 
     Attributes:
@@ -300,40 +250,9 @@ class Llama:
             "head": _normal(head_key, (self.hidden, self.vocab_size)),
         }
 
-    def batch_shapes(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return the arrays of a batch as shapes.
-
-        Integer ``tokens`` and ``targets`` ``[batch, seq_len]``.
-        """
-        shape = jax.ShapeDtypeStruct((batch_size, self.seq_len), jnp.int32)
-        return {"tokens": shape, "targets": shape}
-
-    @property
-    def limits(self) -> dict[str, int]:
-        """Return the exclusive upper bound of the integers of each array of a batch, by name."""
-        return {"tokens": self.vocab_size, "targets": self.vocab_size}
-
-    def loss_fn(
-        self,
-        params: LlamaParams,
-        batch: Mapping[str, jax.Array],
-        key: jax.Array | None = None,
-        *,
-        reduction: Reduction = "mean",
-    ) -> jax.Array:
-        """Next-token cross entropy, a float32 scalar.
-
-        Args:
-            params: from `init`.
-            batch: ``tokens`` and ``targets``, both ``[batch, seq_len]`` integers.
-            key: unused; nothing is drawn.
-            reduction: of the loss over all tokens of the batch.
-        """
-        return reduce_losses(cross_entropy(self.logits(params, batch["tokens"]), batch["targets"]), reduction)
-
-    def logits(self, params: LlamaParams, tokens: jax.Array) -> jax.Array:
-        """Return the logits of every token, ``[batch, seq_len] -> [batch, seq_len, vocab_size]``."""
-        x = _rms_norm(self.hidden_states(params, tokens), params["final_norm"])
+    def logits(self, params: LlamaParams, inputs: jax.Array, key: jax.Array | None = None) -> jax.Array:
+        """Return the logits of every token, ``[batch, seq_len] -> [batch, seq_len, vocab_size]``; no key is used."""
+        x = _rms_norm(self.hidden_states(params, inputs), params["final_norm"])
         return x @ params["head"].astype(self.dtype)
 
     def hidden_states(self, params: LlamaParams, tokens: jax.Array) -> jax.Array:

@@ -36,9 +36,9 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from alpa_lite.cli.models.model_parts import (
+    Model,
     Reduction,
     Tree,
-    count_weights,
     cross_entropy,
     draw_weights,
     drop,
@@ -52,7 +52,7 @@ two heads ``words`` and ``follows``; ``layers``: a list of segments with leaves 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BERT:
+class BERT(Model):
     """Sizes and options.
 
     Attributes:
@@ -83,10 +83,6 @@ class BERT:
         """Draw the weights: normal(0.02); norms start at one, biases at zero."""
         return draw_weights(key, self._shapes(), jnp.float32, self.num_segments)
 
-    def parameter_count(self) -> int:
-        """Return the number of weights."""
-        return count_weights(self._shapes())
-
     def batch_shapes(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Return the arrays of a batch as shapes.
 
@@ -102,7 +98,7 @@ class BERT:
 
     @property
     def limits(self) -> dict[str, int]:
-        """Return the exclusive upper bound of the integers of each array of a batch, by name."""
+        """The exclusive upper bound of the integers of each array of a batch, by name."""
         return {
             "tokens": self.vocab_size,
             "types": 2,
@@ -120,14 +116,7 @@ class BERT:
         *,
         reduction: Reduction = "mean",
     ) -> jax.Array:
-        """Both losses together, a float32 scalar.
-
-        Args:
-            params: from `init`.
-            batch: arrays of the names and shapes of `batch_shapes`.
-            key: draws the dropout masks; None means no dropout.
-            reduction: over the batch; the mean over masked words is weighted.
-        """
+        """Return both losses together, a float32 scalar; the mean over masked words is weighted."""
         x = self.hidden_states(params, batch, key)
         words = batch["weights"] * self._word_losses(params, x, batch)
         follows = reduce_losses(self._follows_losses(params, x, batch), reduction)
@@ -238,7 +227,7 @@ State = tuple[jax.Array, jax.Array]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Translator:
+class Translator(Model):
     """Sizes of the model; encoder and decoder have `num_layers` layers each."""
 
     source_vocab: int = 50000
@@ -258,10 +247,6 @@ class Translator:
         drawn = [jax.random.uniform(k, s, jnp.float32, -0.1, 0.1) for k, s in zip(keys, leaves, strict=True)]
         return jax.tree.unflatten(structure, drawn)
 
-    def parameter_count(self) -> int:
-        """Return the number of weights."""
-        return count_weights(self._shapes())
-
     def batch_shapes(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Return the arrays of a batch as shapes.
 
@@ -279,7 +264,7 @@ class Translator:
 
     @property
     def limits(self) -> dict[str, int]:
-        """Return the exclusive upper bound of the integers of each array of a batch, by name."""
+        """The exclusive upper bound of the integers of each array of a batch, by name."""
         return {"source": self.source_vocab, "inputs": self.target_vocab, "targets": self.target_vocab}
 
     def loss_fn(
@@ -292,13 +277,8 @@ class Translator:
     ) -> jax.Array:
         """Return the cross entropy of each word of the translation, given the previous ones; a float32 scalar.
 
-        Args:
-            params: from `init`.
-            batch: arrays of the names and shapes of `batch_shapes`.
-            key: unused (nothing is drawn); all models have the same signature.
-            reduction: over the words with a weight.
+        The mean is over the words with a weight.
         """
-        del key
         total = jnp.sum(batch["weights"] * cross_entropy(self.logits(params, batch), batch["targets"]))
         return total / jnp.sum(batch["weights"]) if reduction == "mean" else total
 
@@ -374,15 +354,9 @@ class Translator:
 
 
 def lstm_cell(weights: TranslatorParams, state: State, given: jax.Array) -> tuple[State, jax.Array]:
-    """Compute one step of a layer (Hochreiter and Schmidhuber 1997, with forget gates).
+    """Return a layer's new state after one step, and its output (Hochreiter and Schmidhuber 1997, with forget gates).
 
-    Args:
-        weights: weights of the cell; only ``w_h`` is used here.
-        state: previous output and cell state, ``[batch, hidden]`` each.
-        given: contribution of the input, bias included, ``[batch, 4 hidden]``.
-
-    Returns:
-        The new state, and its output.
+    Only ``w_h`` of the weights is used; `given` is what the input contributes, bias included, ``[batch, 4 hidden]``.
     """
     # Gates are columns of one product, so that a step is one contraction instead of four.
     output, cell = state

@@ -1,15 +1,18 @@
-"""What the models share: weights drawn from shapes, dropout, and losses.
+"""What the models share: their interface, weights drawn from shapes, dropout, and losses.
 
-- weights: the name of a shape in a tree decides how it is drawn: ``scale`` as ones, ``bias``, ``b``, ``b_*`` and
+- interface: `Model`, and `Classifier` of images or tokens;
+- weights of layers with ``w`` and ``b``: He initialisation, and zeros (`draw_layers`);
+- other weights: the name of a shape in a tree decides how it is drawn: ``scale`` as ones, ``bias``, ``b``, ``b_*`` and
   ``vocab_bias`` as zeros, anything else normal(0.02) (`draw_weights`);
 - dropout: masks of one byte per number (`drop`);
 - cross entropy: ``losses = -log_softmax(logits)[label]`` (`cross_entropy`), in float32;
 - reduction: ``mean(losses)`` or ``sum(losses)`` (`reduce_losses`).
 """
 
-from collections.abc import Hashable
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Mapping
 from math import prod
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -22,24 +25,27 @@ Shapes = Tree
 """A pytree of dicts and lists whose leaves are shapes."""
 
 
-def count_weights(shapes: Shapes) -> int:
-    """Return the number of weights."""
-    return sum(prod(shape) for shape in jax.tree.leaves(shapes, is_leaf=_is_shape))
-
-
 def stacked_shapes(shapes: Shapes, size: int) -> Shapes:
     """Return the shapes of `size` trees of these shapes, stacked along a leading dim."""
     return jax.tree.map(lambda shape: (size, *shape), shapes, is_leaf=_is_shape)
 
 
-def draw_weights(key: jax.Array, shapes: Shapes, dtype: DTypeLike, num_segments: int) -> dict[str, Tree]:
-    """Draw weights of these shapes.
+def draw_layers(key: jax.Array, shapes: Shapes, dtype: DTypeLike = jnp.float32) -> Tree:
+    """Draw ``{"w": [..., in, out], "b": [out]}`` for each shape of a ``w``: He initialisation, zero biases."""
 
-    Args:
-        key: the random key.
-        shapes: a dict whose ``layers``, and those of its ``encoder`` if there is one, are stacked.
-        dtype: dtype of the weights.
-        num_segments: number of segments into which ``layers`` is split, as a list; the weights do not depend on it.
+    def layer(key: jax.Array, shape: tuple[int, ...]) -> dict[str, jax.Array]:
+        # With a variance of 2 / inputs, relu preserves the variance of activations (He et al. 2015).
+        weights = jax.random.normal(key, shape, dtype) * (2.0 / prod(shape[:-1])) ** 0.5
+        return {"w": weights, "b": jnp.zeros(shape[-1:], dtype)}
+
+    leaves, structure = jax.tree.flatten(shapes, is_leaf=_is_shape)
+    return jax.tree.unflatten(structure, map(layer, jax.random.split(key, len(leaves)), leaves))
+
+
+def draw_weights(key: jax.Array, shapes: Shapes, dtype: DTypeLike, num_segments: int) -> dict[str, Tree]:
+    """Draw weights of shapes in a dict whose ``layers``, and those of its ``encoder`` if there is one, are stacked.
+
+    ``layers`` are split into a list of `num_segments` segments, on which the weights do not depend.
     """
     keys = iter(jax.random.split(key, len(jax.tree.leaves(shapes, is_leaf=_is_shape))))
 
@@ -97,15 +103,7 @@ Reduction = Literal["mean", "sum"]
 
 @jax.named_scope("cross_entropy")
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """Return the cross entropy of each label.
-
-    Args:
-        logits: ``[..., num_classes]``, any float dtype.
-        labels: ``[...]`` integers in ``[0, num_classes)``.
-
-    Returns:
-        ``[...]`` float32, in nats.
-    """
+    """Return the cross entropy of each label, float32 in nats: ``[..., num_classes], [...] -> [...]``."""
     log_probs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
     chosen = labels[..., None] == jnp.arange(logits.shape[-1])
     # A masked sum is fused, stays in parts where the classes are split, and has no gradient that must be scattered.
@@ -119,3 +117,114 @@ def reduce_losses(losses: jax.Array, reduction: Reduction) -> jax.Array:
     if reduction == "sum":
         return jnp.sum(losses)
     raise ValueError(f"The reduction of a loss is 'mean' or 'sum'; got {reduction!r}.")
+
+
+class Model(ABC):
+    """The interface of all models, which are frozen dataclasses of their sizes."""
+
+    @abstractmethod
+    def init(self, key: jax.Array) -> Tree:
+        """Draw the weights."""
+
+    @abstractmethod
+    def batch_shapes(self, batch_size: int) -> Mapping[str, jax.ShapeDtypeStruct]:
+        """Return the arrays of a batch of `batch_size` samples as shapes."""
+
+    @property
+    def limits(self) -> Mapping[str, int]:
+        """The exclusive upper bound of the integers of each array of a batch, by name."""
+        return {}
+
+    @abstractmethod
+    def loss_fn(
+        self,
+        params: Tree,
+        batch: Mapping[str, jax.Array],
+        key: jax.Array | None = None,
+        *,
+        reduction: Reduction = "mean",
+    ) -> jax.Array:
+        """Return the loss of a batch, a float32 scalar.
+
+        Args:
+            params: from `init`.
+            batch: arrays of the names and shapes of `batch_shapes`.
+            key: draws the dropout masks; None means no dropout. Models that draw nothing take it too.
+            reduction: of the losses of all predictions of the batch.
+        """
+
+    def parameter_count(self) -> int:
+        """Return the number of weights."""
+        return sum(prod(leaf.shape) for leaf in jax.tree.leaves(jax.eval_shape(self.init, jax.random.key(0))))
+
+
+class Classifier(Model):
+    """A model whose loss is the cross entropy of its logits; the class variables name two arrays of a batch."""
+
+    inputs: ClassVar[str]
+    labels: ClassVar[str]
+
+    @abstractmethod
+    def logits(self, params: Tree, inputs: jax.Array, key: jax.Array | None = None) -> jax.Array:
+        """Return the logits of the classes, ``[..., num_classes]``; a key draws dropout masks."""
+
+    def loss_fn(
+        self,
+        params: Tree,
+        batch: Mapping[str, jax.Array],
+        key: jax.Array | None = None,
+        *,
+        reduction: Reduction = "mean",
+    ) -> jax.Array:
+        """Return the cross entropy of the labels, a float32 scalar."""
+        return reduce_losses(cross_entropy(self.logits(params, batch[self.inputs], key), batch[self.labels]), reduction)
+
+    def loss_and_metrics(
+        self,
+        params: Tree,
+        batch: Mapping[str, jax.Array],
+        key: jax.Array | None = None,
+        *,
+        reduction: Reduction = "mean",
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Return the loss of `loss_fn`, and ``{"accuracy": float32 scalar}`` as an auxiliary output."""
+        logits = self.logits(params, batch[self.inputs], key)
+        losses = cross_entropy(logits, batch[self.labels])
+        accuracy = jnp.mean((jnp.argmax(logits, axis=-1) == batch[self.labels]).astype(jnp.float32))
+        return reduce_losses(losses, reduction), {"accuracy": accuracy}
+
+
+class ImageClassifier(Classifier):
+    """A classifier of square images."""
+
+    inputs, labels = "images", "labels"
+    image_size: int
+    num_classes: int
+    dtype: DTypeLike
+
+    def batch_shapes(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """Return ``images`` ``[batch, image_size, image_size, 3]`` and integer ``labels`` ``[batch]`` as shapes."""
+        images = jax.ShapeDtypeStruct((batch_size, self.image_size, self.image_size, 3), self.dtype)
+        return {"images": images, "labels": jax.ShapeDtypeStruct((batch_size,), jnp.int32)}
+
+    @property
+    def limits(self) -> dict[str, int]:
+        """The exclusive upper bound of the labels."""
+        return {"labels": self.num_classes}
+
+
+class LanguageModel(Classifier):
+    """A model that predicts the next token of a sequence."""
+
+    inputs, labels = "tokens", "targets"
+    vocab_size: int
+    seq_len: int
+
+    def batch_shapes(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """Return the integer arrays ``tokens`` and ``targets``, ``[batch, seq_len]``, as shapes."""
+        return dict.fromkeys(("tokens", "targets"), jax.ShapeDtypeStruct((batch_size, self.seq_len), jnp.int32))
+
+    @property
+    def limits(self) -> dict[str, int]:
+        """The exclusive upper bound of the tokens and of the targets."""
+        return dict.fromkeys(("tokens", "targets"), self.vocab_size)

@@ -19,21 +19,20 @@ that doubles the channels, then global average pool and a dense layer.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from math import prod
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from alpa_lite.cli.models.model_parts import Reduction, Tree, cross_entropy, drop, reduce_losses
+from alpa_lite.cli.models.model_parts import ImageClassifier, Model, Reduction, Tree, draw_layers, drop, reduce_losses
 
 MLPParams = list[dict[str, jax.Array]]
 """One ``{"w": [in, out], "b": [out]}`` per layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MLP:
+class MLP(Model):
     """Sizes of the perceptron; `num_layers` counts the dense layers, the output layer included."""
 
     in_features: int = 64
@@ -54,29 +53,13 @@ class MLP:
 
     def init(self, key: jax.Array) -> MLPParams:
         """Draw the weights (He initialisation, zero biases)."""
-        params: MLPParams = []
-        # He initialisation (He et al. 2015): with a variance of 2 / inputs, relu preserves the variance of activations.
-        for layer_key, fan_in, fan_out in zip(
-            jax.random.split(key, self.num_layers), self.features[:-1], self.features[1:], strict=True
-        ):
-            layer = {"w": jax.random.normal(layer_key, (fan_in, fan_out), self.dtype) * (2.0 / fan_in) ** 0.5}
-            if self.use_bias:
-                layer["b"] = jnp.zeros((fan_out,), self.dtype)
-            params.append(layer)
-        return params
+        params: MLPParams = draw_layers(key, list(pairwise(self.features)), self.dtype)
+        return params if self.use_bias else [{"w": layer["w"]} for layer in params]
 
     def batch_shapes(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return the arrays of a batch as shapes.
-
-        ``inputs`` ``[batch, in_features]``, ``targets`` ``[batch, out_features]``.
-        """
+        """Return ``inputs`` ``[batch, in_features]`` and ``targets`` ``[batch, out_features]`` as shapes."""
         widths = {"inputs": self.in_features, "targets": self.out_features}
         return {name: jax.ShapeDtypeStruct((batch_size, width), jnp.float32) for name, width in widths.items()}
-
-    @property
-    def limits(self) -> dict[str, int]:
-        """Return the exclusive upper bound of the integers of each array of a batch, by name."""
-        return {}
 
     def apply(self, params: MLPParams, inputs: jax.Array) -> jax.Array:
         """Return the outputs, ``[batch, in_features] -> [batch, out_features]``."""
@@ -98,18 +81,7 @@ class MLP:
         *,
         reduction: Reduction = "mean",
     ) -> jax.Array:
-        """Squared error over every output of every example.
-
-        Args:
-            params: from `init`.
-            batch: ``inputs`` ``[batch, in_features]`` and ``targets`` ``[batch, out_features]``.
-            key: unused (the model draws nothing); all models have the same signature.
-            reduction: over examples and outputs.
-
-        Returns:
-            A float32 scalar.
-        """
-        del key
+        """Return the squared error over every output of every example, a float32 scalar."""
         # In float32, since squares of small differences underflow in half precision.
         errors = (self.apply(params, batch["inputs"]) - batch["targets"]).astype(jnp.float32)
         return reduce_losses(jnp.square(errors), reduction)
@@ -120,11 +92,10 @@ CNNParams = dict[str, Tree]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CNN:
+class CNN(ImageClassifier):
     """Sizes of the network; `num_blocks` counts the strided convolutions after the stem."""
 
     image_size: int = 32
-    in_channels: int = 3
     channels: int = 16
     num_blocks: int = 2
     num_classes: int = 10
@@ -135,7 +106,7 @@ class CNN:
         stem_key, dense_key, *block_keys = jax.random.split(key, 2 + self.num_blocks)
         widths = [self.channels * 2**i for i in range(self.num_blocks + 1)]
         return {
-            "stem": self._init_conv(stem_key, self.in_channels, widths[0]),
+            "stem": self._init_conv(stem_key, 3, widths[0]),
             "blocks": [self._init_conv(k, i, o) for k, i, o in zip(block_keys, widths[:-1], widths[1:], strict=True)],
             "dense": {
                 # Without the factor of 2 of He initialisation, which makes up for a relu that does not follow here.
@@ -144,25 +115,9 @@ class CNN:
             },
         }
 
-    def batch_shapes(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return the arrays of a batch as shapes.
-
-        ``images`` ``[batch, image_size, image_size, in_channels]``, integer ``labels``.
-        """
-        shape = (batch_size, self.image_size, self.image_size, self.in_channels)
-        return {
-            "images": jax.ShapeDtypeStruct(shape, self.dtype),
-            "labels": jax.ShapeDtypeStruct((batch_size,), jnp.int32),
-        }
-
-    @property
-    def limits(self) -> dict[str, int]:
-        """Return the exclusive upper bound of the integers of each array of a batch, by name."""
-        return {"labels": self.num_classes}
-
-    def apply(self, params: CNNParams, images: jax.Array) -> jax.Array:
-        """Return the logits, ``[batch, image_size, image_size, in_channels] -> [batch, num_classes]``."""
-        x = _conv(images.astype(self.dtype), params["stem"], stride=1)
+    def logits(self, params: CNNParams, inputs: jax.Array, key: jax.Array | None = None) -> jax.Array:
+        """Return the logits, ``[batch, image_size, image_size, 3] -> [batch, num_classes]``; no key is used."""
+        x = _conv(inputs.astype(self.dtype), params["stem"], stride=1)
         # JAX recognises max pooling by this pair of start value and function, and has a gradient for it.
         x = lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
         for block in params["blocks"]:
@@ -170,42 +125,6 @@ class CNN:
         # Pooled over all pixels, the classifier is independent of the size of images.
         x = jnp.mean(x, axis=(1, 2))
         return x @ params["dense"]["w"] + params["dense"]["b"]
-
-    def loss_fn(
-        self,
-        params: CNNParams,
-        batch: Mapping[str, jax.Array],
-        key: jax.Array | None = None,
-        *,
-        reduction: Reduction = "mean",
-    ) -> jax.Array:
-        """Cross entropy of the labels, a float32 scalar; see `loss_and_metrics`."""
-        return self.loss_and_metrics(params, batch, key, reduction=reduction)[0]
-
-    def loss_and_metrics(
-        self,
-        params: CNNParams,
-        batch: Mapping[str, jax.Array],
-        key: jax.Array | None = None,
-        *,
-        reduction: Reduction = "mean",
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Cross entropy, and the accuracy as an auxiliary output.
-
-        Args:
-            params: from `init`.
-            batch: ``images`` ``[batch, image_size, image_size, in_channels]`` and ``labels`` ``[batch]`` integers.
-            key: unused (the model draws nothing); all models have the same signature.
-            reduction: of the loss over the examples.
-
-        Returns:
-            The loss, and ``{"accuracy": float32 scalar}``.
-        """
-        del key
-        logits = self.apply(params, batch["images"])
-        losses = cross_entropy(logits, batch["labels"])
-        accuracy = jnp.mean((jnp.argmax(logits, axis=-1) == batch["labels"]).astype(jnp.float32))
-        return reduce_losses(losses, reduction), {"accuracy": accuracy}
 
     def _init_conv(self, key: jax.Array, fan_in: int, fan_out: int) -> dict[str, jax.Array]:
         # Every output sums over 3 × 3 pixels of all input channels.
@@ -239,7 +158,7 @@ class Convolution:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConvNet:
+class ConvNet(ImageClassifier):
     """Sizes of the network.
 
     Attributes:
@@ -258,56 +177,11 @@ class ConvNet:
 
     def init(self, key: jax.Array) -> ConvNetParams:
         """Draw the weights (He initialisation, zero biases)."""
-        shapes = self._shapes()
-        # One key per layer, in the order of the shapes.
-        keys = iter(jax.random.split(key, sum(map(len, shapes.values()))))
+        return draw_layers(key, self._shapes())
 
-        def layer(shape: tuple[int, ...]) -> dict[str, jax.Array]:
-            weights = jax.random.normal(next(keys), shape, jnp.float32) * (2.0 / prod(shape[:-1])) ** 0.5
-            return {"w": weights, "b": jnp.zeros(shape[-1:], jnp.float32)}
-
-        return {name: [layer(shape) for shape in some] for name, some in shapes.items()}
-
-    def parameter_count(self) -> int:
-        """Return the number of weights."""
-        return sum(prod(shape) + shape[-1] for some in self._shapes().values() for shape in some)
-
-    def batch_shapes(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return the arrays of a batch as shapes.
-
-        ``images`` ``[batch, image_size, image_size, 3]``, integer ``labels`` ``[batch]``.
-        """
-        return {
-            "images": jax.ShapeDtypeStruct((batch_size, self.image_size, self.image_size, 3), jnp.float32),
-            "labels": jax.ShapeDtypeStruct((batch_size,), jnp.int32),
-        }
-
-    @property
-    def limits(self) -> dict[str, int]:
-        """Return the exclusive upper bound of the integers of each array of a batch, by name."""
-        return {"labels": self.num_classes}
-
-    def loss_fn(
-        self,
-        params: ConvNetParams,
-        batch: Mapping[str, jax.Array],
-        key: jax.Array | None = None,
-        *,
-        reduction: Reduction = "mean",
-    ) -> jax.Array:
-        """Cross entropy of the labels, a float32 scalar.
-
-        Args:
-            params: from `init`.
-            batch: arrays of the names and shapes of `batch_shapes`.
-            key: draws the dropout masks; None means no dropout.
-            reduction: of the loss over the images.
-        """
-        return reduce_losses(cross_entropy(self.logits(params, batch["images"], key), batch["labels"]), reduction)
-
-    def logits(self, params: ConvNetParams, images: jax.Array, key: jax.Array | None = None) -> jax.Array:
+    def logits(self, params: ConvNetParams, inputs: jax.Array, key: jax.Array | None = None) -> jax.Array:
         """Return the logits, ``[batch, image_size, image_size, 3] -> [batch, num_classes]``."""
-        x, window = images.astype(self.dtype), (1, self.pool_window, self.pool_window, 1)
+        x, window = inputs.astype(self.dtype), (1, self.pool_window, self.pool_window, 1)
         for layer, weights in zip(self.convolutions, params["convolutions"], strict=True):
             x = lax.conv_general_dilated(
                 x,

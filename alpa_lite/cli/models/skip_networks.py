@@ -40,7 +40,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from alpa_lite.cli.models.model_parts import Reduction, Tree, cross_entropy, reduce_losses
+from alpa_lite.cli.models.model_parts import (
+    ImageClassifier,
+    Model,
+    Reduction,
+    Tree,
+    cross_entropy,
+    draw_layers,
+    reduce_losses,
+)
 
 UNetParams = dict[str, Tree]
 """``down`` (the bottom included) and ``up``: lists of ``{"first", "second"}`` and in ``up`` ``"widen"``, each a
@@ -48,7 +56,7 @@ convolution ``{"w": [h, w, in, out], "b": [out]}``, as is ``head``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UNet:
+class UNet(Model):
     """Sizes of the network; `depth` counts the poolings, `channels` is the width of the uppermost level."""
 
     image_size: int = 572
@@ -65,21 +73,7 @@ class UNet:
 
     def init(self, key: jax.Array) -> UNetParams:
         """Draw the weights (He initialisation, zero biases)."""
-        shapes = self._shapes()
-        leaves, structure = jax.tree.flatten(shapes, is_leaf=lambda node: isinstance(node, tuple))
-        convolutions = [
-            {
-                "w": jax.random.normal(k, shape, jnp.float32) * (2.0 / prod(shape[:-1])) ** 0.5,
-                "b": jnp.zeros(shape[-1:], jnp.float32),
-            }
-            for k, shape in zip(jax.random.split(key, len(leaves)), leaves, strict=True)
-        ]
-        return jax.tree.unflatten(structure, convolutions)
-
-    def parameter_count(self) -> int:
-        """Return the number of weights."""
-        shapes = jax.tree.leaves(self._shapes(), is_leaf=lambda node: isinstance(node, tuple))
-        return sum(prod(shape) + shape[-1] for shape in shapes)
+        return draw_layers(key, self._shapes())
 
     @property
     def label_size(self) -> int:
@@ -102,7 +96,7 @@ class UNet:
 
     @property
     def limits(self) -> dict[str, int]:
-        """Return the exclusive upper bound of the integers of each array of a batch, by name."""
+        """The exclusive upper bound of the labels."""
         return {"labels": self.num_classes}
 
     def loss_fn(
@@ -113,15 +107,7 @@ class UNet:
         *,
         reduction: Reduction = "mean",
     ) -> jax.Array:
-        """Weighted cross entropy of the pixels, a float32 scalar.
-
-        Args:
-            params: from `init`.
-            batch: arrays of the names and shapes of `batch_shapes`.
-            key: unused (nothing is drawn); all models have the same signature.
-            reduction: over all pixels of the batch.
-        """
-        del key
+        """Return the weighted cross entropy of the pixels, a float32 scalar."""
         losses = cross_entropy(self.logits(params, batch["images"]), batch["labels"])
         return reduce_losses(batch["weights"] * losses, reduction)
 
@@ -201,7 +187,7 @@ has ``reduce``, ``conv``, ``expand`` and, where shapes differ, ``project``. ``de
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ResNet:
+class ResNet(ImageClassifier):
     """Sizes of the network.
 
     Attributes:
@@ -258,46 +244,8 @@ class ResNet:
         bias = jnp.zeros((self.num_classes,), self.param_dtype)
         return {"stem": stem, "blocks": blocks, "dense": {"w": dense, "b": bias}}
 
-    def parameter_count(self) -> int:
-        """Return the number of weights, including the norms."""
-        return sum(prod(leaf.shape) for leaf in jax.tree.leaves(jax.eval_shape(self.init, jax.random.key(0))))
-
-    def batch_shapes(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return the arrays of a batch as shapes.
-
-        ``images`` ``[batch, image_size, image_size, 3]``, integer ``labels`` ``[batch]``.
-        """
-        return {
-            "images": jax.ShapeDtypeStruct((batch_size, self.image_size, self.image_size, 3), self.dtype),
-            "labels": jax.ShapeDtypeStruct((batch_size,), jnp.int32),
-        }
-
-    @property
-    def limits(self) -> dict[str, int]:
-        """Return the exclusive upper bound of the integers of each array of a batch, by name."""
-        return {"labels": self.num_classes}
-
-    def loss_fn(
-        self,
-        params: ResNetParams,
-        batch: Mapping[str, jax.Array],
-        key: jax.Array | None = None,
-        *,
-        reduction: Reduction = "mean",
-    ) -> jax.Array:
-        """Cross entropy of the labels, a float32 scalar.
-
-        Args:
-            params: from `init`.
-            batch: arrays of the names and shapes of `batch_shapes`.
-            key: unused (the model draws nothing); all models have the same signature.
-            reduction: of the loss over the images.
-        """
-        del key
-        return reduce_losses(cross_entropy(self.logits(params, batch["images"]), batch["labels"]), reduction)
-
-    def logits(self, params: ResNetParams, images: jax.Array) -> jax.Array:
-        """Return the logits, ``[batch, image_size, image_size, 3] -> [batch, num_classes]``."""
+    def logits(self, params: ResNetParams, inputs: jax.Array, key: jax.Array | None = None) -> jax.Array:
+        """Return the logits, ``[batch, image_size, image_size, 3] -> [batch, num_classes]``; no key is used."""
         # Before the stem, so that every use of a weight reads the same narrow copy.
         weights = jax.tree.map(lambda w: w.astype(self.dtype), params)
         # Traced once per shape: the network has many convolutions of few shapes.
@@ -305,7 +253,7 @@ class ResNet:
         stem, bottleneck = partial(self._stem, unit), partial(self._bottleneck, unit)
         if self.recompute:
             stem, bottleneck = jax.checkpoint(stem), jax.checkpoint(bottleneck, static_argnums=2)
-        x = stem(images.astype(self.dtype), weights["stem"])
+        x = stem(inputs.astype(self.dtype), weights["stem"])
         for i, block in enumerate(weights["blocks"]):
             x = bottleneck(x, block, 2 if i > 0 and block_starts(i, self.stage_sizes) else 1)
         return jnp.mean(x, axis=(1, 2)) @ weights["dense"]["w"] + weights["dense"]["b"]

@@ -33,9 +33,9 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from alpa_lite.cli.models.model_parts import (
+    Model,
     Reduction,
     Tree,
-    count_weights,
     cross_entropy,
     draw_weights,
     drop,
@@ -135,7 +135,7 @@ class Encoder:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Transformer:
+class Transformer(Model):
     """Sizes and options of the model.
 
     Attributes:
@@ -190,10 +190,6 @@ class Transformer:
         """Draw the weights: normal(0.02); norms start at one, biases at zero. They do not depend on `num_segments`."""
         return draw_weights(key, self._shapes(), self.computation.param_dtype, self.computation.num_segments)
 
-    def parameter_count(self) -> int:
-        """Return the number of weights."""
-        return count_weights(self._shapes())
-
     def batch_shapes(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Return the arrays of a batch of so many sequences as shapes; all hold integers.
 
@@ -214,7 +210,7 @@ class Transformer:
 
     @property
     def limits(self) -> dict[str, int]:
-        """Return the exclusive upper bound of the integers of each array of a batch, by name."""
+        """The exclusive upper bound of the integers of each array of a batch, by name."""
         return {
             **dict.fromkeys(("tokens", "targets", "inputs"), self.vocab_size),
             **dict.fromkeys(("types", "follows"), 2),
@@ -229,14 +225,7 @@ class Transformer:
         *,
         reduction: Reduction = "mean",
     ) -> jax.Array:
-        """Cross entropy of the predictions, a float32 scalar.
-
-        Args:
-            params: from `init`.
-            batch: arrays of the names and shapes of `batch_shapes`.
-            key: draws the dropout masks; None means no dropout.
-            reduction: of the loss over all predictions of the batch; the masked objective adds that over the sequences.
-        """
+        """Return the cross entropy of the predictions; the masked objective adds that of the sequences."""
         x = self.hidden_states(params, batch, key)
         if self.num_masked is None:
             return reduce_losses(cross_entropy(self._logits(params, x), batch["targets"]), reduction)

@@ -22,8 +22,7 @@ from alpa_lite.inspection.why.stage_problem import Given, StageProblem
 from alpa_lite.inter_op.space import meshes_of
 from alpa_lite.intra_op.problem import Status
 from alpa_lite.intra_op.shortage import shortage_of
-from alpa_lite.intra_op.solve import StageSolution
-from alpa_lite.intra_op.stage import Key
+from alpa_lite.intra_op.stage import Key, StageSolution
 from alpa_lite.plan.plan import OpPlacement
 from alpa_lite.plan.walk import placed_specs
 from alpa_lite.sharding.meshes import LogicalMesh

@@ -18,9 +18,8 @@ from alpa_lite.inter_op.assembly import StagedStep, predict
 from alpa_lite.inter_op.boundaries import stacks_at_rest
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.inter_op.shared_devices import held_at_peak
-from alpa_lite.inter_op.stage_costs import PlacedStage
-from alpa_lite.intra_op.solve import StageSolution
-from alpa_lite.intra_op.stage import StageView, remap
+from alpa_lite.inter_op.solved_stages import PlacedStage
+from alpa_lite.intra_op.stage import StageSolution, StageView, remap
 from alpa_lite.plan.plan import Plan, Prediction
 from alpa_lite.plan.pricing import Pricer
 from alpa_lite.program.phases import StepGraph
@@ -113,7 +112,7 @@ class Repricing:
             in_two=splits_backward(tasks),
             placed=stage if same else None,
             # With another border the axes keep the uses that they have in the plan; another mesh has other axes.
-            restriction=None if same or mesh != stage.mesh_shape else self.stages[number].used_restriction,
+            restriction=None if same or mesh != stage.mesh_shape else self.stages[number].builder.catalogue.restriction,
         )
 
     def _tasks(self, number: int) -> tuple[Task, ...]:

@@ -46,6 +46,7 @@ from alpa_lite.runtime.job.activity import busy
 from alpa_lite.runtime.job.consensus import Stopping, agreed_data, everywhere, reason_of, shared_error
 from alpa_lite.runtime.job.launched import summary
 from alpa_lite.runtime.job.shutdown import leaving
+from alpa_lite.text import show_first
 from cost_models.checks import excerpt
 
 if TYPE_CHECKING:  # it needs Orbax, which is imported only when a checkpoint is written or read
@@ -121,8 +122,7 @@ class Checkpoints:
 
     @property
     def set_aside(self) -> tuple[Path, ...]:
-        """Return the folders of checkpoints that no longer count: of abandoned branches (`3000.aside`), or damaged ones
-        (`3000.damaged`).
+        """Return the folders that no longer count: of abandoned branches (`3000.aside`), or damaged (`3000.damaged`).
 
         They are never removed. One counts again when it is renamed to its step and `steps` holds no lower one that was
         saved later.
@@ -130,8 +130,7 @@ class Checkpoints:
         return self._files.set_aside()
 
     def parent(self, step: int) -> int | None:
-        """Return the step that the run which saved `step` had restored or saved before; None if there was none, or
-        unknown.
+        """Return the step that the run which saved `step` had restored or saved before; None: none, or unknown.
 
         Raises:
             CheckpointError: there is no such step.
@@ -248,8 +247,7 @@ class Checkpoints:
     def wait(self) -> None:
         """Wait for a running save: it is on disk then, and survives a loss of power.
 
-        Raises:
-            CheckpointError: it failed; earlier checkpoints stay.
+        Raises `CheckpointError` if it failed; earlier checkpoints stay.
         """
         if self._pending is None:
             return
@@ -313,13 +311,10 @@ class Checkpoints:
         with busy("checking a checkpoint"):
             mine = self._damage(step, verify)
         problems = [*dict.fromkeys(problem for part in everywhere(mine) for problem in part)]
-        more = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        return ", ".join(problems[:_SHOWN]) + more
+        return show_first(problems, _SHOWN)
 
     def _damage(self, step: int, verify: bool) -> list[str]:
-        """Return the damage in this process's part. Sizes are checked before contents, which it might take days to
-        read.
-        """
+        """Return the damage in this process's part: first of sizes, as reading the contents might take days."""
         there = self._files.branch().get(step)
         if there is None:
             return ["it is no longer there"]

@@ -143,9 +143,7 @@ class Binder:
         )
 
     def _runs_here(self, instruction: Instruction) -> bool:
-        """Return True if this process takes part in an instruction: any process may hold a part of an argument to
-        place.
-        """
+        """Return True if this process takes part in an instruction; any may hold a part of an argument to place."""
         if instruction.kind == InstructionKind.SEND:
             return instruction.writes[0] in self.transfers
         return instruction.kind == InstructionKind.PLACE or self.is_here[instruction.stage]

@@ -75,9 +75,7 @@ def token() -> jax.Array:
 
 
 def stacked_spec(mesh: Mesh | AbstractMesh, shape: Sequence[int]) -> PartitionSpec:
-    """Return the spec with one block per device along the first dim; scalars are declared replicated, though they may
-    differ.
-    """
+    """Return the spec with a block per device along the first dim; scalars, which may differ, count as replicated."""
     return PartitionSpec(mesh.axis_names) if shape else PartitionSpec()
 
 
@@ -217,9 +215,7 @@ class LaunchObserver(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hand:
-    """A piece: the positions of its two devices in their meshes, its shape, and its start in the block of its source
-    and in the chunk of its target.
-    """
+    """A piece: its two devices' positions, its shape, and its start in the source's block and in the target's chunk."""
 
     source: int
     target: int
@@ -401,19 +397,13 @@ def _ignore(token: Token, *, at_source: bool) -> None:
 def compiled(
     function: Callable[..., object], avals: Sequence[jax.ShapeDtypeStruct], wanted: NamedSharding | None = None
 ) -> jax.stages.Compiled:
-    """Compile a function that also returns a token; `wanted`: sharding of its result, which JAX may drop for empty
-    arrays.
-    """
+    """Compile a function, with a token added. `wanted`: sharding of its result, which JAX may drop if that is empty."""
     shardings = None if wanted is None else (wanted, NamedSharding(wanted.mesh, PartitionSpec()))
     return _jax.compiled(jax.jit(function, out_shardings=shardings).lower(*avals))
 
 
 def _slots(pieces: Sequence[tuple[int, int, tuple[int, ...]]], hands: Sequence[Hand], count: int) -> list[PieceSlot]:
-    """Group pieces, given as (number, device position, offset), by their shape and the count of that shape on their
-    device.
-
-    `count`: number of devices.
-    """
+    """Group pieces, (number, device position, offset), by shape and its count so far on each of `count` devices."""
     seen = Counter[tuple[int, tuple[int, ...]]]()
     places: dict[tuple[tuple[int, ...], int], dict[int, tuple[int, tuple[int, ...]]]] = {}
     for number, at, offset in pieces:
@@ -432,9 +422,7 @@ def _slots(pieces: Sequence[tuple[int, int, tuple[int, ...]]], hands: Sequence[H
 
 
 def _cut(course: Course, slots: Sequence[PieceSlot]) -> Callable[..., tuple[jax.Array, ...]]:
-    """Return a function that gives one array per slot, with the piece of each device; a device without one gives any
-    part.
-    """
+    """Return a function that gives an array per slot, with each device's piece, or any part where it has none."""
     mesh = course.source.mesh
 
     def cut(x: jax.Array) -> tuple[jax.Array, ...]:

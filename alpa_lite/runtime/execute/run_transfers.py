@@ -120,9 +120,7 @@ def compile_transfer(
 
 
 class _Whole(Transfer):
-    """A transfer of each device's block to the device of the same number, in the same spec: JAX copies device by
-    device.
-    """
+    """A transfer of each device's block to the device of the same number, in one spec: JAX copies device by device."""
 
     def __init__(self, source: Mesh, target: Mesh, spec: Spec, *, is_key: bool) -> None:
         self.pairs = list(zip(source.devices.flat, target.devices.flat, strict=True))

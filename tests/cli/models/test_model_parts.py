@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from alpa_lite.cli.models.model_parts import (
-    count_weights,
     cross_entropy,
     draw_weights,
     reduce_losses,
@@ -15,10 +14,6 @@ from alpa_lite.cli.models.model_parts import (
 )
 
 SHAPES = {"w": (3, 4), "layers": [{"w_up": (5, 2), "b_up": (5, 2), "norm": {"scale": (5, 2)}}]}
-
-
-def test_count():
-    assert count_weights(SHAPES) == 12 + 3 * 10
 
 
 def test_stacked():

@@ -42,7 +42,7 @@ MODEL = CNN(image_size=16, channels=4, num_blocks=2, num_classes=3)
 def test_shapes_of_the_cnn():
     params = jax.eval_shape(MODEL.init, jax.random.key(0))
     assert [block["w"].shape for block in params["blocks"]] == [(3, 3, 4, 8), (3, 3, 8, 16)]
-    assert jax.eval_shape(MODEL.apply, params, jnp.ones((2, 16, 16, 3))).shape == (2, 3)
+    assert jax.eval_shape(MODEL.logits, params, jnp.ones((2, 16, 16, 3))).shape == (2, 3)
 
 
 def test_loss_falls_and_accuracy_rises():

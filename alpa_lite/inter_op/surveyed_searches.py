@@ -1,0 +1,158 @@
+"""The stage searches at each number of micro-batches, with guesses from a survey and from what was searched before."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from alpa_lite.inter_op.microbatch_counts import Guess
+from alpa_lite.inter_op.space import Space, StageEquality
+from alpa_lite.inter_op.stage_cost_cache import StageCostCache
+from alpa_lite.inter_op.stage_costs import StageCosts
+from alpa_lite.inter_op.stage_search import PipelinedBatch, PolicyCosts, StageGuesses, StageLimits, StageSearch
+from alpa_lite.inter_op.survey import Beyond, Profile, Survey
+from alpa_lite.program.phases import weight_gradient_ops
+from alpa_lite.schedule import Schedule
+from alpa_lite.step.layers import Cut, op_flops
+from alpa_lite.step.recomputation import Remat
+
+CLOSE = 0.02
+"""Relative excess by the stage DP up to which the stages of a number may be faster under their best schedule."""
+
+
+def only_equal(costs: StageCosts) -> bool:
+    """Return True if equal stages alone are searched, so that no rows move between steps.
+
+    Not where hosts differ: equal stages would wait for the slowest.
+    """
+    return costs.has_rows and not costs.cost_model.cluster.groups
+
+
+@dataclass(frozen=True, kw_only=True)
+class SurveyedSearches:
+    """The stage searches of a request.
+
+    Attributes:
+        steps: stage costs of the step.
+        space: the submeshes and logical meshes on which stages make sense and fit at some number of micro-batches.
+        survey: the times of a few layers.
+        profiles: the policies of rematerialisation that are worth searching, each with the profile of layers under it.
+        inflow_seconds, slower_seconds: see `StageGuesses`, at the usual number of micro-batches.
+        schedules, num_stages, equal: see `JointSearch`.
+        excess: by number of micro-batches, [policies, kinds, shapes]: how many times as long as guessed stages took at
+            least that lack memory (`StageSearch.excess`).
+    """
+
+    steps: StageCostCache
+    space: Space
+    survey: Survey
+    profiles: Mapping[Remat, Profile]
+    inflow_seconds: NDArray[np.float64]
+    slower_seconds: NDArray[np.float64]
+    schedules: Sequence[Schedule]
+    num_stages: int | None
+    equal: Collection[StageEquality]
+    excess: Mapping[int, NDArray[np.float64]] = field(default_factory=dict[int, NDArray[np.float64]])
+
+    def having_seen(self, number: int, excess: NDArray[np.float64]) -> SurveyedSearches:
+        """Return the searches with what was learned at a number of micro-batches."""
+        return replace(self, excess={**self.excess, number: excess})
+
+    def taking(self, seconds: float) -> SurveyedSearches:
+        """Return the searches with another time limit for solving a stage."""
+        effort = replace(self.steps.effort, time_limit_seconds=seconds)
+        return self if effort == self.steps.effort else replace(self, steps=replace(self.steps, effort=effort))
+
+    def guess_at(self, number: int) -> Guess:
+        """Return the guessed seconds of a step with the best stages at a number of micro-batches."""
+        at_best = likely = self.at(number)
+        if not all(self.survey.reaches(kind, self.size(number)) for kind in range(len(self.space.kinds))):
+            likely = self.at(number, "as before")
+        return Guess(
+            at_best=min(search.best_known().seconds for search in at_best),
+            likely=min(search.best_likely().seconds for search in likely),
+        )
+
+    def at(self, number: int, beyond: Beyond = "more shared") -> list[StageSearch]:
+        """Return the stage searches at a number of micro-batches; the one for the least memory comes last."""
+        first = self.search_for(self.schedules[0], number, beyond)
+        found = [first]
+        # On mixed clusters both kinds of stages are searched: equal ones move no rows.
+        if self.steps.known.has_rows and not first.all_equal:
+            found.insert(0, self.search_for(self.schedules[0], number, beyond, all_equal=True))
+        seconds = first.best_known().seconds
+        if math.isinf(seconds):
+            return found
+        # Other schedules hide transfers or wait less, at the cost of memory: they are searched where that may be worth
+        # it.
+        waits = 2 * float(first.inflow_seconds.max()) * (number + first.num_layers)
+        deepest = min(first.num_layers, max(self.space.devices))
+        for schedule in self._other_schedules:
+            hidden = waits if schedule.overlaps_transfers else 0.0
+            hidden += (1 - schedule.waiting_share(self._postponed)) * seconds * (deepest - 1) / (number + deepest - 1)
+            if hidden > CLOSE * seconds:
+                other = self.search_for(schedule, number, beyond)
+                if other.best_known().seconds < (1 - CLOSE) * seconds:
+                    found.insert(0, other)
+        return found
+
+    def search_for(self, schedule: Schedule, number: int, beyond: Beyond, *, all_equal: bool = False) -> StageSearch:
+        """Return the stage search for a schedule; `all_equal`: for equal stages alone, even if others are searched."""
+        known, natural, survey = self.steps.known, self.steps.natural, self.survey
+        batch, profiles = PipelinedBatch(schedule, number, self._postponed), self.profiles.values()
+        size, held = self.size(number), batch.held(known.layers.num_layers)
+        # What crosses a boundary is proportional to the samples of a micro-batch.
+        scale = known.step.num_microbatches / number
+        guesses = StageGuesses(
+            layer_seconds=self._of_layers(number, beyond),
+            inflow_seconds=self.inflow_seconds * scale,
+            slower_seconds=self.slower_seconds * scale,
+            following=np.stack([profile.holds(self.space, size, number, held) - 1 for profile in profiles]),
+            roomy=np.stack([survey.holds(size, number, held, profile) - 1 for profile in profiles]),
+            worthwhile=self.space.worthwhile(survey.profile.shares),
+        )
+        limits = StageLimits(
+            num_stages=self.num_stages,
+            all_equal=all_equal or only_equal(known),
+            equal=self.equal,
+        )
+        costs = PolicyCosts(
+            any_number=known,
+            policies=tuple(self.profiles),
+            under=lambda policy, count: self.steps.of(number, Cut.into(count) if count else natural, policy),
+        )
+        return StageSearch(costs, batch, self.space, guesses, limits)
+
+    def size(self, number: int) -> float:
+        """Return the samples of a micro-batch."""
+        return (self.steps.request.batch_size or 1) / number
+
+    def _of_layers(self, number: int, beyond: Beyond) -> NDArray[np.float64]:
+        """Return [policies, layers, kinds, shapes]: guessed seconds of each layer."""
+        size, profiles = self.size(number), self.profiles.values()
+        of_policies = np.stack([self.survey.guess(size, number, profile, beyond=beyond) for profile in profiles])
+        # Stages that took longer than guessed for lack of memory do so with larger micro-batches too.
+        worse = [excess[:, None] for searched, excess in self.excess.items() if searched >= number]
+        return np.maximum.reduce([of_policies, *(of_policies * excess for excess in worse)])
+
+    @cached_property
+    def _other_schedules(self) -> Sequence[Schedule]:
+        """The schedules whose best stages may be others than those of the first, by what the DP sees of them."""
+        alike: dict[tuple[bool, float], Schedule] = {}
+        for schedule in self.schedules:
+            alike.setdefault((schedule.overlaps_transfers, schedule.waiting_share(self._postponed)), schedule)
+        return [*alike.values()][1:]
+
+    @cached_property
+    def _postponed(self) -> float:
+        """The share of the work of a micro-batch that no other stage waits for, by its FLOPs."""
+        step = self.steps.known.step
+        flops = op_flops(step)
+        loop = [op for op, phase in enumerate(step.phases) if phase.in_loop]
+        whole = sum(flops[op] for op in loop)
+        return sum(flops[op] for op in weight_gradient_ops(step, loop)) / whole if whole else 0.0
