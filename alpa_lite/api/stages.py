@@ -107,8 +107,8 @@ class TracedFunction:
         # A planner with a mesh of its own would drop the user's demands in silence.
         if self.traced.user_shardings.mode == "pin" and not chosen.obeys_user_shardings:
             raise PlanError(
-                f'user_shardings="pin" gives one stage on the mesh of the shardings, on all devices, but {chosen.name} '
-                "lays out its own mesh, or several stages. Use al.planners.Auto(), OnMesh or Custom, or "
+                f'user_shardings="pin" gives stages on the mesh of the shardings, but {chosen.name} lays out its own '
+                "mesh. Use al.planners.Auto(), Pipeline, OnMesh or Custom, or "
                 'user_shardings="hint", with which the plan lists the shardings.'
             )
         if check_microbatches(wanted) not in ("auto", 1):

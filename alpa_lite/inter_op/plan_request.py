@@ -188,10 +188,7 @@ def pinned_axes(pins: Pins) -> frozenset[str]:
 
 def pinned_specs(step: StepGraph, pins: Pins) -> dict[int, Spec]:
     """Return the spec of each pinned input of a step's graph, rows of stacked arguments included."""
-    names = {v: step.graph.values[v].name for v in step.graph.inputs}
-    for v, part in zip(step.graph.inputs, step.input_parts, strict=True):
-        if part.rows is not None:  # `name[first:last]`
-            names[v] = names[v].rpartition("[")[0]
+    names = step.argument_paths()
     found: dict[int, Spec] = {}
     for pin, dims in pins.items():
         name = _named(pin, names.values())
