@@ -23,7 +23,6 @@ from types import ModuleType
 from typing import TYPE_CHECKING, SupportsIndex
 
 import jax
-from jax.sharding import NamedSharding
 
 from alpa_lite._jax import Tree, TreeDef, TreeLeaf
 from alpa_lite.errors import AlpaLiteError, CheckpointError, UnusableFileWarning
@@ -432,7 +431,7 @@ def _wanted(like: CompiledFunction | Tree, argument: Argument | Sequence[Argumen
     traced = like.traced
     several = not isinstance(argument, (int, str))
     # Shapes and shardings in the structure of the arguments: one path selects from both.
-    trees = [jax.tree.unflatten(traced.inputs.tree, values) for values in (traced.inputs.leaves, _shardings(like))]
+    trees = [jax.tree.unflatten(traced.inputs.tree, traced.inputs.leaves), like.input_shardings()]
     arguments = [argument] if isinstance(argument, (int, str)) else list(argument)
     try:
         structs, shardings = (tuple(_argument(tree, each) for each in arguments) for tree in trees)
@@ -443,10 +442,6 @@ def _wanted(like: CompiledFunction | Tree, argument: Argument | Sequence[Argumen
         ) from error
     chosen = structs if several else structs[0]
     return wanted(chosen, jax.tree.leaves(shardings)), jax.tree.structure(chosen)
-
-
-def _shardings(like: CompiledFunction) -> list[NamedSharding]:
-    return [like.executor.input_sharding(leaf) for leaf in range(len(like.traced.inputs.leaves))]
 
 
 def _argument(tree: Tree, which: Argument) -> Tree:

@@ -21,6 +21,7 @@ processes.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -265,7 +266,26 @@ class PieceSlot:
         return -1 not in self.numbers
 
 
-class Crossing:
+class Transfer(ABC):
+    """A compiled transfer: call it with an array in the source placement to get it in the target placement."""
+
+    @property
+    @abstractmethod
+    def num_programs(self) -> int:
+        """The number of programs that one call launches."""
+
+    @abstractmethod
+    def __call__(
+        self, array: jax.Array | None, sent: list[Message] | None = None, launched: LaunchObserver | None = None
+    ) -> jax.Array | None:
+        """Return the array in the target placement, asynchronously; bytes for other devices are appended to `sent`.
+
+        `launched` observes each program that may have to wait for other devices. A process without devices of the
+        source may pass any `array`; one without devices of the target gets None.
+        """
+
+
+class Crossing(Transfer):
     """A course with its compiled programs: call it with the array in its source sharding."""
 
     def __init__(self, course: Course, blanks: Blanks) -> None:
@@ -334,13 +354,11 @@ class Crossing:
 
     @property
     def num_programs(self) -> int:
-        """The number of programs that a call launches from this process."""
         return (self.cut is not None) + (self.exchange is not None) + (self.land is not None)
 
     def __call__(
         self, array: jax.Array | None, sent: list[Message] | None = None, launched: LaunchObserver | None = None
     ) -> jax.Array | None:
-        """Return the array in its target sharding; None on processes without its devices, which may pass any value."""
         note = launched if launched is not None else _ignore
         pieces = self._pieces(array, note) if self.here and array is not None else {}
         leaving = [pieces[n] for n in self.copied]
