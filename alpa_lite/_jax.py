@@ -262,10 +262,7 @@ def bind(primitive: jex_core.Primitive, params: dict[str, Any], operands: Sequen
     """Apply a primitive to arrays with the parameters of an equation, and return the list of its results."""
     if "ft_in" in params:
         params = {name: value for name, value in params.items() if name not in _COUNTS}
-    # Up to JAX 0.9 `get_bind_params` returned callable parameters separately from the others.
-    bound = primitive.get_bind_params(params)
-    subfuns, bind_params = bound if isinstance(bound, tuple) else ((), bound)
-    results = primitive.bind(*subfuns, *operands, **bind_params)
+    results = primitive.bind(*operands, **primitive.get_bind_params(params))
     return list(results) if primitive.multiple_results else [results]
 
 

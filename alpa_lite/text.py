@@ -10,7 +10,7 @@ their view by name (`view`).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum, auto
 
 _BYTES = re.compile(r"^(?P<number>\d+(?:\.\d*)?|\.\d+)\s*(?P<prefix>[kMGT]?)(?P<binary>i?)B?$", re.IGNORECASE)
@@ -107,6 +107,11 @@ def show_number(number: float) -> str:
 def show_count(number: float, noun: str) -> str:
     """Return a number with its noun in the singular or plural: `1 stage`, `2 stages`."""
     return f"{show_number(number)} {noun}" + ("" if number == 1 else "es" if noun.endswith(("sh", "ch")) else "s")
+
+
+def show_first(items: Sequence[str], most: int) -> str:
+    """Return the first items as a list, with the number of the others: `a, b and 3 more`."""
+    return ", ".join(items[:most]) + (f" and {len(items) - most} more" if len(items) > most else "")
 
 
 def short_source(source: str) -> str:

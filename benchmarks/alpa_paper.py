@@ -21,7 +21,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from alpa_lite.cli.demo import progress_line
+from alpa_lite.cli.command import progress_line
 from alpa_lite.cli.models.alpa_cases import FAMILIES, PUBLISHED, Case
 from alpa_lite.inspection.text.progress_bar import planning_progress
 from alpa_lite.plan.progress import Progress

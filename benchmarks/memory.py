@@ -27,7 +27,7 @@ from rich.table import Table
 
 import alpa_lite as al
 from alpa_lite.api.doctor import virtual_cpu_environment
-from alpa_lite.cli.demo import progress_line
+from alpa_lite.cli.command import progress_line
 from alpa_lite.cli.models.sequential_networks import CNN, MLP
 from alpa_lite.cli.models.train import Adam, init_state, make_train_step
 from alpa_lite.cli.models.transformer import Computation, Transformer

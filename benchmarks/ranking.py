@@ -32,7 +32,8 @@ from scipy.stats import spearmanr
 
 import alpa_lite as al
 from alpa_lite.api.doctor import virtual_environment
-from alpa_lite.cli.demo import DemoConfig, progress_line
+from alpa_lite.cli.command import progress_line
+from alpa_lite.cli.demo import DemoConfig
 from alpa_lite.cli.models.decoders import Llama
 from alpa_lite.cli.models.sequential_networks import CNN, MLP
 from alpa_lite.cli.models.train import init_state, make_optimizer, make_train_step

@@ -58,11 +58,7 @@ def known_links() -> tuple[str, ...]:
 
 
 def load_device(name: str) -> Device:
-    """Load a device by name ("h100-sxm-80gb", case-insensitive).
-
-    Raises:
-        ClusterError: an unknown name (the message lists the valid ones).
-    """
+    """Load a device by name ("h100-sxm-80gb", case-insensitive). Raises `ClusterError` for an unknown name."""
     return device_from_json(name)
 
 
@@ -130,11 +126,7 @@ def check_keys(
 
 
 def require_object(where: str, value: object) -> JsonObject:
-    """Return the value as a mapping.
-
-    Raises:
-        ClusterError: the value is not a mapping.
-    """
+    """Return the value as a mapping. Raises `ClusterError` if it is none."""
     if isinstance(value, Mapping):
         return cast("JsonObject", value)
     raise ClusterError(f"{where} is {value!r}, but a JSON object is needed: give one key for each quantity.")
@@ -166,11 +158,7 @@ def read_shipped(folder: str, name: object) -> JsonObject:
 
 
 def read_file(path: Path) -> JsonObject:
-    """Read the JSON object of a cluster file.
-
-    Raises:
-        ClusterError: the file cannot be read, or holds no JSON object.
-    """
+    """Read the JSON object of a cluster file. Raises `ClusterError` if it cannot be read, or holds no JSON object."""
     try:
         with path.open("rb") as file:
             # One byte more than the limit suffices for `parse_json` to report a file that is too large.

@@ -394,21 +394,13 @@ def _mixed(values: JsonObject) -> JsonObject:
 
 
 def with_memory(cluster: Cluster, memory_bytes: float) -> Cluster:
-    """Return the cluster with `memory_bytes` of usable memory on each device.
-
-    Raises:
-        ClusterError: a number that is not above 0.
-    """
+    """Return the cluster with so many bytes of usable memory per device. Raises `ClusterError` unless above 0."""
 
     return _with_devices(cluster, lambda device: replace(device, memory_bytes=float(memory_bytes)))
 
 
 def with_memory_limit(cluster: Cluster, memory_bytes: float) -> Cluster:
-    """Return the cluster with the usable memory of each device limited to `memory_bytes`.
-
-    Raises:
-        ClusterError: a number that is not above 0.
-    """
+    """Return the cluster with each device's memory limited to `memory_bytes`. Raises `ClusterError` unless above 0."""
     limit = float(memory_bytes)
     return _with_devices(cluster, lambda device: replace(device, memory_bytes=min(limit, device.memory_bytes)))
 

@@ -28,6 +28,7 @@ from alpa_lite.errors import UnusableFileWarning
 from alpa_lite.inspection.text.tables import Table, render
 from alpa_lite.planners.data_parallel import DataParallel
 from alpa_lite.runtime.calibrate.calibrate import fingerprint, local_cluster, path_for
+from alpa_lite.text import show_count
 
 LIMIT_SECONDS = 10.0
 """Seconds without progress after which the self-test takes a step to hang, and fails."""
@@ -109,7 +110,7 @@ def _ran() -> str:
             raise ArithmeticError(
                 f"a step on {len(devices)} devices differs from jax.jit by {np.max(np.abs(np.subtract(a, b))):.3g}"
             )
-    return f"runs it on {len(devices)} device{'s' if len(devices) > 1 else ''} as jax.jit does"
+    return f"runs it on {show_count(len(devices), 'device')} as jax.jit does"
 
 
 PACKAGES = ("alpa_lite", "jax", "jaxlib", "numpy", "scipy", "pulp", "highspy", "networkx", "rich", "pyyaml")

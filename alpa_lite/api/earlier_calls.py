@@ -68,9 +68,7 @@ class CallKey:
 
 
 def form_of(leaf: Tree) -> object:
-    """Return a value by which two arguments are compared quickly: the aval of a JAX array, else shape and dtype or
-    type.
-    """
+    """Return a value by which arguments are compared quickly: the aval of a JAX array, else shape and dtype or type."""
     if isinstance(leaf, jax.Array):
         return leaf.aval
     # A Python number has no dtype: its type stands for the dtype and the weak type that JAX gives it.

@@ -121,10 +121,7 @@ def planner_of(value: Planner | type[Planner] | Plan | str | None) -> Planner:
 
 
 def cluster_of(value: Cluster | str | PathLike[str] | None) -> Cluster:
-    """Return the given cluster, or the one of that name or file; for None, the devices of this process.
-
-    Raises `PlanError` for anything else.
-    """
+    """Return the given cluster, or that of a name or file; None: this process's. Raises `PlanError` for all else."""
     if value is None:
         return local_cluster()
     if isinstance(value, (str, PathLike)):

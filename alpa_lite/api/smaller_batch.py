@@ -36,10 +36,7 @@ def smaller_microbatches(batch_size: int, largest_microbatch: float) -> Iterator
 def plan_for_smaller_batch(plan: Plan, request: PlanRequest, step_at: Callable[[int], TracedStep]) -> Plan | None:
     """Return the plan of a full batch for the same step on fewer samples; None if it fits no number of micro-batches.
 
-    Args:
-        plan: the plan of the full batch.
-        request: the request for a plan for fewer samples.
-        step_at: the step on fewer samples, in a number of micro-batches.
+    `step_at` gives the step on fewer samples in a number of micro-batches.
     """
     if request.batch_size is None or plan.batch is None:
         return None

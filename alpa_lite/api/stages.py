@@ -94,8 +94,7 @@ class TracedFunction:
         num_microbatches: int | str | None = None,
         cache: Cache | None = None,
     ) -> PlannedFunction:
-        """Plan for a cluster. Options that are not given here are those of `parallelize`; a `Plan` as planner is
-        replayed.
+        """Plan for a cluster; options not given are those of `parallelize`, and a `Plan` as planner is replayed.
 
         Raises:
             PlanError: no plan can be made; `InfeasibleError` if no plan fits into device memory.
@@ -108,8 +107,8 @@ class TracedFunction:
         # A planner with a mesh of its own would drop the user's demands in silence.
         if self.traced.user_shardings.mode == "pin" and not chosen.obeys_user_shardings:
             raise PlanError(
-                f'user_shardings="pin" gives one stage on the mesh of the shardings, on all devices, but {chosen.name} '
-                "lays out its own mesh, or several stages. Use al.planners.Auto(), OnMesh or Custom, or "
+                f'user_shardings="pin" gives stages on the mesh of the shardings, but {chosen.name} lays out its own '
+                "mesh. Use al.planners.Auto(), Pipeline, OnMesh or Custom, or "
                 'user_shardings="hint", with which the plan lists the shardings.'
             )
         if check_microbatches(wanted) not in ("auto", 1):

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -59,18 +60,13 @@ class Command:
             self.name,
             help=self.about,
             description=f"{self.about[0].upper()}{self.about[1:]}.",
-            epilog=self.example_text,
+            epilog=f"example:\n  alpa-lite {self.name} {self.example}".rstrip(),
             # Otherwise argparse would join the lines of the example.
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         parser.add_argument("--json", action="store_true", help="print JSON")
         self.add_arguments(parser)
         parser.set_defaults(run=self.run, parser=parser)
-
-    @property
-    def example_text(self) -> str:
-        """The example as `--help` prints it below the options."""
-        return f"example:\n  alpa-lite {self.name} {self.example}".rstrip()
 
 
 def positive(text: str) -> int:
@@ -170,6 +166,34 @@ class Screen(Console):
         raise BrokenPipeError
 
 
+_QUIET_SECONDS = 10.0
+"""Seconds between two lines of progress where there is no terminal to redraw a line on."""
+
+
+@contextmanager
+def progress_line(console: Console) -> Iterator[Callable[[str], None]]:
+    """Yield a function that redraws a line; without a terminal, it prints a line every few seconds."""
+    last = time.perf_counter()
+    start = last
+
+    def say(line: str) -> None:
+        nonlocal last
+        now = time.perf_counter()
+        shown = f"{now - start:5.0f} s  {line}"
+        if status is not None:
+            status.update(shown)
+        elif now - last > _QUIET_SECONDS:
+            last = now
+            console.print(f"  {shown}", markup=False, highlight=False)
+
+    if not console.is_terminal:
+        status = None
+        yield say
+        return
+    with console.status("") as status:
+        yield say
+
+
 def complain(error: object) -> None:
     """Print a message to the error stream, so that it does not mix with the data on the output."""
     print(message(str(error)), file=sys.stderr)
@@ -217,18 +241,12 @@ def blamed(error: BaseException) -> str:
     lines = list(_user_lines(error))
     if not lines:
         return ""
-    said = (
-        traceback.format_exception_only(error)[-1].strip()
-        if isinstance(error, SyntaxError)
-        else _type_and_message(error)
-    )
+    said = f"{type(error).__name__}: {error}".strip()
+    if isinstance(error, SyntaxError):
+        said = traceback.format_exception_only(error)[-1].strip()
     # The innermost lines are kept: they are next to the cause.
     left_out = [f"  … {len(lines) - _MAX_LINES} more"] if len(lines) > _MAX_LINES else []
     return "\n".join([said, *left_out, *lines[-_MAX_LINES:]])
-
-
-def _type_and_message(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".strip()
 
 
 def _user_lines(error: BaseException) -> Iterator[str]:

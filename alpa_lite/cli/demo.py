@@ -14,33 +14,30 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 
 import jax
 import numpy as np
-from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-from rich.table import Table
 
 import alpa_lite as al
 from alpa_lite.api.doctor import virtual_environment
-from alpa_lite.cli.command import Screen, count, ended, positive, run_module
+from alpa_lite.cli.bench.entries import in_turn
+from alpa_lite.cli.command import Screen, count, ended, positive, progress_line, run_module
 from alpa_lite.cli.models.batches import load_text, text_batches
 from alpa_lite.cli.models.decoders import GPT
 from alpa_lite.cli.models.model_parts import Tree
 from alpa_lite.cli.models.train import TrainState, init_state, make_optimizer, make_train_step
 from alpa_lite.errors import PlanError
+from alpa_lite.inspection.text.tables import Table, rich_table
 from alpa_lite.planners import DataParallel, Megatron, Pipeline, Planner
 from alpa_lite.text import show_seconds
 
 Batch = Mapping[str, np.ndarray]
 Step = Callable[[Tree, Tree], Tree]
-
-#: Seconds between two lines of progress where there is no terminal to redraw a line on.
-_QUIET_SECONDS = 10.0
 
 
 # Small enough to plan, compile and train in two minutes on two cores, large enough for its loss to fall visibly.
@@ -229,13 +226,23 @@ def compare(
         on_one = jax.device_put(state, jax.devices()[0])
         steps[name], predicted[name], states[name] = reference.lower(on_one, batches[0]).compile(), None, on_one
         compiling[name] = time.perf_counter() - start
-        measured, losses = _round_robin(steps, states, batches, progress)
+        losses: dict[str, list[float]] = {name: [] for name in steps}
+
+        def run(name: str) -> None:
+            states[name], metrics = steps[name](states[name], batches[len(losses[name])])
+            # JAX dispatches asynchronously: without waiting, only the time of dispatch would be measured.
+            jax.block_until_ready((states[name], metrics))
+            losses[name].append(float(metrics["loss"]))
+
+        # The first round is a warm-up; of a single round it is all there is.
+        warm_up = min(1, len(batches) - 1)
+        each = {name: partial(run, name) for name in steps}
+        measured = in_turn(each, len(batches) - warm_up, progress, warm_up=warm_up)
     return tuple(
         Comparison(
             name=name,
             predicted_seconds=predicted[name],
-            # The first round is a warm-up; of a single round it is all there is.
-            measured_seconds=statistics.median(measured[name][1:] or measured[name]),
+            measured_seconds=statistics.median(measured[name]),
             compile_seconds=compiling[name],
             losses=tuple(losses[name]),
         )
@@ -243,53 +250,11 @@ def compare(
     )
 
 
-def _round_robin(
-    steps: Mapping[str, Step], states: dict[str, Tree], batches: Sequence[Batch], progress: Callable[[str], None]
-) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Return seconds and losses of every plan in every round; the first round is a warm-up."""
-    measured: dict[str, list[float]] = {name: [] for name in steps}
-    losses: dict[str, list[float]] = {name: [] for name in steps}
-    for number, batch in enumerate(batches):
-        progress(f"round {number + 1} of {len(batches)}: one step under each plan")
-        for name, step in steps.items():
-            start = time.perf_counter()
-            states[name], metrics = step(states[name], batch)
-            # JAX dispatches asynchronously: without waiting, only the time of dispatch would be measured.
-            jax.block_until_ready((states[name], metrics))
-            measured[name].append(time.perf_counter() - start)
-            losses[name].append(float(metrics["loss"]))
-    return measured, losses
-
-
 def max_loss_difference(rows: Sequence[Comparison]) -> float:
     """Return the largest relative difference of any loss from plain `jax.jit` (the last row) in the same round."""
     # Relative, since losses fall by an order of magnitude during training.
     reference = np.array(rows[-1].losses)
     return max(float(np.max(np.abs(np.array(row.losses) - reference) / np.abs(reference))) for row in rows)
-
-
-@contextmanager
-def progress_line(console: Console) -> Iterator[Callable[[str], None]]:
-    """Yield a function that redraws a line; without a terminal, it prints a line every few seconds."""
-    last = time.perf_counter()
-    start = last
-
-    def say(line: str) -> None:
-        nonlocal last
-        now = time.perf_counter()
-        shown = f"{now - start:5.0f} s  {line}"
-        if status is not None:
-            status.update(shown)
-        elif now - last > _QUIET_SECONDS:
-            last = now
-            console.print(f"  {shown}", markup=False, highlight=False)
-
-    if not console.is_terminal:
-        status = None
-        yield say
-        return
-    with console.status("") as status:
-        yield say
 
 
 def _introduce(config: DemoConfig, state: TrainState, text_bytes: int, console: Console) -> None:
@@ -315,21 +280,19 @@ def _print_training(training: TrainingResult, config: DemoConfig, console: Conso
 
 def _print_comparison(result: DemoResult, console: Console) -> None:
     chosen = result.comparison[0]
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("plan")
-    for column in ("predicted ms", "measured ms", "predicted / measured", "measured / chosen", "last loss"):
-        table.add_column(column, justify="right")
-    for row in result.comparison:
-        predicted = row.predicted_seconds
-        table.add_row(
+    columns = ("plan", "predicted ms", "measured ms", "predicted / measured", "measured / chosen", "last loss")
+    rows = tuple(
+        (
             f"{row.name} (chosen)" if row is chosen else row.name,
-            f"{1e3 * predicted:.0f}" if predicted is not None else "–",
+            "–" if row.predicted_seconds is None else f"{1e3 * row.predicted_seconds:.0f}",
             f"{1e3 * row.measured_seconds:.0f}",
-            f"{predicted / row.measured_seconds:.2f}" if predicted is not None else "–",
+            "–" if row.predicted_seconds is None else f"{row.predicted_seconds / row.measured_seconds:.2f}",
             f"{row.measured_seconds / chosen.measured_seconds:.2f}×",
             f"{row.losses[-1]:.5f}",
         )
-    console.print(table)
+        for row in result.comparison
+    )
+    console.print(rich_table(Table(title="", columns=columns, rows=rows, numeric=frozenset(columns[1:]))))
     rounds = len(chosen.losses)
     console.print(
         f"Every plan ran the same {rounds} steps from the same state, in turn; times are medians. All losses agree "

@@ -150,10 +150,7 @@ def run_simulate(given: argparse.Namespace) -> int:
 
 
 def _planned(plan: al.Plan, name: str, progress: Progress) -> PlannedFunction:
-    """Plan the step that the named function returns by a saved plan.
-
-    Raises `MismatchError` if the plan was made for another step.
-    """
+    """Plan the step that a function returns by a saved plan. Raises `MismatchError` for a plan of another step."""
     step, args, kwargs = load_example(name)
     return al.parallelize(step, planner=plan, progress=progress).trace(*args, **kwargs).plan(cluster=plan.cluster)
 

@@ -254,18 +254,14 @@ def _predicted(request: PlanRequest, staged: StagedStep, plan: Plan) -> Predicti
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepEstimate:
-    """The seconds of a step, and the fraction of the devices' time spent waiting for other stages, as a search sees
-    them.
-    """
+    """The seconds of a step, and the fraction of the devices' time spent waiting for other stages, for a search."""
 
     step_seconds: float
     bubble_fraction: float
 
 
 def estimate(request: PlanRequest, staged: StagedStep) -> StepEstimate:
-    """Return the seconds of a step without its program, for comparing many: tasks of a micro-batch, transfers as one,
-    and all updates at the end.
-    """
+    """Return the seconds of a step without its program: the tasks, transfers as one, and all updates at the end."""
     with request.progress.during("simulate"):
         return _estimated(request, staged)
 

@@ -243,10 +243,7 @@ By = Literal["layer_flops", "layer_bytes"]
 
 
 def block_partition(costs: Sequence[float], count: int) -> tuple[int, ...]:
-    """Return how many of the costs, in order, each of `count` blocks holds.
-
-    Raises `PlanError` if there are fewer costs than blocks.
-    """
+    """Return how many costs, in order, each of `count` blocks holds. Raises `PlanError` for fewer costs than blocks."""
     if not 0 < count <= len(costs):
         raise PlanError(f"{len(costs)} layers cannot be cut into {count} blocks. Ask for 1 to {len(costs)}.")
     low, high = min(costs), max(costs)

@@ -59,10 +59,7 @@ class Steps(Protocol):
     """A step at any number of micro-batches: each takes a trace of its own, which is made on demand."""
 
     def at(self, num_microbatches: int, loop_parts: int) -> StepGraph:
-        """Return the step cut into phases.
-
-        With `loop_parts` > 0 loops over layers and their scanned arrays are cut into about so many parts.
-        """
+        """Return the step cut into phases, with loops over layers in about `loop_parts` parts if that is above 0."""
         ...
 
     def extrapolated(self) -> Steps:
@@ -191,10 +188,7 @@ def pinned_axes(pins: Pins) -> frozenset[str]:
 
 def pinned_specs(step: StepGraph, pins: Pins) -> dict[int, Spec]:
     """Return the spec of each pinned input of a step's graph, rows of stacked arguments included."""
-    names = {v: step.graph.values[v].name for v in step.graph.inputs}
-    for v, part in zip(step.graph.inputs, step.input_parts, strict=True):
-        if part.rows is not None:  # `name[first:last]`
-            names[v] = names[v].rpartition("[")[0]
+    names = step.argument_paths()
     found: dict[int, Spec] = {}
     for pin, dims in pins.items():
         name = _named(pin, names.values())

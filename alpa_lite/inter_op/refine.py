@@ -221,9 +221,7 @@ def fits(costs: StageCosts, stages: Sequence[PlacedStage], schedule: Schedule) -
 
 
 def with_less_memory(found: Found, over: Mapping[int, float]) -> Found:
-    """Return the stages with so many bytes less on some of them, by number. Raises `InfeasibleError` if a stage cannot
-    do with less.
-    """
+    """Return the stages with so many bytes less, by number. Raises `InfeasibleError` if one cannot do with less."""
     costs, lists = found.costs, found.schedule.tasks(len(found.stages), found.costs.step.num_microbatches)
     if len(lists) < len(found.stages):
         raise InfeasibleError(f"Stages that share devices do not fit under {found.schedule}.")

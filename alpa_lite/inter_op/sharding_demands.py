@@ -23,10 +23,9 @@ from alpa_lite.sharding.specs import Spec
 
 
 def user_mesh(step: StepGraph, given: UserShardings) -> dict[str, int] | None:
-    """Return the devices per axis of the mesh on which the user's shardings must be obeyed; None if there are none.
+    """Return the devices per axis of the mesh of the user's shardings that must be obeyed; None if there are none.
 
-    Raises:
-        PlanError: the shardings are on different meshes.
+    Raises `PlanError` if they are on different meshes.
     """
     if given.mode != "pin":
         return None
@@ -48,16 +47,18 @@ def argument_pins(step: StepGraph, given: UserShardings, *, only: str = "") -> d
 
     only: a source, whose arguments alone count; "" for all.
     """
-    values = (step.graph.values[v] for v in step.graph.inputs)
-    shapes = {value.name: value for value in values if value.rank and not value.dtype.startswith("key<")}
+    arrays: dict[str, list[Value]] = {}
+    for v, path in step.argument_paths().items():
+        value = step.graph.values[v]
+        if value.rank and not value.dtype.startswith("key<"):
+            arrays.setdefault(path, []).append(value)
     return {
         # In a pin None stands for a whole dim and for an open one alike.
         name: [dim or None for dim in sharding.dims]
         for name, sharding in given.arguments.items()
         if only in ("", sharding.source)
-        and name in shapes
-        and len(sharding.dims) == shapes[name].rank
-        and sharding.divides(shapes[name].shape)
+        and name in arrays
+        and all(len(sharding.dims) == value.rank and sharding.divides(value.shape) for value in arrays[name])
     }
 
 
@@ -95,9 +96,9 @@ def wanted_shardings(step: StepGraph, given: UserShardings) -> Iterator[tuple[Va
     for graph in _graphs(step.graph):
         for value in graph.values:
             yield from ((value, sharding) for sharding in value.user_shardings)
-    for v in step.graph.inputs:
+    for v, path in step.argument_paths().items():
         value = step.graph.values[v]
-        yield from ((value, sharding) for sharding in _of_argument(value, given))
+        yield from ((value, sharding) for sharding in _of_argument(path, value.rank, given))
 
 
 def _graphs(graph: Graph) -> dict[Graph, None]:
@@ -108,10 +109,10 @@ def _graphs(graph: Graph) -> dict[Graph, None]:
     return found
 
 
-def _of_argument(value: Value, given: UserShardings) -> tuple[UserSharding, ...]:
+def _of_argument(path: str, rank: int, given: UserShardings) -> tuple[UserSharding, ...]:
     """Return the sharding in which the user gives an argument, if any."""
-    sharding = given.arguments.get(value.name)
-    return () if sharding is None or len(sharding.dims) != value.rank else (sharding,)
+    sharding = given.arguments.get(path)
+    return () if sharding is None or len(sharding.dims) != rank else (sharding,)
 
 
 class PlacedOps(NamedTuple):
@@ -127,10 +128,13 @@ def sharding_uses(step: StepGraph, given: UserShardings, stages: Sequence[Placed
     if given.mode == "ignore":
         return ()
     found: dict[tuple[str, tuple[int, ...], UserSharding], list[tuple[bool, str]]] = {}
+    paths = step.argument_paths()
     for stage in stages:
         placed = [(value, value.user_shardings, spec) for value, spec in _specs(step.graph, stage.inputs, stage.ops)]
-        arguments = ((step.graph.values[v], spec) for v, spec in stage.inputs.items())
-        placed += [(value, _of_argument(value, given), spec) for value, spec in arguments]
+        for v, spec in stage.inputs.items():
+            value = step.graph.values[v]
+            # Values that come from other stages have no path.
+            placed.append((value, _of_argument(paths.get(v, ""), value.rank, given), spec))
         for value, shardings, spec in placed:
             for sharding in shardings:
                 parts = [prod(stage.sizes[axis] for axis in dim) for dim in spec.dims]

@@ -252,7 +252,7 @@ def ways(
         found.append([length == n for n in range(1, num_layers + 1) if num_layers % n == 0])
     # Without any condition this yields one mask, under which everything is allowed.
     for masks in product(*found):
-        yield reduce(np.logical_and, masks, np.ones((), dtype=np.bool_))
+        yield reduce(np.logical_and, masks, np.ones(1, dtype=np.bool_))
 
 
 def equal_parts(space: Space, num_layers: int) -> NDArray[np.bool_]:

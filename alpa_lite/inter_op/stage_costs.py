@@ -246,7 +246,7 @@ class StageCosts:
     def in_two_parts(self, place: StagePlace, solution: StageSolution, *, in_two: bool = True) -> StageSolution:
         """Return a solution with the cost of a backward pass of two tasks, or of one; see `solve.in_two_parts`."""
         pricer = self._builders(place).catalogue.pricer
-        return in_two_parts(self._view(place.first, place.last), pricer, solution, in_two=in_two)
+        return in_two_parts(solution, self._view(place.first, place.last), pricer, in_two=in_two)
 
     def knows(self, asked: Question) -> bool:
         """Return True if `answer` need not solve anything."""

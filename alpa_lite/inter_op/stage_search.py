@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -191,8 +192,6 @@ class StageSearch:
         known = costs.any_number
         self.num_layers, self.all_equal = known.layers.num_layers, limits.all_equal
         self.configurations = Configurations(space.most_shapes, costs.policies, self._levels())
-        size = (self.num_layers, self.num_layers, len(space.kinds), len(self.configurations))
-        self.states = StageStates.unknown(size)
         self._possible = guesses.worthwhile
         if self.all_equal:
             self._possible = self._possible & equal_parts(space, self.num_layers)
@@ -222,7 +221,24 @@ class StageSearch:
         )
         self._progress = costs.any_number.progress
         self._before, self._usual = self._progress.done.get("stages", 0), float(LEAST_SOLVES)
-        self._refresh()
+
+    @cached_property
+    def states(self) -> StageStates:
+        """The costs, bounds and guesses so far."""
+        # Most searches are only asked for their best guess, for which the much smaller arrays of guesses do.
+        states = StageStates.unknown((*self._guessed.shape[:3], len(self.configurations)))
+        states.seconds[:] = self.configurations.repeated(self._guessed)
+        states.updates[:] = self.configurations.repeated(self._guessed_updates)
+        for level in range(len(self.configurations.in_flight)):
+            states.following[self.configurations.block(level)] = self._following(self._guessed, level)
+        return states
+
+    def _following(self, seconds: NDArray[np.float64], level: int) -> NDArray[np.int64]:
+        """Return [..., shapes and policies]: how many stages may follow unsolved ones of these seconds, at best."""
+        # A sharding with the least room may turn out to have room for all.
+        in_flight = self.configurations.in_flight[level]
+        most = np.minimum(self._at_best, self._most_following(in_flight) if level else self.num_layers - 1)
+        return np.where(np.isfinite(seconds), most, -1)
 
     def run(self, at_most: float = math.inf, *, further: float = 0.0, max_stages: int | None = None) -> StageChoice:
         """Return the best stages, all of them solved; or guessed ones, once none can take less than `at_most` seconds.
@@ -271,13 +287,19 @@ class StageSearch:
 
     def best_known(self, max_stages: int | None = None) -> StageChoice:
         """Return the best stages by the costs, bounds and guesses so far."""
+        if max_stages is None and "states" not in vars(self):
+            return self._best_guessed
         return self._best_of(self._table(self.states.seconds, self.states.updates, self.states.following), max_stages)
+
+    @cached_property
+    def _best_guessed(self) -> StageChoice:
+        """The best stages by guesses alone."""
+        # Guesses are the same for any number of micro-batches in flight, and after the fewest most stages may follow.
+        return self._best_of(self._table(self._guessed, self._guessed_updates, self._following(self._guessed, 0)))
 
     def best_likely(self) -> StageChoice:
         """Return the best stages by guesses alone, of stages that have the memory that their guess assumes."""
-        repeated = self.configurations.repeated
-        table = self._table(repeated(self._guessed), repeated(self._guessed_updates), repeated(self._roomy))
-        return self._best_of(table)
+        return self._best_of(self._table(self._guessed, self._guessed_updates, self._roomy))
 
     def _table(
         self, seconds: NDArray[np.float64], updates: NDArray[np.float64], following: NDArray[np.int64]
@@ -352,7 +374,7 @@ class StageSearch:
         # If several stages took longer on a mesh than guessed, the others are guessed to take as much longer.
         longer = np.maximum(self._longer_than_guessed(MANY), self._longer_under_other_policies())
         states = self.states
-        for level, in_flight in enumerate(self.configurations.in_flight):
+        for level in range(len(self.configurations.in_flight)):
             part = self.configurations.block(level)
             open_, bounded = ~states.solved[part], states.bounded[part]
             # Leaving memory for more micro-batches is never faster. Before it is solved it is taken to cost nothing.
@@ -366,9 +388,7 @@ class StageSearch:
             lower = lower if level == 0 else np.maximum(lower, self._solved_with_less_room(level))
             states.seconds[part] = np.where(open_, lower, states.seconds[part])
             states.updates[part] = np.where(open_, updates, states.updates[part])
-            # A sharding with the least room may turn out to have room for all.
-            most = np.minimum(self._at_best, self._most_following(in_flight) if level else self.num_layers - 1)
-            states.following[part] = np.where(open_, np.where(np.isfinite(lower), most, -1), states.following[part])
+            states.following[part] = np.where(open_, self._following(lower, level), states.following[part])
 
     def _solved_with_less_room(self, level: int) -> NDArray[np.float64]:
         """Return […, shapes and policies]: the most seconds of a stage solved for fewer in flight; 0 where unknown."""
@@ -509,6 +529,8 @@ def _has_work(guessed: NDArray[np.float64]) -> NDArray[np.bool_]:
 class BestStages:
     """The stage DP for one step, where stages may be alike in several ways.
 
+    Tables may hold the first configurations alone.
+
     ways          masks of the stages that a plan may consist of, one for each way to be alike; see `space.ways`
     num_stages    number of stages; None for the best number
     update_tasks  the most tasks that the update of a stage is, where there are several stages
@@ -525,7 +547,7 @@ class BestStages:
         """Return the best stages of all ways, at most `max_stages`; of equally good ways the first."""
         seconds = table.seconds
         # The first stage runs for every micro-batch: no stages of a way take less than the fastest first one.
-        masks = [np.broadcast_to(way, seconds.shape) for way in self.ways]
+        masks = [np.broadcast_to(way[..., : seconds.shape[-1]], seconds.shape) for way in self.ways]
         least = (1 - _ROUNDING) * self.batch.num_microbatches
         bounds = [least * float(np.where(mask[0], seconds[0], np.inf).min()) for mask in masks]
         best, number = _NOTHING, len(masks)

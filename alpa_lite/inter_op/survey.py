@@ -27,6 +27,7 @@ what it will take; elsewhere it will take longer, nobody knows how much (`Survey
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Literal
@@ -141,8 +142,8 @@ def in_flight_within(
     least = fixed_of + peak
     found = np.zeros(np.broadcast_shapes(least.shape, room.shape), dtype=np.int64)
     with np.errstate(invalid="ignore"):
-        for number in in_flight:
-            found += least + (number - 1) * saved_of <= room
+        for number, times in Counter(in_flight).items():
+            found += times * (least + (number - 1) * saved_of <= room)
     return found
 
 

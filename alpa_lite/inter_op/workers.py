@@ -73,10 +73,7 @@ class Likely:
 
 
 class Workers:
-    """A number of workers, as a context manager that ends them.
-
-    `problems`: descriptions of everything that went wrong with them.
-    """
+    """A number of workers, as a context manager that ends them; `problems` say what went wrong with them."""
 
     def __init__(self, number: int = 0) -> None:
         """Start no process yet."""

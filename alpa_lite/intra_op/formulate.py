@@ -60,8 +60,7 @@ from alpa_lite.sharding.specs import Spec, replicated
 
 
 def reads_gathered(view: StageView, op: Op, operand: int) -> bool:
-    """Return True if an op derives a value for the backward pass alone from a parameter that the forward pass also
-    reads.
+    """Return True if an op derives a value for the backward pass alone from a parameter that forward reads too.
 
     Such an op reads the gathered parameter when the stage keeps parameters gathered.
     """
@@ -214,9 +213,7 @@ class Builder:
         self.offers[(0, v)] = Offer(node=self._node(self.arrays.zeros(len(specs))), specs=specs)
 
     def _split_of(self, v: int) -> BatchSplit:
-        """Return whether a value without a batch dim is split over BATCH axes; parameters and optimizer state may
-        differ (ZeRO).
-        """
+        """Return whether a value without a batch dim is split over BATCH axes; state may differ (ZeRO)."""
         if self.view.graph.producer[v] is not None:
             return BatchSplit.NEVER
         restriction = self.catalogue.restriction
@@ -376,8 +373,7 @@ class Builder:
         self.placed[(scope, op.id)] = PlacedBodies(scopes=scopes, operands=tuple(operands), results=ordered)
 
     def _add_operand(self, at: _LaidOp, wiring: Wiring, scopes: Sequence[int], number: int, *, sums: bool) -> Offer:
-        """Add the node of an operand of control flow, and the edge that prices resharding it to the spec that the
-        bodies read.
+        """Add the node of an operand of control flow, and the edge that prices resharding it to what the bodies read.
 
         For a scanned operand the spec describes each slice. `sums`: the loop only adds to the operand, which may then
         be a partial sum.
@@ -420,10 +416,7 @@ class Builder:
     def _add_slot(
         self, graph: Graph, value: Value, batch_dim: int | None, split: BatchSplit, *, sums: bool = False
     ) -> Offer:
-        """Add a node for a value inside control flow that keeps one spec throughout.
-
-        `sums`: the value may be a partial sum.
-        """
+        """Add a node for a value inside control flow that keeps one spec; with `sums` it may be a partial sum."""
         if value.dtype.startswith("key<") or (value.rank == 0 and not sums):
             return self._whole(value)
         specs = self.catalogue.value_specs(value, batch_dim, split=split)

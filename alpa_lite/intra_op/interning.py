@@ -25,10 +25,7 @@ def frozen(array: FloatArray) -> FloatArray:
 
 
 class Numbering(Generic[T]):
-    """Numbering of equal objects from 0 on.
-
-    An object seen before is recognised by its identity, without a comparison.
-    """
+    """Numbering of equal objects from 0 on; one seen before is recognised by its identity, without a comparison."""
 
     def __init__(self) -> None:
         """Start empty."""

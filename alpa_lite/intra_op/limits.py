@@ -78,9 +78,7 @@ class Infeasibility:
         show_bytes: Callable[[float], str] = "{:,.0f} bytes".format,
         num_names: int = 3,
     ) -> str:
-        """Describe the limit, the memory that is needed and its holders, and a remedy; name the ``num_names``
-        largest nodes.
-        """
+        """Describe the limit, the memory needed, its ``num_names`` largest holders, and a remedy."""
         if self.impossible:
             return f"No choices have finite cost, with however much memory{self._why(name_of)}."
         if self.choices is None:
@@ -173,10 +171,7 @@ def _leanest(problem: Problem, budget: _Budget) -> Leanest:
 def explain_infeasible(
     problem: Problem, *, solver: Solver | None = None, time_limit_seconds: float = 30.0
 ) -> Infeasibility:
-    """Compute the smallest sufficient limit, the cost under it and the holders of the memory.
-
-    ``solver`` is the portfolio if None.
-    """
+    """Compute the smallest sufficient limit, its cost and the holders of memory; ``solver`` None: the portfolio."""
     budget = _budget(solver, time_limit_seconds)
     lean = _leanest(problem, budget)
     if lean.choices is None:

@@ -195,9 +195,7 @@ class _LiveScope:
                 self._use(r)
 
     def _is_repeated(self, op: Op, result: int) -> bool:
-        """Return True for a result that its readers recompute, from sources of about the same size, instead of
-        reading it.
-        """
+        """Return True for a result that its readers recompute, from sources of about its size, and do not read."""
         if result not in self.written or result in self.graph.outputs or not is_fusible(self.graph, op):
             return False
         readers = self._readers(result)
@@ -212,9 +210,7 @@ class _LiveScope:
         return sources <= _MOST_READ * self.graph.values[result].bytes
 
     def _leaves(self, op: Op, result: int, readers: Sequence[int]) -> bool:
-        """Return True for a value that other tasks read: other stages, or the backward pass where it is a task of
-        its own.
-        """
+        """Return True for a value that other tasks read: other stages, or the backward pass as a task of its own."""
         view = self.view
         if view is None or result in view.leaves:
             return True
@@ -283,9 +279,7 @@ class _LiveScope:
             yield from inner.lives()
 
     def elements(self, values: Sequence[int]) -> Iterator[Life]:
-        """Yield the lifetimes of elements of stacked arrays that are copied out for a reader that is no fused
-        kernel.
-        """
+        """Yield the lifetimes of elements of stacked arrays that are copied out for a reader that is not fused."""
         for v in values:
             readers = self._readers(v)
             if any(self._reads_whole(op_id) for op_id in readers):
@@ -356,10 +350,7 @@ class _LiveScope:
         return op.results if fused and readers else None
 
     def _used_by(self, op_id: int, value: int) -> int:
-        """Return the time at which an op has read a value.
-
-        A loop copies, or takes over, its carried values when it starts.
-        """
+        """Return the time at which an op has read a value; a loop copies or takes over its carries when it starts."""
         op, span = self.graph.ops[op_id], self.span(op_id)
         wiring = wiring_of(op)
         if wiring is None:
@@ -370,9 +361,7 @@ class _LiveScope:
         return span.start + 1 if all(i in carried for i in places) else span.end
 
     def _starts(self, op: Op) -> dict[int, int]:
-        """Return the start times of the results that take over the buffer of an operand: the time at which that is
-        free.
-        """
+        """Return the times from which results take over the buffer of an operand, which is free then."""
         wiring = wiring_of(op)
         # An operand is read for one unit of time. The result that takes over its buffer begins after that, so that the
         # two are not counted together.

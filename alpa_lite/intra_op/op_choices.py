@@ -100,9 +100,7 @@ class PartialSums:
         return stack in self.crossing and not any(phases[c].in_loop for c in self.view.graph.consumers[stack])
 
     def feeds_addition(self, scope: int, op: Op) -> bool:
-        """Return True when one addition of this stage is the only reader of the result, which may be a partial sum
-        until then.
-        """
+        """Return True when the only reader of the result, a partial sum until then, is an addition of this stage."""
         graph, result = self.scopes[scope].graph, op.results[0]
         readers = graph.consumers[result]
         # A value that leaves the stage or the body must be whole.
@@ -113,9 +111,7 @@ class PartialSums:
         return self.feeds_addition(scope, op) or self.feeds_gradients(scope, op)
 
     def feeds_gradients(self, scope: int, op: Op) -> bool:
-        """Return True when the result, which has no batch, reaches an addition through ops that are linear in it
-        alone.
-        """
+        """Return True when the result, which has no batch, reaches an addition through ops linear in it alone."""
         graph, batch_dims = self.scopes[scope].graph, self.scopes[scope].batch_dims
         while len(op.results) == 1 and len(graph.consumers[op.results[0]]) == 1:
             (v,), (reader,) = op.results, graph.consumers[op.results[0]]
@@ -129,9 +125,7 @@ class PartialSums:
         return False
 
     def adds_sums(self, scope: int, op: Op) -> bool:
-        """Return True for an addition in the update whose operands are all sums from the loop (several uses of one
-        weight).
-        """
+        """Return True for an addition in the update of sums from the loop alone (several uses of one weight)."""
         if scope > 0 or op.primitive not in ADDITIONS or self.in_loop(scope, op):
             return False
         return self._pending.issuperset(op.operands)
@@ -144,7 +138,7 @@ class PartialSums:
         """
         graph, leaves = self.view.graph, self.view.leaves
         pending: set[int] = set()
-        for op in graph.ops:
+        for op in map(graph.ops.__getitem__, self.view.ops):
             if pending.isdisjoint(op.operands):
                 candidates = self.crossing.intersection(op.results)
             else:
@@ -156,9 +150,7 @@ class PartialSums:
         return frozenset(pending)
 
     def feeds_sums(self, v: int) -> bool:
-        """Return True for a sum of the loop that reaches an addition of sums through ops that are linear in it
-        alone.
-        """
+        """Return True for a sum of the loop that reaches an addition of sums through ops linear in it alone."""
         graph = self.view.graph
         while v in self._pending:
             op = graph.ops[graph.consumers[v][0]]
@@ -297,10 +289,7 @@ class Keeping:
         return kept
 
     def options(self, graph: Graph, op: Op, options: PlacementOptions) -> PlacementOptions:
-        """Return the placements of an op whose operand and result specs all satisfy their constraints.
-
-        Raise PlanError if there are none.
-        """
+        """Return the placements of an op whose specs all satisfy their constraints. Raises PlanError if none do."""
         wanted = self._around(graph, op)
         if not any(wanted) or op.id in self.layout.exempt.get(graph, ()):
             return options
@@ -346,10 +335,7 @@ class Keeping:
         return penalty if penalty.any() else None
 
     def sums(self, graph: Graph, v: int, options: SumOptions) -> SumOptions:
-        """Return the accumulators of a sum whose stored and resolved specs both satisfy its constraint.
-
-        Raise PlanError if there are none.
-        """
+        """Return the accumulators of a sum whose two specs satisfy its constraint. Raises PlanError if none do."""
         wanted = self.of(graph, v)
         fits = [agrees(s, wanted) and agrees(r, wanted) for s, r in zip(options.stored, options.resolved, strict=True)]
         if all(fits):

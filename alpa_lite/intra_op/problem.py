@@ -86,9 +86,7 @@ class Ragged:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Edge:
-    """The cost in seconds of each pair of strategies of two nodes: ``costs[i, j]`` for ``source`` at i and
-    ``target`` at j.
-    """
+    """The cost in seconds of each pair of strategies of two nodes: ``costs[i, j]``, i of `source`, j of `target`."""
 
     source: int
     target: int
@@ -286,9 +284,7 @@ def _bad_edge(nodes: IntArray, shape: tuple[int, ...], needed: Sequence[int] | I
 
 
 def _check_shape(edge: Edge, vectors: Sequence[FloatArray]) -> None:
-    """Raise ValueError for a matrix with the right number of entries but the wrong shape; ``Problem`` checks the
-    rest.
-    """
+    """Raise ValueError for a matrix with the right number of entries and the wrong shape, which ``Problem`` accepts."""
     nodes, shape = np.array([edge.source, edge.target], dtype=np.intp), np.shape(edge.costs)
     if all(0 <= node < len(vectors) for node in nodes.tolist()):
         needed = (vectors[edge.source].size, vectors[edge.target].size)
@@ -335,9 +331,7 @@ class Solution:
 
     @property
     def gap(self) -> float:
-        """The relative gap (cost - bound) / |cost|, never negative; 0 when both agree, ``inf`` without choices or a
-        bound.
-        """
+        """The relative gap (cost - bound) / |cost|; 0 when both agree, ``inf`` without choices or a bound."""
         if self.choices is None or math.isinf(self.bound):
             return math.inf
         difference = max(self.cost - self.bound, 0.0)

@@ -162,9 +162,7 @@ def write_solution(solution: Solution, path: str | Path) -> None:
 
 
 def solution_data(solution: Solution) -> dict[str, object]:
-    """Return the JSON fields of a solution: choices, cost, bound, gap (null when infinite), status, seconds, solver,
-    peak.
-    """
+    """Return a solution's JSON fields: choices, cost, bound, gap (null: infinite), status, seconds, solver, peak."""
     return {
         "choices": None if solution.choices is None else list(solution.choices),
         "cost": _number(solution.cost),

@@ -51,10 +51,7 @@ class MemoryRow:
 
 
 def maximal_times(usage_times: IntArray) -> IntArray:
-    """Return the times whose set of live usages is contained in no other, ascending.
-
-    ``usage_times`` is (U, 2): start and end of every usage.
-    """
+    """Return the times, rising, whose set of live usages no other contains; ``usage_times``: (U, 2) starts and ends."""
     starts, ends = np.unique(usage_times[:, 0]), np.unique(usage_times[:, 1])
     if starts.size == 0:
         return starts
@@ -65,9 +62,7 @@ def maximal_times(usage_times: IntArray) -> IntArray:
 
 
 def sum_over_rows(num_rows: int, intervals: IntArray, amounts: FloatArray) -> FloatArray:
-    """Return for every row r the sum of the amounts whose interval [first, last) contains r; ``intervals`` is (U,
-    2).
-    """
+    """Return for every row r the sum of the amounts whose interval [first, last) has r; ``intervals`` is (U, 2)."""
     # Differences at the ends of the intervals and a cumulative sum: linear time, however long the intervals are.
     change = np.zeros(num_rows + 1)
     np.add.at(change, intervals[:, 0], amounts)

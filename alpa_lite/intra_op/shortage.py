@@ -1,5 +1,4 @@
-"""Describe why a stage does not fit into device memory: when, by how much, and which of the user's values are alive
-then.
+"""Describe why a stage exceeds device memory: when, by how much, and which of the user's values are alive then.
 
 The numbers come from ``limits.explain_infeasible``; here they get the names of arguments and lines of source code.
 """
@@ -14,7 +13,6 @@ from alpa_lite.intra_op.formulate import Builder
 from alpa_lite.intra_op.limits import Infeasibility, explain_infeasible
 from alpa_lite.intra_op.liveness import Lives
 from alpa_lite.intra_op.problem import Problem
-from alpa_lite.intra_op.solvers.solver import Solver
 from alpa_lite.intra_op.stage import Key, StageView
 from alpa_lite.intra_op.usages import UsageOf, stage_lives
 from alpa_lite.program.ir import Graph, Op
@@ -25,9 +23,7 @@ _NUM_NAMES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueBytes:
-    """The bytes per device of all copies of a value, and its name: an argument's name, or the op that made it and
-    where.
-    """
+    """The bytes per device of all copies of a value, and its name: the argument, or the op that made it and where."""
 
     name: str
     bytes: float
@@ -42,9 +38,7 @@ class Shortage:
     values: tuple[ValueBytes, ...]
 
     def sentence(self, *, show_bytes: Callable[[float], str] = "{:,.0f} bytes".format) -> str:
-        """Describe the overrun, the values alive at the peak, and the time per step with enough memory; may be
-        empty.
-        """
+        """Describe the overrun, the values alive at the peak, and the time with enough memory; may be empty."""
         why = self.explained
         # Nothing to tell: no choices were reached in time, or the limit suffices after all.
         if why.choices is None or why.over_bytes == 0.0:
@@ -60,32 +54,17 @@ class Shortage:
         )
 
 
-def explain_shortage(
-    builder: Builder,
-    *,
-    limit_bytes: float,
-    in_flight: int = 1,
-    solver: Solver | None = None,
-    time_limit_seconds: float = 5.0,
-) -> Shortage:
+def explain_shortage(builder: Builder, *, limit_bytes: float, in_flight: int = 1) -> Shortage:
     """Explain the least memory that a stage needs; see ``solve_stage`` for the arguments."""
-    problem = builder.problem(limit_bytes=limit_bytes, in_flight=in_flight)
-    return shortage_of(builder, problem, in_flight=in_flight, solver=solver, time_limit_seconds=time_limit_seconds)
+    return shortage_of(builder, builder.problem(limit_bytes=limit_bytes, in_flight=in_flight), in_flight=in_flight)
 
 
-def shortage_of(
-    builder: Builder,
-    problem: Problem,
-    *,
-    in_flight: int = 1,
-    solver: Solver | None = None,
-    time_limit_seconds: float = 5.0,
-) -> Shortage:
+def shortage_of(builder: Builder, problem: Problem, *, in_flight: int) -> Shortage:
     """Explain the least memory that a problem of the stage needs.
 
     The problem may be the stage's own, or one in which nodes may take only some of their strategies.
     """
-    explained = explain_infeasible(problem, solver=solver, time_limit_seconds=time_limit_seconds)
+    explained = explain_infeasible(problem, time_limit_seconds=5.0)
     # Without usages there is no peak either.
     if explained.choices is None or explained.time is None:
         return Shortage(explained=explained, when="", values=())

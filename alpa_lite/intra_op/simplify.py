@@ -245,8 +245,7 @@ def _merge(work: Workspace, *, node: int, into: int, follows: IntArray) -> None:
 
 
 def _drop_what_cannot_fit(work: Workspace, seen: FloatArray, tick: Tick) -> FloatArray:
-    """Remove the strategies that exceed the limit even if all other nodes use their least bytes; return the current
-    base.
+    """Remove strategies that exceed the limit even with the least bytes of all other nodes; return the current base.
 
     If the base grew anywhere since it was ``seen``, every node is examined again, else only the changed ones.
     """
@@ -276,9 +275,7 @@ def _drop_what_cannot_fit(work: Workspace, seen: FloatArray, tick: Tick) -> Floa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _MinPlus:
-    """Cached min-plus product T[a, b] = min_i left[i, a] + right[i, b] with its minimiser; equal layers make equal
-    calls.
-    """
+    """Cached min-plus product T[a, b] = min_i left[i, a] + right[i, b] with its minimiser, for equal layers."""
 
     known: dict[tuple[bytes, bytes, int], tuple[FloatArray, IntArray]] = field(
         default_factory=dict[tuple[bytes, bytes, int], tuple[FloatArray, IntArray]]

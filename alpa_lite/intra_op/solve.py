@@ -1,6 +1,4 @@
-"""Solve one stage on one logical mesh: build the problem, solve it, and price the answer as the program that it
-emits.
-"""
+"""Solve one stage on one logical mesh: build its problem, solve it, and price the answer as its program runs."""
 
 from __future__ import annotations
 
@@ -112,7 +110,8 @@ def _with_seconds(view: StageView, pricer: Pricer, solution: StageSolution, *, i
     )
 
 
-def in_two_parts(view: StageView, pricer: Pricer, solution: StageSolution, *, in_two: bool = True) -> StageSolution:
+@memoized
+def in_two_parts(solution: StageSolution, view: StageView, pricer: Pricer, *, in_two: bool = True) -> StageSolution:
     """Return the solution with the cost of a backward pass whose weight gradients are a task of their own, or not.
 
     That task follows in the bubbles; the first one computes what the previous stage waits for.

@@ -88,21 +88,19 @@ class StageView:
 
     @cached_property
     def ops(self) -> tuple[int, ...]:
-        """The ids of the ops of this stage in execution order; free and invariant ops of other stages are repeated
-        here.
-        """
-        graph, needed, chosen = self.graph, set[int](), list[int]()
+        """The ids of the ops of this stage in order, with the free and invariant ops of others that it repeats."""
+        graph, of_op, free = self.graph, self.layers.of_op, free_ops(self.graph)
+        chosen = set(chain.from_iterable(map(self.layers.ops_of, range(self.first, self.last + 1))))
+        waiting = [v for op_id in chosen for v in graph.ops[op_id].operands]
         if self.first == 0:
             # Outputs that depend on nothing but inputs (step counters, new keys) are made by the first stage.
-            needed.update(v for v in graph.outputs if self.is_invariant_value(v))
-        mine = set(chain.from_iterable(map(self.layers.ops_of, range(self.first, self.last + 1))))
-        # Backwards, so that an op is needed as soon as one of its readers is; ids are in execution order.
-        for op_id in sorted(mine | free_ops(graph) | set(self.layers.ops_of(None)), reverse=True):
-            op = graph.ops[op_id]
-            if op_id in mine or not needed.isdisjoint(op.results):
-                chosen.append(op_id)
-                needed.update(op.operands)
-        return tuple(reversed(chosen))
+            waiting += [v for v in graph.outputs if self.is_invariant_value(v)]
+        while waiting:
+            maker = graph.producer[waiting.pop()]
+            if maker is not None and maker not in chosen and (of_op[maker] is None or maker in free):
+                chosen.add(maker)
+                waiting += graph.ops[maker].operands
+        return tuple(sorted(chosen))  # ids are in execution order
 
     @property
     def free(self) -> frozenset[int]:
@@ -170,9 +168,7 @@ class StageView:
 
     @cached_property
     def crossing(self) -> tuple[int, ...]:
-        """The values that the loop of this stage sums over micro-batches, for an update on any stage or for the
-        caller.
-        """
+        """The values that the loop of this stage sums over micro-batches, for updates or for the caller."""
         graph, step = self.graph, self.step
         outputs = set(graph.outputs)
         return tuple(
@@ -230,9 +226,7 @@ class StageView:
         return (tuple(rows), outer, aliases, leaves, self.step.num_microbatches, pins, self._layout_signature(number))
 
     def _layout_signature(self, number: Mapping[int, int]) -> tuple[object, ...]:
-        """Return the layout constraints of the values with these numbers, and of those inside the loops of this
-        stage.
-        """
+        """Return the layout constraints of values with these numbers, and of those inside the loops of this stage."""
         layout = self.layout.values
         if not layout:
             return ()
@@ -314,9 +308,7 @@ class PlacedBodies:
 
 @dataclass(slots=True, kw_only=True)
 class PlacedSum:
-    """An addition of scalars, partial over all axes over which an operand is partial; the result remains so if it
-    `waits`.
-    """
+    """An addition of scalars, partial over all axes over which an operand is; the result stays so if it `waits`."""
 
     operands: tuple[Key, ...]
     result: Key

@@ -140,8 +140,7 @@ class Restriction:
         return frozenset(a for a, role in self.roles.items() if role in (AxisRole.BATCH, AxisRole.CONTEXT))
 
     def sums_at_once(self, specs: Sequence[Spec]) -> list[Spec]:
-        """Filter specs of values without a batch dim: partial sums over all state axes that they leave free, or over
-        none.
+        """Filter specs of values without a batch dim: partial sums over all state axes that they leave free, or none.
 
         A gradient is a sum over the axes that split samples and over those that split their positions alike.
         """

@@ -73,9 +73,7 @@ class PlacementOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SumOptions:
-    """The accumulators of a value that is summed over micro-batches, by strategy, with the seconds of their
-    resolution.
-    """
+    """The accumulators of a value summed over micro-batches, by strategy, and the seconds of their resolution."""
 
     accumulators: tuple[Accumulator, ...]
     seconds: FloatArray
@@ -196,9 +194,7 @@ class Catalogue:
         return found
 
     def _seconds_of(self, graph: Graph, op: Op, main: int, specs: tuple[Spec, ...], way: _Way) -> FloatArray:
-        """Return the seconds of one run of a following op for each placement: its work, and resharding before and
-        after it.
-        """
+        """Return the seconds of a run of a following op for each placement: its work, and the resharding around it."""
         # Its own collectives depend on the mesh axes; all other work depends on the sizes of the blocks alone.
         if has_own_collectives(graph, op):
             seconds = [self.pricer.op_seconds(graph, op, way.placements[n]) for n in way.first]
@@ -276,8 +272,7 @@ class Catalogue:
         return tuple(specs)
 
     def sums(self, value: Value, offered: tuple[Spec, ...], *, keep_partial: bool) -> SumOptions:
-        """Return the accumulators of a value that the loop offers in these specs: stored inside the loop, resolved once
-        after it.
+        """Return the accumulators of a value that a loop offers in these specs: stored inside, resolved once after it.
 
         `keep_partial`: the update adds the value to other sums of this kind; it may remain a partial sum until then.
         Where gradients must be stored sharded, they are scattered before they are accumulated.
@@ -386,9 +381,7 @@ class Catalogue:
         return self._copies[key]
 
     def scratch_sizes(self, graph: Graph, op: Op, options: PlacementOptions) -> FloatArray | None:
-        """Return the bytes of one device's results before a reduce_scatter, for each placement; None if there is
-        none.
-        """
+        """Return a device's bytes of results before a reduce_scatter, for each placement; None if there is none."""
         if options not in self._scratch:
             if options.made == options.results:
                 self._scratch[options] = None

@@ -174,9 +174,7 @@ class _Collector:
             yield UsageOf(value=key, node=node, sizes=sizes, start=start, end=end)
 
     def _until(self, key: Key, specs: tuple[Spec, ...], end: int) -> tuple[int, bool]:
-        """Return when a copy that an op reads until `end` is freed, and whether an earlier op has been charged for
-        it.
-        """
+        """Return when a copy that an op reads until `end` is freed, and whether an earlier op was charged for it."""
         (scope, v), view = key, self.layout.view
         if not view.keeps_gathered or scope > 0 or v not in parameters(view.step):
             return end, False

@@ -98,7 +98,9 @@ class Emitted:
         an abstract mesh.
         """
         mesh = on if on is not None else self.mesh
-        shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), self.outs, is_leaf=_is_spec)
+        shardings = jax.tree.map(
+            lambda spec: NamedSharding(mesh, spec), self.outs, is_leaf=lambda x: isinstance(x, PartitionSpec)
+        )
         jitted = jax.jit(self.function, donate_argnums=self.donated, out_shardings=shardings)
         traced = jitted.trace(*(x.on(mesh) for x in self.ins))
         return traced.lower(lowering_platforms=(self.platform,)) if on is None else traced.lower()
@@ -214,10 +216,6 @@ def result_order(placed: PlacedTask) -> tuple[int, ...]:
     replacing = [number.get((next_of.get(port.value, -1), port.spec)) for port in donated]
     first = dict.fromkeys(i for i in replacing if i is not None)
     return (*first, *(i for i in range(len(task.outputs) + len(task.sums)) if i not in first))
-
-
-def _is_spec(value: object) -> bool:
-    return isinstance(value, PartitionSpec)
 
 
 def accumulates(task: TaskSpec, step: StepGraph) -> bool:

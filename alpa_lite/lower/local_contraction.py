@@ -99,9 +99,7 @@ def _own_groups(sizes: Array, first: Array | int, count: int) -> tuple[Array, Ar
 
 
 def _grown(op: LocalOp, operands: Sequence[Array], fills: Sequence[Array | float]) -> list[Array]:
-    """Return the operands extended by their halos; beyond the ends of the whole array the halo holds the operand's
-    fill.
-    """
+    """Return the operands extended by their halos, which hold the fill beyond the ends of the whole array."""
     grown = list(operands)
     for halo in op.rule.halos:
         axes = op.factor_axes.get(halo.factor, ())
@@ -155,9 +153,7 @@ def conv_general_dilated(op: LocalOp, operands: Sequence[Array]) -> list[Array]:
 
 
 def _fills(op: LocalOp, operands: Sequence[Array]) -> list[Array | float]:
-    """Return for each operand the value that windows beyond the array read: it changes no sum and loses every
-    comparison.
-    """
+    """Return the value that windows read beyond each array: it changes no sum and loses every comparison."""
     if op.name == "reduce_window":
         inits = operands[len(operands) // 2 :]
         # One fill for each operand, in the order of the op: first the arrays, then their initial values.

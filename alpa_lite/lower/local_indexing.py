@@ -117,9 +117,7 @@ _NEUTRAL = {"scatter-add": 0, "scatter-sub": 0, "scatter-mul": 1}
 
 @local_lowering("gather")
 def gather(op: LocalOp, operands: Sequence[Array]) -> list[Array]:
-    """Set full window dims to the block's size; look up a split dim on the device that holds the row, and zero
-    elsewhere.
-    """
+    """Set full window dims to the block's size; look up a split dim where its row lies, and give zeros elsewhere."""
     operand, indices = operands
     numbers = op.params["dimension_numbers"]
     sizes = tuple(
@@ -183,9 +181,7 @@ class _Bounds:
 
     @staticmethod
     def signed(indices: Array) -> Array:
-        """Return indices in a signed type, so that subtracting an offset cannot wrap; indices beyond its range stay out
-        of bounds.
-        """
+        """Return indices in a signed type, which an offset cannot wrap; too large ones stay out of bounds."""
         if jnp.issubdtype(indices.dtype, jnp.unsignedinteger):
             indices = jnp.minimum(indices, jnp.asarray(min(jnp.iinfo(indices.dtype).max, 2**31 - 1), indices.dtype))
         return indices.astype(jnp.int64 if indices.dtype == jnp.int64 else jnp.int32)
@@ -199,9 +195,7 @@ class _Bounds:
         return jnp.all((indices >= 0) & (indices <= self.last.astype(indices.dtype)), axis=-1)
 
     def to_block(self, op: LocalOp, indices: Array) -> tuple[Array, Array]:
-        """Return for each index vector whether this device holds its element, and the vector inside the block
-        (clipped).
-        """
+        """Return whether this device holds the element of each index vector, and the vector in the block (clipped)."""
         within: list[Array] = []  # per split dim, whether the index lies in the block
         columns: list[Array] = []
         for column, dim in enumerate(self.dims):
@@ -347,9 +341,7 @@ def _wide_product(x: Array, factor: int) -> tuple[Array, Array]:
 
 @local_lowering("random_bits")
 def random_bits(op: LocalOp, operands: Sequence[Array]) -> list[Array]:
-    """Encrypt the block's counters under each key of the block; other generators draw the full array and cut out the
-    block.
-    """
+    """Encrypt the block's counters under each of its keys; other generators draw the whole array and cut it."""
     (keys,) = operands
     if _draws_all(op, 0, keys.ndim):
         return op.bind(operands)

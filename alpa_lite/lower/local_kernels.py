@@ -56,11 +56,7 @@ def pallas_call(op: LocalOp, operands: Sequence[Array]) -> list[Array]:
 
 
 def _axis_of(op: LocalOp, factor: int, axes: Sequence[GridAxis]) -> GridAxis:
-    """Return the grid axis that splits just the dims that contain a factor.
-
-    Raises:
-        VerificationError: the kernel has no such axis, so that the factor's rule does not hold.
-    """
+    """Return the grid axis that splits just the dims with a factor. Raises `VerificationError` if there is none."""
 
     def dims(tensors: Sequence[Any]) -> tuple[int | None, ...]:
         return tuple(next((d for d, held in enumerate(t) if factor in held), None) for t in tensors)

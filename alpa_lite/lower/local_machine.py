@@ -188,9 +188,7 @@ class LocalMachine:
             return self._noted(application, bind_local(local, operands))
 
     def _held_back(self, value: int, array: jax.Array) -> jax.Array:
-        """Return a forward value that the backward pass reads to recompute others, delayed until the backward pass gets
-        there.
-        """
+        """Return a forward value that the backward pass reads to recompute others, delayed until it gets there."""
         producer = self.step.graph.producer[value]
         is_backward = producer is not None and self.step.phases[producer] is Phase.BACKWARD
         is_state = producer is None and self.step.batch_dims[value] is None
@@ -209,8 +207,7 @@ class LocalMachine:
     def _positions(
         self, graph: Graph, op: Op
     ) -> tuple[tuple[tuple[jax.Array | int, ...] | None, ...], tuple[tuple[int, ...] | None, ...]]:
-        """Return the position of this micro-batch's results in the full batch's and the full shapes, None where
-        irrelevant.
+        """Return the position of this micro-batch's results in the full batch's and the full shapes; None: irrelevant.
 
         Only ops whose values depend on the position need them.
         """
@@ -249,9 +246,7 @@ class LocalMachine:
         return arrays
 
     def _first_rows(self, op: Op, graph: Graph) -> jax.Array:
-        """Return for each column of the index vectors the first row of this micro-batch, 0 for columns that index other
-        dims.
-        """
+        """Return per column of the index vectors the first row of this micro-batch; 0 where it is another dim."""
         numbers = op.params["dimension_numbers"]
         dims = numbers["start_index_map" if op.primitive == "gather" else "scatter_dims_to_operand_dims"]
         rows = graph.values[op.operands[0]].shape
@@ -374,9 +369,7 @@ def on_first_device(
     axes: tuple[str, ...],
     sizes: Mapping[str, int],
 ) -> list[jax.Array]:
-    """Return `run(*operands)` as computed on the first device along `axes`, on all devices. Operands must be
-    replicated.
-    """
+    """Return `run(*operands)`, computed on the first device along `axes`, on all of them; operands are replicated."""
     # Only shapes are needed here; running the op for them would cause its effect a second time.
     shapes = jax.eval_shape(lambda *xs: tuple(run(*xs)), *operands)
     # A branch and not a select: in a select both sides run, and with them the side effect, on every device.

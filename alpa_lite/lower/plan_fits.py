@@ -115,9 +115,7 @@ def _control_flow(graph: Graph, op: Op, placement: OpPlacement, sizes: Sizes) ->
 
 
 def _is_placement(rule: Rule, placement: OpPlacement, sizes: Sizes) -> bool:
-    """Return True if the rule's factors can be split as the placement says, with partial sums only where the rule is
-    linear.
-    """
+    """Return True if a rule allows a placement's split factors, and partial sums only where it is linear."""
     split = [(factor, axes) for factor, axes in enumerate(placement.factors) if axes]
     return (
         len(placement.factors) == len(rule.sizes)

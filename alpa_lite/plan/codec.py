@@ -42,11 +42,7 @@ _NOT_FINITE = ("inf", "-inf", "nan")
 
 
 def to_text(data: Mapping[str, object]) -> bytes:
-    """Return plain data with a checksum as the text of a file.
-
-    Raises:
-        PlanError: the data exceed a limit, so that `from_text` would reject the file.
-    """
+    """Return plain data with a checksum as a file's text. Raises `PlanError` for what `from_text` would reject."""
     text = json.dumps({**data, CHECKSUM: _digest(data)}, allow_nan=False).encode()
     try:
         # Read back at once: a plan that can be written but not read would be lost.
@@ -57,10 +53,9 @@ def to_text(data: Mapping[str, object]) -> bytes:
 
 
 def from_text(text: bytes, path: str | Path) -> Any:
-    """Return the plain data of a file after verifying its checksum; a file without one is accepted.
+    """Return the plain data of a file's text. Raises `PlanError` for no JSON within the limits, or a wrong checksum.
 
-    Raises:
-        PlanError: the text is no JSON within the limits, or the checksum does not match.
+    A text without a checksum is accepted.
     """
     try:
         data = parse_json(text, max_bytes=MAX_BYTES, max_values=MAX_VALUES)
@@ -78,11 +73,7 @@ def from_text(text: bytes, path: str | Path) -> Any:
 
 
 def read_file(path: str | Path) -> Any:
-    """Return the plain data of a file.
-
-    Raises:
-        PlanError: the file cannot be opened, or `from_text` rejects its content.
-    """
+    """Return the plain data of a file. Raises `PlanError` if it cannot be opened, or `from_text` rejects the text."""
     try:
         with Path(path).open("rb") as file:
             text = file.read(MAX_BYTES + 1)
@@ -143,11 +134,7 @@ def _is_default(value: Any, field: dataclasses.Field[Any]) -> bool:
 
 
 def decode(wanted: Any, data: object) -> Any:
-    """Return the value of type `wanted` that `encode` wrote as `data`.
-
-    Raises:
-        PlanError: the data do not fit the type.
-    """
+    """Return the value of type `wanted` that `encode` wrote as `data`. Raises `PlanError` if the data do not fit it."""
     origin, arguments = typing.get_origin(wanted), typing.get_args(wanted)
     # Unions in plans are always of one type and None.
     if origin in (typing.Union, types.UnionType):

@@ -89,9 +89,7 @@ class Instruction:
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """The tasks and instructions of a step, the buffers that hold its outputs, and the home stage and spec of each
-    input.
-    """
+    """The tasks and instructions of a step, the buffers of its outputs, and the home stage and spec of each input."""
 
     tasks: tuple[TaskSpec, ...]
     instructions: tuple[Instruction, ...]
@@ -309,9 +307,7 @@ class _ProgramBuilder:
         return self._home_input_spec(value) if producer is None else self.sliced.output_spec(value)
 
     def _output(self, value: int) -> Buffer:
-        """Return the buffer that holds a graph output at the end of the step, sent to its home stage if computed
-        elsewhere.
-        """
+        """Return the buffer of a graph output at the end of the step, sent to its home stage if made elsewhere."""
         graph = self.graph
         if graph.producer[value] is None:
             home = self.slicer.homes[value]
@@ -369,9 +365,7 @@ class _ProgramBuilder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskTime:
-    """The time span of one instruction, in seconds since the step began. `kind` is the instruction's, `name` its
-    task's.
-    """
+    """The time span of an instruction, in seconds since the step began; `name` is that of its task."""
 
     stage: int
     kind: InstructionKind

@@ -69,19 +69,22 @@ def layout_of_plan(plan: Plan, step: StepGraph) -> TaskLayout:
 
 def places_of(layout: TaskLayout, step: StepGraph) -> tuple[OpPlace | None, ...]:
     """Return the place of each op, None for invariant ops."""
-    weights = _weights(layout, step)
+    weights, phases, kind = _weights(layout, step), step.phases, TaskRole.STEP
     places: list[OpPlace | None] = []
+    # One object per place, of which each task has one.
+    known: dict[tuple[int, TaskRole, int], OpPlace] = {}
     for op, stage in enumerate(layout.stage_of_op):
         if stage is None:
             places.append(None)
-        elif layout.whole:
-            places.append(OpPlace(stage=stage, kind=TaskRole.STEP))
-        elif step.phases[op].in_loop:
-            kind = TaskRole.WEIGHT_GRADIENT if op in weights else _kind_in_loop(layout, stage, step.phases[op])
-            places.append(OpPlace(stage=stage, kind=kind))
-        else:
+            continue
+        wave = 0
+        if not layout.whole and phases[op].in_loop:
+            kind = TaskRole.WEIGHT_GRADIENT if op in weights else _kind_in_loop(layout, stage, phases[op])
+        elif not layout.whole:
             # Ops are in program order, so that the operands of this one have their places.
-            places.append(OpPlace(stage=stage, kind=TaskRole.UPDATE, wave=_wave(step, op, stage, places)))
+            kind, wave = TaskRole.UPDATE, _wave(step, op, stage, places)
+        key = (stage, kind, wave)
+        places.append(known.get(key) or known.setdefault(key, OpPlace(stage=stage, kind=kind, wave=wave)))
     return tuple(places if layout.whole else _deferred(step, places))
 
 

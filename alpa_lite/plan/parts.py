@@ -5,7 +5,7 @@ Op and value ids refer to the traced graph; names of quantities include their un
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from math import prod
@@ -14,6 +14,7 @@ from alpa_lite.plan.codec import INLINE
 from alpa_lite.program.ir import item_bytes
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh
 from alpa_lite.sharding.specs import Spec
+from alpa_lite.text import show_count, show_first
 
 _SHOWN = 6
 
@@ -183,15 +184,9 @@ class BatchDims:
         for name, dim in self.dims.items():
             # Mostly all arguments hold the batch along the same dim, which is then written once.
             by_dim.setdefault(dim, []).append(name)
-        parts = [f"dim {dim} of {_first_of(names)}" for dim, names in sorted(by_dim.items())]
-        samples = "1 sample" if self.size == 1 else f"{self.size} samples"
+        parts = [f"dim {dim} of {show_first(names, _SHOWN)}" for dim, names in sorted(by_dim.items())]
         assumed = " (assumed; name others with batch_argnums)" if self.assumed else ""
-        return f"{samples} along {' and '.join(parts)}{assumed}"
-
-
-def _first_of(names: Sequence[str]) -> str:
-    rest = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+        return f"{show_count(self.size, 'sample')} along {' and '.join(parts)}{assumed}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -321,6 +316,9 @@ class TaskRole(StrEnum):
     INPUT_GRADIENT = "input gradient"
     WEIGHT_GRADIENT = "weight gradient"
     UPDATE = "update"
+
+    # That of `Enum` is a function in Python, and sets of the places of all ops are made for each stage.
+    __hash__ = str.__hash__
 
     @property
     def in_loop(self) -> bool:

@@ -54,13 +54,7 @@ class PriceClass:
 
 @memoized
 def price_classes(graph: Graph, fusion: Fusion = "all", fused_attention: bool = False) -> tuple[PriceClass, ...]:
-    """Return the price class of each op of a graph.
-
-    Args:
-        graph: the graph.
-        fusion: which ops the backend fuses.
-        fused_attention: whether the backend has a fused attention kernel.
-    """
+    """Return the price class of each op of a graph; `fused_attention`: the backend has a kernel for attention."""
     table = accesses(graph, fusion=fusion, fused_attention=fused_attention)
     kernels = on_chip(graph) if fused_attention else None
     return tuple(
@@ -102,7 +96,7 @@ class OpPrice:
     collectives: tuple[tuple[str, tuple[str, ...], float], ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Pricer:
     """Prices in seconds on one logical mesh over one submesh; all are memoized by class.
 

@@ -304,9 +304,7 @@ class _StepSimulation:
         return begins
 
     def send(self, instruction: Instruction) -> tuple[float, float]:
-        """Return the span of a transfer; transfers between the same submeshes run one after the other, local ones take
-        no time.
-        """
+        """Return the span of a transfer: one after the other between the same submeshes, no time for local ones."""
         a, b = instruction.source_stage, instruction.stage
         link, transfer, source = (self.row_of[a], self.row_of[b]), instruction.transfer, instruction.reads[0]
         # As if the transfer took no time; `run` compares with this.

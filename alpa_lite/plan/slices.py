@@ -69,9 +69,7 @@ class Slicer:
 
     @memoized
     def outlines(self, only: int | None = None) -> tuple[TaskOutline, ...]:
-        """Return all tasks, or those of one stage, in an order that respects their dependencies within one
-        micro-batch.
-        """
+        """Return all tasks, or those of one stage, in an order of their dependencies within one micro-batch."""
         # One task for each place that occurs; ops come in program order, so that the members of a place are sorted.
         members: dict[OpPlace, list[int]] = {}
         for op_id, place in enumerate(self.places):
@@ -242,9 +240,7 @@ class Slicer:
         return {op.id for op in self.ops if self.places[op.id] is None or op.id in self._lazy}
 
     def _with_repeated(self, ops: list[int], needs: Iterable[int]) -> tuple[list[int], list[int]]:
-        """Return the ops of a task with the repeated ones that they read, in order; and the values that come from
-        outside.
-        """
+        """Return a task's ops with the repeated ones that they read, in order; and the values from outside."""
         graph, own = self.graph, set(ops)
         needed, chosen = set(needs), list[int]()
         made_here = {r for op_id in own for r in graph.ops[op_id].results}
@@ -283,18 +279,22 @@ class Slicer:
         return v in self.returned or any(place.kind is TaskRole.UPDATE for place in self._readers[v])
 
     @cached_property
-    def _readers(self) -> Sequence[Collection[OpPlace]]:
+    def _readers(self) -> Sequence[frozenset[OpPlace]]:
         """For each value the places of the ops that read it, directly or through repeated ops."""
-        found: list[Collection[OpPlace]] = [()] * len(self.graph.values)
+        found = [frozenset[OpPlace]()] * len(self.graph.values)
+        alone = {place: frozenset([place]) for place in set(self.places) if place is not None}
         # Backwards, so that the readers of the results of an op are known.
         for op in reversed(self.graph.ops):
             place = self.places[op.id]
-            readers = {place} if place is not None else set[OpPlace]()
             # A repeated op is part of each task that reads its results.
             if place is None or not self.free.isdisjoint(op.results):
-                readers = {p for r in op.results for p in found[r]}
+                readers = frozenset[OpPlace]().union(*map(found.__getitem__, op.results))
+            else:
+                readers = alone[place]
             for v in op.operands:
-                found[v] = found[v] if readers.issubset(found[v]) else readers.union(found[v])
+                # Most values have one reader, or several in one task.
+                if not readers <= found[v]:
+                    found[v] = found[v] | readers if found[v] else readers
         return found
 
     def _read_in_loop_elsewhere(self, v: int, place: OpPlace) -> bool:

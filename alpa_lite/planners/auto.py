@@ -33,6 +33,7 @@ from alpa_lite.inter_op.workers import Workers, num_workers
 from alpa_lite.intra_op.solvers.integer_program import IntegerProgram, available_backends
 from alpa_lite.plan.plan import INTERRUPTED, Plan, SolverReport
 from alpa_lite.planners.fewer_devices import AS_FAST, on_fewer_devices
+from alpa_lite.planners.hybrid import Hybrid
 from alpa_lite.planners.manual import MANUAL_PLANNERS, ManualPlans, NoPlan
 from alpa_lite.planners.on_mesh import OnMesh
 from alpa_lite.planners.planner import Planner, renamed_options
@@ -195,12 +196,14 @@ class Auto(Planner):
 
     def _as_sharded_by_the_user(self, request: PlanRequest, mesh: Mapping[str, int]) -> Plan:
         """Return the best plan on the user's mesh that has all shardings of the user."""
-        if self._restricted or self.inter_op_only:
+        if replace(self, pipeline=None)._restricted:
             raise PlanError(
-                f'user_shardings="pin" gives one stage on the mesh {dict(mesh)}; pins, a schedule, recomputation and '
-                "several stages cannot be asked for beside it. Leave them out."
+                f'user_shardings="pin" gives stages on the mesh {dict(mesh)}; pins, a schedule, recomputation and '
+                "stages of one device or of equal layers cannot be asked for beside it. Leave them out."
             )
-        plan = OnMesh(axes=mesh).plan(replace(request, cluster=self._limited(request.cluster)))
+        num_stages = self.pipeline or 1
+        on_mesh = Hybrid(pipeline=num_stages) if num_stages > 1 else OnMesh(axes=mesh)
+        plan = on_mesh.plan(replace(request, cluster=self._limited(request.cluster)))
         return replace(plan, name=f"{self.name} (shardings of the user)", cluster=request.cluster)
 
     def _check(self) -> None:

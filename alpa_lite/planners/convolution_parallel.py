@@ -37,6 +37,7 @@ from alpa_lite.inter_op.what_would_fit import show_bytes
 from alpa_lite.intra_op.stage import GivenLayout, Wanted
 from alpa_lite.intra_op.strategies import AxisRole, Restriction
 from alpa_lite.plan.plan import Plan
+from alpa_lite.planners.hybrid import check_batch
 from alpa_lite.planners.on_mesh import MeshConstraints, plan_on_mesh
 from alpa_lite.planners.planner import Planner
 from alpa_lite.planners.weights import WeightSplit, layout_of_kinds, named_kinds
@@ -81,14 +82,7 @@ class ConvolutionParallel(Planner):
         # At least 1: `plan_on_mesh` reports degrees that do not make up the cluster.
         axes = {"sample": self.sample or max(1, total // prod(others.values())), **others}
         step = request.best_step((1,), loop_parts=0)
-        if step.batch.size is None and axes["sample"] > 1:
-            raise PlanError(f"{self.name} splits the batch over {axes['sample']} devices. {step.batch.problem}")
-        size = (step.batch.size or 1) // step.num_microbatches
-        if size % axes["sample"]:
-            raise PlanError(
-                f"{self.name} splits {size} samples over {axes['sample']} devices, which do not divide them. Choose "
-                "another number."
-            )
+        check_batch(self.name, step, axes["sample"])
         wide = {axis: size for axis, size in axes.items() if size > 1}
         layout = _layout(step, wide)
         roles = {

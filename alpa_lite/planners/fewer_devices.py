@@ -49,11 +49,9 @@ def _power_of_two_below(number: int) -> int:
 
 
 def on_fewer_devices(whole: Plan, request: PlanRequest, plan_on: Callable[[PlanRequest, float], Plan | None]) -> Plan:
-    """Return the plan on the fewest devices that is as fast as the best, by halving them as long as that is possible.
+    """Return the plan on the fewest devices that is as fast as `whole`, by halving them as long as that is possible.
 
-    Args:
-        whole: the plan on all devices of the cluster of `request`.
-        plan_on: returns a plan on all devices of a request that takes at most so many seconds; None if there is none.
+    `plan_on` returns a plan on all devices of a request that takes at most so many seconds; None if there is none.
     """
     best, part, step = whole, ClusterPart(first_device=0, cluster=request.cluster), request.step_at(1, 0)
     fastest, least, waiting = whole.prediction.step_seconds, whole.solver.bound, [part]

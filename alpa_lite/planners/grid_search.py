@@ -83,10 +83,7 @@ class GridSearch(Planner):
         return "grid search" + (f", zero{self.zero}" if self.zero else "")
 
     def plan(self, request: PlanRequest) -> Plan:
-        """Return the fastest plan.
-
-        Raises `InfeasibleError` with the message of the first plan that does not fit, else `PlanError`.
-        """
+        """Return the fastest plan. Raises `InfeasibleError` of the first that does not fit, else `PlanError`."""
         started = time.perf_counter()
         found, failed = list[Plan](), dict[str, AlpaLiteError]()
         # Advice for each point of the grid would take many more plans, and nobody would read it.

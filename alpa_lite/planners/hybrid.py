@@ -14,14 +14,15 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import cycle
+from itertools import combinations, cycle
 from math import lcm, prod
 from typing import Literal
 
 from alpa_lite.errors import InfeasibleError, PlanError
 from alpa_lite.inter_op.assembly import StagedStep, assemble, schedule_for
 from alpa_lite.inter_op.loop_cuts import PipelineCut, StageBalance, cut_into_blocks, cut_into_stages
-from alpa_lite.inter_op.plan_request import PlanRequest
+from alpa_lite.inter_op.plan_request import PlanRequest, pins_on_mesh
+from alpa_lite.inter_op.sharding_demands import argument_pins, user_layout, user_mesh, wanted_shardings
 from alpa_lite.inter_op.shared_devices import Together, held_at_peak, solve_together
 from alpa_lite.inter_op.solved_stages import StagePlace
 from alpa_lite.inter_op.stage_costs import Recomputed, StageConstraints, StageCosts
@@ -52,6 +53,9 @@ from cost_models import Cluster
 class Hybrid(Planner):
     """Fixed degrees; `data=None` takes the devices that `pipeline` and `tensor` leave.
 
+    With `user_shardings="pin"` each stage is a mesh of the user's axes (`_stage_axes`), on which the
+    user's shardings and the integer program decide what is split; degrees of data, tensor and others are not allowed.
+
     Attributes:
         pipeline: parts of the pipeline, each a group of devices; as many stages, or more under an interleaved schedule.
         data: data-parallel replicas.
@@ -78,6 +82,8 @@ class Hybrid(Planner):
             each stage. The last layer of all stores everything, as its backward pass follows at once, unless it is a
             loop.
     """
+
+    obeys_user_shardings = True
 
     pipeline: int = 1
     data: int | None = None
@@ -117,12 +123,17 @@ class Hybrid(Planner):
         """Solve each stage under the fixed roles of its axes."""
         started = time.perf_counter()
         self._check_gathers()
-        places = self.places(request)
+        asked = user_mesh(request.step_at(1, 0), request.signature.user_shardings)
+        user_axes = None if asked is None else self._user_axes(request, asked)
+        places = self.places(request) if user_axes is None else self._user_places(request, user_axes)
         # Without advice many plans are tried, some of which are far too large: this check needs no step in layers.
         if not request.advise:
             self._check_state(request, [mesh for _, mesh in places])
         # Stages may have different numbers of devices: each micro-batch must be divided by all of them.
-        microbatches = self.default_microbatches(request.batch_size, lcm(*(batch_ways(mesh) for _, mesh in places)))
+        ways = 1 if user_axes is not None else lcm(*(batch_ways(mesh) for _, mesh in places))
+        microbatches = self.default_microbatches(request.batch_size, ways)
+        if user_axes is not None and request.num_microbatches == "auto":
+            microbatches = _microbatches_that_divide(request, microbatches)
         cut = self._cut(request, microbatches)
         schedule = schedule_for(cut.step, self.schedule)
         tasks = schedule.tasks(self.num_stages, cut.step.num_microbatches)
@@ -130,8 +141,8 @@ class Hybrid(Planner):
             # In a loop over several layers no part of the backward pass can be postponed: the loop is one op.
             cut = self._cut(request, (cut.step.num_microbatches,), written_out=True)
         step, layers = cut.step, cut.layers
-        for _, mesh in places:
-            check_batch(self, step, mesh)
+        for _, mesh in places if user_axes is None else ():
+            check_batch(self.name, step, batch_ways(mesh))
         if self.remat != "none":
             # Stages are one layer each so far, but recomputation goes layer by layer.
             layers = subdivided(step, layers)
@@ -144,11 +155,7 @@ class Hybrid(Planner):
             layers=layers,
             cost_model=request.cost_model,
             cost_model_for=request.cost_model_for,
-            constraints=StageConstraints(
-                restriction=self.restriction(),
-                keeps_gathered=not self.reshard_after_forward,
-                layout=self._layout(step, places[0][1].axis_sizes),
-            ),
+            constraints=self._constraints(request, step, places[0][1], user_axes),
             recomputed=Recomputed(remat=remat, traced_layers=traced_layers),
             progress=request.progress,
         )
@@ -165,6 +172,36 @@ class Hybrid(Planner):
         staged = StagedStep(step=step, layers=layers, stages=stages, schedule=schedule)
         plan = assemble(self.name, request, staged, started)
         return costs.recomputed.recorded_in(replace(plan, notes=self._notes(step)))
+
+    def _constraints(
+        self, request: PlanRequest, step: StepGraph, mesh: LogicalMesh, user_axes: Mapping[str, int] | None
+    ) -> StageConstraints:
+        if user_axes is not None:
+            pins = pins_on_mesh(step, argument_pins(step, request.signature.user_shardings), user_axes)
+            return StageConstraints(pins=pins, layout=user_layout(step, user_axes))
+        return StageConstraints(
+            restriction=self.restriction(),
+            keeps_gathered=not self.reshard_after_forward,
+            layout=self._layout(step, mesh.axis_sizes),
+        )
+
+    def _user_axes(self, request: PlanRequest, asked: Mapping[str, int]) -> dict[str, int]:
+        """Return the axes of each stage on a mesh of the user. Raises `PlanError` for options that say otherwise."""
+        free = Hybrid(
+            pipeline=self.pipeline, schedule=self.schedule, equal=self.equal, shares=self.shares, remat=self.remat
+        )
+        if self != free or self.split:
+            raise PlanError(
+                f'user_shardings="pin" lays out each stage on the axes of {dict(asked)}, but {self.name} has degrees '
+                "of its own. Leave them out: give the pipeline, its schedule and the balance of its stages alone."
+            )
+        return _stage_axes(request, self.pipeline, asked)
+
+    def _user_places(self, request: PlanRequest, axes: Mapping[str, int]) -> list[tuple[Submesh, LogicalMesh]]:
+        wide = {axis: size for axis, size in axes.items() if size > 1} or {"data": 1}
+        mesh = LogicalMesh(axis_names=tuple(wide), shape=tuple(wide.values()))
+        submeshes = submeshes_of(request.cluster, [mesh.num_devices] * self.pipeline)
+        return [(submesh, mesh) for submesh in submeshes]
 
     def _layout(self, step: StepGraph, sizes: Mapping[str, int]) -> GivenLayout:
         """Return the splits that the degrees mean. Raises `PlanError` if the step has no such dims."""
@@ -362,6 +399,45 @@ class Hybrid(Planner):
         return cheapest_fit(changes, more_hosts(replace(self, data=None, devices=()), request))
 
 
+def _stage_axes(request: PlanRequest, num_stages: int, mesh: Mapping[str, int]) -> dict[str, int]:
+    """Return the axes of the user's mesh that each of equal stages has, those of one device among them.
+
+    Raises:
+        PlanError: neither the mesh nor a part of it has as many devices as a stage.
+    """
+    devices = request.cluster.num_devices // num_stages
+    if prod(mesh.values()) == devices:
+        return dict(mesh)
+    named = {
+        axis
+        for _, sharding in wanted_shardings(request.step_at(1, 0), request.signature.user_shardings)
+        for dim in sharding.dims
+        for axis in dim or ()
+    }
+    unnamed = [axis for axis in mesh if axis not in named]
+    for count in range(1, len(unnamed) + 1):
+        for over_stages in combinations(unnamed, count):
+            rest = {axis: size for axis, size in mesh.items() if axis not in over_stages}
+            if prod(mesh[axis] for axis in over_stages) == num_stages and prod(rest.values()) == devices:
+                return rest
+    raise PlanError(
+        f'user_shardings="pin": {num_stages} stages on {request.cluster.name} have {devices} devices each, but the '
+        f"shardings of {request.signature.function} are on the mesh {dict(mesh)}, of which they name "
+        f"{', '.join(axis for axis in mesh if axis in named) or 'no axis'}. Use a mesh of {devices} devices, which "
+        f"every stage then has, or one with a further axis of {num_stages} devices that no sharding names."
+    )
+
+
+def _microbatches_that_divide(request: PlanRequest, numbers: Sequence[int]) -> list[int]:
+    """Return the numbers of micro-batches at which as many arrays have their sharding of the user as at one."""
+
+    def obeyed(number: int) -> int:
+        found = wanted_shardings(request.step_at(number, 0), request.signature.user_shardings)
+        return sum(sharding.divides(value.shape) for value, sharding in found)
+
+    return [number for number in numbers if number == 1 or obeyed(number) >= obeyed(1)]
+
+
 def submeshes_of(cluster: Cluster, sizes: Sequence[int]) -> list[Submesh]:
     """Return consecutive submeshes of these sizes; each lies within a host, or consists of whole hosts."""
     found, first, per_host = list[Submesh](), 0, cluster.devices_per_host
@@ -385,19 +461,16 @@ def batch_ways(mesh: LogicalMesh) -> int:
     return prod(mesh.axis_sizes.get(name, 1) for name in ("replica", "data", "expert"))
 
 
-def check_batch(planner: Hybrid, step: StepGraph, mesh: LogicalMesh) -> None:
-    """Raise `PlanError` unless the axes that split the batch divide every micro-batch."""
-    data = batch_ways(mesh)
+def check_batch(name: str, step: StepGraph, data: int) -> None:
+    """Raise `PlanError` unless the number of devices that split the batch in a plan of this name divides it."""
     if step.batch.size is None:
         if data > 1:
-            raise PlanError(
-                f"{planner.name} splits the batch over {data} devices, but there is no batch. {step.batch.problem}"
-            )
+            raise PlanError(f"{name} splits the batch over {data} devices, but there is no batch. {step.batch.problem}")
         return
     micro = step.batch.size // step.num_microbatches
     if micro % data:
         raise PlanError(
-            f"{planner.name} splits each micro-batch over {data} devices, but it has {micro} samples "
+            f"{name} splits each micro-batch over {data} devices, but it has {micro} samples "
             f"(batch {step.batch.size} in {step.num_microbatches} micro-batches). Use a multiple of {data} samples per "
             "micro-batch, or a smaller data degree."
         )

@@ -70,10 +70,7 @@ class OnMesh(Planner):
         return "mesh " + " × ".join(f"{name}={size}" for name, size in self.axes.items())
 
     def plan(self, request: PlanRequest) -> Plan:
-        """Return the plan.
-
-        Raises `PlanError` if the axes do not cover the cluster, `InfeasibleError` if nothing fits.
-        """
+        """Return the plan. Raises `PlanError` if the axes do not cover the cluster, `InfeasibleError` if none fits."""
         if unknown := [axis for axis in self.batch if axis not in self.axes]:
             raise PlanError(f"batch names the axes {unknown}, but the mesh has {list(self.axes)}.")
         check_results(self.outputs, request.signature.results)

@@ -31,6 +31,8 @@ class Pipeline(Planner):
         schedule: order in which stages run micro-batches.
     """
 
+    obeys_user_shardings = True
+
     pipeline: int = 2
     tensor: int = 1
     schedule: Schedule = field(default_factory=OneFOneB)

@@ -17,10 +17,7 @@ PlannerClass = TypeVar("PlannerClass", bound=type)
 
 
 def renamed_options(**names: str) -> Callable[[PlannerClass], PlannerClass]:
-    """Let the options of a planner be given under their old names too, with a `DeprecationWarning`.
-
-    names: old name → name.
-    """
+    """Let the options of a planner be given under old names (`names`: old → new) too, with a `DeprecationWarning`."""
 
     def decorate(planner: PlannerClass) -> PlannerClass:
         # Applied to the finished dataclass: its constructor is wrapped, and the class itself stays the one that was

@@ -73,10 +73,7 @@ _OF_FUNCTIONS = frozenset(("pure_callback", "reduce", "reduce_window", "select_a
 def value_numbers(graph: Graph, inputs: Sequence[Hashable], names: FirstUses[Hashable]) -> dict[int, int]:
     """Return a number for each value, equal for values that are computed in the same way; a barrier computes nothing.
 
-    Args:
-        graph: the values and ops.
-        inputs: for each input of the graph a key, equal for inputs that are the same.
-        names: the numbers given so far; graphs that share them have equal numbers for equal values.
+    `inputs` are keys, equal for equal inputs; graphs that share `names` have equal numbers for equal values.
     """
     numbers = {v: names["input", key] for v, key in zip(graph.inputs, inputs, strict=True)}
     literals = (v for v in graph.values if v.literal is not None)

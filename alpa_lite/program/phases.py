@@ -127,6 +127,14 @@ class StepGraph:
     loop_parts: int = 0
     loop_results: LoopResults = field(default_factory=LoopResults)
 
+    def argument_paths(self) -> dict[int, str]:
+        """Return the path of the argument of each input of the graph; rows of a stacked argument have one path."""
+        names = {v: self.graph.values[v].name for v in self.graph.inputs}
+        for v, part in zip(self.graph.inputs, self.input_parts, strict=True):
+            if part.rows is not None:  # `name[first:last]`
+                names[v] = names[v].rpartition("[")[0]
+        return names
+
     def runs_of(self, op: Op) -> int:
         """Return the number of times that an op runs per step."""
         return self.num_microbatches if self.phases[op.id].in_loop else 1

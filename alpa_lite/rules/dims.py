@@ -327,9 +327,7 @@ def _major(rule: Rule, factors: tuple[int, ...]) -> int | None:
 def _around(
     op: Op, wiring: Wiring, operands: Sequence[int | None], bodies: dict[Graph, BodyScope], known: _Known
 ) -> list[int | None]:
-    """Return the batch dims of an op with bodies, followed until each carried value that leaves a body with a batch
-    also enters it with one.
-    """
+    """Return the batch dims of an op with bodies, in which carried values leave with a batch if they enter with one."""
     inside = [_slice(dim) if i in wiring.scanned else dim for i, dim in enumerate(operands)]
     while True:
         results: list[int | None] = [None] * len(op.results)

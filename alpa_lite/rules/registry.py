@@ -313,10 +313,7 @@ def opaque_rule(view: OpView) -> Rule:
 
 
 def rule_of(view: OpView) -> Rule:
-    """Return the rule of an op, which is opaque if its primitive has none.
-
-    Raises `RuleError` if the rule does not fit the shapes of the op.
-    """
+    """Return an op's rule, opaque if its primitive has none. Raises `RuleError` if it does not fit the op's shapes."""
     found = rule_source(view.primitive, view.params)(view)
     # The lengths are compared separately, so that a mismatch is reported and does not raise here.
     tensors = [*zip(view.operands, found.operands, strict=False), *zip(view.results, found.results, strict=False)]

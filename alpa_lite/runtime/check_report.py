@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from alpa_lite.plan.plan import Plan
+from alpa_lite.text import show_count
 
 MAX_STEPS = 32.0
 """Number of rounding steps by which a leaf may differ from `jax.jit`: long sums add up the rounding of their terms.
@@ -124,19 +125,19 @@ class CheckReport:
         """The result as a sentence."""
         plan = self.plan
         where = (
-            f"{self.function} by the plan {plan.name!r} on {_count(plan.cluster.num_devices, 'device')}, in "
-            f"{_count(plan.num_microbatches, 'micro-batch')},"
+            f"{self.function} by the plan {plan.name!r} on {show_count(plan.cluster.num_devices, 'device')}, in "
+            f"{show_count(plan.num_microbatches, 'micro-batch')},"
         )
         wrong = [leaf for leaf in self.worst if not leaf.ok]
         if not wrong:
             farthest = max((leaf.share for leaf in self.leaves), default=0.0)
-            count = _count(len(self.leaves), "output")
+            count = show_count(len(self.leaves), "output")
             return (
                 f"{where} gives what jax.jit gives: {count}, off by at most {100 * farthest:.2g} % of what is allowed."
             )
         named = "; ".join(leaf.sentence for leaf in wrong[:_NAMED])
         rest = f"; and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
-        count = f"{len(wrong)} of {_count(len(self.leaves), 'output')} {'differs' if len(wrong) == 1 else 'differ'}"
+        count = f"{len(wrong)} of {show_count(len(self.leaves), 'output')} {'differs' if len(wrong) == 1 else 'differ'}"
         return f"{where} does not give what jax.jit gives: {count}. {named[0].upper()}{named[1:]}{rest}."
 
     def __rich__(self) -> Group:
@@ -182,9 +183,3 @@ def _plain(value: object) -> object:
 
 def _short(value: float) -> str:
     return "∞" if math.isinf(value) else "0" if value == 0 else f"{value:.2g}" if value < 1e4 else f"{value:.1e}"
-
-
-def _count(number: int, what: str) -> str:
-    # Enough of English for "batch", "device" and "output".
-    plural = what + ("es" if what.endswith("ch") else "s")
-    return f"{number} {what if number == 1 else plural}"

@@ -160,9 +160,7 @@ class _StepComparison:
         return want
 
     def _perturbed(self, unit: float) -> list[_Perturbed]:
-        """Return perturbed arguments with the results of `jax.jit`, by draw; the last moves by all units that are
-        allowed.
-        """
+        """Return perturbed arguments with their results of `jax.jit`, by draw; the last moves by all allowed units."""
         if unit not in self._noisy:
             # Another seed than the arguments', so that signs do not depend on the values that they change.
             rng, runs = np.random.default_rng(self.seed + 1), list[_Perturbed]()
@@ -243,9 +241,7 @@ def _quotient(difference: float, unit: float) -> float:
 
 
 def coarsest_units(jaxpr: Jaxpr) -> list[float]:
-    """Return the relative unit in the last place of the lowest precision on the path to each output of a jaxpr; 0 for
-    none.
-    """
+    """Return the relative unit in the last place of the lowest precision on the path to each output; 0 for none."""
     coarsest: dict[Var, float] = {}
 
     def of(atom: Var | Literal) -> float:
@@ -336,9 +332,7 @@ def is_drawn(leaf: TreeLeaf) -> bool:
 
 
 def draw(shape: jax.ShapeDtypeStruct, rng: np.random.Generator, *, positive: bool) -> jax.Array:
-    """Return a random array for a shape. `positive`: absolute values of floats, for steps that take roots of their
-    arguments.
-    """
+    """Return a random array for a shape. `positive`: absolute values, for steps that take roots of arguments."""
     if jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
         # From the same generator as all other leaves, so that keys depend on the seed as well.
         key = jax.random.key(int(rng.integers(2**31)), impl=_jax.key_implementation(str(shape.dtype)))

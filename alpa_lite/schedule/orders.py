@@ -85,10 +85,7 @@ class Schedule(ABC):
 
     @staticmethod
     def from_json(data: Mapping[str, object]) -> "Schedule":
-        """Return the schedule described by `to_json`.
-
-        Raises PlanError for an unknown name or option, or a value of the wrong type.
-        """
+        """Return the schedule of `to_json`; raise PlanError for an unknown name or option, or another type of value."""
         # Defaults stand for options that are not in the data, and tell the types of those that are.
         default = schedule_named(str(data.get("name")))
         if unknown := data.keys() - default.to_json().keys():

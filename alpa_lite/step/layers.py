@@ -98,13 +98,15 @@ def natural_cut(step: StepGraph, stages: Collection[int] = (1,)) -> Cut:
     # Numbers of stages of which some would take many more trips than their share are left out.
     even = [count for count in stages if -(-sum(trips) // count) * count <= (1 + MOST_UNEVEN) * sum(trips)]
     # `parts_of` may make more parts than were asked for.
-    able = [d for d in range(1, wanted + 1) if len(parts_of(longest, d)) == d]
+    able = [d for d in range(1, wanted + 1) if len(parts_of(longest, d)) == d and not any(row % d for row in rows)]
     # First the parts that suit most numbers of stages, then equal parts, then more of them.
     parts = max(able, key=lambda d: (possible(d), longest % d == 0, d))
     if 2 * parts <= wanted and longest <= 2 * wanted and possible(longest) >= possible(parts):
         parts = longest  # the trip count has few divisors: one layer per trip is better than a few large ones
-    # Unlike a loop, layers that are written out can be cut anywhere, which is better than unequal parts.
-    if rows and (layers(parts) < FEW_LAYERS or any(row % parts for row in rows)):
+    # Unlike a loop, layers that are written out can be cut anywhere, which is better than unequal parts, or equal ones
+    # that suit few numbers of stages.
+    few = layers(parts) < FEW_LAYERS or 2 * possible(parts) <= sum(count <= sum(rows) for count in even)
+    if rows and (few or any(row % parts for row in rows)):
         return _cut_anywhere(step, stages)
     if not possible(parts):
         return Cut.into(min(stages)) if loops else _cut_anywhere(step, stages)

@@ -21,12 +21,9 @@ _WINDOW, _RUN = 24, 3
 
 
 def align(one: Graph, other: Graph, inputs: Mapping[int, int]) -> Same:
-    """Return the matched values of two programs, bodies included.
+    """Return the matched values of two programs, bodies included, as a mapping from values of the first.
 
-    Args:
-        one: the first program, whose values are the keys of the result.
-        other: the second program.
-        inputs: value ids of `one` → value ids of `other` that are equal by assumption, for example the arguments.
+    `inputs` are pairs that are equal by assumption, for example the arguments.
     """
     aligner = _Aligner(one, other, inputs)
     aligner.run()

@@ -26,6 +26,7 @@ import numpy as np
 from alpa_lite import _jax
 from alpa_lite._jax import AnyJaxpr, ClosedJaxpr
 from alpa_lite.errors import BatchError
+from alpa_lite.text import show_first
 from alpa_lite.trace.call import argument_number
 
 BatchArgnums = int | str | Sequence[int | str] | Mapping[int | str, int] | None
@@ -343,7 +344,7 @@ def _advice(leaves: ArgumentLeaves, works: Sequence[_Trial]) -> str:
         return "Pass the batch as an argument."
     return (
         "Name the arguments or paths that hold it with batch_argnums, or their dim too: a mapping from names to dims. "
-        f"The step takes {', '.join(leaves.names[:_SHOWN])}{_more(len(leaves))}."
+        f"The step takes {show_first(leaves.names, _SHOWN)}."
     )
 
 
@@ -360,16 +361,8 @@ def _named(leaves: ArgumentLeaves, dims: Dims) -> str:
 
 
 def _listed(leaves: ArgumentLeaves, marked: Sequence[int | None]) -> str:
-    shown = [
-        f"{name} {list(leaf.shape)}"
-        for name, leaf, dim in zip(leaves.names, leaves.avals, marked, strict=True)
-        if dim is not None
-    ]
-    return ", ".join(shown[:_SHOWN]) + _more(len(shown))
-
-
-def _more(number: int) -> str:
-    return f" and {number - _SHOWN} more" if number > _SHOWN else ""
+    rows = zip(leaves.names, leaves.avals, marked, strict=True)
+    return show_first([f"{name} {list(leaf.shape)}" for name, leaf, dim in rows if dim is not None], _SHOWN)
 
 
 def _agreed(leaves: ArgumentLeaves, marked: Dims) -> Batch | None:

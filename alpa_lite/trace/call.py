@@ -1,5 +1,4 @@
-"""The arguments of one call, in three parts: arrays that are traced, constants of the trace, and objects that the step
-updates in place.
+"""The arguments of a call, in three parts: traced arrays, constants of the trace, and objects updated in place.
 
 Which part an argument belongs to is the convention of the library that made it:
 

@@ -28,14 +28,7 @@ Body = Callable[[int, Mapping[int, Any]], tuple[jax.Array, ...]]
 
 
 def run_control_flow(op: Op, wiring: Wiring, body: Body, operands: Sequence[Array]) -> list[jax.Array]:
-    """Return the results of a control-flow op (`scan`, `while` or `cond`).
-
-    Args:
-        op: the op, with its bodies.
-        wiring: how its operands and results connect to its bodies.
-        body: runs one of its bodies.
-        operands: the values of all operands, in order.
-    """
+    """Return the results of a control-flow op (`scan`, `while`, `cond`) on operands; `body` runs one of its bodies."""
     if op.primitive == "scan":
         return _scan(op, wiring, body, operands)
     if op.primitive == "while":

@@ -38,12 +38,7 @@ _HEAVY = {"dot_general", "conv_general_dilated", "ragged_dot_general"}
 
 
 def loops_over_samples(closed: ClosedJaxpr, at_another_size: ClosedJaxpr) -> frozenset[int]:
-    """Return the indices (into `scans`) of the scans whose length depends on the batch size.
-
-    Args:
-        closed: the closed jaxpr of the step at one batch size.
-        at_another_size: the closed jaxpr of the same step at another batch size.
-    """
+    """Return the indices (into `scans`) of the scans whose lengths differ between jaxprs at two batch sizes."""
     # Not strict: steps that differ in more than lengths are refused later, with the line at which they differ.
     pairs = zip(*(scans(_jax.prune(_jax.open_jaxpr(c))) for c in (closed, at_another_size)), strict=False)
     return frozenset(i for i, (a, b) in enumerate(pairs) if a.params["length"] != b.params["length"])
@@ -247,7 +242,7 @@ class _GraphBuilder:
             last, num_consts = first + eqn.params["const_lengths"].solve, sum(eqn.params["const_lengths"])
             solve = eqn.params["jaxprs"].solve
             return self.call(solve, operands[first:last] + operands[num_consts:], at)
-        if name in inserted.REDUCTIONS_OVER_NAMES and _is_over_dims(eqn.params["axes"]):
+        if name in inserted.REDUCTIONS_OVER_NAMES and all(isinstance(axis, int) for axis in eqn.params["axes"]):
             # `vmap` with an axis name turns a collective over that name into a reduction over a dim.
             avals, axes = map(_jax.aval_of, eqn.invars), eqn.params["axes"]
             jaxprs = [inserted.reduction_jaxpr(name, aval.shape, str(aval.dtype), axes) for aval in avals]
@@ -500,10 +495,6 @@ def _struct(value: Value) -> jax.ShapeDtypeStruct:
 
 def _is_key(aval: Aval) -> bool:
     return jax.numpy.issubdtype(aval.dtype, jax.dtypes.prng_key)
-
-
-def _is_over_dims(axes: Sequence[object]) -> bool:
-    return all(isinstance(axis, int) for axis in axes)
 
 
 def _refuse(eqn: JaxprEqn, source: str) -> None:

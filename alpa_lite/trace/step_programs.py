@@ -103,12 +103,7 @@ class SizedPrograms:
     def full(
         self, over_samples: frozenset[int] = frozenset(), of_samples: frozenset[int] = frozenset()
     ) -> PartedProgram:
-        """Return the program at the full batch with its stacked arrays split.
-
-        Args:
-            over_samples: indices of the scans over samples, which are not split.
-            of_samples: values whose rows are samples, which are not split either.
-        """
+        """Return the program at the full batch with stacked arrays split, but for scans and rows over samples."""
         # Without parts the values have no effect; a constant lets the memo serve all callers by one entry.
         key = over_samples, of_samples if self.loop_parts else frozenset[int]()
         if key not in self._parted:
@@ -205,10 +200,9 @@ class SizedPrograms:
 
 
 def _rows_of_samples(one: PartedProgram, two: PartedProgram) -> frozenset[int]:
-    """Return the values whose leading dim differs between two programs, so that their rows are samples.
+    """Return the values whose leading dim differs between two programs: their rows are samples.
 
-    Raises:
-        TraceError: the programs differ in more than shapes.
+    Raises `TraceError` if the programs differ in more than shapes.
     """
     check_same_structure(one.graph, two.graph)
     pairs = zip(one.graph.values, two.graph.values, strict=True)

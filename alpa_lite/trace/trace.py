@@ -119,11 +119,7 @@ class Traced:
 
     @memoized
     def at_batch_size(self, size: int) -> ClosedJaxpr:
-        """Return the closed jaxpr of the step at another batch size (in samples).
-
-        Raises:
-            TraceError: the function raises an exception at that size.
-        """
+        """Return the closed jaxpr of the step at another batch size. Raises `TraceError` if the function fails."""
         if size == self.batch.size:
             return self.jaxpr
         avals = [
@@ -172,11 +168,7 @@ class Traced:
         return replace(self, user_shardings=given, jaxpr=jaxpr)
 
     def require_batch(self) -> int:
-        """Return the batch size in samples.
-
-        Raises:
-            BatchError: the batch could not be determined; the message says why.
-        """
+        """Return the batch size in samples. Raises `BatchError`, which says why, if it could not be determined."""
         if self.batch.size is None:
             raise BatchError(self.batch.problem)
         return self.batch.size
@@ -251,7 +243,10 @@ def trace(
         ),
         outputs=TracedOutputs(
             tree=box["tree"],
-            leaves=tuple(_float0(x) if e else x for x, e in zip(out_leaves, box["empty"], strict=True)),
+            leaves=tuple(
+                jax.ShapeDtypeStruct(x.shape, jax.dtypes.float0) if empty else x
+                for x, empty in zip(out_leaves, box["empty"], strict=True)
+            ),
             names=box["names"],
             results=box["results"],
         ),
@@ -443,10 +438,6 @@ def _struct(aval: Aval) -> jax.ShapeDtypeStruct:
     # Executables take and return boolean arrays in place of float0, which has no bytes; JAX itself does the same.
     dtype = np.dtype(bool) if _has_no_bytes(aval) else aval.dtype
     return jax.ShapeDtypeStruct(aval.shape, dtype, weak_type=getattr(aval, "weak_type", False))
-
-
-def _float0(like: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(like.shape, jax.dtypes.float0)
 
 
 def _has_no_bytes(leaf: object) -> bool:

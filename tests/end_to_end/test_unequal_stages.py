@@ -13,8 +13,7 @@ import pytest
 import alpa_lite as al
 from alpa_lite.plan import instructions
 from alpa_lite.planners import Auto, Hybrid
-from alpa_lite.runtime.execute.crossing import LaunchObserver, Message
-from alpa_lite.runtime.execute.run_transfers import Transfer
+from alpa_lite.runtime.execute.crossing import LaunchObserver, Message, Transfer
 from cost_models.cluster import HostGroup
 from tests.end_to_end.cases import MODELS, Training, assert_same, eager_cluster, make_batch, reference
 from tests.end_to_end.collectives import handed_over, planned

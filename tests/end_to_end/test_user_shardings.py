@@ -187,6 +187,80 @@ def test_what_cannot_be_obeyed_is_refused(devices: Any) -> None:
         plan_of(constrained(), user_shardings="force")
 
 
+def layers(mesh: jax.sharding.Mesh, *, scanned: bool) -> tuple[Any, Any]:
+    """A step of four layers with constraints, as a scan or written out, and its placed state."""
+    rng = np.random.default_rng(3)
+
+    def layer(x: Any, weights: Any) -> tuple[Any, None]:
+        both, rows = NamedSharding(mesh, P("data", "model")), NamedSharding(mesh, P("data"))
+        hidden = jax.lax.with_sharding_constraint(jnp.tanh(x @ weights["up"]), both)
+        return jax.lax.with_sharding_constraint(hidden @ weights["down"], rows), None
+
+    def step(state: Any, batch: Any) -> Any:
+        def loss(state: Any) -> Any:
+            x = batch
+            if scanned:
+                return jnp.mean(jax.lax.scan(layer, x, state)[0] ** 2)
+            for weights in state:
+                x, _ = layer(x, weights)
+            return jnp.mean(x**2)
+
+        value, slope = jax.value_and_grad(loss)(state)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, state, slope), value
+
+    def put(array: Any, *spec: str | None) -> jax.Array:
+        return jax.device_put(array.astype(np.float32) / 4, NamedSharding(mesh, P(*spec)))
+
+    up, down = rng.normal(size=(4, 8, 32)), rng.normal(size=(4, 32, 8))
+    if scanned:
+        return step, {"up": put(up, None, None, "model"), "down": put(down, None, "model")}
+    return step, [{"up": put(up[i], None, "model"), "down": put(down[i], "model")} for i in range(4)]
+
+
+STAGED = {
+    "pipeline": al.planners.Pipeline(pipeline=2),
+    "auto": al.planners.Auto(pipeline=2),
+    "recomputed": al.planners.Hybrid(pipeline=2, remat="full"),
+    "interleaved": al.planners.Pipeline(pipeline=2, schedule=al.schedule.Interleaved1F1B(num_chunks=2)),
+}
+
+
+@pytest.mark.parametrize("scanned", [True, False], ids=["scan", "written out"])
+@pytest.mark.parametrize("axes", [{"data": 2, "model": 2}, {"pipe": 2, "data": 2, "model": 2}, {"data": 4, "model": 1}])
+@pytest.mark.parametrize("planner", STAGED)
+def test_each_stage_obeys_pins(planner: str, axes: dict[str, int], scanned: bool, devices: Any) -> None:
+    mesh = jax.sharding.Mesh(np.array(devices[: np.prod([*axes.values()])]).reshape(*axes.values()), tuple(axes))
+    step, state = layers(mesh, scanned=scanned)
+    parallel = al.parallelize(
+        step, planner=STAGED[planner], cluster="p3.16xlarge", cache=False, user_shardings="pin", num_microbatches=2
+    )
+    got, want = state, state
+    for _ in range(2):
+        (got, loss), (want, expected) = parallel(got, BATCH), jax.jit(step)(want, BATCH)
+        for a, b in zip(jax.tree.leaves((got, loss)), jax.tree.leaves((want, expected)), strict=True):
+            np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
+    plan = parallel.last_plan
+    assert plan is not None and len(plan.stages) == (4 if planner == "interleaved" else 2)
+    wide = {axis: size for axis, size in axes.items() if size > 1 and axis != "pipe"}
+    assert all(dict(stage.mesh_shape.axis_sizes) == wide for stage in plan.stages)
+    assert len(plan.user_shardings) == (4 if scanned else 10)
+    assert all(use.follows for use in plan.user_shardings)
+
+
+def test_the_search_takes_micro_batches_that_pins_divide(devices: Any) -> None:
+    step, state = layers(jax.sharding.Mesh(np.array(devices[:4]).reshape(4, 1), ("data", "model")), scanned=False)
+    plan = plan_of(step, state, BATCH, planner=STAGED["pipeline"], user_shardings="pin")
+    assert plan.num_microbatches == 4 and all(use.divides and use.follows for use in plan.user_shardings)
+
+
+def test_a_mesh_that_stages_cannot_have_is_refused(devices: Any) -> None:
+    step, state = layers(mesh_of(), scanned=True)
+    with pytest.raises(al.errors.PlanError, match=r"2 stages on p3.16xlarge have 4 devices.*they name data, model"):
+        plan_of(step, state, BATCH, planner=STAGED["pipeline"], user_shardings="pin")
+    with pytest.raises(al.errors.PlanError, match="pp2 × tp2 has degrees of its own"):
+        plan_of(step, state, BATCH, planner=al.planners.Pipeline(pipeline=2, tensor=2), user_shardings="pin")
+
+
 def test_the_plan_cache_tells_shardings_apart(devices: Any, tmp_path: Any) -> None:
     modes = ("hint", "pin", "ignore")
     plans = [

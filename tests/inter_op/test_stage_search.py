@@ -116,6 +116,15 @@ def test_few_whole_stages_are_solved() -> None:
     assert len(solved) - surveyed <= (search.states.following >= 0).sum() / 4
 
 
+@pytest.mark.parametrize("memory_bytes", [3e8, 1e9])
+def test_the_best_guess_needs_no_costs(memory_bytes: float) -> None:
+    search = _search(memory_bytes, [])
+    guessed = search.best_known()
+    assert guessed.stages and not search.states.solved.any()
+    # Now it is the best of all configurations, whatever they have in flight.
+    assert search.best_known() == guessed
+
+
 def test_a_search_ends_once_nothing_can_be_fast_enough() -> None:
     solved: list[str] = []
     search = _search(1e9, solved)

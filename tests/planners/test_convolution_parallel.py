@@ -129,7 +129,7 @@ def test_a_network_with_pooling_strides_and_a_dense_layer(devices: Any) -> None:
             "Kernels are to be split by filter, but the step has no convolutions",
         ),
         (ConvolutionParallel(sample=4), "Choose sizes whose product is 8"),
-        (ConvolutionParallel(sample=5), "which do not divide them"),
+        (ConvolutionParallel(sample=5), "splits each micro-batch over 5 devices"),
     ],
 )
 def test_what_has_no_such_dims_is_refused(planner: ConvolutionParallel, message: str) -> None:

@@ -15,6 +15,7 @@ import alpa_lite as al
 from alpa_lite.cli.models.decoders import GPT
 from alpa_lite.inter_op.solved_stages import StagePlace
 from alpa_lite.inter_op.stage_costs import StageCosts
+from alpa_lite.intra_op.stage import StageView
 from alpa_lite.program.phases import Phase, StepGraph
 from alpa_lite.rules.op_info import free_values
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh
@@ -150,6 +151,9 @@ def test_equal_layers_have_one_structure(num_layers: int, count: int) -> None:
     # Equal layers that are too few, or that do not divide, are cut anywhere.
     uneven = step_of([gated] * 17, [f"block{i:02d}" for i in range(17)])
     assert natural_cut(uneven, (1, 2, 4)).equal == "flops"
+    # Eight equal stages would not consist of whole layers, but all smaller numbers do.
+    most = step_of([gated] * 28, [f"block{i:02d}" for i in range(28)])
+    assert natural_cut(most, (1, 2, 4, 8)).num_layers == 28
     # The first layer has the embedding and the last one the loss. The sum for the norm starts in the first one.
     assert len(set(structures[1:-1])) == 1
 
@@ -169,6 +173,24 @@ def test_one_value_flows_from_layer_to_layer() -> None:
             if later and v not in free_values(graph):
                 across.append((home or 0, later))
     assert across == [(0, {1}), (1, {2}), (2, {3})]
+
+
+def test_a_stage_runs_its_own_ops_and_repeats_what_it_reads_of_the_free_ones() -> None:
+    model = GPT(num_layers=8, hidden=32, num_heads=4, seq_len=16, vocab_size=64)
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    step = split_step(trace(jax.value_and_grad(model.loss_fn), (params, model.batch_shapes(16))), 4).step
+    graph, layers, free = step.graph, make_layers(step, 4, equal="loops"), free_values(step.graph)
+    repeated = 0
+    for layer in range(4):
+        ops = StageView(step=step, layers=layers, first=layer, last=layer).ops
+        assert list(ops) == sorted({*ops}) and {*ops} >= {*layers.ops_of(layer)}
+        read = {v for op in ops for v in graph.ops[op].operands}
+        # Nothing free or invariant comes from elsewhere, and nothing of another layer is computed in vain.
+        assert all(graph.producer[v] in ops for v in read & free)
+        for op in {*ops} - {*layers.ops_of(layer)}:
+            repeated += not free.isdisjoint(graph.ops[op].results)
+            assert not read.isdisjoint(graph.ops[op].results)
+    assert repeated
 
 
 def test_parts_of_layers_are_whole_repeated_layers() -> None:

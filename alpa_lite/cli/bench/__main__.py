@@ -17,8 +17,7 @@ from alpa_lite.cli.bench.entries import Say, contest_of, measured_rows, planned_
 from alpa_lite.cli.bench.report import ChartError, check_matplotlib, draw, environment_lines, groups, page, tables
 from alpa_lite.cli.bench.request import BenchTarget, add_options, find_target, named_contenders, named_models
 from alpa_lite.cli.bench.row import Environment, Row, here, json_line, verdict
-from alpa_lite.cli.command import Screen, ended, run_module, writing
-from alpa_lite.cli.demo import progress_line
+from alpa_lite.cli.command import Screen, ended, progress_line, run_module, writing
 from alpa_lite.errors import PlanError
 from alpa_lite.inspection.text.tables import render
 from alpa_lite.runtime.calibrate.calibrate import calibrate

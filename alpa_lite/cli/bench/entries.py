@@ -26,6 +26,7 @@ from alpa_lite.inter_op.microbatch_counts import divisors
 from alpa_lite.plan.simulation import SimulatedStep
 from alpa_lite.planners.planner import Planner
 from alpa_lite.runtime.execute.function import CompiledFunction
+from alpa_lite.text import show_count
 from alpa_lite.trace.call import Call, NamedArguments
 from cost_models.cluster import Cluster
 
@@ -77,7 +78,7 @@ def planned_entries(
     """Yield one entry per contender and number of micro-batches."""
     for contender in contenders:
         for count in counts:
-            at = "" if count == "auto" else f", {count} micro-batch{'' if count == 1 else 'es'}"
+            at = "" if isinstance(count, str) else f", {show_count(count, 'micro-batch')}"
             name = contender.name + at
             say(f"{contest.target.name}: {name}")
             row = Row(
@@ -190,7 +191,7 @@ def described(plan: al.Plan) -> str:
     """Describe the stages of a plan by logical mesh, such as "2 stages (2,1), 1 stage (4,1)"."""
     meshes = ["(" + ",".join(map(str, stage.mesh_shape.shape)) + ")" for stage in plan.stages]
     runs = [(mesh, len(list(members))) for mesh, members in groupby(meshes)]
-    return ", ".join(f"{count} stage{'s' if count > 1 else ''} {mesh}" for mesh, count in runs)
+    return ", ".join(f"{show_count(count, 'stage')} {mesh}" for mesh, count in runs)
 
 
 WARM_UP = 2

@@ -88,11 +88,16 @@ def _plan_cells(row: Row, *, measured: bool, first: float | None) -> tuple[str, 
     return (*cells, show_ratio((row.step_seconds or 0.0) / first) if first else "")
 
 
-def activity_table(rows: Sequence[Row]) -> Table | None:
-    """Return the use of devices in a step of the searches and the best manual plan; None without simulated steps."""
+def _simulated(rows: Sequence[Row]) -> list[tuple[str, DeviceTime]]:
+    """Return the simulated steps of the searches and of the best manual plan, by planner."""
     best = verdict(rows).manual
     shown = [row for row in rows if row.searched or row is best]
-    simulated = [(row.planner, row.simulation) for row in shown if row.simulation is not None]
+    return [(row.planner, row.simulation) for row in shown if row.simulation is not None]
+
+
+def activity_table(rows: Sequence[Row]) -> Table | None:
+    """Return the use of devices in a step of the searches and the best manual plan; None without simulated steps."""
+    simulated = _simulated(rows)
     if not simulated:
         return None
     return Table(
@@ -265,10 +270,7 @@ def _model(rows: Sequence[Row]) -> str:
 
 
 def bars_svg(rows: Sequence[Row]) -> str:
-    """Draw the throughput of each planner.
-
-    A line marks the quartiles, a dotted line the prediction, and a cross a planner without a plan.
-    """
+    """Draw each planner's throughput: a line for quartiles, dots for the prediction, a cross where there is no plan."""
     shown = bars(rows)
     rates = [rate(row, seconds) for row in shown for seconds in (row.step_seconds, row.predicted_seconds)]
     # All bars have one scale, and never divide by zero where no planner has a plan.
@@ -305,9 +307,7 @@ def _bar(row: Row, number: int, scale: float) -> str:
 
 def activity_svg(rows: Sequence[Row]) -> str:
     """Draw shares of a simulated step (computing, communication, idle) for the searches and the best manual plan."""
-    best = verdict(rows).manual
-    shown = [row for row in rows if row.searched or row is best]
-    simulated = [(row.planner, row.simulation) for row in shown if row.simulation is not None]
+    simulated = _simulated(rows)
     if not simulated:
         return ""
     scale = _WIDTH / max(*(time.step_seconds for _, time in simulated), 1e-30)

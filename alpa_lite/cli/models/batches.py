@@ -47,14 +47,9 @@ def source_files(root: Path) -> Iterator[Path]:
 
 
 def load_text(max_bytes: int = DEFAULT_MAX_BYTES, root: Path | None = None) -> np.ndarray:
-    """Concatenate source files until `max_bytes` are reached; files that cannot be read are skipped.
+    """Return the first `max_bytes` bytes, uint8, of the source files in a folder (None: Python's standard library).
 
-    Args:
-        max_bytes: length at which the text is cut.
-        root: folder to read; None means Python's standard library.
-
-    Returns:
-        ``[num_bytes]`` uint8, ``num_bytes <= max_bytes``.
+    Files that cannot be read are skipped.
     """
     chunks: list[bytes] = []
     missing = max_bytes
@@ -73,20 +68,10 @@ def load_text(max_bytes: int = DEFAULT_MAX_BYTES, root: Path | None = None) -> n
 def text_batches(
     num_steps: int, batch_size: int, seq_len: int, seed: int = 0, *, text: np.ndarray | None = None
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Draw random windows of the text; the targets are the tokens shifted by one.
+    """Yield random windows of a text as ``{"tokens", "targets"}``, both ``[batch_size, seq_len]`` int32.
 
-    Args:
-        num_steps: number of text_batches to yield.
-        batch_size: windows per batch.
-        seq_len: tokens per window.
-        seed: seed of the random windows; the same seed gives the same text_batches.
-        text: ``[num_bytes]`` bytes to draw from; None means `load_text`.
-
-    Yields:
-        ``{"tokens", "targets"}``, both ``[batch_size, seq_len]`` int32.
-
-    Raises:
-        ValueError: the text is shorter than one window.
+    The targets are the tokens shifted by one; `text` are bytes to draw from, by default those of `load_text`. Raises
+    ValueError if the text is shorter than one window.
     """
     data = load_text() if text is None else text
     if len(data) <= seq_len:

@@ -354,15 +354,9 @@ class Translator(Model):
 
 
 def lstm_cell(weights: TranslatorParams, state: State, given: jax.Array) -> tuple[State, jax.Array]:
-    """Compute one step of a layer (Hochreiter and Schmidhuber 1997, with forget gates).
+    """Return a layer's new state after one step, and its output (Hochreiter and Schmidhuber 1997, with forget gates).
 
-    Args:
-        weights: weights of the cell; only ``w_h`` is used here.
-        state: previous output and cell state, ``[batch, hidden]`` each.
-        given: contribution of the input, bias included, ``[batch, 4 hidden]``.
-
-    Returns:
-        The new state, and its output.
+    Only ``w_h`` of the weights is used; `given` is what the input contributes, bias included, ``[batch, 4 hidden]``.
     """
     # Gates are columns of one product, so that a step is one contraction instead of four.
     output, cell = state

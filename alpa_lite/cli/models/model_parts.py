@@ -43,13 +43,9 @@ def draw_layers(key: jax.Array, shapes: Shapes, dtype: DTypeLike = jnp.float32) 
 
 
 def draw_weights(key: jax.Array, shapes: Shapes, dtype: DTypeLike, num_segments: int) -> dict[str, Tree]:
-    """Draw weights of these shapes.
+    """Draw weights of shapes in a dict whose ``layers``, and those of its ``encoder`` if there is one, are stacked.
 
-    Args:
-        key: the random key.
-        shapes: a dict whose ``layers``, and those of its ``encoder`` if there is one, are stacked.
-        dtype: dtype of the weights.
-        num_segments: number of segments into which ``layers`` is split, as a list; the weights do not depend on it.
+    ``layers`` are split into a list of `num_segments` segments, on which the weights do not depend.
     """
     keys = iter(jax.random.split(key, len(jax.tree.leaves(shapes, is_leaf=_is_shape))))
 
@@ -107,15 +103,7 @@ Reduction = Literal["mean", "sum"]
 
 @jax.named_scope("cross_entropy")
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """Return the cross entropy of each label.
-
-    Args:
-        logits: ``[..., num_classes]``, any float dtype.
-        labels: ``[...]`` integers in ``[0, num_classes)``.
-
-    Returns:
-        ``[...]`` float32, in nats.
-    """
+    """Return the cross entropy of each label, float32 in nats: ``[..., num_classes], [...] -> [...]``."""
     log_probs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
     chosen = labels[..., None] == jnp.arange(logits.shape[-1])
     # A masked sum is fused, stays in parts where the classes are split, and has no gradient that must be scattered.

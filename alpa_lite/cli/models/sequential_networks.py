@@ -57,10 +57,7 @@ class MLP(Model):
         return params if self.use_bias else [{"w": layer["w"]} for layer in params]
 
     def batch_shapes(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return the arrays of a batch as shapes.
-
-        ``inputs`` ``[batch, in_features]``, ``targets`` ``[batch, out_features]``.
-        """
+        """Return ``inputs`` ``[batch, in_features]`` and ``targets`` ``[batch, out_features]`` as shapes."""
         widths = {"inputs": self.in_features, "targets": self.out_features}
         return {name: jax.ShapeDtypeStruct((batch_size, width), jnp.float32) for name, width in widths.items()}
 

@@ -185,17 +185,10 @@ def attention_core(
     key: jax.Array | None = None,
     dropout: float = 0.0,
 ) -> jax.Array:
-    """Return ``softmax(q k^T / sqrt(head_dim) + bias) v`` with a float32 softmax.
+    """Return ``softmax(q k^T / sqrt(head_dim) + bias) v``, ``[batch, g, seq, r, head_dim]``, with a float32 softmax.
 
-    Args:
-        projected: queries, keys and values.
-        bias: ``[g, seq, r, keys]`` or None.
-        causal: hide keys behind the query.
-        key: draws the dropout mask; None means no dropout.
-        dropout: rate at which weights of the sum are zeroed.
-
-    Returns:
-        ``[batch, g, seq, r, head_dim]``.
+    The bias is ``[g, seq, r, keys]``; `causal` hides keys behind the query; with a key, weights of the sum are zeroed
+    at a rate of `dropout`.
     """
     query, keys, value = projected
     scores = jnp.einsum("bqgrd,bkgd->bgqrk", query, keys).astype(jnp.float32) * query.shape[-1] ** -0.5

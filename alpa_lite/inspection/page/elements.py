@@ -36,6 +36,11 @@ KINDS = {
 """The colours of tasks; `weight` is the computation of weight gradients where it is a task of its own."""
 
 
+def kind_name(kind: str) -> str:
+    """Return the name of a kind of tasks in a legend."""
+    return {"weight": "weight gradients", "receive": "transfer"}.get(kind, kind)
+
+
 def stage_class(stage: int) -> str:
     """Return the CSS class of a stage, as `stage-3`."""
     # There are as many classes as colours, whatever the number of stages.

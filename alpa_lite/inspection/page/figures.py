@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from alpa_lite.errors import FigureError
 from alpa_lite.inspection.page.drawings import kind_class
-from alpa_lite.inspection.page.elements import KINDS, stage_colour
+from alpa_lite.inspection.page.elements import KINDS, kind_name, stage_colour
 from alpa_lite.inspection.text.timeline import memory_over_time, predicted_timeline, row_name
 from alpa_lite.plan.plan import Plan
 from alpa_lite.schedule.tasks import SpanLike
@@ -29,14 +29,6 @@ if TYPE_CHECKING:
 _WIDTH = 7.0
 """Width of a figure in inches: the text width of a page."""
 
-_NAMES = {
-    "forward": "forward",
-    "backward": "backward",
-    "weight": "weight gradients",
-    "update": "update",
-    "receive": "transfer",
-    "other": "other",
-}
 _SMALL = 0.02
 """The share of the step below which a task is drawn without its micro-batch."""
 
@@ -171,7 +163,7 @@ def _seconds_unit(longest: float) -> tuple[float, str]:
 def _legend(figure: Figure, kinds: Sequence[str]) -> None:
     from matplotlib.patches import Patch  # an optional extra
 
-    handles = [Patch(color=KINDS[kind][0], label=_NAMES[kind]) for kind in kinds]
+    handles = [Patch(color=KINDS[kind][0], label=kind_name(kind)) for kind in kinds]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8, frameon=False)
 
 

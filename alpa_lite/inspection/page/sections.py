@@ -19,7 +19,7 @@ from alpa_lite.inspection.page.drawings import (
     sharding_words,
     stage_names,
 )
-from alpa_lite.inspection.page.elements import KINDS, table_html
+from alpa_lite.inspection.page.elements import KINDS, kind_name, table_html
 from alpa_lite.inspection.text.groups import (
     Argument,
     ArgumentGroup,
@@ -287,11 +287,10 @@ def timeline_section(
             ("0", "the whole step", "0"),
         )
     )
-    kinds = ("forward", "backward", "weight gradients", "update", "transfer", "other")
     legend = "".join(
         f'<span data-kind="{name}"><svg class="key" viewBox="0 0 10 10" aria-hidden="true">'
-        f'<rect class="{name}" width="10" height="10"/></svg> {kind}</span>'
-        for kind, name in zip(kinds, KINDS, strict=True)
+        f'<rect class="{name}" width="10" height="10"/></svg> {kind_name(name)}</span>'
+        for name in KINDS
     )
     body = (
         f'<div class="tools" role="toolbar" aria-label="Timeline">{buttons}<span class="kinds">{legend}</span></div>'

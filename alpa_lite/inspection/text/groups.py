@@ -147,7 +147,7 @@ def group_arguments(arguments: Iterable[Argument]) -> tuple[ArgumentGroup, ...]:
     alike: dict[tuple[str, ...], int] = {}
     groups: dict[tuple[tuple[str, ...], Spec], list[Argument]] = {}
     for argument in listed:
-        stems = _stems(argument.name)
+        stems = tuple(map(_stem, argument.name.split("/")))
         alike[stems] = alike.get(stems, 0) + 1
         # By stems and spec together: a layer that is sharded differently gets a row of its own.
         groups.setdefault((stems, argument.spec), []).append(argument)
@@ -159,12 +159,8 @@ def group_arguments(arguments: Iterable[Argument]) -> tuple[ArgumentGroup, ...]:
     )
 
 
-def _stems(name: str) -> tuple[str, ...]:
-    """Return the components of a path with `*` in place of their numbers."""
-    return tuple(map(_stem, name.split("/")))
-
-
 def _stem(part: str) -> str:
+    """Return a component of a path with `*` in place of its number."""
     if (rows := _ROWS.match(part)) is not None:
         return f"{_stem(rows['stem'])}[*]"
     match = _NUMBER.match(part)

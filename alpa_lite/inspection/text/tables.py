@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rich import box
@@ -68,37 +68,29 @@ class Table:
 
 def plan_text(plan: Plan) -> str:
     """Return the plan on one screen: `WIDTH` columns, no colour codes."""
-    tables = (
-        shortened(stages_table(plan), SCREEN_ROWS["stages"]),
-        parameters_table(plan, SCREEN_ROWS["parameters"]),
-        collectives_table(plan, SCREEN_ROWS["collectives"]),
-        shortened(opaque_table(plan), SCREEN_ROWS["opaque"]),
-        shortened(undivided_table(plan), SCREEN_ROWS["undivided"]),
-        shortened(user_shardings_table(plan), SCREEN_ROWS["user_shardings"]),
-        shortened(alternatives_table(plan), SCREEN_ROWS["alternatives"]),
-    )
-    return render([*headline(plan), ""], [table for table in tables if table.rows])
+    return render([*headline(plan), ""], plan_tables(plan, SCREEN_ROWS))
 
 
-def shortened(table: Table, max_rows: int) -> Table:
-    """Return a table's first rows, with a note on how many more there are."""
-    rest = len(table.rows) - max_rows
+def _shortened(table: Table, max_rows: int | None) -> Table:
+    """Return a table's first rows, with a note on how many more there are; None: all of them."""
+    rest = 0 if max_rows is None else len(table.rows) - max_rows
     if rest <= 0:
         return table
     note = "; ".join(filter(None, (f"… and {rest} more rows", table.note)))
     return replace(table, rows=table.rows[:max_rows], note=note)
 
 
-def plan_tables(plan: Plan) -> tuple[Table, ...]:
-    """Return the tables of a plan in reading order, without the empty ones."""
+def plan_tables(plan: Plan, max_rows: Mapping[str, int] | None = None) -> tuple[Table, ...]:
+    """Return the tables of a plan in reading order, without the empty ones; `max_rows`: as `SCREEN_ROWS`."""
+    most = max_rows or {}
     tables = (
-        stages_table(plan),
-        parameters_table(plan),
-        collectives_table(plan),
-        opaque_table(plan),
-        undivided_table(plan),
-        user_shardings_table(plan),
-        alternatives_table(plan),
+        _shortened(stages_table(plan), most.get("stages")),
+        parameters_table(plan, most.get("parameters", MAX_PARAMETER_ROWS)),
+        collectives_table(plan, most.get("collectives", MAX_COLLECTIVE_ROWS)),
+        _shortened(opaque_table(plan), most.get("opaque")),
+        _shortened(undivided_table(plan), most.get("undivided")),
+        _shortened(user_shardings_table(plan), most.get("user_shardings")),
+        _shortened(alternatives_table(plan), most.get("alternatives")),
     )
     return tuple(table for table in tables if table.rows)
 

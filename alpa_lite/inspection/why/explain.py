@@ -39,7 +39,6 @@ from alpa_lite.inspection.why.alternatives import (
     without_memory_limit,
 )
 from alpa_lite.inspection.why.repricing import Repricing
-from alpa_lite.inspection.why.stage_problem import StageProblem
 from alpa_lite.intra_op.stage import Key, Placed
 from alpa_lite.plan.plan import CollectiveUse, Plan, StageCost
 from alpa_lite.program.ir import Graph, Op
@@ -48,6 +47,7 @@ from alpa_lite.text import (
     short_source,
     show_bytes,
     show_count,
+    show_first,
     show_layers,
     show_numbers,
     show_percent,
@@ -63,9 +63,9 @@ def deciding_ops(repricing: Repricing, wanted: str) -> dict[int, Key]:
     """
     found: dict[int, Key] = {}
     for number, stage in enumerate(repricing.stages):
-        fitting = [
-            key for key, placed in stage.builder.placed.items() if _chooses(placed) and _is_at(stage, key, wanted)
-        ]
+        choosing = (k for k, p in stage.builder.placed.items() if isinstance(p, Placed) and len(p.options) > 1)
+        sources = {key: stage.op(key)[1].source for key in choosing}
+        fitting = [key for key, source in sources.items() if wanted in source or wanted in short_source(source)]
         if fitting:
             # Elementwise ops on the line mostly follow its contraction, which has the most work.
             found[number] = max(fitting, key=lambda key: _work_of(*stage.op(key)))
@@ -74,15 +74,6 @@ def deciding_ops(repricing: Repricing, wanted: str) -> dict[int, Key]:
     # Alternatives are priced for all of these ops together, so they must have the same placements.
     kinds = {number: _kind_of(*repricing.stages[number].op(key)) for number, key in found.items()}
     return {number: key for number, key in found.items() if kinds[number] == kinds[min(kinds)]}
-
-
-def _chooses(placed: object) -> bool:
-    return isinstance(placed, Placed) and len(placed.options) > 1
-
-
-def _is_at(stage: StageProblem, key: Key, wanted: str) -> bool:
-    _, op = stage.op(key)
-    return wanted in op.source or wanted in short_source(op.source)
 
 
 def _work_of(graph: Graph, op: Op) -> float:
@@ -177,7 +168,11 @@ def _explanation(plan: Plan, wanted: str) -> Explanation:
     if (group := _find_group(arguments, wanted)) is not None:
         return _with_hint(plan, _explain_parameter(plan, arguments, group, repricing))
     wanted = wanted.strip()
-    uses = [use for use in plan.prediction.collectives if wanted and wanted in _searchable(use)]
+    uses = [
+        use
+        for use in plan.prediction.collectives
+        if wanted and wanted in f"{use.kind} {use.source} {short_source(use.source)}"
+    ]
     # An op without a collective may decide too, as one whose operands are moved elsewhere.
     keys = deciding_ops(repricing, wanted) if repricing is not None and wanted else {}
     if uses or keys:
@@ -241,9 +236,8 @@ def _explain_layer(plan: Plan, number: int, repricing: Repricing | None) -> Expl
         # Only what is stored with the layer.
         mine = [graph.values[v] for v, h in zip(graph.inputs, plan.input_layers, strict=True) if h == number]
         named = [value for value in mine if value.name in stage.specs]
-        listed = ", ".join(f"{value.name} {stage.specs[value.name]}" for value in named[:_MAX_HINTS])
-        more = f", … and {len(named) - _MAX_HINTS} more" if len(named) > _MAX_HINTS else ""
-        sentences.append(f"{show_count(len(named), 'argument')} live in it{f': {listed}{more}' if listed else ''}.")
+        listed = show_first([f"{value.name} {stage.specs[value.name]}" for value in named], _MAX_HINTS)
+        sentences.append(f"{show_count(len(named), 'argument')} live in it{f': {listed}' if listed else ''}.")
     found = None if repricing is None else of_layer(repricing, number)
     if repricing is not None and found is None:
         sentences.append("It is not at a border of its stage with others in it: no single layer can move from here.")
@@ -274,7 +268,7 @@ def _explain_op(plan: Plan, number: int, repricing: Repricing | None) -> Explana
     # Invariant ops are repeated on every stage that reads their results.
     homes = [(i, stage) for i, stage in enumerate(plan.stages) if number in stage.ops]
     if not homes:
-        there = show_numbers(_op_numbers(plan))
+        there = show_numbers(op for stage in plan.stages for op in stage.ops)
         raise PlanError(f"There is no op {number} in this plan: {f'its ops are {there}' if there else 'it has none'}.")
     layer = plan.op_layers[number] if number < len(plan.op_layers) else None
     where = f"It belongs to layer {layer}." if layer is not None else "It is repeated wherever its result is read."
@@ -312,12 +306,13 @@ def _explain_parameter(
     sentences.append(_axis_sentence(plan, group, uses))
     # Gradients are summed over the axes that do not split the array, so collectives of the update count as well.
     related = [use for use in uses if not axes or spec.axes & set(use.axis.split("·")) or use.phase == "update"]
+    names = {number: [m.name for m in group.members if m.stage == number] for number in group.stages}
     return Explanation(
         subject=group.pattern if len(group.members) == 1 else f"{group.pattern} ({same})",
         kind=SubjectKind.PARAMETER,
         sentences=tuple(sentences),
         collectives=group_collectives(related),
-        alternatives=None if repricing is None else of_parameters(repricing, _names_by_stage(group)),
+        alternatives=None if repricing is None else of_parameters(repricing, names),
     )
 
 
@@ -340,10 +335,6 @@ def _share_sentences(plan: Plan, group: ArgumentGroup) -> list[str]:
             where = f"Stage {numbers[0]} ({show_layers(*stage.layers)}, {stage.submesh}, {mesh})"
         found.append(f"{where}: each device holds {share}.")
     return found
-
-
-def _names_by_stage(group: ArgumentGroup) -> dict[int, list[str]]:
-    return {number: [m.name for m in group.members if m.stage == number] for number in group.stages}
 
 
 def _axis_sentence(plan: Plan, group: ArgumentGroup, uses: Sequence[CollectiveUse]) -> str:
@@ -408,10 +399,6 @@ def _explain_source(
     )
 
 
-def _searchable(use: CollectiveUse) -> str:
-    return f"{use.kind} {use.source} {short_source(use.source)}"
-
-
 def _find_group(arguments: Arguments, wanted: str) -> ArgumentGroup | None:
     """Return the arguments that a path, a suffix or part of one, or a pattern with `*` names; None if there are none.
 
@@ -436,11 +423,8 @@ def _find_group(arguments: Arguments, wanted: str) -> ArgumentGroup | None:
             if len(found) == 1:
                 return found[0]
             if found:
-                listed = [f"{group.pattern} {group.spec}" for group in found]
-                more = f", … and {len(listed) - _MAX_HINTS} more" if len(listed) > _MAX_HINTS else ""
-                raise PlanError(
-                    f"{wanted!r} names several arrays: {', '.join(listed[:_MAX_HINTS])}{more}. Give one path."
-                )
+                listed = show_first([f"{group.pattern} {group.spec}" for group in found], _MAX_HINTS)
+                raise PlanError(f"{wanted!r} names several arrays: {listed}. Give one path.")
     return None
 
 
@@ -466,7 +450,3 @@ def _unknown(plan: Plan, arguments: Arguments, wanted: str) -> str:
 def _stage_names(plan: Plan) -> str:
     last = len(plan.stages) - 1
     return "stage 0" if last == 0 else f"stage 0 to stage {last}"
-
-
-def _op_numbers(plan: Plan) -> set[int]:
-    return {number for stage in plan.stages for number in stage.ops}

@@ -112,7 +112,7 @@ class Repricing:
             in_two=splits_backward(tasks),
             placed=stage if same else None,
             # With another border the axes keep the uses that they have in the plan; another mesh has other axes.
-            restriction=None if same or mesh != stage.mesh_shape else self.stages[number].used_restriction,
+            restriction=None if same or mesh != stage.mesh_shape else self.stages[number].builder.catalogue.restriction,
         )
 
     def _tasks(self, number: int) -> tuple[Task, ...]:

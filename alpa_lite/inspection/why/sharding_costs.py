@@ -87,11 +87,7 @@ def _milliseconds(plan: Plan | str) -> str:
 
 
 def sharding_costs(plan: Plan) -> ShardingCosts:
-    """Return the price of the user's shardings, of each line and each argument by itself.
-
-    Raises:
-        PlanError: the plan comes from a file, and was not replayed for a step.
-    """
+    """Return the price of the user's shardings, by line and argument. Raises `PlanError` for a plan without a step."""
     if plan.request is None:
         raise PlanError(
             "A plan from a file has no step to price shardings with. Replay it: al.plan(step, *args, planner=plan)."

@@ -80,11 +80,6 @@ class StageProblem:
             return found
         return Builder(self.view, Catalogue(self.pricer, replace(usual, roles={})))
 
-    @property
-    def used_restriction(self) -> Restriction:
-        """The permitted uses of each axis in this problem."""
-        return self.builder.catalogue.restriction
-
     def problem(self, given: Given | None = None, *, limited: bool = True) -> Problem:
         """Return the problem with the restrictions; `limited` keeps the memory limit."""
         # None drops the rows of memory from the integer program altogether.
@@ -137,7 +132,7 @@ class StageProblem:
 
     def _priced(self, choice: Choice, found: Solution) -> StageSolution:
         priced = price_choice(self.view, self.pricer, choice, found, self.in_flight)
-        return in_two_parts(self.view, self.pricer, priced) if self.in_two else priced
+        return in_two_parts(priced, self.view, self.pricer) if self.in_two else priced
 
     def strategies_of_input(self, value: int) -> dict[Spec, Given]:
         """Return, for each spec that an input can have, the restriction that gives it; empty if the spec is fixed."""
@@ -354,9 +349,6 @@ def entries_of(stage: StageProblem, opaque: Collection[str]) -> list[Entry]:
     choice, found = stage.as_planned.choice, list[Entry]()
     assert choice is not None
 
-    def ledger_of(estimator: Estimator) -> Ledger:
-        return Ledger(estimator, opaque, found)
-
     for task in stage_tasks(stage.view, choice, in_two=stage.in_two):
-        estimate(task, stage.view.step, choice.ops, stage.pricer, ledger_of)
+        estimate(task, stage.view.step, choice.ops, stage.pricer, lambda estimator: Ledger(estimator, opaque, found))
     return found

@@ -291,9 +291,7 @@ class Dual:
             memory.return_to_best()
 
     def strategies_left(self, upper: float) -> NDArray[np.bool_]:
-        """Return the mask of the strategies (of all nodes, concatenated) that choices of cost at most ``upper`` may
-        use.
-        """
+        """Return the mask of the strategies, concatenated, that choices of cost at most ``upper`` may use."""
         prices = np.zeros(self.flat.room.size + 1)
         paid = _prefix_sums(self.best_prices, self.flat.room, prices)
         bounds = np.empty(self.flat.costs.size)

@@ -98,10 +98,7 @@ def eliminate_all(
 
 @kernel
 def _minimise(layout: FlatTables, values: FloatArray, best: NDArray[np.int32], turn: int, stride: int) -> int:
-    """Fill in one M.
-
-    ``stride`` is the offset of the strides of its tables; the result is the offset for the next node.
-    """
+    """Fill in one M, whose tables have their strides from ``stride`` on; the result is the offset for the next node."""
     scope = layout.scope_node[layout.scope_start[turn] : layout.scope_start[turn + 1]]
     offsets = layout.table_offset[layout.table_start[turn] : layout.table_start[turn + 1]].copy()
     strides = layout.strides[stride : stride + offsets.size * (scope.size + 1)].reshape(offsets.size, scope.size + 1)
@@ -138,9 +135,7 @@ _MOST_NEIGHBOURS = 100
 
 
 class TooWide(AlpaLiteError):
-    """Raised when the tables would be too large, or the cheapest choices overrun the limit, which elimination
-    ignores.
-    """
+    """Raised when the tables would be too large, or the cheapest choices overrun the limit, which is ignored here."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -160,9 +155,7 @@ class EliminationPlan:
 
     @cached_property
     def layout(self) -> FlatTables:
-        """The offsets of all tables in one array: the costs of nodes, then those of edges, then each M_v in
-        elimination order.
-        """
+        """The offsets of all tables in one array: costs of nodes, of edges, then each M_v in elimination order."""
         sizes, turn = self.sizes, {node: index for index, node in enumerate(self.order)}
         tables: list[list[tuple[int, Scope]]] = [[] for _ in sizes]
         end = 0

@@ -1,5 +1,4 @@
-"""The arrays that the compiled kernels read: a problem laid out by node, with its links to neighbours and its memory
-rows.
+"""The arrays that compiled kernels read: a problem by node, with its links to neighbours and its memory rows.
 
     costs[c + i]              c_v(i), with c = cost_start[v]
     tables[k + j S_v + i]     C(i of v, j of the neighbour), with k = link_table[l] for each link l of v
@@ -27,9 +26,7 @@ from alpa_lite.program.kernel import kernel
 
 
 class Flat(NamedTuple):
-    """A problem as flat arrays (see the module); ``start`` arrays have one entry more than the things that they
-    index.
-    """
+    """A problem as flat arrays (see the module); ``start`` arrays have one more entry than the things they index."""
 
     cost_start: IntArray
     costs: FloatArray

@@ -116,8 +116,7 @@ class _Columns(NamedTuple):
 
 
 def _matrix(problem: Problem, edge: IntArray, entry: IntArray) -> _Columns:
-    """Return the constraint matrix: one-hot rows, then for every edge one row per strategy of its source and of its
-    target.
+    """Return the constraint matrix: one-hot rows, then per edge one row per strategy of its source and of its target.
 
     Pair k of finite cost is the ``entry[k]``-th of ``edge[k]``; its column follows those of the strategies.
     """
@@ -248,9 +247,7 @@ class Highs(Solver):
         control: Control | None = None,
         start: Sequence[int] | None = None,
     ) -> Solution:
-        """Return the optimum (within ``relative_gap``) unless stopped; the bound is HiGHS's. ``start``: initial
-        choices.
-        """
+        """Return the optimum (within ``relative_gap``) unless stopped, HiGHS's bound; ``start``: initial choices."""
         solution = self.search(problem, time_limit_seconds=time_limit_seconds, control=control, start=start)
         if solution.status is not Status.INFEASIBLE or problem.limit_bytes is None:
             return solution
@@ -289,9 +286,7 @@ class Highs(Solver):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Ended:
-    """The result of a HiGHS run: its status, the values of s (empty without a solution), and cost and bound in
-    seconds.
-    """
+    """The result of a HiGHS run: its status, the values of s (empty without a solution), cost and bound (seconds)."""
 
     status: highspy.HighsModelStatus
     values: FloatArray

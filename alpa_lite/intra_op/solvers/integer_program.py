@@ -297,8 +297,7 @@ class IntegerProgram(Solver):
     backend: str = _HIGHS
 
     def solve(self, problem: Problem, *, time_limit_seconds: float = 60.0, control: Control | None = None) -> Solution:
-        """Return the optimum (within ``relative_gap``) unless HiGHS reaches the time limit; the bound is HiGHS's dual
-        bound.
+        """Return the optimum (within ``relative_gap``) unless time runs out first; the bound is HiGHS's dual bound.
 
         Raises ProgramTooLargeError for a larger program than ``max_entries`` allows.
         """
@@ -337,9 +336,7 @@ class IntegerProgram(Solver):
         *,
         deadline: float,
     ) -> _PulpRun:
-        """Run until the answer satisfies the limit to the byte, cutting off answers that do so only within
-        tolerance.
-        """
+        """Run until the answer satisfies the limit to the byte; cut off answers that do so only within tolerance."""
         limit = math.inf if problem.limit_bytes is None else problem.limit_bytes
         while True:
             left = deadline - time.perf_counter()

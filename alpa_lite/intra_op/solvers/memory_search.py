@@ -204,16 +204,12 @@ def _start(allowed: Problem, solve: Solve, seconds: float) -> Solution:
 
 
 def smallest_peak(problem: Problem, *, solve: Solve, time_limit_seconds: float) -> float:
-    """Return the smallest peak in bytes of choices of finite cost, ``inf`` if there are none; the best one when time
-    is up.
-    """
+    """Return the smallest peak (bytes) of choices of finite cost, the best when time is up; ``inf`` for none."""
     return leanest(problem, solve=solve, time_limit_seconds=time_limit_seconds).peak_bytes
 
 
 def leanest(problem: Problem, *, solve: Solve, time_limit_seconds: float) -> Leanest:
-    """Return the choices of finite cost with the smallest peak, or the best ones when time is up; the limit is
-    ignored.
-    """
+    """Return the choices of finite cost with the smallest peak, the best when time is up; the limit is ignored."""
     deadline = time.perf_counter() + time_limit_seconds
     allowed = _allowed_problem(problem)
     first = _start(allowed, solve, time_limit_seconds / 2)

@@ -423,9 +423,7 @@ class Neighbourhood:
         self._pressure[self._pressure < first / 16.0] = 0.0
 
     def _watch(self, overrun: FloatArray, part: float) -> None:
-        """Track the rows that are overrun, or nearly full (by ``part`` of the limit): of neighbouring rows, the
-        fullest.
-        """
+        """Track the rows that overrun or nearly fill the limit (by ``part``): of neighbouring rows, the fullest."""
         near = np.flatnonzero(overrun > 0.0) if part == 1.0 else np.flatnonzero(overrun > (part - 1.0) * self.flat.room)
         while near.size:
             row = int(near[overrun[near].argmax()])

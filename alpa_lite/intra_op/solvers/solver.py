@@ -26,9 +26,7 @@ PROOF_TOLERANCE = 1e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolveProgress:
-    """The progress of a solve: seconds since it began, the best cost and bound so far (seconds), and its current
-    activity.
-    """
+    """The progress of a solve: seconds since it began, the best cost and bound (seconds), and its activity."""
 
     seconds: float
     cost: float

@@ -71,8 +71,7 @@ _VERSION = 1
 
 
 def fingerprint(devices: Sequence[_jax.Device]) -> str:
-    """Return the kinds and numbers of devices and hosts, and everything else that affects times; equal text, equal
-    times.
+    """Return the kinds and numbers of devices and hosts, and all else that affects times; equal text, equal times.
 
     CPU devices of all machines look the same to JAX, so the machine's name and its number of processors count there.
     """

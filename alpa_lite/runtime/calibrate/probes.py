@@ -123,7 +123,7 @@ def device_probes(devices: Sequence[Device], sizes: ProbeSizes) -> list[Probe]:
             add(f"product {dtype}", _product, (n, n), _product_work(n, dtype))
     add("tiny product", _product, (8, 8), _product_work(8, "float32"))
     for n in sizes.elements:
-        add("pass", _pass, (n,), _pass_work(n))
+        add("pass", _pass, (n,), Work(flops=_PASS_FLOPS * n, bytes=3.0 * _ITEM_BYTES * n))
     probes += [_convolution_probe(devices, stride, n) for stride in (1, 2) for n in sizes.channels]
     middle = sizes.elements[len(sizes.elements) // 2]
     count = middle // _CHAIN
@@ -156,9 +156,7 @@ def _alone(name: str, function: _Step, devices: Sequence[Device], shape: tuple[i
 
 
 def share_programs(devices: Sequence[Device]) -> list[TimedProgram]:
-    """Return a chain of products, softmax and norm on the first device of each host, and the same work divided over
-    all.
-    """
+    """Return products, softmax and norm in a chain on the first device of each host, and the same divided over all."""
     rows = host_rows(devices)
     return [
         _everywhere("block on one device", _block, [row[0] for row in rows], (_ROWS * len(rows[0]), _WIDTH)),
@@ -216,23 +214,23 @@ class _Kind:
     kinds: tuple[CollectiveKind, ...]
 
 
-def _exchange(x: jax.Array, size: int) -> jax.Array:
-    return lax.all_to_all(x.reshape(size, -1), "member", 0, 0, tiled=True).reshape(x.shape)
-
-
-def _scatter_and_gather(x: jax.Array, size: int) -> jax.Array:
-    return lax.all_gather(lax.psum_scatter(x, "member", tiled=True), "member", tiled=True)
-
-
-def _onwards(x: jax.Array, size: int) -> jax.Array:
-    return lax.ppermute(x, "member", [(i, (i + 1) % size) for i in range(size)])
-
-
 _COLLECTIVES = (
     _Kind(name="all_reduce", run=lambda x, size: lax.psum(x, "member"), kinds=("all_reduce",)),
-    _Kind(name="reduce_scatter + all_gather", run=_scatter_and_gather, kinds=("reduce_scatter", "all_gather")),
-    _Kind(name="all_to_all", run=_exchange, kinds=("all_to_all",)),
-    _Kind(name="permute", run=_onwards, kinds=("permute",)),
+    _Kind(
+        name="reduce_scatter + all_gather",
+        run=lambda x, size: lax.all_gather(lax.psum_scatter(x, "member", tiled=True), "member", tiled=True),
+        kinds=("reduce_scatter", "all_gather"),
+    ),
+    _Kind(
+        name="all_to_all",
+        run=lambda x, size: lax.all_to_all(x.reshape(size, -1), "member", 0, 0, tiled=True).reshape(x.shape),
+        kinds=("all_to_all",),
+    ),
+    _Kind(
+        name="permute",
+        run=lambda x, size: lax.ppermute(x, "member", [(i, (i + 1) % size) for i in range(size)]),
+        kinds=("permute",),
+    ),
 )
 
 
@@ -271,10 +269,6 @@ def _product_work(side: int, dtype: str) -> Work:
     item = jnp.dtype(dtype).itemsize
     product = Product(rows=side, columns=side, depth=side)
     return Work(flops=product.flops, bytes=3.0 * side**2 * item, kind="matmul", dtype=dtype, product=product)
-
-
-def _pass_work(elements: int) -> Work:
-    return Work(flops=_PASS_FLOPS * elements, bytes=3.0 * _ITEM_BYTES * elements)
 
 
 def _convolution(stride: int, y: jax.Array, w: jax.Array) -> jax.Array:

@@ -161,10 +161,7 @@ class Folder:
         return tuple(sorted([*renamed, *(step.path for step in _abandoned(self._there()).values())]))
 
     def prepare(self, number: int, parent: int | None, damaged: Iterable[int]) -> Path:
-        """Clean up after an earlier run, and make the folder to write a step into.
-
-        damaged: steps that are not to count any more.
-        """
+        """Clean up after an earlier run, and make the folder of a step; `damaged` steps are not to count any more."""
         place = self.path / f"{number}"
         if _exists(place) and not _is_marked(place):
             raise CheckpointError(
@@ -191,9 +188,7 @@ class Folder:
         return unfinished
 
     def publish(self, unfinished: Path, number: int) -> None:
-        """Rename a checkpoint whose files are on disk to its final name; it counts from then on, and the rename is
-        synced.
-        """
+        """Give a checkpoint whose files are on disk its final name, by which it counts, and sync that."""
         place, replaced = self.path / f"{number}", None
         if _exists(place):
             # In two steps, as a rename cannot replace a folder that has content.

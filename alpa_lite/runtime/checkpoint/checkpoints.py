@@ -23,7 +23,6 @@ from types import ModuleType
 from typing import TYPE_CHECKING, SupportsIndex
 
 import jax
-from jax.sharding import NamedSharding
 
 from alpa_lite._jax import Tree, TreeDef, TreeLeaf
 from alpa_lite.errors import AlpaLiteError, CheckpointError, UnusableFileWarning
@@ -46,6 +45,7 @@ from alpa_lite.runtime.job.activity import busy
 from alpa_lite.runtime.job.consensus import Stopping, agreed_data, everywhere, reason_of, shared_error
 from alpa_lite.runtime.job.launched import summary
 from alpa_lite.runtime.job.shutdown import leaving
+from alpa_lite.text import show_first
 from cost_models.checks import excerpt
 
 if TYPE_CHECKING:  # it needs Orbax, which is imported only when a checkpoint is written or read
@@ -121,8 +121,7 @@ class Checkpoints:
 
     @property
     def set_aside(self) -> tuple[Path, ...]:
-        """Return the folders of checkpoints that no longer count: of abandoned branches (`3000.aside`), or damaged ones
-        (`3000.damaged`).
+        """Return the folders that no longer count: of abandoned branches (`3000.aside`), or damaged (`3000.damaged`).
 
         They are never removed. One counts again when it is renamed to its step and `steps` holds no lower one that was
         saved later.
@@ -130,8 +129,7 @@ class Checkpoints:
         return self._files.set_aside()
 
     def parent(self, step: int) -> int | None:
-        """Return the step that the run which saved `step` had restored or saved before; None if there was none, or
-        unknown.
+        """Return the step that the run which saved `step` had restored or saved before; None: none, or unknown.
 
         Raises:
             CheckpointError: there is no such step.
@@ -248,8 +246,7 @@ class Checkpoints:
     def wait(self) -> None:
         """Wait for a running save: it is on disk then, and survives a loss of power.
 
-        Raises:
-            CheckpointError: it failed; earlier checkpoints stay.
+        Raises `CheckpointError` if it failed; earlier checkpoints stay.
         """
         if self._pending is None:
             return
@@ -313,13 +310,10 @@ class Checkpoints:
         with busy("checking a checkpoint"):
             mine = self._damage(step, verify)
         problems = [*dict.fromkeys(problem for part in everywhere(mine) for problem in part)]
-        more = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        return ", ".join(problems[:_SHOWN]) + more
+        return show_first(problems, _SHOWN)
 
     def _damage(self, step: int, verify: bool) -> list[str]:
-        """Return the damage in this process's part. Sizes are checked before contents, which it might take days to
-        read.
-        """
+        """Return the damage in this process's part: first of sizes, as reading the contents might take days."""
         there = self._files.branch().get(step)
         if there is None:
             return ["it is no longer there"]
@@ -437,7 +431,7 @@ def _wanted(like: CompiledFunction | Tree, argument: Argument | Sequence[Argumen
     traced = like.traced
     several = not isinstance(argument, (int, str))
     # Shapes and shardings in the structure of the arguments: one path selects from both.
-    trees = [jax.tree.unflatten(traced.inputs.tree, values) for values in (traced.inputs.leaves, _shardings(like))]
+    trees = [jax.tree.unflatten(traced.inputs.tree, traced.inputs.leaves), like.input_shardings()]
     arguments = [argument] if isinstance(argument, (int, str)) else list(argument)
     try:
         structs, shardings = (tuple(_argument(tree, each) for each in arguments) for tree in trees)
@@ -448,10 +442,6 @@ def _wanted(like: CompiledFunction | Tree, argument: Argument | Sequence[Argumen
         ) from error
     chosen = structs if several else structs[0]
     return wanted(chosen, jax.tree.leaves(shardings)), jax.tree.structure(chosen)
-
-
-def _shardings(like: CompiledFunction) -> list[NamedSharding]:
-    return [like.executor.input_sharding(leaf) for leaf in range(len(like.traced.inputs.leaves))]
 
 
 def _argument(tree: Tree, which: Argument) -> Tree:

@@ -58,9 +58,7 @@ class _Local:
 
 
 class ShardHandler(ocp.type_handlers.ArrayHandler):
-    """Writes arrays of which a process has all shards, some or none: those of pipeline stages live on some processes
-    only.
-    """
+    """Writes arrays of which a process has all, some or no shards: those of a stage lie on some processes only."""
 
     def __init__(self) -> None:
         """Set up without keys and shardings, which are passed elsewhere."""
@@ -169,10 +167,7 @@ class _Careful(ocp.AsyncCheckpointHandler):
 @ocp.args.register_with_handler(_Careful, for_save=True, for_restore=True)
 @dataclass
 class Content(ocp.args.CheckpointArgs):
-    """The content of a checkpoint: arrays by name, and other files by name.
-
-    publish: called by the first process when all of it is on disk.
-    """
+    """A checkpoint's arrays and other files by name; the first process calls `publish` when all are on disk."""
 
     arrays: Mapping[str, Array]
     files: Mapping[str, bytes]

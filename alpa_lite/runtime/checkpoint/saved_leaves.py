@@ -31,6 +31,7 @@ from alpa_lite.errors import CheckpointError
 from alpa_lite.program.memo import memoized
 from alpa_lite.runtime.checkpoint.checkpoint_folder import files_of, is_own
 from alpa_lite.runtime.checkpoint.disk import read_bounded
+from alpa_lite.text import show_first
 from alpa_lite.trace.trace import unique
 from cost_models.checks import excerpt, parse_json
 
@@ -126,9 +127,7 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """A state to be written: the description of each leaf, and the arrays with elements, in the form that storage
-    holds.
-    """
+    """A state to be written: the description of each leaf, and the arrays with elements as storage holds them."""
 
     leaves: Mapping[str, Leaf]
     arrays: Mapping[str, Array]
@@ -158,9 +157,7 @@ def _storable(value: TreeLeaf, leaf: Leaf) -> Array:
 
 
 def write_leaves(leaves: Mapping[str, Leaf]) -> bytes:
-    """Return the content of the file that describes the leaves. Raises `CheckpointError` if it is too large to read
-    back.
-    """
+    """Return the file that describes the leaves. Raises `CheckpointError` if it is too large to read back."""
     data = {"format": FORMAT, "leaves": {name: leaf.to_json() for name, leaf in leaves.items()}}
     text = json.dumps(data, allow_nan=False).encode()
     # What could not be read back must fail now, while the state still exists.
@@ -294,8 +291,7 @@ def check_fit(wanted: Sequence[Wanted], saved: Mapping[str, Leaf], *, partial: b
 
 
 def _listed(what: str, names: Sequence[str]) -> list[str]:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return [f"{what} {', '.join(map(excerpt, sorted(names)[:_SHOWN]))}{more}"] if names else []
+    return [f"{what} {show_first([*map(excerpt, sorted(names))], _SHOWN)}"] if names else []
 
 
 def _named(tree: Tree) -> list[tuple[str, TreeLeaf]]:

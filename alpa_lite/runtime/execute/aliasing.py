@@ -169,9 +169,7 @@ def with_copies(results: list[TreeLeaf], numbers: Sequence[int]) -> list[TreeLea
 
 
 def donations(program: Program, plan: Plan, step: StepGraph, donated: Sequence[bool]) -> dict[int, tuple[int, ...]]:
-    """Return for each task the numbers of the inputs that it may overwrite. `donated[i]`: the caller donates argument
-    i.
-    """
+    """Return the numbers of the inputs that each task may overwrite. `donated[i]`: the caller donates argument i."""
     facts = _Facts(program, plan, step, donated)
     free_in: dict[int, set[int]] = {}
     for number, instruction in enumerate(program.instructions):

@@ -27,8 +27,8 @@ from alpa_lite._jax import TreeLeaf
 from alpa_lite.lower.emission import Executable
 from alpa_lite.plan.instructions import SUM, Buffer, Instruction, InstructionKind, Program
 from alpa_lite.program.phases import StepGraph
+from alpa_lite.runtime.execute.crossing import Transfer
 from alpa_lite.runtime.execute.placing import Placing, Windows
-from alpa_lite.runtime.execute.run_transfers import Transfer
 from alpa_lite.runtime.job.activity import Flight, Token
 from alpa_lite.runtime.job.processes import devices_of, in_turn
 from alpa_lite.sharding.specs import Spec
@@ -143,9 +143,7 @@ class Binder:
         )
 
     def _runs_here(self, instruction: Instruction) -> bool:
-        """Return True if this process takes part in an instruction: any process may hold a part of an argument to
-        place.
-        """
+        """Return True if this process takes part in an instruction; any may hold a part of an argument to place."""
         if instruction.kind == InstructionKind.SEND:
             return instruction.writes[0] in self.transfers
         return instruction.kind == InstructionKind.PLACE or self.is_here[instruction.stage]

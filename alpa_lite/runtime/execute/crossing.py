@@ -21,6 +21,7 @@ processes.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -75,9 +76,7 @@ def token() -> jax.Array:
 
 
 def stacked_spec(mesh: Mesh | AbstractMesh, shape: Sequence[int]) -> PartitionSpec:
-    """Return the spec with one block per device along the first dim; scalars are declared replicated, though they may
-    differ.
-    """
+    """Return the spec with a block per device along the first dim; scalars, which may differ, count as replicated."""
     return PartitionSpec(mesh.axis_names) if shape else PartitionSpec()
 
 
@@ -217,9 +216,7 @@ class LaunchObserver(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hand:
-    """A piece: the positions of its two devices in their meshes, its shape, and its start in the block of its source
-    and in the chunk of its target.
-    """
+    """A piece: its two devices' positions, its shape, and its start in the source's block and in the target's chunk."""
 
     source: int
     target: int
@@ -269,7 +266,26 @@ class PieceSlot:
         return -1 not in self.numbers
 
 
-class Crossing:
+class Transfer(ABC):
+    """A compiled transfer: call it with an array in the source placement to get it in the target placement."""
+
+    @property
+    @abstractmethod
+    def num_programs(self) -> int:
+        """The number of programs that one call launches."""
+
+    @abstractmethod
+    def __call__(
+        self, array: jax.Array | None, sent: list[Message] | None = None, launched: LaunchObserver | None = None
+    ) -> jax.Array | None:
+        """Return the array in the target placement, asynchronously; bytes for other devices are appended to `sent`.
+
+        `launched` observes each program that may have to wait for other devices. A process without devices of the
+        source may pass any `array`; one without devices of the target gets None.
+        """
+
+
+class Crossing(Transfer):
     """A course with its compiled programs: call it with the array in its source sharding."""
 
     def __init__(self, course: Course, blanks: Blanks) -> None:
@@ -338,13 +354,11 @@ class Crossing:
 
     @property
     def num_programs(self) -> int:
-        """The number of programs that a call launches from this process."""
         return (self.cut is not None) + (self.exchange is not None) + (self.land is not None)
 
     def __call__(
         self, array: jax.Array | None, sent: list[Message] | None = None, launched: LaunchObserver | None = None
     ) -> jax.Array | None:
-        """Return the array in its target sharding; None on processes without its devices, which may pass any value."""
         note = launched if launched is not None else _ignore
         pieces = self._pieces(array, note) if self.here and array is not None else {}
         leaving = [pieces[n] for n in self.copied]
@@ -401,19 +415,13 @@ def _ignore(token: Token, *, at_source: bool) -> None:
 def compiled(
     function: Callable[..., object], avals: Sequence[jax.ShapeDtypeStruct], wanted: NamedSharding | None = None
 ) -> jax.stages.Compiled:
-    """Compile a function that also returns a token; `wanted`: sharding of its result, which JAX may drop for empty
-    arrays.
-    """
+    """Compile a function, with a token added. `wanted`: sharding of its result, which JAX may drop if that is empty."""
     shardings = None if wanted is None else (wanted, NamedSharding(wanted.mesh, PartitionSpec()))
     return _jax.compiled(jax.jit(function, out_shardings=shardings).lower(*avals))
 
 
 def _slots(pieces: Sequence[tuple[int, int, tuple[int, ...]]], hands: Sequence[Hand], count: int) -> list[PieceSlot]:
-    """Group pieces, given as (number, device position, offset), by their shape and the count of that shape on their
-    device.
-
-    `count`: number of devices.
-    """
+    """Group pieces, (number, device position, offset), by shape and its count so far on each of `count` devices."""
     seen = Counter[tuple[int, tuple[int, ...]]]()
     places: dict[tuple[tuple[int, ...], int], dict[int, tuple[int, tuple[int, ...]]]] = {}
     for number, at, offset in pieces:
@@ -432,9 +440,7 @@ def _slots(pieces: Sequence[tuple[int, int, tuple[int, ...]]], hands: Sequence[H
 
 
 def _cut(course: Course, slots: Sequence[PieceSlot]) -> Callable[..., tuple[jax.Array, ...]]:
-    """Return a function that gives one array per slot, with the piece of each device; a device without one gives any
-    part.
-    """
+    """Return a function that gives an array per slot, with each device's piece, or any part where it has none."""
     mesh = course.source.mesh
 
     def cut(x: jax.Array) -> tuple[jax.Array, ...]:

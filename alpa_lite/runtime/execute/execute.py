@@ -93,9 +93,7 @@ def stage_meshes(plan: Plan, devices: Sequence[Device] | None = None) -> tuple[M
 
 
 def device_groups(meshes: Sequence[Mesh]) -> tuple[int, ...]:
-    """Return a group number for each stage: stages that share a device, directly or through others, have the same
-    number.
-    """
+    """Return a group number for each stage, equal for stages that share a device, directly or through others."""
     of_device: dict[Device, int] = {}
     for number, mesh in enumerate(meshes):
         # A plan has few stages, so that relabelling all devices of merged groups is fast enough.
@@ -248,9 +246,7 @@ class Executor:
         return delivered
 
     def _processes(self, instruction: int) -> frozenset[int]:
-        """Return the processes that take part in an instruction; the delivery, one past the last instruction, involves
-        all.
-        """
+        """Return the processes that take part in an instruction; all in the delivery, one past the last one."""
         if instruction == len(self.program.instructions):
             return frozenset(range(jax.process_count()))
         stages = [processes_of(devices_of(mesh)) for mesh in self.meshes]

@@ -1,6 +1,4 @@
-"""A compiled step as a function of the user's arguments, which it flattens and checks before each step; and the
-initialisation of its state directly in the step's shardings (`init_sharded`).
-"""
+"""A compiled step as a function of the user's arguments, and the initialisation of its state in their shardings."""
 
 from __future__ import annotations
 
@@ -70,8 +68,7 @@ class CompiledFunction:
     def allocated(self) -> tuple[Allocated, ...]:
         """Return the peak allocation on a device of each stage, as XLA reports it for the executables; nothing runs.
 
-        Raises:
-            ExecutionError: a stage lies on devices of other processes alone.
+        Raises `ExecutionError` for a stage on devices of other processes alone.
         """
         return allocated(self.executor, self.plan)
 
@@ -80,9 +77,7 @@ class CompiledFunction:
         return joined_texts((each.task.name, each.compiled) for each in self.executor.executables)
 
     def cost_analysis(self) -> dict[str, float]:
-        """Return XLA's estimates ("flops", "bytes accessed") for one device of each stage, summed over all stages and
-        micro-batches of a step.
-        """
+        """Return XLA's "flops" and "bytes accessed" of one device per stage, summed over stages and micro-batches."""
         # An executable runs once for each micro-batch.
         runs = Counter(i.task for i in self.executor.program.instructions if i.kind == InstructionKind.RUN)
         tasks = enumerate(self.executor.executables)
@@ -216,9 +211,7 @@ class CompiledFunction:
 
 
 def _finishing(leaf: jax.ShapeDtypeStruct) -> Callable[[jax.Array], Any]:
-    """Return the conversion of an executable's result to the type of `jax.jit`'s: weakly typed, or without bytes
-    (float0).
-    """
+    """Return the conversion of a result to the type of `jax.jit`'s: weakly typed, or without bytes (float0)."""
     if leaf.dtype == jax.dtypes.float0:
         return lambda array: np.zeros(leaf.shape, leaf.dtype)
     avals: dict[Sharding, Aval] = {}

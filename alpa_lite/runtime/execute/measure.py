@@ -73,11 +73,7 @@ def typical_times(
         executor(inputs(leaves), record, awaited=awaited)
         steps.append(record)
     # All spans are of one step, so that they fit together as medians of each span would not.
-    return tuple(sorted(steps[1:], key=_length)[NUM_STEPS // 2])
-
-
-def _length(record: Sequence[TaskTime]) -> float:
-    return max(span.end_seconds for span in record)
+    return tuple(sorted(steps[1:], key=lambda step: max(span.end_seconds for span in step))[NUM_STEPS // 2])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

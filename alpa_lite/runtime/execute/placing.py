@@ -66,7 +66,7 @@ def course_between(array: jax.ShapeDtypeStruct, wanted: NamedSharding, windows: 
     held, shape = _boxes(source, array.shape), array.shape
     runs = [0]
     if windows is not None:
-        shape = _with_rows(shape, windows.dim, windows.size)
+        shape = tuple(windows.size if dim == windows.dim else n for dim, n in enumerate(shape))
         runs = [windows.start + i * windows.size for i in range(windows.count)]
     landed = _boxes(wanted, shape)
     senders = _PieceSenders(held, here)
@@ -132,9 +132,7 @@ class _PieceSenders:
         return overlaps
 
     def choose(self, owned: Box, part: Box, receiver: Device) -> int:
-        """Return the sender: the receiver itself, a device of its process, or the device that has sent the fewest
-        bytes.
-        """
+        """Return the sender: the receiver itself, a device of its process, or the one that sent the fewest bytes."""
 
         def cost(place: int) -> tuple[bool, bool, int, int]:
             device = self.devices[place]
@@ -162,10 +160,6 @@ def _size(box: Box) -> tuple[int, ...]:
 
 def _shifted(box: Box, dim: int, by: int) -> Box:
     return tuple((a + by, b + by) if d == dim else (a, b) for d, (a, b) in enumerate(box))
-
-
-def _with_rows(shape: tuple[int, ...], dim: int, rows: int) -> tuple[int, ...]:
-    return tuple(rows if d == dim else n for d, n in enumerate(shape))
 
 
 class Carried(NamedTuple):

@@ -1,8 +1,8 @@
 """Carry out a planned transfer on devices: at most one program on each mesh, and copies between devices.
 
-    resolve   on the source mesh: a partial sum, before pieces are cut         `_MeshCrossing`
+    resolve   on the source mesh: a partial sum, before pieces are cut         `_crossing`
     cross     pieces, from device to device or between processes               `crossing`
-    gather    on the receiving mesh: the chunks of the receivers of one block  `_MeshCrossing`
+    gather    on the receiving mesh: the chunks of the receivers of one block  `_crossing`
 
 Both programs are compiled ahead of time. In a job of several processes each process compiles and launches the programs
 in which its devices take part; a transfer inside one process is the same as in a job of one process.
@@ -18,7 +18,6 @@ Scalars of the state (a step counter) are delivered too; the next step takes the
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -44,6 +43,7 @@ from alpa_lite.runtime.execute.crossing import (
     Hand,
     LaunchObserver,
     Message,
+    Transfer,
     compiled,
     joined,
     together,
@@ -53,25 +53,6 @@ from alpa_lite.runtime.job.activity import Token
 from alpa_lite.runtime.job.processes import Launchable, all_here, any_here, devices_of, in_turn, is_here, processes_of
 from alpa_lite.sharding.specs import Spec, local_shape
 from alpa_lite.sharding.transfer import PlannedTransfer
-
-
-class Transfer(ABC):
-    """A compiled transfer: call it with an array in the source placement to get it in the target placement."""
-
-    @property
-    @abstractmethod
-    def num_programs(self) -> int:
-        """The number of programs that one call launches."""
-
-    @abstractmethod
-    def __call__(
-        self, array: jax.Array | None, sent: list[Message] | None = None, launched: LaunchObserver | None = None
-    ) -> jax.Array | None:
-        """Return the array in the target placement, asynchronously; bytes for other devices are appended to `sent`.
-
-        `launched` observes each program that may have to wait for other devices. A process without devices of the
-        source may pass any `array`; one without devices of the target gets None.
-        """
 
 
 def compile_transfers(
@@ -116,13 +97,11 @@ def compile_transfer(
         return _OfKeys(planned, dtype, source, target, shared)
     shape = boundary_shape(planned.array.shape, outside, dict(source.shape))
     array = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=NamedSharding(source, boundary_spec(outside)))
-    return _InPlace(planned, source, array) if planned.in_place else _MeshCrossing(planned, target, array, shared)
+    return _InPlace(planned, source, array) if planned.in_place else _crossing(planned, target, array, shared)
 
 
 class _Whole(Transfer):
-    """A transfer of each device's block to the device of the same number, in the same spec: JAX copies device by
-    device.
-    """
+    """A transfer of each device's block to the device of the same number, in one spec: JAX copies device by device."""
 
     def __init__(self, source: Mesh, target: Mesh, spec: Spec, *, is_key: bool) -> None:
         self.pairs = list(zip(source.devices.flat, target.devices.flat, strict=True))
@@ -166,45 +145,6 @@ class _InPlace(Transfer):
         return moved
 
 
-class _MeshCrossing(Transfer):
-    """A transfer from one mesh to another."""
-
-    def __init__(self, planned: PlannedTransfer, target: Mesh, array: jax.ShapeDtypeStruct, blanks: Blanks) -> None:
-        held, landed = planned.source_blocks(), planned.landing_blocks()
-        hands = tuple(
-            Hand(
-                source=piece.source,
-                target=piece.target,
-                shape=piece.shape,
-                start=tuple(a - first for (a, _), (first, _) in zip(piece.box, held[piece.source], strict=True)),
-                landing=tuple(a - first for (a, _), (first, _) in zip(piece.box, landed[piece.target], strict=True)),
-            )
-            for piece in planned.pieces
-        )
-        course = Course(
-            array=array,
-            hands=hands,
-            held=tuple(stop - start for start, stop in held[0]),
-            # Programs have one shape on all devices: a smaller chunk at the end of a dim is padded to the largest.
-            chunk=tuple(max((b - a for a, b in ends), default=0) for ends in zip(*landed, strict=True)),
-            shape=planned.array.shape,
-            wanted=NamedSharding(target, boundary_spec(planned.target.spec)),
-            resolve=partial(_local, planned) if planned.resolve else None,
-            gather=partial(_gathered, planned) if planned.gathers else None,
-        )
-        self.crossing = Crossing(course, blanks)
-        self.cut, self.land = self.crossing.cut, self.crossing.land
-
-    @property
-    def num_programs(self) -> int:
-        return self.crossing.num_programs
-
-    def __call__(
-        self, array: jax.Array | None, sent: list[Message] | None = None, launched: LaunchObserver | None = None
-    ) -> jax.Array | None:
-        return self.crossing(array, sent, launched)
-
-
 class _OfKeys(Transfer):
     """A transfer of typed PRNG keys as the words that store them."""
 
@@ -233,6 +173,33 @@ class _OfKeys(Transfer):
     ) -> jax.Array | None:
         words = self.words(None if self.unwrap is None else self.unwrap(array), sent, launched)
         return None if self.wrap is None else self.wrap(words)
+
+
+def _crossing(planned: PlannedTransfer, target: Mesh, array: jax.ShapeDtypeStruct, blanks: Blanks) -> Crossing:
+    """Return a transfer from one mesh to another."""
+    held, landed = planned.source_blocks(), planned.landing_blocks()
+    hands = tuple(
+        Hand(
+            source=piece.source,
+            target=piece.target,
+            shape=piece.shape,
+            start=tuple(a - first for (a, _), (first, _) in zip(piece.box, held[piece.source], strict=True)),
+            landing=tuple(a - first for (a, _), (first, _) in zip(piece.box, landed[piece.target], strict=True)),
+        )
+        for piece in planned.pieces
+    )
+    course = Course(
+        array=array,
+        hands=hands,
+        held=tuple(stop - start for start, stop in held[0]),
+        # Programs have one shape on all devices: a smaller chunk at the end of a dim is padded to the largest.
+        chunk=tuple(max((b - a for a, b in ends), default=0) for ends in zip(*landed, strict=True)),
+        shape=planned.array.shape,
+        wanted=NamedSharding(target, boundary_spec(planned.target.spec)),
+        resolve=partial(_local, planned) if planned.resolve else None,
+        gather=partial(_gathered, planned) if planned.gathers else None,
+    )
+    return Crossing(course, blanks)
 
 
 def _keeps_form(planned: PlannedTransfer) -> bool:

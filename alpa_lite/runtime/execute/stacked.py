@@ -127,10 +127,7 @@ class Shelf:
 
 @dataclass(frozen=True, kw_only=True)
 class StackedRest:
-    """The placement between steps of an array of several runs that has no joint sharding.
-
-    See `alpa_lite.sharding.stacked_rest`.
-    """
+    """The placement between steps (`sharding.stacked_rest`) of an array of several runs without a joint sharding."""
 
     sharding: NamedSharding
     shelves: tuple[Shelf, ...]

@@ -306,10 +306,7 @@ class Flight:
         _all_flights[:] = [*(each for each in _all_flights if each() is not None), ref(self)]
 
     def launched(self, group: int, instruction: int, token: Token) -> None:
-        """Record a launch on a group of devices; wait for its oldest one if there are too many.
-
-        `observer`, if set, is called first.
-        """
+        """Tell the `observer` of a launch on a group of devices; await the oldest one if there are too many."""
         if self.observer is not None:
             self.observer(group, instruction, token)
         # One queue for each group: launches on different devices do not wait for each other.
@@ -334,9 +331,7 @@ class Flight:
         return {launch.order: self._instructions.processes(launch.instruction) for launch in self.pending()}
 
     def is_hung(self, patience: Patience, pending: Sequence[Launch]) -> bool:
-        """Return True if the pending launches have run out of patience, and no process that takes part is busy
-        otherwise.
-        """
+        """Return True if the pending launches have run out of patience, and no process in them is busy otherwise."""
         if not patience.is_over(frozenset(launch.order for launch in pending)):
             return False
         taking_part = (self._instructions.processes(launch.instruction) for launch in pending)

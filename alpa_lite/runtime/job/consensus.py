@@ -166,9 +166,7 @@ class _Service:
 
 
 class _GroupExchange:
-    """Numbers the values that some processes exchange, so that each key is used once, and removes values that all have
-    read.
-    """
+    """Numbers the values that some processes exchange, so that keys occur once, and removes those all have read."""
 
     def __init__(self, name: str, processes: Sequence[int], words: KeyValues) -> None:
         self._name, self._processes, self._words = name, processes, words

@@ -365,10 +365,7 @@ class _Job:
 
 
 def ended_with(process: subprocess.Popen[bytes]) -> int | None:
-    """Return the return code of a process that has ended, else None.
-
-    The process stays waitable, so that its id is not reused.
-    """
+    """Return the code of a process that has ended, else None; it stays waitable, so that its id is not reused."""
     status = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     if status is None:
         return None

@@ -29,10 +29,7 @@ _ZOMBIE_SECONDS = 5.0
 def watch(pipe: int, launcher: int, grace_seconds: float) -> None:
     """Return when the launch has ended in good order, or when none of its processes is left.
 
-    Args:
-        pipe: the pipe that the processes and the launcher write to.
-        launcher: the process id of the launcher, which is the parent of this process.
-        grace_seconds: between SIGTERM and SIGKILL.
+    The processes and the launcher, this process's parent, write to the pipe.
     """
     text, over, terminated = b"", False, set[int]()
     kill_at: float | None = None

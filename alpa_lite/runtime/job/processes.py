@@ -82,8 +82,7 @@ def handle(shape: Sequence[int], dtype: DTypeLike, sharding: Sharding) -> jax.Ar
 
 
 def batch_sharding() -> NamedSharding:
-    """Return the sharding of a batch of which each process of the job provides its rows, the first process the first
-    ones.
+    """Return the sharding of a batch of which each process provides its rows, the first process the first ones.
 
     `jax.make_array_from_process_local_data(alpa_lite.batch_sharding(), rows)` makes the batch of the job, whatever the
     plan. Each process provides equally many rows. In a job of one process that is the whole batch on one device.
@@ -191,10 +190,7 @@ _launches = Turns()
 
 
 def in_turn(program: Launchable, devices: Sequence[Device]) -> Launchable:
-    """Return a compiled program that respects the order, unchanged where none is needed.
-
-    The last result of the program must be its token.
-    """
+    """Return a compiled program, whose last result is its token, that respects the order; unchanged if it does."""
     if all_here(devices) or not any_here(devices) or devices[0].platform != "cpu":
         return program
     # The two kinds of launches that XLA's CPU client keeps in order only among themselves.

@@ -450,8 +450,7 @@ class Heartbeat:
                 _end(problem, GRACE_SECONDS)
 
     def _see(self, neighbours: Neighbours) -> None:
-        """Look for stopped processes, in a separate thread: where the first process is stopped, reading messages blocks
-        as well.
+        """Look for stopped processes, in another thread: where the first one is stopped, reading messages blocks.
 
         The first looks come soon, as long as the service still knows where the others are.
         """

@@ -154,9 +154,7 @@ def _check_port(address: str) -> None:
 
 
 def _leave_when_failing() -> None:
-    """End this process at once on an uncaught error: at exit JAX waits for the other processes, which wait for this
-    one.
-    """
+    """End this process at once on an uncaught error: at exit JAX waits for the others, which wait for this one."""
     # The present hook may be the user's or a debugger's: it still reports first.
     tell = sys.excepthook
 

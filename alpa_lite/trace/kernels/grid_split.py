@@ -78,9 +78,7 @@ class GridAxis:
 def grid_axes(params: Mapping[str, Any], unread: frozenset[int]) -> tuple[GridAxis, ...]:
     """Return the axes of a `pallas_call` whose index maps allow a split; `GridAxis.proven` says if the kernel does.
 
-    Args:
-        params: parameters of the equation.
-        unread: numbers of the results that nothing reads; kernels use such results as scratch memory.
+    Nothing reads the results `unread`, which kernels use as scratch memory.
     """
     call = KernelCall.of(params)
     if call is None:

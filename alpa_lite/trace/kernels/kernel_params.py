@@ -37,13 +37,7 @@ def is_kernel(primitive: str) -> bool:
 
 
 def kernel_params(primitive: str, params: Mapping[str, Any], unread: frozenset[int]) -> Mapping[str, Any] | None:
-    """Return the plain parameters of the call of a kernel, or None if the call must be inlined.
-
-    Args:
-        primitive: name of the primitive, for which `is_kernel` is true.
-        params: parameters of the equation.
-        unread: numbers of the results that nothing reads.
-    """
+    """Return the plain parameters of a kernel's call, None if it must be inlined; nothing reads results `unread`."""
     return _FORMS[primitive](params, unread)
 
 

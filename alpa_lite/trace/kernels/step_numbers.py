@@ -187,19 +187,11 @@ def _logic(function: Callable[[int, int], int], stop: int) -> Callable[[Number, 
     return bits
 
 
-def _unchanged(x: Number, *_: Number) -> Number:
-    return x
-
-
-def _negated(x: Number) -> Number:
-    return _subtract(constant(0), x)
-
-
 PURE: Mapping[str, Callable[..., Number]] = {
     "add": _add,
     "sub": _subtract,
     "mul": _multiply,
-    "neg": _negated,
+    "neg": lambda x: _subtract(constant(0), x),
     "max": _extreme(True),
     "min": _extreme(False),
     "lt": comparison(lambda x, y: _not_above(y, x), _below),
@@ -214,6 +206,6 @@ PURE: Mapping[str, Callable[..., Number]] = {
     **dict.fromkeys(
         "broadcast_in_dim reshape squeeze expand_dims transpose copy convert_element_type multiple_of "
         "max_contiguous stop_gradient tile".split(),
-        _unchanged,
+        lambda x, *_: x,
     ),
 }

@@ -65,14 +65,15 @@ def _discharged(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
     opened = _jax.open_jaxpr(jaxpr)
     # From the inside out: a call whose body makes a reference for itself has none among its operands, and JAX, which
     # looks at operands alone, would leave the body as it is.
-    eqns = [eqn.replace(params=_discharged_params(eqn.params)) if _is_own(eqn) else eqn for eqn in opened.eqns]
+    eqns = [
+        eqn.replace(params={name: _discharged_param(value) for name, value in eqn.params.items()})
+        if _is_own(eqn)
+        else eqn
+        for eqn in opened.eqns
+    ]
     opened = opened.replace(eqns=eqns)
     whole = _jax.with_open_jaxpr(jaxpr, opened)
     return _jax.discharged(whole) if _has_own_refs(opened) else whole
-
-
-def _discharged_params(params: Params) -> Params:
-    return {name: _discharged_param(value) for name, value in params.items()}
 
 
 def _discharged_param(value: object) -> object:

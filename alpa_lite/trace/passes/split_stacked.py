@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.extend.core import primitives
@@ -242,10 +242,7 @@ class SplitAnalysis:
 
 
 def rows_read(graph: Graph, op: Op) -> tuple[int, int] | None:
-    """Return the rows (first, last + 1) that a slice takes of its operand's leading dim: one row, or those of a loop.
-
-    None for any other op.
-    """
+    """Return the rows (first, last + 1) that a slice takes, one or those of a loop; None for any other op."""
     if op.primitive != "slice":
         return None
     (operand,), (result,) = graph.operands(op), graph.results(op)
@@ -324,13 +321,6 @@ class SplitStacked:
         return _StackedRewriter(SplitAnalysis(program.program, self.of_samples, self.num_parts)).rewritten()
 
 
-class _Kind(NamedTuple):
-    """The shape and dtype of a value."""
-
-    shape: tuple[int, ...]
-    dtype: str
-
-
 class _StackedRewriter:
     """Rewrite a program so that split values are computed part by part.
 
@@ -385,9 +375,7 @@ class _StackedRewriter:
             self.whole[op.results[0]] = self._combined(op, factor)
         else:
             equation = self.program.equations[op.id]
-            results = self._emit(
-                op, equation, [self._whole(v) for v in op.operands], [*map(_kind, self.graph.results(op))]
-            )
+            results = self._emit(op, equation, [self._whole(v) for v in op.operands], self.graph.results(op))
             self.whole.update(zip(op.results, results, strict=True))
 
     def _whole(self, v: int) -> int:
@@ -400,7 +388,7 @@ class _StackedRewriter:
                 parts = [self.parts[v, j] for j in range(len(self.analysis.bounds(value.shape[0])))]
                 # The user's code has no line for this concatenation: its first reader lends one.
                 reader = self.graph.ops[self.graph.consumers[v][0]] if self.graph.consumers[v] else None
-                (self.whole[v],) = self._emit(reader, _JOIN, parts, [_kind(value)])
+                (self.whole[v],) = self._emit(reader, _JOIN, parts, [value])
         return self.whole[v]
 
     def _part(self, v: int, j: int) -> int:
@@ -419,7 +407,7 @@ class _StackedRewriter:
                 pieces = [
                     p for p, end in zip(op.operands, self.analysis.piece_ends(op), strict=True) if start < end <= stop
                 ]
-                part, operands = _rows_of_kind(value, stop - start), [*map(self._whole, pieces)]
+                part, operands = _of_rows(value, stop - start), [*map(self._whole, pieces)]
                 # A stack of one piece still adds a dim, while a concatenation of one does nothing.
                 alone = op.primitive == "concatenate" and len(pieces) == 1
                 emitted = operands if alone else self._emit(op, self.program.equations[op.id], operands, [part])
@@ -442,7 +430,7 @@ class _StackedRewriter:
             for v, dims in zip(op.operands, rule.operands, strict=True)
         ]
         results = [
-            _rows_of_kind(value, rows) if dims and dims[0] == (factor,) else _kind(value)
+            _of_rows(value, rows) if dims and dims[0] == (factor,) else value
             for value, dims in zip(self.graph.results(op), rule.results, strict=True)
         ]
         return self._emit(op, equation, operands, results)
@@ -453,7 +441,7 @@ class _StackedRewriter:
         parts = [self._on_part(op, factor, j)[0] for j in range(len(self.analysis.bounds(rule.sizes[factor])))]
         total = parts[0]
         for part in parts[1:]:
-            (total,) = self._emit(op, _COMBINERS[rule.reduction], [total, part], [_kind(value)])
+            (total,) = self._emit(op, _COMBINERS[rule.reduction], [total, part], [value])
         return total
 
     def _rows_of(self, v: int, rows: tuple[int, int], op: Op) -> int:
@@ -472,12 +460,12 @@ class _StackedRewriter:
             return source
         start, stop = ((row, *rest) for row, rest in zip(rows, ([0] * (value.rank - 1), value.shape[1:]), strict=True))
         params = {"start_indices": start, "limit_indices": stop, "strides": None}
-        taken = _rows_of_kind(value, rows[1] - rows[0])
+        taken = _of_rows(value, rows[1] - rows[0])
         return self._emit(op, Equation(primitive=primitives.slice_p, params=params), [source], [taken])[0]
 
-    def _emit(self, op: Op | None, equation: Equation, operands: Sequence[int], results: Sequence[_Kind]) -> list[int]:
-        """Append an op with the source line and name stack of `op`, and return its results."""
-        values = [self.editor.add(Value(id=-1, shape=kind.shape, dtype=kind.dtype)) for kind in results]
+    def _emit(self, op: Op | None, equation: Equation, operands: Sequence[int], results: Sequence[Value]) -> list[int]:
+        """Append an op with the source line and name stack of `op`, and return its results, which have no names."""
+        values = [self.editor.add(replace(value, name="")) for value in results]
         same = op is not None and equation.primitive.name == op.primitive
         # Converting parameters to plain data takes time: where they are unchanged, the op has the plain ones.
         own = op is not None and equation.params is self.program.equations[op.id].params
@@ -496,9 +484,5 @@ class _StackedRewriter:
         return values
 
 
-def _kind(value: Value) -> _Kind:
-    return _Kind(value.shape, value.dtype)
-
-
-def _rows_of_kind(value: Value, rows: int) -> _Kind:
-    return _Kind((rows, *value.shape[1:]), value.dtype)
+def _of_rows(value: Value, rows: int) -> Value:
+    return replace(value, shape=(rows, *value.shape[1:]))

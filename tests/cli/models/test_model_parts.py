@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from alpa_lite.cli.models.batches import draw_batch
+from alpa_lite.cli.models.decoders import GPT
 from alpa_lite.cli.models.model_parts import (
     cross_entropy,
     draw_weights,
@@ -12,6 +14,7 @@ from alpa_lite.cli.models.model_parts import (
     segment_sizes,
     stacked_shapes,
 )
+from alpa_lite.cli.models.sequential_networks import CNN
 
 SHAPES = {"w": (3, 4), "layers": [{"w_up": (5, 2), "b_up": (5, 2), "norm": {"scale": (5, 2)}}]}
 
@@ -64,3 +67,19 @@ def test_reductions():
     assert reduce_losses(losses, "sum") == 15.0
     with pytest.raises(ValueError, match="'mean' or 'sum'"):
         reduce_losses(losses, "max")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        GPT(vocab_size=8, num_layers=1, num_heads=1, hidden=4, seq_len=3),
+        CNN(image_size=4, channels=2, num_blocks=1, num_classes=3),
+    ],
+)
+def test_the_sum_of_the_losses_of_a_classifier_is_their_mean_times_the_number_of_labels(model):
+    params, batch = model.init(jax.random.key(0)), draw_batch(model, 2)
+    mean, total = (model.loss_fn(params, batch, reduction=reduction) for reduction in ("mean", "sum"))
+    np.testing.assert_allclose(total, batch[model.labels].size * mean, rtol=1e-5)
+    loss, metrics = model.loss_and_metrics(params, batch)
+    correct = np.argmax(model.logits(params, batch[model.inputs]), axis=-1) == batch[model.labels]
+    assert loss == mean and metrics["accuracy"] == pytest.approx(np.mean(correct))
