@@ -33,6 +33,7 @@ from alpa_lite.errors import (
     without_frames,
 )
 from alpa_lite.inter_op.assembly import StagedStep, assembled, bytes_over, too_large
+from alpa_lite.inter_op.best_stages import PipelinedBatch
 from alpa_lite.inter_op.boundaries import inflows, slower_inflows
 from alpa_lite.inter_op.microbatch_counts import (
     MAX_IN_VAIN,
@@ -52,7 +53,7 @@ from alpa_lite.inter_op.space import Space, StageEquality, hosts_of_groups
 from alpa_lite.inter_op.stage_cost_cache import StageCostCache
 from alpa_lite.inter_op.stage_costs import StageCosts
 from alpa_lite.inter_op.stage_dp import StageChoice
-from alpa_lite.inter_op.stage_search import PipelinedBatch, StageSearch
+from alpa_lite.inter_op.stage_search import StageSearch
 from alpa_lite.inter_op.survey import Profile, Survey
 from alpa_lite.inter_op.surveyed_searches import CLOSE, SurveyedSearches, only_equal
 from alpa_lite.inter_op.what_would_fit import tightest_stage

@@ -10,11 +10,12 @@ from functools import cached_property, reduce
 import numpy as np
 from numpy.typing import NDArray
 
+from alpa_lite.inter_op.best_stages import PipelinedBatch
 from alpa_lite.inter_op.microbatch_counts import Guess
 from alpa_lite.inter_op.space import Space, StageEquality
 from alpa_lite.inter_op.stage_cost_cache import StageCostCache
 from alpa_lite.inter_op.stage_costs import StageCosts
-from alpa_lite.inter_op.stage_search import PipelinedBatch, PolicyCosts, StageGuesses, StageLimits, StageSearch
+from alpa_lite.inter_op.stage_search import PolicyCosts, StageGuesses, StageLimits, StageSearch
 from alpa_lite.inter_op.survey import Beyond, Profile, Survey
 from alpa_lite.program.phases import weight_gradient_ops
 from alpa_lite.schedule import Schedule

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import alpa_lite as al
+from alpa_lite.inter_op.best_stages import BestStages, PipelinedBatch
 from alpa_lite.inter_op.space import Space, ways
 from alpa_lite.inter_op.stage_dp import PipelineTerms, StageStatus, StageTable, solve
-from alpa_lite.inter_op.stage_search import BestStages, PipelinedBatch
 from alpa_lite.schedule import OneFOneB, ZeroBubbleH1
 from cost_models.composed import ComposedCostModel
 

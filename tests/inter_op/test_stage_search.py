@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 
 import alpa_lite as al
+from alpa_lite.inter_op.best_stages import PipelinedBatch
 from alpa_lite.inter_op.solved_stages import StagePlace
 from alpa_lite.inter_op.space import Space
 from alpa_lite.inter_op.stage_costs import SolveEffort, StageCosts
 from alpa_lite.inter_op.stage_dp import PipelineTerms, StageChoice, StageTable, solve
-from alpa_lite.inter_op.stage_search import PipelinedBatch, PolicyCosts, StageGuesses, StageLimits, StageSearch
+from alpa_lite.inter_op.stage_search import PolicyCosts, StageGuesses, StageLimits, StageSearch
 from alpa_lite.inter_op.survey import Profile, Survey
 from alpa_lite.inter_op.workers import Likely, Workers
 from alpa_lite.plan.progress import Progress
