@@ -118,17 +118,15 @@ class Slicer:
 
     @cached_property
     def _sums_to_send(self) -> list[int]:
-        """Return the sums that the update of another stage reads."""
+        """The sums that the update of another stage reads, directly or through repeated ops."""
         if self.whole:
             return []
-        found: list[int] = []
-        for op_id, place in enumerate(self.places):
-            if place is None or place.kind is not TaskRole.UPDATE:
-                continue
-            for v in self.graph.ops[op_id].operands:
-                if self.is_sum(v) and self.stage_of_value(v) != place.stage:
-                    found.append(v)
-        return found
+        return [
+            v
+            for v, readers in enumerate(self._readers)
+            if any(place.kind is TaskRole.UPDATE and place.stage != self.stage_of_value(v) for place in readers)
+            and self.is_sum(v)
+        ]
 
     def output_stage(self, v: int) -> int:
         """Return the stage on which a graph output is returned."""
@@ -272,7 +270,7 @@ class Slicer:
         stage = self.stage_of_value(v)
         if v in self.returned or v in self._sums_to_send:
             return True
-        return any(self.places[c] == OpPlace(stage=stage, kind=TaskRole.UPDATE) for c in self.graph.consumers[v])
+        return OpPlace(stage=stage, kind=TaskRole.UPDATE) in self._readers[v]
 
     def _read_after_loop(self, v: int) -> bool:
         """Return True if the value is returned or an update reads it."""
