@@ -97,3 +97,65 @@ def weights_rounded_at_random():
         return (new, key), {"loss": loss, "drift": global_norm(jax.tree.map(jnp.abs, drift)) > 0}
 
     return Program(step=step, state=(init(), jax.random.key(0)), inputs=(X, Y))
+
+
+@program
+def adapters_on_weights_of_four_bits():
+    """Frozen weights of four bits with a scale each column, and low-rank adapters that are trained."""
+
+    def step(state, x, y):
+        frozen, adapters = state
+
+        def loss(adapters):
+            h = x
+            for (weights, scale), (down, up) in zip(frozen, adapters, strict=True):
+                h = jnp.tanh(h @ (weights.astype(jnp.float32) * scale) + h @ down @ up)
+            return jnp.mean((h[:, : y.shape[1]] - y) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(adapters)
+        return (frozen, jax.tree.map(lambda a, g: a - 0.1 * g, adapters, grads)), {"loss": value}
+
+    width, rank, frozen, adapters = X.shape[1], 2, [], []
+    for key in jax.random.split(jax.random.key(3), 3):
+        a, b, c = jax.random.split(key, 3)
+        frozen.append((jax.random.randint(a, (width, width), -8, 8).astype(jnp.int4), jnp.full((width,), 0.1)))
+        adapters.append((jax.random.normal(b, (width, rank)) / 4, jax.random.normal(c, (rank, width)) / 4))
+    return Program(step=step, state=(frozen, adapters), inputs=(X, Y))
+
+
+@program
+def momentum_of_eight_bits():
+    def make(dtype):
+        def step(state, x, y):
+            params, momentum = state
+            loss, grads = jax.value_and_grad(loss_fn)(params, x, y)
+            # A factor keeps the momentum within the range of eight bits.
+            new = jax.tree.map(lambda m, g: 0.9 * m.astype(jnp.float32) + 64.0 * g, momentum, grads)
+            momentum = jax.tree.map(lambda old, m: m.astype(dtype).astype(old.dtype), momentum, new)
+            return (jax.tree.map(lambda p, m: p - 1e-3 * m, params, new), momentum), {"loss": loss}
+
+        return step
+
+    params, eight = init(), jnp.float8_e5m2
+    state = (params, jax.tree.map(lambda p: jnp.zeros(p.shape, eight), params))
+    return Program(step=make(eight), state=state, inputs=(X, Y), dtype=eight, exact=make(jnp.float32))
+
+
+@program
+def complex_weights():
+    """Layers of complex numbers; the conjugate of a derivative points uphill."""
+
+    def step(params, x, y):
+        def loss(params):
+            h = x.astype(jnp.complex64)
+            for w in params:
+                h = h @ w
+                h = h / (1.0 + jnp.abs(h))
+            return jnp.mean((jnp.abs(h[:, : y.shape[1]]) - y) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(params)
+        return jax.tree.map(lambda w, g: w - 0.1 * jnp.conj(g), params, grads), {"loss": value}
+
+    width = X.shape[1]
+    parts = jax.random.normal(jax.random.key(4), (3, 2, width, width)) / width**0.5
+    return Program(step=step, state=[re + 1j * im for re, im in parts], inputs=(X, Y))

@@ -343,3 +343,19 @@ def host_callback_on_scalars():
         return jax.tree.map(lambda p, g: p - rate * g, params, grads), {"loss": loss, "rate": rate}
 
     return plain(step)
+
+
+@program
+def leaves_without_elements():
+    """Arrays of no rows beside the weights, one of which is concatenated to them."""
+
+    def step(state, x, y):
+        def loss(state):
+            params = {**state["params"], "b": jnp.concatenate([state["params"]["b"], state["rows"]])}
+            return loss_fn(params, x, y) + jnp.sum(state["rows"])
+
+        value, grads = jax.value_and_grad(loss)(state)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), {"loss": value, "nothing": x[:, :0]}
+
+    state = {"params": init(), "rows": jnp.zeros((0, 16))}
+    return Program(step=step, state=state, inputs=(X, Y))

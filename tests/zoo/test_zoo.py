@@ -31,7 +31,8 @@ DEFAULT = (
     "skip_connection_by_flag activation_by_switch fixed_point_without_gradient implicit_layer recompute_saving_names "
     "recompute_in_scan_by_name dynamic_loss_scale contrastive_image_text clipped_policy hypergradient meta_learning "
     "host_callback printing decode_one_token generate_in_fori_loop half_precision_with_loss_scale "
-    "operation_while_of_each_sample"
+    "operation_while_of_each_sample adapters_on_weights_of_four_bits momentum_of_eight_bits complex_weights "
+    "leaves_without_elements"
 ).split()
 """One or a few programs of each family; the rest is for the long tests."""
 REFUSALS = (al.errors.NonAdditiveError, al.errors.BatchError, al.errors.TraceError)
