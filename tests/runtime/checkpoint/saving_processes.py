@@ -114,6 +114,7 @@ def fail(folder: str, here: bool) -> dict[str, object]:
     disk.make_folder = make_folder
     multihost_utils.sync_global_devices("failed")  # the first process removes what it began once all have been told
     found["left"] = sorted(path.name for path in checkpoints.folder.iterdir())
+    multihost_utils.sync_global_devices("listed")  # the first process begins the next one once both have looked
     checkpoints.save(2, state, plan=plan)
     checkpoints.wait()
     multihost_utils.sync_global_devices("saved")
