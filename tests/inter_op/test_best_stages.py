@@ -81,7 +81,7 @@ def test_stages_are_as_few_as_their_host_can_dispatch(seed: int) -> None:
     table = StageTable(
         seconds=seconds, max_following_stages=following, submesh_devices=space.devices, submesh_groups=space.groups
     )
-    model = ComposedCostModel(cluster)
+    model, waves = ComposedCostModel(cluster), 1 + seed % 3
     totals: list[float] = []
     for count in range(1, LAYERS + 1):
         terms = PipelineTerms(
@@ -90,7 +90,7 @@ def test_stages_are_as_few_as_their_host_can_dispatch(seed: int) -> None:
         found = solve(table, terms)
         if found.stages:
             together = min(count, max(1, cluster.devices_per_host // space.devices[found.stages[0].submesh]))
-            tasks = (2 * number + 1) * together
+            tasks = (2 * number + (waves if count > 1 else 1)) * together
             totals.append(max(found.seconds, tasks * model.launch_seconds()) + cluster.skew_seconds)
     best = BestStages(
         space=space,
@@ -98,5 +98,6 @@ def test_stages_are_as_few_as_their_host_can_dispatch(seed: int) -> None:
         batch=PipelinedBatch(OneFOneB(), number),
         ways=[*ways(space, LAYERS, (), one_mesh=False, repeats=1)],
         num_stages=None,
+        update_tasks=waves,
     )(table)
     assert best.seconds == pytest.approx(min(totals))

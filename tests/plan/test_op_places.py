@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import jax
@@ -10,7 +11,9 @@ import pytest
 
 import alpa_lite as al
 from alpa_lite.api.stages import LoweredFunction
-from alpa_lite.plan.op_places import layout_of_plan, places_of
+from alpa_lite.plan.op_places import layout_of_plan, places_of, update_tasks
+from alpa_lite.plan.parts import TaskRole
+from alpa_lite.plan.slices import Slicer
 from alpa_lite.planners import Hybrid
 from alpa_lite.program.phases import Phase
 from alpa_lite.schedule import GPipe, OneFOneB, Schedule, ZeroBubbleH1
@@ -78,3 +81,30 @@ def test_a_backward_pass_in_two_parts_sends_the_first_and_sums_the_second() -> N
         weights = [port.value for port in tasks[stage, "weight gradient"].sums]
         assert [step.graph.values[v].shape for v in weights] == [(WIDTH, WIDTH)]
     assert (0, "input gradient") not in tasks  # nobody waits for what the first stage computes
+
+
+def _clipped(params: Any, x: jax.Array) -> Any:
+    """Stages exchange values in the update: each has a part of the norm of all gradients."""
+
+    def loss(params: Any) -> jax.Array:
+        h = x
+        for w in params:
+            h = jnp.tanh(h @ w)
+        return jnp.mean(h * h)
+
+    grads = jax.grad(loss)(params)
+    norm = jnp.sqrt(sum(jnp.sum(g * g) for g in grads))
+    return [w - 0.1 * g / (1.0 + norm) for w, g in zip(params, grads, strict=True)], norm
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_the_tasks_of_an_update_are_counted_as_they_are_made(stages: int) -> None:
+    params = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * 4
+    traced = al.parallelize(_clipped, cache=False).trace(params, jax.ShapeDtypeStruct((64, WIDTH), jnp.float32))
+    planned = traced.plan(cluster=al.cluster("p3.16xlarge"), planner=Hybrid(pipeline=stages), num_microbatches=4)
+    step, plan = planned.lower().step.step, planned.last_plan
+    layout = layout_of_plan(plan, step)
+    outlines = Slicer(layout, step).outlines()
+    made = Counter(each.place.stage for each in outlines if each.place.kind is TaskRole.UPDATE)
+    assert update_tasks(step, layout.stage_of_op) == made
+    assert (max(made.values()) > 1) == (stages > 1)
