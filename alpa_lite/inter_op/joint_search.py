@@ -365,8 +365,8 @@ class JointSearch:
         `further`: how many searches of this size are still to follow. None instead of stages if they take at least
         `at_most` seconds, and an error if nothing fits.
         """
-        best, fits, refused = None, False, None
-        for search in (found_searches := searches.at(number)):
+        best, fits, refused, of_schedules = None, False, None, searches.at(number)
+        for search in of_schedules:
             choice = search.run(at_most, further=further)
             fits |= bool(choice.stages) and choice.seconds >= at_most
             # The DP is a little too low, and more so for more stages, which exchange more: fewer may be faster.
@@ -386,7 +386,7 @@ class JointSearch:
                 choice = search.run(at_most, further=further, max_stages=fewer)
         if not fits:
             best = refused or InfeasibleError(f"No plan fits into memory at num_microbatches={number}.")
-        return best, found_searches[-1].excess()
+        return best, of_schedules[-1].excess()
 
     def _priced(self, steps: StageCostCache, search: StageSearch, choice: StageChoice) -> Found:
         """Return the stages of a choice under the fastest schedule that their memory allows."""

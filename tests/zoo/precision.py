@@ -136,7 +136,7 @@ def momentum_of_eight_bits():
 
         return step
 
-    params, eight = init(), jnp.float8_e5m2
+    params, eight = init(), jnp.float8_e4m3fn
     state = (params, jax.tree.map(lambda p: jnp.zeros(p.shape, eight), params))
     return Program(step=make(eight), state=state, inputs=(X, Y), dtype=eight, exact=make(jnp.float32))
 
