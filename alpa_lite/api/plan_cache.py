@@ -55,10 +55,9 @@ from alpa_lite.program.ir import Graph
 from alpa_lite.program.memo import memoized
 from alpa_lite.program.phases import StepGraph
 from alpa_lite.rules.registry import only_own_rules
-from alpa_lite.runtime.calibrate.calibrate import cache_folder, make_private
+from alpa_lite.runtime.calibrate.calibrate import CACHE_VARIABLE, cache_folder, is_cache_off, make_private
 from alpa_lite.runtime.job.consensus import agreed_data, same_everywhere
 
-VARIABLE = "ALPA_LITE_CACHE"
 """The environment variable that gives another folder, "off", or "on" (the usual folder).
 
 The `cache` options of functions override it.
@@ -141,9 +140,9 @@ def folder_of(kept: Cache) -> Path | None:
     """Return the folder of the cache; None if plans are not cached."""
     if not isinstance(kept, bool):
         return Path(kept)
-    wanted = os.environ.get(VARIABLE, "")
-    if not kept or wanted.lower() in ("off", "0", "no", "false"):
+    if not kept or is_cache_off():
         return None
+    wanted = os.environ.get(CACHE_VARIABLE, "")
     in_usual_folder = wanted.lower() in ("", "on", "1", "yes", "true")
     return cache_folder() / "plans" if in_usual_folder else Path(wanted)
 
