@@ -34,6 +34,9 @@ MAX_PRICED = 12
 
 MAX_ROWS = 8
 
+OUT_OF_TIME = "the solver ran out of time"
+"""What is said of a value for which no choices were found in time, though there may be some."""
+
 _PHASE = "alternatives"
 """The phase of the `Progress`; each value of a decision that is priced is a unit of work."""
 
@@ -61,11 +64,15 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternatives:
-    """The values of a decision, the chosen one first, the others by their cost; `sentences` draw the conclusion."""
+    """The values of a decision, the chosen one first, the others by their cost; `sentences` draw the conclusion.
+
+    `num_unpriced` further values were left when the time for pricing was over.
+    """
 
     decision: str
     rows: tuple[Alternative, ...]
     sentences: tuple[str, ...]
+    num_unpriced: int = 0
 
     def table(self) -> Table:
         """Return the values as a table, the cheapest `MAX_ROWS` of them."""
@@ -78,19 +85,28 @@ class Alternatives:
             columns=columns,
             rows=tuple(_row(each, chosen) for each in shown),
             numeric=frozenset(columns[1:4]),
-            note=f"… and {rest} more, which cost more" if rest else "",
+            note="; ".join(
+                filter(
+                    None,
+                    (
+                        f"… and {rest} more, which cost more" if rest else "",
+                        f"{self.num_unpriced} more were not priced, as the time was over" if self.num_unpriced else "",
+                    ),
+                )
+            ),
         )
 
     def to_json(self) -> dict[str, object]:
         """Return plain data for JSON."""
-        return {"decision": self.decision, "rows": [asdict(row) for row in self.rows]}
+        rows = [asdict(row) for row in self.rows]
+        return {"decision": self.decision, "rows": rows, "num_unpriced": self.num_unpriced}
 
 
 def _row(each: Alternative, chosen: float) -> tuple[str, ...]:
     what = f"{each.what} (chosen)" if each.chosen else each.what
     peak = "" if each.peak_bytes is None else show_bytes(each.peak_bytes)
     if each.step_seconds is None:
-        return what, "–", "not possible", peak, each.decides
+        return what, "–", "not priced" if each.decides == OUT_OF_TIME else "not possible", peak, each.decides
     change = (each.step_seconds - chosen) / chosen if chosen > 0 else 0.0
     sign = f"{'+' if change > 0 else '−'}{show_percent(abs(change))}" if abs(change) >= _SAME else "the same"
     sign = "" if each.chosen else sign
@@ -259,7 +275,10 @@ def _priced(repricing: Repricing, decision: str, chosen: str, changes: Sequence[
     progress.begin(_PHASE)
     with progress.during(_PHASE):
         progress.expect(_PHASE, len(changes))
-        for number, change in enumerate(changes):
+        # The chosen value comes last: its row is known, and says only whether the rest could suit it better.
+        for number, change in enumerate(sorted(changes, key=lambda change: change.chosen)):
+            if rows and repricing.left_seconds <= 0:
+                break
             progress(f"{decision} {number + 1} of {len(changes)}: {change.what}")
             row = _alternative(repricing, change)
             if change.chosen:
@@ -278,8 +297,13 @@ def _priced(repricing: Repricing, decision: str, chosen: str, changes: Sequence[
     )
     # Impossible values come last.
     rows.sort(key=lambda row: (row.step_seconds is None, row.step_seconds or 0.0))
-    sentences = _sentences(first, rows, anew)
-    return Alternatives(decision=decision, rows=(first, *rows), sentences=sentences)
+    others = sum(not change.chosen for change in changes)
+    return Alternatives(
+        decision=decision,
+        rows=(first, *rows),
+        sentences=_sentences(first, rows, anew),
+        num_unpriced=others - len(rows),
+    )
 
 
 def _sentences(chosen: Alternative, rows: Sequence[Alternative], anew: Alternative | None) -> tuple[str, ...]:
@@ -294,6 +318,8 @@ def _sentences(chosen: Alternative, rows: Sequence[Alternative], anew: Alternati
             word = f"takes {show_seconds(-seconds)} per step less"
         decides = f" ({possible[0].decides})" if possible[0].decides and abs(seconds) > _SAME * step else ""
         found.append(f"The cheapest change, to {possible[0].what}, {word}{decides}.")
+    elif any(row.decides == OUT_OF_TIME for row in rows):
+        found.append("Nothing else could be priced in time.")
     elif rows:
         found.append(f"Nothing else is possible: {rows[0].decides}.")
     # Only a clear difference: the solver's own gap may be behind a small one.
@@ -342,7 +368,7 @@ def _alternative(repricing: Repricing, change: _GivenStages) -> Alternative:
 def _reason_infeasible(stage: StageProblem, given: Given, solution: StageSolution) -> str:
     """Return the memory row that forbids a change, or that the solver ran out of time."""
     if solution.status is not Status.INFEASIBLE:
-        return "the solver ran out of time"
+        return OUT_OF_TIME
     why = shortage_of(stage.builder, stage.problem(given), in_flight=stage.in_flight)
     if why.explained.impossible:
         return "no sharding of its neighbours goes with it"
@@ -378,7 +404,7 @@ def without_memory_limit(repricing: Repricing, number: int) -> str:
     """Return a sentence on the seconds that the memory limit of a stage costs; "" if it costs none."""
     stage = repricing.stages[number]
     # Without the limit the stage takes what it likes; only if that is more, and faster, the limit decides.
-    free, bound = stage.solve(limited=False), repricing.as_planned.step_seconds
+    free, bound = stage.solve(limited=False, seconds=repricing.solve_seconds), repricing.as_planned.step_seconds
     if free.choice is None:
         return ""
     after = repricing.predicted({number: placed_stage(stage, free)})

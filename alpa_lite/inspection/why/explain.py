@@ -97,6 +97,10 @@ _NEEDS_THE_STEP = (
 )
 
 
+PRICING_SECONDS = 3.0
+"""The time in which alternatives are priced; those that are left then are counted, and not priced."""
+
+
 class SubjectKind(StrEnum):
     """The kinds of parts of a plan that can be explained."""
 
@@ -159,7 +163,7 @@ def explanation(plan: Plan, subject: str) -> Explanation:
 
 
 def _explanation(plan: Plan, wanted: str) -> Explanation:
-    repricing = Repricing.of(plan, plan.request) if plan.request is not None else None
+    repricing = Repricing.of(plan, plan.request, seconds=PRICING_SECONDS) if plan.request is not None else None
     # Numbers first: a path or a line may contain any word, and `stage 1` should not be searched for in them.
     if (match := _NUMBERED.match(wanted.strip())) is not None:
         explained = {"stage": _explain_stage, "layer": _explain_layer, "op": _explain_op}[match["what"]]

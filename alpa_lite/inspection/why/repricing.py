@@ -3,24 +3,31 @@
 restricted    some nodes of a stage's problem may take some strategies only                   `Repricing.solve_all`
 predicted     like a plan, with the solutions of the stages that change                       `Repricing.predicted`
 
-Submeshes, schedule and micro-batches stay. Restrictions of a manual plan do not apply here, so the same decision with
+Submeshes, schedule and micro-batches stay. A schedule of many micro-batches repeats itself once its pipeline is full,
+so that a step of them is predicted from two steps of few (`Repricing._steps`):
+
+    seconds, bytes at m = those at n + (m - n) · their growth per micro-batch between n' and n        `_extrapolated`
+
+Restrictions of a manual plan do not apply here, so the same decision with
 the rest solved again may cost less than the plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from alpa_lite.inspection.why.stage_problem import Given, StageProblem
+from alpa_lite.inspection.why.stage_problem import SOLVE_SECONDS, Given, StageProblem
 from alpa_lite.inter_op.assembly import StagedStep, predict
 from alpa_lite.inter_op.boundaries import stacks_at_rest
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.inter_op.shared_devices import held_at_peak
 from alpa_lite.inter_op.solved_stages import PlacedStage
 from alpa_lite.intra_op.stage import StageSolution, StageView, remap
-from alpa_lite.plan.plan import Plan, Prediction
+from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.pricing import Pricer
 from alpa_lite.program.phases import StepGraph
 from alpa_lite.schedule import Task, splits_backward
@@ -52,26 +59,78 @@ class _RepricedStage:
         return replace(solution, choice=remap(solution.choice, view, other.view))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPrice:
+    """The predicted seconds of a step, and the peak memory per device of each stage."""
+
+    step_seconds: float
+    peak_bytes: tuple[float, ...]
+
+
+LEAST_SOLVE_SECONDS = 0.2
+"""The least time limit of a solve, even if the time for pricing is nearly over."""
+
+SOLVE_SHARE = 0.4
+"""The largest share of the time left for pricing that one solve may take."""
+
+FULL_AFTER = 2
+"""The micro-batches per stage after which a pipeline is full."""
+
+
+def _extrapolated(prices: Sequence[StepPrice], counts: Sequence[int], num_microbatches: int) -> StepPrice:
+    """Return the price at a number of micro-batches from the prices at two smaller ones."""
+    (before, after), (fewer, more) = prices, counts
+    times = (num_microbatches - more) / (more - fewer)
+
+    def grown(a: float, b: float) -> float:
+        return b + times * (b - a)
+
+    return StepPrice(
+        step_seconds=grown(before.step_seconds, after.step_seconds),
+        peak_bytes=tuple(map(grown, before.peak_bytes, after.peak_bytes)),
+    )
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Repricing:
-    """A plan, the request that it answers, and its stages as problems."""
+    """A plan, the request that it answers, and its stages as problems; `ends` is the time of the monotonic clock until
+    which values are priced.
+    """
 
     plan: Plan
     request: PlanRequest
     step: StepGraph
     layers: Layers
+    ends: float = math.inf
     _solved: dict[object, list[_RepricedStage]] = field(
         default_factory=dict[object, "list[_RepricedStage]"], repr=False
     )
+    _prices: dict[object, tuple[StepPrice, Sequence[PlacedStage]]] = field(
+        default_factory=dict[object, "tuple[StepPrice, Sequence[PlacedStage]]"], repr=False
+    )
 
     @staticmethod
-    def of(plan: Plan, request: PlanRequest) -> Repricing:
-        """Create the repricing of a plan made for the request's step. Prices hold for the plan's own cluster."""
+    def of(plan: Plan, request: PlanRequest, *, seconds: float = math.inf) -> Repricing:
+        """Create the repricing of a plan made for the request's step. Prices hold for the plan's own cluster.
+
+        seconds: the time that pricing may take, from now on.
+        """
+        ends = time.monotonic() + seconds
         layers = Layers(num_layers=plan.num_layers, of_op=plan.op_layers, of_input=plan.input_layers)
         own = replace(request, cluster=plan.cluster)
         traced = own.step_at(plan.num_microbatches, plan.loop_parts)
         step = planned_step(traced, plan.layers_as_traced, plan.remat).step
-        return Repricing(plan=plan, request=own, step=step, layers=layers)
+        return Repricing(plan=plan, request=own, step=step, layers=layers, ends=ends)
+
+    @property
+    def left_seconds(self) -> float:
+        """The time that is left for pricing; negative when it is over."""
+        return self.ends - time.monotonic()
+
+    @property
+    def solve_seconds(self) -> float:
+        """The time limit of the next solve."""
+        return min(SOLVE_SECONDS, max(LEAST_SOLVE_SECONDS, SOLVE_SHARE * self.left_seconds))
 
     @cached_property
     def stages(self) -> tuple[StageProblem, ...]:
@@ -179,7 +238,8 @@ class Repricing:
                 if fitting is None:
                     tight = ordered[0] if number == ordered[0] else ordered[-1]
                     problem, given = stages[tight]
-                    fitting = _RepricedStage(stage=problem, solution=problem.solve(given))
+                    solution = problem.solve(given, seconds=self.solve_seconds)
+                    fitting = _RepricedStage(stage=problem, solution=solution)
                     known.append(fitting)
                 found[number] = fitting.solution_for(stage)
                 # If one of several equal stages cannot be solved, the change is impossible for all of them.
@@ -188,10 +248,31 @@ class Repricing:
                     break
         return found
 
-    def predicted(self, changed: Mapping[int, PlacedStage]) -> Prediction:
-        """Predict the step with some of its stages changed."""
-        stages, schedule = self._with(changed), self.plan.schedule
-        return predict(self.request, StagedStep(step=self.step, layers=self.layers, stages=stages, schedule=schedule))
+    def predicted(self, changed: Mapping[int, PlacedStage]) -> StepPrice:
+        """Predict the step with some of its stages changed, memoised."""
+        stages = self._with(changed)
+        # Solutions are told apart by identity, and kept with the price, so that no other one gets their identity.
+        key = tuple((stage.first, stage.last, id(stage.solution)) for stage in stages)
+        if key not in self._prices:
+            prices = [self._predicted_at(step, stages) for step in self._steps]
+            counts = [step.num_microbatches for step in self._steps]
+            price = prices[0] if len(prices) == 1 else _extrapolated(prices, counts, self.step.num_microbatches)
+            self._prices[key] = price, stages
+        return self._prices[key][0]
+
+    def _predicted_at(self, step: StepGraph, stages: Sequence[PlacedStage]) -> StepPrice:
+        staged = StagedStep(step=step, layers=self.layers, stages=stages, schedule=self.plan.schedule)
+        found = predict(self.request, staged)
+        return StepPrice(step_seconds=found.step_seconds, peak_bytes=found.peak_bytes)
+
+    @cached_property
+    def _steps(self) -> tuple[StepGraph, ...]:
+        """The step, or two with so few micro-batches that predictions at them tell its own."""
+        # Multiples of the number of stages, as interleaved schedules need them.
+        counts = [number * len(self.plan.stages) for number in (FULL_AFTER, FULL_AFTER + 1)]
+        if counts[-1] >= self.step.num_microbatches:
+            return (self.step,)
+        return tuple(replace(self.step, num_microbatches=count) for count in counts)
 
     def stacks_seconds(self, changed: Mapping[int, PlacedStage]) -> float:
         """Return the seconds that resharding takes for stacked arrays on whose spec the stages no longer agree."""
@@ -206,7 +287,7 @@ class Repricing:
         return tuple(placed_stage(stage, stage.as_planned) for stage in self.stages)
 
     @cached_property
-    def as_planned(self) -> Prediction:
+    def as_planned(self) -> StepPrice:
         """The prediction of the step as planned, computed again."""
         return self.predicted({})
 

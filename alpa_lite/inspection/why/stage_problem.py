@@ -94,11 +94,13 @@ class StageProblem:
             mine[[i for i in range(mine.size) if i not in allowed]] = np.inf
         return replace(problem, node_costs=Ragged(values=costs, starts=starts))
 
-    def solve(self, given: Given | None = None, *, limited: bool = True) -> StageSolution:
-        """Return the best choices under the restrictions, priced as they run."""
+    def solve(
+        self, given: Given | None = None, *, limited: bool = True, seconds: float = SOLVE_SECONDS
+    ) -> StageSolution:
+        """Return the best choices under the restrictions, priced as they run; the solver takes at most `seconds`."""
         # No search for the smallest peak where nothing fits: `shortage_of` explains what is missing.
         solver = Portfolio(relative_gap=REPRICING_GAP, peak_seconds=0.0)
-        found = solver.solve(self.problem(given, limited=limited), time_limit_seconds=SOLVE_SECONDS)
+        found = solver.solve(self.problem(given, limited=limited), time_limit_seconds=seconds)
         if found.choices is None:
             return StageSolution(
                 choice=None,

@@ -42,6 +42,17 @@ def test_the_cost_to_change_a_parameter_is_that_of_planning_with_the_pin(axes, b
     assert [r.step_seconds for r in others] == sorted(r.step_seconds for r in others)
 
 
+def test_what_is_not_priced_in_time_is_counted(mesh_plan, monkeypatch):
+    name = parameter(mesh_plan)
+    every = explanation(mesh_plan, name).alternatives
+    monkeypatch.setattr("alpa_lite.inspection.why.explain.PRICING_SECONDS", 0.0)
+    found = explanation(mesh_plan, name).alternatives
+    # One other value at least is priced, whatever the time.
+    assert len(found.rows) == 2 and found.num_unpriced == len(every.rows) - 2
+    assert every.num_unpriced == 0 and found.to_json()["num_unpriced"] == found.num_unpriced
+    assert f"{found.num_unpriced} more were not priced" in str(explanation(mesh_plan, name))
+
+
 def test_progress_tells_how_many_are_left(mesh_plan):
     said, left = [], []
     progress = Progress(said.append, lambda now: left.append(now.left.get("alternatives")))

@@ -49,6 +49,17 @@ def test_a_plan_priced_again_is_the_plan(planner):
     assert again.peak_bytes == pytest.approx(plan.prediction.peak_bytes, rel=1e-6)
 
 
+@pytest.mark.parametrize("planner", PLANNERS.values(), ids=PLANNERS)
+def test_a_step_of_many_microbatches_is_predicted_from_few(planner):
+    """The prediction of the plan itself simulates all 32 of them."""
+    plan = planned(planner, num_microbatches=32)
+    repricing = repriced(plan)
+    assert all(step.num_microbatches < 32 for step in repricing._steps)
+    again = repricing.as_planned
+    assert again.step_seconds == pytest.approx(plan.prediction.step_seconds, rel=1e-4)
+    assert again.peak_bytes == pytest.approx(plan.prediction.peak_bytes, rel=1e-6)
+
+
 def test_the_choices_of_a_searched_plan_mean_its_decisions():
     plan = planned(al.planners.OnMesh(axes={"x": 8}))
     (stage,) = repriced(plan).stages
