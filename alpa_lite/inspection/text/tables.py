@@ -115,7 +115,8 @@ def headline(plan: Plan) -> tuple[str, ...]:
     rate = f"MFU {show_percent(prediction.mfu)} · " if prediction.mfu else ""
     second = (
         f"predicted step {show_seconds(prediction.step_seconds)} · {rate}"
-        f"bubble {show_percent(prediction.bubble_fraction)} · peak {show_bytes(prediction.peak_bytes[fullest])} of {show_bytes(plan.capacity_bytes(fullest))} · "
+        f"bubble {show_percent(prediction.bubble_fraction)} · "
+        f"peak {show_bytes(prediction.peak_bytes[fullest])} of {show_bytes(plan.capacity_bytes(fullest))} · "
         f"no plan below {show_seconds(solver.bound)}, gap {show_percent(solver.gap)} · "
         f"solution {solver.status}, found in {show_seconds(solver.seconds)}"
     )
