@@ -76,7 +76,7 @@ def parse_json(
     if max_bytes is not None and len(text) > max_bytes:
         raise ValueError(f"it has more than {max_bytes >> 10} KiB")
     try:
-        decoded = text.decode("utf-8")
+        decoded = text.decode("utf-8-sig")  # editors on Windows begin files with a mark
     except UnicodeDecodeError as error:
         raise ValueError(f"byte {error.start} is no UTF-8") from error
     # Counted before parsing, since the parser allocates; unterminated strings are left to the parser.

@@ -17,7 +17,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -107,9 +107,23 @@ SUGGESTIONS = "suggestions"
 """The attribute of an argparse action under which `suggests` stores the values."""
 
 
+@contextmanager
+def json_alone(given: argparse.Namespace) -> Iterator[None]:
+    """Let `answer` alone write to the output with `--json`; what else is printed goes to the error stream meanwhile."""
+    given.stdout = sys.stdout
+    if not given.json:
+        yield
+        return
+    # Modules of the user print when they are imported, and steps when they are traced.
+    with redirect_stdout(sys.stderr):
+        yield
+
+
 def answer(given: argparse.Namespace, text: object, data: Callable[[], Mapping[str, object]]) -> None:
     """Print `text`, or with `--json` the data in the envelope that all commands share."""
-    print(json.dumps(enveloped(given.command, data()), indent=2, allow_nan=False) if given.json else text)
+    shown = json.dumps(enveloped(given.command, data()), indent=2, allow_nan=False) if given.json else text
+    # Flushed here, so that a reader who left is noticed now, and not at the exit of Python.
+    print(shown, file=given.stdout, flush=True)
 
 
 def enveloped(command: str, data: Mapping[str, object]) -> dict[str, object]:
@@ -134,7 +148,6 @@ def ended(name: str, run: Callable[[], int]) -> int:
     Exceptions of the user's code are printed with the user's lines. Any other exception is a defect, and raised.
     """
     try:
-        # The output is flushed here, so that a reader who left is noticed now, and not at the exit of Python.
         code = run()
         sys.stdout.flush()
         return code

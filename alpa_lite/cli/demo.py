@@ -26,7 +26,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 import alpa_lite as al
 from alpa_lite.api.doctor import virtual_environment
 from alpa_lite.cli.bench.entries import in_turn
-from alpa_lite.cli.command import Screen, count, ended, positive, run_module
+from alpa_lite.cli.command import Screen, count, ended, json_alone, positive, run_module
 from alpa_lite.cli.models.batches import load_text, text_batches
 from alpa_lite.cli.models.decoders import GPT
 from alpa_lite.cli.models.model_parts import Tree
@@ -334,7 +334,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # The number of devices is fixed when JAX starts, which it has in this process; `--devices 0` ends the recursion.
     if given.devices:
         return run_module("alpa_lite.cli.demo", [*words, "--devices", "0"], virtual_environment(given.devices))
-    return ended("demo", lambda: _run(given))
+    with json_alone(given):
+        return ended("demo", lambda: _run(given))
 
 
 def _run(given: argparse.Namespace) -> int:
@@ -342,7 +343,7 @@ def _run(given: argparse.Namespace) -> int:
     console = Screen(stderr=given.json, width=None if sys.stdout.isatty() else 120)
     result = run(_config(given), console)
     if given.json:
-        print(json.dumps(result.to_json()))
+        print(json.dumps(result.to_json()), file=given.stdout, flush=True)
     return 0
 
 

@@ -21,9 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import alpa_lite as al
-from alpa_lite.cli.command import SUGGESTIONS, Command, answer, ended
+from alpa_lite.cli.command import SUGGESTIONS, Command, answer, ended, json_alone
 from alpa_lite.cli.exit_codes import Exit
 from alpa_lite.cli.file_commands import DIFF, EXPLAIN, SIMULATE, SOLVE
+from alpa_lite.cli.list_commands import CLUSTERS, PLANNERS_COMMAND
 from alpa_lite.cli.machine_commands import BENCH, CALIBRATE, DEMO, DOCTOR, LAUNCH
 from alpa_lite.cli.step_commands import CHECK, PLAN
 from alpa_lite.intra_op.problem_file import seconds_since_start
@@ -203,7 +204,8 @@ COMPLETION = Command(
 
 # In the order of use, in which `--help` and the proposals of shells list them.
 COMMANDS: tuple[Command, ...] = (
-    PLAN, CHECK, EXPLAIN, DIFF, SIMULATE, SOLVE, CALIBRATE, DOCTOR, LAUNCH, BENCH, DEMO, COMPLETION,
+    PLAN, CHECK, EXPLAIN, DIFF, SIMULATE, SOLVE, CLUSTERS, PLANNERS_COMMAND, CALIBRATE, DOCTOR, LAUNCH, BENCH, DEMO,
+    COMPLETION,
 )  # fmt: skip
 
 
@@ -230,7 +232,8 @@ def main(argv: list[str] | None = None) -> int:
     words, parser = sys.argv[1:] if argv is None else argv, build_parser()
     given = parser.parse_args(words)
     given.words, given.begun, given.all_commands = words[1:], begun, parser
-    return ended(given.command, lambda: given.run(given))
+    with json_alone(given):
+        return ended(given.command, lambda: given.run(given))
 
 
 def write_completions() -> None:

@@ -177,9 +177,13 @@ def run_benchmark(given: argparse.Namespace) -> int:
     With `--json`, each line of JSON that the program prints is put into the envelope of the command.
     """
 
-    # Lines that are no JSON are messages of libraries, and pass unchanged.
     def wrap(line: str) -> None:
-        print(json.dumps(enveloped(given.command, json.loads(line))) if line.startswith("{") else line, flush=True)
+        # Lines that are no JSON are messages of libraries.
+        try:
+            shown, stream = json.dumps(enveloped(given.command, json.loads(line))), given.stdout
+        except ValueError:
+            shown, stream = line, sys.stderr
+        print(shown, file=stream, flush=True)
 
     # A process of its own: this one has loaded JAX, and with it the number of devices is fixed.
     return run_module(f"alpa_lite.cli.{given.command}", given.words, os.environ, read=wrap if given.json else None)

@@ -21,7 +21,7 @@ from alpa_lite.cli.exit_codes import Exit
 from alpa_lite.cli.user_files import PinFile, load_example, make_planner, read_pins
 from alpa_lite.errors import AlpaLiteError, CheckError, InfeasibleError, PlanError
 from alpa_lite.inspection.text.diff import Candidate, ClusterComparison, PinsCost, varied
-from alpa_lite.inspection.text.tables import plan_summary
+from alpa_lite.inspection.text.tables import plan_summary, whole_plan_text
 from alpa_lite.planners.by_name import PLANNERS, options_of
 from alpa_lite.program.user_shardings import Mode
 from alpa_lite.text import read_bytes
@@ -88,7 +88,7 @@ def _plan_one(given: argparse.Namespace, asked: _PlanArguments, cluster: Cluster
     _save(given, found)
     note = "\nThis plan is from the cache; --no-cache plans anew." if found.cached else ""
     # Tables of a large plan take time, which `--json` does not need.
-    text = "" if given.json else f"{plan}{note}"
+    text = "" if given.json else f"{whole_plan_text(plan) if given.all else plan}{note}"
     answer(given, text, lambda: {"kind": "plan", **plan_summary(plan), "cached": found.cached})
     return Exit.DONE
 
@@ -228,6 +228,7 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
         help="obey the shardings that the step names, list them beside those of the plan, or drop them (default: hint)",
     )
     parser.add_argument("--no-cache", action="store_true", help="plan anew even if this plan was made before")
+    parser.add_argument("--all", action="store_true", help="print all rows of all tables")
     parser.add_argument("--output", type=Path, metavar="PLAN.json", help="save the plan")
     parser.add_argument(
         "--dump-passes", type=Path, metavar="DIR", help="write the program after each pass as text, with their seconds"

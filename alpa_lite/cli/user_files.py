@@ -15,9 +15,10 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
@@ -53,16 +54,19 @@ def load_example(name: str, *, decorated: bool = False) -> UserStep:
     place, colon, function_name = name.rpartition(":")
     if not colon or not place or not function_name:
         raise PlanError(f"{name!r} does not name a function: write MODULE:FUNCTION, for example my_model:example.")
-    module = _from_file(Path(place)) if place.endswith(".py") else _imported(place)
+    with _without_exit(f"{place} is imported"):
+        module = _module(place)
     function = getattr(module, function_name, None)
     if not callable(function):
-        raise PlanError(f"The module {place!r} has no function {function_name!r}.")
+        functions = [each for each, value in vars(module).items() if callable(value)]
+        raise PlanError(f"The module {place!r} has no function {function_name!r}.{_meant(function_name, functions)}")
     if missing := _needed(function):
         raise PlanError(
             f"{name} takes arguments ({', '.join(missing)}), but is called without any: name a function that returns "
             "(train_step, args), for example `def example(): return train_step, (state, batch)`."
         )
-    found = function()
+    with _without_exit(f"{name} is called"):
+        found = function()
     if not isinstance(found, tuple) or len(found) not in (2, 3) or not callable(found[0]):
         raise PlanError(
             f"{name} returned {type(found).__name__}, but (train_step, args) or (train_step, args, kwargs) is needed: "
@@ -87,6 +91,35 @@ def _needed(function: Callable[..., object]) -> list[str]:
     except (TypeError, ValueError):  # some callables have none
         return []
     return [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+
+
+def _meant(name: str, names: Iterable[str]) -> str:
+    """Return a sentence with a name that is close to another one; "" if there is none."""
+    close = get_close_matches(name, list(names), n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+@contextmanager
+def _without_exit(when: str) -> Iterator[None]:
+    """Raise `PlanError` for a program of the user that ends itself."""
+    try:
+        yield
+    except SystemExit as error:
+        code = "" if error.code is None else repr(error.code)
+        raise PlanError(
+            f"The program ends itself, by sys.exit({code}), while {when}. Put what it does as a script below "
+            "`if __name__ == '__main__':`, so that it can be imported."
+        ) from error
+
+
+def _module(place: str) -> ModuleType:
+    """Import a module by its name or by its file, whose ending may be left out."""
+    if place.endswith(".py"):
+        return _from_file(Path(place))
+    # A path, as the shell completes it up to the dot.
+    if os.sep in place or place.startswith("."):
+        return _from_file(Path(f"{place}.py"))
+    return _imported(place)
 
 
 def _imported(name: str) -> ModuleType:
@@ -171,7 +204,7 @@ def read_pins(path: str | Path) -> PinFile:
         if len(text) > _MAX_BYTES:
             raise ValueError(f"it has more than {_MAX_BYTES >> 10} KiB")
         # Nodes instead of values: they know their lines, and a repeated key is seen.
-        root = yaml.compose(text.decode("utf-8"), Loader=yaml.SafeLoader)
+        root = yaml.compose(text.decode("utf-8-sig"), Loader=yaml.SafeLoader)
     except RecursionError as error:
         raise PlanError(f"{path}: this nests too deeply. For each pin {_FORM}.") from error
     except yaml.YAMLError as error:

@@ -55,8 +55,8 @@ def options_of(planner: type[Planner]) -> frozenset[str]:
     return frozenset(field.name for field in fields(planner))  # type: ignore[arg-type]  # all are dataclasses
 
 
-def planner_by_name(name: str, options: Sequence[str]) -> Planner:
-    """Return a planner by name with `name=value` options. Raises `PlanError` for unknown names and options."""
+def planner_of_name(name: str) -> type[Planner]:
+    """Return the class of a planner by name. Raises `PlanError`, with a close name, if there is none."""
     # Words on a command line are mostly joined by dashes.
     planner = PLANNERS.get(name.replace("-", "_"))
     if planner is None:
@@ -65,6 +65,12 @@ def planner_by_name(name: str, options: Sequence[str]) -> Planner:
         raise PlanError(
             f"There is no planner {name!r}.{meant} Choose one of {', '.join(PLANNERS)}, or give a saved plan."
         )
+    return planner
+
+
+def planner_by_name(name: str, options: Sequence[str]) -> Planner:
+    """Return a planner by name with `name=value` options. Raises `PlanError` for unknown names and options."""
+    planner = planner_of_name(name)
     hints, known = get_type_hints(planner), options_of(planner)
     values: dict[str, object] = {}
     for option in options:

@@ -117,6 +117,36 @@ def run_json(capsys, *arguments):
     return documented(arguments[0], json.loads(out))
 
 
+def test_what_the_user_prints_is_not_in_the_json(tmp_path, capsys):
+    path = tmp_path / "prints.py"
+    path.write_text(
+        "print('imported')\nimport numpy as np\n"
+        "def example():\n    print('called')\n    return step, (np.ones((8, 8), np.float32),)\n"
+        "def step(x):\n    print('traced')\n    return (x @ x).sum()\n"
+    )
+    words = ["plan", f"{path}:example", "--cluster", "p3.16xlarge", "--planner", "data_parallel", "--no-cache"]
+    code, out, err = run(capsys, *words, "--json")
+    assert code == 0 and json.loads(out)["kind"] == "plan"
+    assert "imported" in err and "called" in err and "traced" in err
+    code, out, _ = run(capsys, *words)
+    assert code == 0 and "imported" in out and "traced" in out
+
+
+def test_all_rows_are_printed(tmp_path, capsys):
+    path = tmp_path / "many.py"
+    path.write_text(
+        "import numpy as np\nNAMES = [chr(97 + i) * 3 for i in range(20)]\n"
+        "def example():\n    shapes = {n: np.ones((4 + i, 4), np.float32) for i, n in enumerate(NAMES)}\n"
+        "    return step, (shapes,)\n"
+        "def step(x):\n    return sum(v.sum() for v in x.values())\n"
+    )
+    words = ["plan", f"{path}:example", "--cluster", "p3.16xlarge", "--planner", "data_parallel", "--no-cache"]
+    (_, short, _), (_, whole, _) = run(capsys, *words), run(capsys, *words, "--all")
+    names = [chr(97 + i) * 3 for i in range(20)]
+    assert not all(f" {name} " in short for name in names) and "more" in short
+    assert all(f" {name} " in whole for name in names)
+
+
 def test_plan_prints_and_saves(plans, capsys):
     code, out, _ = run(capsys, "explain", plans[0])
     assert code == 0

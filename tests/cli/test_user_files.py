@@ -51,6 +51,35 @@ def test_a_file_finds_what_lies_beside_it(file):
     assert sys.path == before
 
 
+def test_a_file_may_be_named_without_its_ending_and_begin_with_a_mark(file, monkeypatch):
+    file.write_text("\ufeff" + FILE, encoding="utf-8")
+    monkeypatch.chdir(file.parent)
+    assert load_example("./of_a_user:plain").args == (5,)
+    assert load_example(f"{file.parent}/of_a_user:plain").args == (5,)
+    with pytest.raises(PlanError, match=r"There is no file 'no_such\.py'"):
+        load_example("./no_such:plain")
+
+
+def test_a_program_that_ends_itself_is_told(file):
+    file.write_text("import sys\nsys.exit(3)\ndef example(): ...")
+    with pytest.raises(PlanError, match=r"by sys\.exit\(3\), while .*of_a_user\.py is imported.*__main__"):
+        load_example(f"{file}:example")
+    file.write_text("import sys\ndef example():\n    sys.exit()")
+    with pytest.raises(PlanError, match=r"by sys\.exit\(\), while .*example is called"):
+        load_example(f"{file}:example")
+
+
+def test_a_function_with_a_close_name_is_proposed(file):
+    with pytest.raises(PlanError, match="has no function 'plan'. Did you mean 'plain'"):
+        load_example(f"{file}:plan")
+
+
+def test_pins_may_begin_with_a_mark(tmp_path):
+    path = tmp_path / "pins.yaml"
+    path.write_text("\ufeffparams/w: [null, x]", encoding="utf-8")
+    assert dict(read_pins(path).pins) == {"params/w": (None, "x")}
+
+
 def test_a_decorated_step_comes_as_it_is(file):
     step, arguments, keywords = load_example(f"{file}:decorated")
     assert step.__name__ == "step" and not hasattr(step, "last_plan")

@@ -13,15 +13,17 @@ from rich.console import Console
 
 import alpa_lite as al
 from alpa_lite.api.doctor import virtual_environment
-from alpa_lite.cli.bench.entries import Say, contest_of, measured_rows, planned_entries
+from alpa_lite.cli.bench.entries import PlannedEntry, Say, contest_of, measured_rows, planned_entries
 from alpa_lite.cli.bench.report import ChartError, check_matplotlib, draw, environment_lines, groups, page, tables
 from alpa_lite.cli.bench.request import BenchTarget, add_options, find_target, named_contenders, named_models
 from alpa_lite.cli.bench.row import Environment, Row, here, json_line, verdict
-from alpa_lite.cli.command import Screen, ended, run_module, writing
+from alpa_lite.cli.command import Screen, ended, json_alone, run_module, writing
 from alpa_lite.errors import PlanError
-from alpa_lite.inspection.text.progress_bar import shown_progress
+from alpa_lite.inspection.text.progress_bar import default_progress
 from alpa_lite.inspection.text.tables import render
+from alpa_lite.plan.progress import Progress
 from alpa_lite.runtime.calibrate.calibrate import calibrate
+from alpa_lite.text import show_seconds
 from cost_models.cluster import Cluster
 
 
@@ -39,11 +41,36 @@ class Request:
     rounds: int = 0
 
 
-def compare(target: BenchTarget, cluster: Cluster, request: Request, say: Say) -> list[Row]:
-    """Return the rows of one model on one cluster."""
-    contest, contenders = contest_of(target, cluster), named_contenders(request.planners, cluster)
-    entries = list(planned_entries(contest, contenders, request.counts, say))
-    return measured_rows(target, entries, request.rounds, say) if request.rounds else [entry.row for entry in entries]
+def compare(
+    target: BenchTarget, cluster: Cluster, request: Request, progress: Progress, tell: Say = lambda text: None
+) -> list[Row]:
+    """Return the rows of one model on one cluster; `tell` is called with a line of text for each plan that is made."""
+    with progress.during("compare", f"tracing {target.name}"):
+        contest, contenders = contest_of(target, cluster), named_contenders(request.planners, cluster)
+    entries = list[PlannedEntry]()
+    progress.begin("compare")
+    left = len(contenders) * len(request.counts)
+    plans = planned_entries(contest, contenders, request.counts, progress)
+    for number in range(left):
+        # Outside of the phase nothing is drawn where a line is told.
+        with progress.during("compare"):
+            progress.expect("compare", left - number)
+            entries.append(next(plans))
+            progress.did()
+        tell(planned_line(entries[-1].row))
+    if not request.rounds:
+        return [entry.row for entry in entries]
+    with progress.during("run"):
+        return measured_rows(target, entries, request.rounds, progress)
+
+
+def planned_line(row: Row) -> str:
+    """Return a line of text for a plan that was just made, or for a planner without one."""
+    told = f"{row.model}, {row.planner}: "
+    if row.predicted_seconds is None:
+        return f"{told}no plan: {row.reason.partition('. ')[0].rstrip('.')}."
+    took = "" if row.planning_seconds is None else f", planned in {show_seconds(row.planning_seconds)}"
+    return f"{told}{show_seconds(row.predicted_seconds)} per step predicted{took}"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -62,7 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     given = parser().parse_args(arguments)
-    return ended("bench", lambda: _run(arguments, given))
+    with json_alone(given):
+        return ended("bench", lambda: _run(arguments, given))
 
 
 def _run(arguments: Sequence[str], given: argparse.Namespace) -> int:
@@ -80,15 +108,20 @@ def _run(arguments: Sequence[str], given: argparse.Namespace) -> int:
         return _with_devices(arguments, given.devices)
     console = Screen(stderr=given.json, width=None if sys.stdout.isatty() else 120)
     rows: list[Row] = []
-    with shown_progress("compare") as say:
-        machine = _this_machine(given.calibrate, say) if any(local) else None
-        for target, here_too in zip(targets, local, strict=True):
-            # What is planned for another cluster cannot be measured here.
-            rounds = given.steps if here_too and not given.simulate else 0
-            request = Request(planners=given.planners, counts=counts, rounds=rounds)
-            cluster = described or (machine if here_too else target.cluster)
-            if cluster is not None:
-                rows += compare(target, cluster, request, say)
+    progress = default_progress()
+
+    def tell(line: str) -> None:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    with progress.during("measure"):
+        machine = _this_machine(given.calibrate, progress) if any(local) else None
+    for target, here_too in zip(targets, local, strict=True):
+        # What is planned for another cluster cannot be measured here.
+        rounds = given.steps if here_too and not given.simulate else 0
+        request = Request(planners=given.planners, counts=counts, rounds=rounds)
+        cluster = described or (machine if here_too else target.cluster)
+        if cluster is not None:
+            rows += compare(target, cluster, request, progress, tell)
     return _shown(given, rows, console, here(jax.devices()[0].device_kind if any(local) else ""))
 
 
@@ -122,7 +155,7 @@ def _shown(given: argparse.Namespace, rows: Sequence[Row], console: Console, env
     """Print and write the rows, and return the exit code."""
     if given.json:
         for row in rows:
-            print(json_line(row, environment))
+            print(json_line(row, environment), file=given.stdout, flush=True)
     console.print(render(environment_lines(environment), tables(rows)), markup=False, highlight=False, soft_wrap=True)
     if given.out is not None:
         for path in keep(given.out, rows, environment, console):

@@ -23,6 +23,7 @@ from alpa_lite.cli.bench.row import DeviceTime, PlanPrice, Row
 from alpa_lite.cli.models.model_parts import Tree
 from alpa_lite.errors import AlpaLiteError, InfeasibleError, NonAdditiveError, without_frames
 from alpa_lite.inter_op.microbatch_counts import divisors
+from alpa_lite.plan.progress import Progress
 from alpa_lite.plan.simulation import SimulatedStep
 from alpa_lite.planners.planner import Planner
 from alpa_lite.runtime.execute.function import CompiledFunction
@@ -64,7 +65,7 @@ class Contest:
 
 def contest_of(target: BenchTarget, cluster: Cluster) -> Contest:
     """Trace the step of a target; its state arguments are donated."""
-    function = al.parallelize(target.step, cache=False).trace(*target.arguments, **target.keywords)
+    function = al.parallelize(target.step, cache=False, progress=Progress()).trace(*target.arguments, **target.keywords)
     # A training loop never reads the state it passed in. Donated, it does not count twice at the peak of memory.
     traced, replaced = function.traced, set(function.traced.aliases.values())
     donated = tuple(leaf in replaced for leaf in range(len(traced.inputs.leaves)))

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import io
 import math
+import shutil
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -38,7 +40,10 @@ from alpa_lite.text import (
 )
 
 WIDTH = 120
-"""Width of a plan in a terminal, in characters."""
+"""Width of text in a file or a pipe, in characters."""
+
+LEAST_WIDTH, MOST_WIDTH = 60, 160
+"""Limits of the width on a terminal: narrower tables break in the middle of words, wider ones are hard to follow."""
 
 MAX_PARAMETER_ROWS = 25
 MAX_COLLECTIVE_ROWS = 10
@@ -69,6 +74,11 @@ class Table:
 def plan_text(plan: Plan) -> str:
     """Return the plan on one screen: `WIDTH` columns, no colour codes."""
     return render([*headline(plan), ""], plan_tables(plan, SCREEN_ROWS))
+
+
+def whole_plan_text(plan: Plan) -> str:
+    """Return the plan with all rows of its tables."""
+    return render([*headline(plan), ""], plan_tables(plan, dict.fromkeys(SCREEN_ROWS, sys.maxsize)))
 
 
 def _shortened(table: Table, max_rows: int | None) -> Table:
@@ -393,9 +403,9 @@ def plan_summary(plan: Plan) -> dict[str, object]:
 
 
 def render(lines: Iterable[str], tables: Iterable[Table] = ()) -> str:
-    """Render lines and tables as plain text of at most `WIDTH` columns; long lines are wrapped."""
+    """Render lines and tables as plain text in the columns of the terminal, else `WIDTH`; long lines are wrapped."""
     # Neither colours nor markup: specs as [data, -] would be taken for the latter.
-    console = Console(file=io.StringIO(), width=WIDTH, color_system=None, markup=False, highlight=False, emoji=False)
+    console = Console(file=io.StringIO(), width=_width(), color_system=None, markup=False, highlight=False, emoji=False)
     with console.capture() as captured:
         for line in lines:
             console.print(line)
@@ -408,6 +418,13 @@ def render(lines: Iterable[str], tables: Iterable[Table] = ()) -> str:
     lines = [line.rstrip() for line in captured.get().rstrip().splitlines()]
     # Rich leaves blank lines around tables; of several in a row one stays.
     return "\n".join(line for line, before in zip(lines, ["x", *lines], strict=False) if line or before)
+
+
+def _width() -> int:
+    """Return the columns for text: those of the terminal that shows it, within limits; `WIDTH` in files and pipes."""
+    if sys.stdout is None or not sys.stdout.isatty():
+        return WIDTH
+    return min(max(shutil.get_terminal_size().columns, LEAST_WIDTH), MOST_WIDTH)
 
 
 def rich_table(table: Table) -> RichTable:
