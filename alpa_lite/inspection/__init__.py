@@ -23,6 +23,7 @@ _FUNCTIONS = {
     View.INSTRUCTIONS_HTML: ("page.notebook", "program_html"),
     View.INSTRUCTIONS_TEXT: ("page.notebook", "program_text"),
     View.INSTRUCTIONS_SUMMARY: ("page.notebook", "program_summary"),
+    View.CHECK_HTML: ("page.notebook", "check_html"),
     View.PLAN_TEXT: ("text.tables", "plan_text"),
     View.PLAN_LINE: ("text.log_lines", "plan_line"),
     View.PLAN_WARNINGS: ("text.log_lines", "plan_warnings"),

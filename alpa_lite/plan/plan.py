@@ -47,7 +47,7 @@ from alpa_lite.schedule.tasks import MOST_MICROBATCHES, SpanLike
 from alpa_lite.sharding.meshes import sharing
 from alpa_lite.sharding.specs import Spec
 from alpa_lite.step.recomputation import Remat
-from alpa_lite.text import View, view
+from alpa_lite.text import View, one_line, show_count, show_seconds, view
 from cost_models.cluster import MOST_DEVICES, Cluster
 
 FORMAT = 5
@@ -222,6 +222,11 @@ class Plan:
 
     def __str__(self) -> str:
         return view(View.PLAN_TEXT, self)
+
+    def __repr__(self) -> str:
+        counts = f"{show_count(len(self.stages), 'stage')} on {show_count(self.cluster.num_devices, 'device')}"
+        step = f"{show_count(self.num_microbatches, 'micro-batch')}, {show_seconds(self.prediction.step_seconds)}"
+        return one_line(self, f"{self.name} of {self.function}: {counts} of {self.cluster.name}, {step} predicted")
 
     def explain(self, subject: str) -> str:
         """Explain a decision about `subject`: a parameter path, `op 12`, `layer 3`, `stage 0` or part of a line."""
