@@ -158,6 +158,8 @@ class View(Enum):
     PLAN_TIME = auto()
     PLAN_MEMORY = auto()
     PLAN_DIFF = auto()
+    PAIR_PAGE = auto()
+    PAIR_FRAGMENT = auto()
     PLAN_SHARDING_COSTS = auto()
 
 

@@ -33,6 +33,8 @@ _FUNCTIONS = {
     View.PLAN_TIME: ("why.time_use", "time_use"),
     View.PLAN_MEMORY: ("why.memory_use", "memory_use"),
     View.PLAN_DIFF: ("text.diff", "diff"),
+    View.PAIR_PAGE: ("page.pair", "pair_html"),
+    View.PAIR_FRAGMENT: ("page.pair", "pair_fragment"),
     View.PLAN_SHARDING_COSTS: ("why.sharding_costs", "sharding_costs"),
 }
 
