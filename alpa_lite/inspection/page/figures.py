@@ -13,10 +13,11 @@ text as text (Type 42 fonts), and a notebook draws a figure that ends a cell. ma
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import util
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from alpa_lite.errors import FigureError
 from alpa_lite.inspection.page.drawings import block_counts, kind_class, sharding_words
@@ -368,6 +369,24 @@ def _figure(style: FigureStyle, height: float) -> Figure:
     # Not by trying to import it: an error inside of an installed matplotlib should be seen as it is.
     if util.find_spec("matplotlib") is None:
         raise FigureError("Figures are drawn by matplotlib, which is not installed: pip install 'alpa_lite[viz]'.")
-    from alpa_lite.inspection.page.paper_figure import PaperFigure  # an optional extra
+    from matplotlib import rc_context  # an optional extra
+    from matplotlib.figure import Figure
+
+    class PaperFigure(Figure):
+        """A figure for print, without pyplot, which would choose a backend and keep the figure alive."""
+
+        def savefig(self, fname: Any, **options: Any) -> None:
+            """Save the figure with fonts of Type 42; the arguments are those of matplotlib."""
+            # Journals refuse Type 3 fonts, which matplotlib embeds by default; text in Type 42 can be edited and
+            # searched. The fonts are a setting of the moment at which a file is written, not of the figure.
+            with rc_context({"pdf.fonttype": 42, "ps.fonttype": 42, "svg.fonttype": "none"}):
+                super().savefig(fname, **options)
+
+        def _repr_svg_(self) -> str:
+            """Draw the figure in a notebook, whatever its backend."""
+            text = io.StringIO()
+            # With letters as paths: the notebook may have other fonts.
+            super().savefig(text, format="svg")
+            return text.getvalue()
 
     return PaperFigure(figsize=(style.width_inches, height), layout="constrained")
