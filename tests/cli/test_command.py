@@ -4,6 +4,7 @@ import argparse
 import json
 import math
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,14 +17,16 @@ PAGE = Path(__file__).parents[2] / "docs" / "command-line.md"
 
 
 def test_json_has_schema_and_version_and_no_nan(capsys):
-    given = argparse.Namespace(command="plan", json=True)
+    given = argparse.Namespace(command="plan", json=True, stdout=sys.stdout)
     answer(given, "text", lambda: {"bound": math.inf, "rows": ({"x": math.nan}, 1.5)})
     found = json.loads(capsys.readouterr().out)
     assert found == {"schema": "alpa-lite/plan", "version": 1, "bound": None, "rows": [{"x": None}, 1.5]}
 
 
 def test_text_makes_no_data(capsys):
-    answer(argparse.Namespace(command="plan", json=False), "text", lambda: pytest.fail("not asked for"))
+    answer(
+        argparse.Namespace(command="plan", json=False, stdout=sys.stdout), "text", lambda: pytest.fail("not asked for")
+    )
     assert capsys.readouterr().out == "text\n"
 
 

@@ -96,7 +96,8 @@ def proposed(text, *words):
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (("pl",), {"plan"}),
+        (("pl",), {"plan", "planners"}),
+        (("planners", "hy"), {"hybrid"}),
         (("plan", "--plan"), {"--planner"}),
         (("plan", "--planner", "meg"), {"megatron"}),
         (("plan", "--cluster", "p3.16"), {"p3.16xlarge"}),

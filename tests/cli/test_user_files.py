@@ -70,7 +70,7 @@ def test_a_program_that_ends_itself_is_told(file):
 
 
 def test_a_function_with_a_close_name_is_proposed(file):
-    with pytest.raises(PlanError, match="has no function 'plan'. Did you mean 'plain'"):
+    with pytest.raises(PlanError, match=r"has no function 'plan'\. Did you mean 'plain'"):
         load_example(f"{file}:plan")
 
 
