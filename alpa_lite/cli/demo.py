@@ -37,6 +37,13 @@ from alpa_lite.inspection.text.tables import Table, rich_table
 from alpa_lite.planners import DataParallel, Megatron, Pipeline, Planner
 from alpa_lite.text import show_seconds
 
+NEXT = (
+    ("alpa-lite clusters", "described clusters, for which plans need no devices"),
+    ("alpa-lite bench --model gpt-tiny --cluster p3.16xlarge", "planners against each other on eight described GPUs"),
+    ("alpa-lite plan my_model.py:example --cluster p3.16xlarge", "your own step: example() returns (train_step, args)"),
+)
+"""Commands to try after the demo, and what each shows."""
+
 Batch = Mapping[str, np.ndarray]
 Step = Callable[[Tree, Tree], Tree]
 
@@ -305,7 +312,9 @@ def _print_comparison(result: DemoResult, console: Console) -> None:
             "What to look at: every plan computes the same thing, and how well its time is predicted.",
             highlight=False,
         )
-    console.print(f"Done in {result.seconds:.0f} s.", highlight=False)
+    console.print(f"Done in {result.seconds:.0f} s. What to try next:", highlight=False)
+    for command, about in NEXT:
+        console.print(f"  {command:{max(len(words) for words, _ in NEXT)}}  # {about}", markup=False, highlight=False)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
