@@ -230,7 +230,7 @@ def drawn(number: int) -> Case:
         # Between what splitting all state needs at least, and what each device needs for a copy of its own.
         held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
         share = draw.uniform(1.5 / cluster.num_devices, 1.5)
-        bytes_ = min(held * share + 64e6, cluster.device.memory_bytes)
+        bytes_ = min(held * share + 64e6, cluster.device.usable_bytes)
         cluster, limit = with_memory_limit(cluster, bytes_), f", {bytes_ / 1e9:.3g} GB each"
     where = f"{cluster.num_hosts} × {cluster.devices_per_host} {cluster.device.name}{limit}"
     return Case(name=f"{name}, batch {size}, {where}", traced=traced, cluster=cluster)

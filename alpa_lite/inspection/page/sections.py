@@ -52,6 +52,7 @@ from alpa_lite.text import (
     show_percent,
     show_ratio,
     show_seconds,
+    show_usable,
 )
 
 _COLUMNS = ("path", "whole", "each device", "bytes of a device", "blocks", "cut", "stages")
@@ -212,6 +213,7 @@ def _cards(plan: Plan) -> list[str]:
     prediction, solver = plan.prediction, plan.solver
     step, fullest = prediction.step_seconds, plan.fullest_stage
     peak, capacity = prediction.peak_bytes[fullest], plan.capacity_bytes(fullest)
+    usable = show_usable(capacity, plan.reserved_bytes(fullest))
     devices, found_in = used_devices(plan), show_seconds(solver.seconds)
     moved = sum(use.bytes * use.count for use in prediction.collectives)
     # Counts may be fractions, since a branch of a condition counts as a part of a run.
@@ -227,7 +229,7 @@ def _cards(plan: Plan) -> list[str]:
         _card(
             "peak memory",
             show_bytes(peak),
-            f"{show_percent(peak / capacity)} of {show_bytes(capacity)}, stage {fullest}",
+            f"{show_percent(peak / capacity)} of {usable}, stage {fullest}",
             share=peak / capacity,
         ),
         _card("work of a device", _rate(prediction.flops_per_device, step), f"of the busiest of {devices}"),
