@@ -154,6 +154,8 @@ class View(Enum):
     INSTRUCTIONS_TEXT = auto()
     INSTRUCTIONS_SUMMARY = auto()
     PLAN_TEXT = auto()
+    PLAN_LINE = auto()
+    PLAN_WARNINGS = auto()
     PLAN_PAGE = auto()
     PLAN_FRAGMENT = auto()
     PLAN_EXPLANATION = auto()

@@ -24,6 +24,8 @@ _FUNCTIONS = {
     View.INSTRUCTIONS_TEXT: ("page.notebook", "program_text"),
     View.INSTRUCTIONS_SUMMARY: ("page.notebook", "program_summary"),
     View.PLAN_TEXT: ("text.tables", "plan_text"),
+    View.PLAN_LINE: ("text.log_lines", "plan_line"),
+    View.PLAN_WARNINGS: ("text.log_lines", "plan_warnings"),
     View.PLAN_PAGE: ("page.html", "plan_html"),
     View.PLAN_FRAGMENT: ("page.html", "plan_fragment"),
     View.PLAN_EXPLANATION: ("why.explain", "explain"),

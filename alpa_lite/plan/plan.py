@@ -243,7 +243,7 @@ class Plan:
         return view(View.PLAN_MEMORY, self)
 
     def explain_user_shardings(self) -> str:
-        """Return what each sharding that the user's code gives would cost, in a plan of one stage on its mesh."""
+        """Return what each sharding that the user's code gives would cost, in a plan with every stage on its mesh."""
         return view(View.PLAN_SHARDING_COSTS, self)
 
     def diff(self, other: Plan) -> str:
