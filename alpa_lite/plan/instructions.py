@@ -114,6 +114,12 @@ def build_program(plan: Plan, step: StepGraph) -> Program:
     return _ProgramBuilder(plan, SlicedStages.of_plan(plan, step)).build()
 
 
+def tasks_of(plan: Plan, step: StepGraph) -> tuple[TaskSpec, ...]:
+    """Return the tasks of a plan's program without its instructions, of which a long schedule has very many."""
+    sliced = SlicedStages.of_plan(plan, step)
+    return tuple(sliced.task(outline, plan.buckets) for outline in sliced.slicer.outlines())
+
+
 def planned_transfer(plan: Plan, value: Value, source: tuple[int, Spec], target: tuple[int, Spec]) -> PlannedTransfer:
     """Return the transfer of a value from one (stage, spec) to another.
 

@@ -357,6 +357,34 @@ class TaskRuns:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TransferRuns:
+    """The transfers between stages in a predicted step: element i of each field is about transfer i.
+
+    Values that are sent to the same stage for the same micro-batch, one right after the other, are one transfer.
+
+    Attributes:
+        sources: the number of the stage that sends.
+        stages: the number of the stage that receives.
+        microbatches: the micro-batch; None for values that are sent once per step.
+        start_seconds: when the transfer starts, since the beginning of the step.
+        end_seconds: when it ends.
+        bytes: the bytes that are sent to other devices.
+    """
+
+    sources: tuple[int, ...] = ()
+    stages: tuple[int, ...] = ()
+    microbatches: tuple[int | None, ...] = ()
+    start_seconds: tuple[float, ...] = ()
+    end_seconds: tuple[float, ...] = ()
+    bytes: tuple[float, ...] = ()
+
+    @property
+    def columns(self) -> tuple[tuple[object, ...], ...]:
+        """All fields, of equal lengths."""
+        return tuple(getattr(self, each.name) for each in fields(self))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
     """The predictions of the cost model for one step.
 
@@ -370,6 +398,12 @@ class Prediction:
         bubble_fraction: fraction of the devices' time spent waiting for other stages.
         collectives: the collectives that make up `collective_seconds`.
         tasks: the runs of all tasks; empty in files of earlier versions.
+        transfers: the transfers between stages; empty in files of earlier versions.
+        mfu: model FLOPs utilisation: the FLOPs that the results of the step need, without recomputed ones, as a
+            fraction of what all devices could do in the time of the step at their peak rate for the dtype of most of
+            these FLOPs; 0 in files of earlier versions.
+        hfu: hardware FLOPs utilisation: the same for all FLOPs that the devices execute, recomputed and repeated ones
+            included.
     """
 
     step_seconds: float
@@ -381,6 +415,9 @@ class Prediction:
     bubble_fraction: float
     collectives: tuple[CollectiveUse, ...] = ()
     tasks: TaskRuns = field(default_factory=TaskRuns)
+    transfers: TransferRuns = field(default_factory=TransferRuns)
+    mfu: float = 0.0
+    hfu: float = 0.0
 
     def breakdown(self) -> dict[str, float]:
         """Return the seconds of one step by cause; causes overlap across stages and need not add up to the step."""

@@ -36,6 +36,7 @@ from alpa_lite.plan.parts import Prediction as Prediction
 from alpa_lite.plan.parts import SolverReport as SolverReport
 from alpa_lite.plan.parts import StageCost as StageCost
 from alpa_lite.plan.parts import StagePlan as StagePlan
+from alpa_lite.plan.parts import TransferRuns as TransferRuns
 from alpa_lite.plan.parts import UndividedDim as UndividedDim
 from alpa_lite.plan.parts import UserShardingUse as UserShardingUse
 from alpa_lite.program.identity import structure
@@ -444,12 +445,16 @@ def _prediction(plan: Plan) -> Iterator[str]:
 
 
 def _tasks(plan: Plan) -> Iterator[str]:
-    """Yield the problems of the predicted tasks."""
-    tasks = plan.prediction.tasks
-    if len({*map(len, tasks.columns)}) > 1:
-        yield "the columns of its predicted tasks have different lengths"
-    if not all(0 <= stage < len(plan.stages) for stage in tasks.stages):
-        yield f"it predicts tasks of a stage that does not exist, of {len(plan.stages)}"
-    for numbers in (tasks.start_seconds, tasks.end_seconds, tasks.held_bytes):
-        if not all(0 <= number <= _LARGEST for number in numbers):
-            yield "it predicts tasks with seconds or bytes that are negative or not finite"
+    """Yield the problems of the predicted tasks and transfers."""
+    tasks, sent = plan.prediction.tasks, plan.prediction.transfers
+    for what, runs, stages, sizes in (
+        ("tasks", tasks, tasks.stages, tasks.held_bytes),
+        ("transfers", sent, (*sent.sources, *sent.stages), sent.bytes),
+    ):
+        if len({*map(len, runs.columns)}) > 1:
+            yield f"the columns of its predicted {what} have different lengths"
+        if not all(0 <= stage < len(plan.stages) for stage in stages):
+            yield f"it predicts {what} of a stage that does not exist, of {len(plan.stages)}"
+        for numbers in (runs.start_seconds, runs.end_seconds, sizes):
+            if not all(0 <= number <= _LARGEST for number in numbers):
+                yield f"it predicts {what} with seconds or bytes that are negative or not finite"

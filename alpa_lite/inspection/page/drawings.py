@@ -272,6 +272,7 @@ def kind_class(kind: str) -> str:
         ("update", "update"),
         ("step", "backward"),
         ("send", "receive"),
+        ("collective", "collective"),
     )
     return next((colour for word, colour in named if word in words), "other")
 

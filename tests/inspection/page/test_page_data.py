@@ -26,11 +26,15 @@ def test_tasks_are_those_of_the_timeline(pipeline_plan):
     (lane,) = data["lanes"]
     assert lane["title"] == "predicted" and lane["end"] == TICKS
     assert data["tick_seconds"] * TICKS == pytest.approx(timeline.makespan_seconds)
+    rows = len(timeline.rows)
+    assert [row["receives"] for row in lane["rows"]] == [False, True] * rows
     for number, row in enumerate(lane["rows"]):
-        bars = sorted((bar for bar in timeline.bars if bar.row == number), key=lambda bar: bar.start_seconds)
+        drawn = timeline.transfers if row["receives"] else timeline.bars
+        bars = sorted((bar for bar in drawn if bar.row == number // 2), key=lambda bar: bar.start_seconds)
         found = tasks_of(row, data)
         assert [task[:3] for task in found] == [
-            (bar.kind, bar.stage, -1 if bar.microbatch is None else bar.microbatch) for bar in bars
+            ("receive" if bar.kind == "SEND" else bar.kind, bar.stage, -1 if bar.microbatch is None else bar.microbatch)
+            for bar in bars
         ]
         for task, bar in zip(found, bars, strict=True):
             precise = 2e-6 * timeline.makespan_seconds
@@ -53,7 +57,7 @@ def test_measured_spans_are_a_lane_of_their_own(pipeline_plan):
     assert [lane["title"] for lane in data["lanes"]] == ["predicted", "measured"]
     assert data["lanes"][0]["end"] == pytest.approx(TICKS / 4, abs=1)
     rows = {row["name"]: tasks_of(row, data) for row in data["lanes"][1]["rows"]}
-    assert list(rows) == ["stage 0", "stage 1", "to 1"]
+    assert list(rows) == ["stage 0", "stage 1", "to stage 1"]
     assert [task[0] for row in rows.values() for task in row] == ["forward", "backward", "receive"]
 
 
