@@ -216,15 +216,25 @@ def bind(primitive: jex_core.Primitive, params: dict[str, Any], operands: Sequen
     return list(results) if primitive.multiple_results else [results]
 
 
+_THAT_ASK_FOR_VERSIONS = (
+    "jax._src.cudnn.fused_attention_stablehlo",
+    "jax.experimental.pallas.ops.gpu.attention_mgpu",
+)
+"""Modules of JAX that look up the versions of CUDA while they trace."""
+
+# The oldest versions that have all kernels that these modules ask for.
+_OLDEST_VERSIONS = SimpleNamespace(cudnn_get_version=lambda: 91100, cuda_runtime_get_version=lambda: 12091)
+
+
 @contextmanager
 def tracing_for_gpus() -> Iterator[None]:
-    """Let calls of cuDNN be traced inside the `with` block where it is not installed, as for a GPU before Hopper."""
-    module: Any = sys.modules.get("jax._src.cudnn.fused_attention_stablehlo")
+    """Let kernels for GPUs be traced inside the `with` block where CUDA is not installed: cuDNN's and Mosaic's."""
     with _assuming, contextlib.ExitStack() as undo:
-        if getattr(module, "cuda_versions", module) is None:  # neither installed, nor private and moved
-            # JAX looks the version up while it traces: the oldest one that has all kernels that JAX asks it for.
-            module.cuda_versions = SimpleNamespace(cudnn_get_version=lambda: 91100)
-            undo.callback(setattr, module, "cuda_versions", None)
+        for name in _THAT_ASK_FOR_VERSIONS:
+            module: Any = sys.modules.get(name)
+            if getattr(module, "cuda_versions", "") is None:  # loaded, not installed, and not moved
+                module.cuda_versions = _OLDEST_VERSIONS
+                undo.callback(setattr, module, "cuda_versions", None)
         yield
 
 
