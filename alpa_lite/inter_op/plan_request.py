@@ -62,10 +62,6 @@ class Steps(Protocol):
         """Return the step cut into phases, with loops over layers in about `loop_parts` parts if that is above 0."""
         ...
 
-    def extrapolated(self) -> Steps:
-        """Return the steps that may be extrapolated from other numbers of micro-batches, which takes less time."""
-        ...
-
     def pinned(self) -> Steps:
         """Return the steps in which the shardings of the user's code are demands."""
         ...
@@ -84,10 +80,6 @@ class SentSteps:
     def at(self, num_microbatches: int, loop_parts: int) -> StepGraph:
         """Return the step. Raises `LookupError` if it was not sent."""
         return self.known[num_microbatches, loop_parts]
-
-    def extrapolated(self) -> SentSteps:
-        """Return the same steps."""
-        return self
 
     def pinned(self) -> Steps:
         """Raise `LookupError`: the step that was sent has no demands."""

@@ -31,7 +31,6 @@ from alpa_lite.inter_op.survey import summed
 from alpa_lite.intra_op.problem import Status
 from alpa_lite.intra_op.solve import RELATIVE_GAP
 from alpa_lite.intra_op.stage import StageSolution
-from alpa_lite.plan.op_places import update_tasks
 from alpa_lite.plan.pricing import dispatch_seconds
 from alpa_lite.sharding.meshes import LogicalMesh
 from alpa_lite.step.recomputation import Remat
@@ -184,7 +183,7 @@ class StageSearch:
             batch=batch,
             ways=[*ways(space, self.num_layers, limits.equal, one_mesh=self.all_equal, repeats=repeats)],
             num_stages=limits.num_stages,
-            update_tasks=max(update_tasks(known.step, known.layers.of_op).values(), default=0),
+            update_tasks=known.most_update_tasks,
         )
         self._progress = costs.any_number.progress
         self._before, self._usual = self._progress.done.get("stages", 0), float(LEAST_SOLVES)
