@@ -260,6 +260,34 @@ def test_a_step_that_branches_on_its_batch_size_is_refused() -> None:
         _split(step, (PARAMS, X, Y))
 
 
+def test_micro_batches_run_the_full_batch_s_program_where_code_looks_at_its_batch_size() -> None:
+    """Below six samples the code computes something else, which no step of sixteen samples does."""
+
+    def step(p: Any, x: Any, y: Any) -> Any:
+        return _step(p, jnp.sin(x) if x.shape[0] > 5 else jnp.cos(x), y)
+
+    want = jax.tree.leaves(step(PARAMS, X, Y))
+    for number in (2, 4, 8, 16):
+        got = run_in_micro_batches(_split(step, (PARAMS, X, Y), number), (PARAMS, X, Y))
+        for mine, other in zip(got, want, strict=True):
+            np.testing.assert_allclose(mine, other, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("loop_parts", [0, 2])
+def test_a_step_is_traced_at_two_sizes_whatever_the_number_of_micro_batches(loop_parts: int) -> None:
+    sizes = list[int]()
+
+    def step(p: Any, x: Any, y: Any) -> Any:
+        sizes.append(x.shape[0])
+        return _step(p, x, y)
+
+    steps = StepPrograms(traced=trace(step, (PARAMS, X, Y), batch_argnums=(1, 2)))
+    sizes.clear()
+    for number in (1, 2, 4, 8, 16):
+        steps.at(number, loop_parts)
+    assert sizes == [8]
+
+
 def test_without_micro_batches_nothing_is_refused() -> None:
     for program in PROGRAMS.values():
         split = _split(program.step, program.args, 1, batch_argnums=program.batch_argnums)
