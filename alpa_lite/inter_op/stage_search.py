@@ -263,6 +263,19 @@ class StageSearch:
         # Guesses are the same for any number of micro-batches in flight, and after the fewest most stages may follow.
         return self._best_of(self._table(self._guessed, self._guessed_updates, self._following(self._guessed, 0)))
 
+    def tried(self) -> float:
+        """Return the seconds of a step with the best guessed stages, solved roughly; infinite if they do not fit."""
+        seconds, updates = np.full(self._guessed.shape, np.inf), np.zeros(self._guessed.shape)
+        following = np.full(self._guessed.shape, -1)
+        for entry in _entries(self._best_guessed):
+            solution = self.solution(*entry, quick=True)
+            if solution.choice is not None:
+                kind = entry[2]
+                seconds[entry] = self._taking(solution.cost.loop_seconds, self.inflow_seconds[*entry[:2], kind])
+                updates[entry] = solution.cost.update_seconds + self._least_for_rows[entry[:3]]
+                following[entry] = self._stages_that_may_follow(solution, self.space.room_bytes[kind])
+        return self._best_of(self._table(seconds, updates, following)).seconds
+
     def best_likely(self) -> StageChoice:
         """Return the best stages by guesses alone, of stages that have the memory that their guess assumes."""
         return self._best_of(self._table(self._guessed, self._guessed_updates, self._roomy))
