@@ -9,8 +9,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import io
-import itertools
-import os
 import sys
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -18,12 +16,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import attrgetter
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import jax
-import jax.extend.source_info_util as source_info_util
 import numpy as np
 from jax import core as jax_core
 from jax.experimental import serialize_executable
@@ -48,15 +44,6 @@ except ImportError:  # private: it may move
     _trace_context: Any = None
     _trace_context_names: Any = None
     _is_top_level: Any = None
-
-_OWN_FOLDER = str(Path(__file__).parent)
-_MODELS_FOLDER = os.path.join(_OWN_FOLDER, "cli", "models", "")
-"""The built-in models, whose lines are named like those of a user."""
-
-_NUMBERS_OF_FRAMES = (8, 100)
-"""Numbers of traceback frames to read, in this order: most calls of libraries are no deeper than the first number."""
-
-_STANDARD_LIBRARY = os.path.dirname(threading.__file__)
 
 _COUNTS = ("num_consts", "num_carry")
 _assuming = threading.RLock()
@@ -148,46 +135,9 @@ def prune(jaxpr: Jaxpr) -> Jaxpr:
     return pruned
 
 
-def source_line(eqn: JaxprEqn) -> str:
-    """Return `file:line (function)` of the user code that an equation comes from, or an empty string if there is none.
-
-    For code of a library of layers or optimizers, this is the line of the user's call rather than a line in the
-    library.
-    """
-    line = printable(source_info_util.summarize(eqn.source_info))
-    if _is_own(line):
-        return ""
-    if not in_a_library(line):
-        return line
-    # Frames are read from the innermost outwards, up to the first one in this package: those further out called
-    # alpa_lite and are not part of the step.
-    for num_frames in _NUMBERS_OF_FRAMES:
-        frames = reversed(source_info_util.summarize(eqn.source_info, num_frames=num_frames).split("\n"))
-        inner = itertools.takewhile(lambda frame: not _is_own(frame), frames)
-        caller = next((frame for frame in inner if not in_a_library(frame)), None)
-        if caller is not None:
-            return printable(caller)
-    return line
-
-
 def traceback(eqn: JaxprEqn) -> Hashable:
     """Return the traceback object of an equation, a cache key: equal tracebacks have the same source line."""
     return eqn.source_info.traceback
-
-
-def is_in_a_library(file: str) -> bool:
-    """Return whether a source file belongs to an installed package, to alpa_lite or to Python itself."""
-    return in_a_library(file) or _is_own(file) or file.startswith((_STANDARD_LIBRARY, "<frozen"))
-
-
-def in_a_library(line: str) -> bool:
-    """Return whether a `file:line` belongs to an installed package, judged by the name of its folder."""
-    return ("site-packages" in line or "dist-packages" in line) and not line.startswith(_MODELS_FOLDER)
-
-
-def _is_own(line: str) -> bool:
-    """Return whether a `file:line` belongs to alpa_lite itself, without its models."""
-    return line.startswith(_OWN_FOLDER) and not line.startswith(_MODELS_FOLDER)
 
 
 def name_stack(eqn: JaxprEqn) -> str:
@@ -266,15 +216,25 @@ def bind(primitive: jex_core.Primitive, params: dict[str, Any], operands: Sequen
     return list(results) if primitive.multiple_results else [results]
 
 
+_THAT_ASK_FOR_VERSIONS = (
+    "jax._src.cudnn.fused_attention_stablehlo",
+    "jax.experimental.pallas.ops.gpu.attention_mgpu",
+)
+"""Modules of JAX that look up the versions of CUDA while they trace."""
+
+# The oldest versions that have all kernels that these modules ask for.
+_OLDEST_VERSIONS = SimpleNamespace(cudnn_get_version=lambda: 91100, cuda_runtime_get_version=lambda: 12091)
+
+
 @contextmanager
 def tracing_for_gpus() -> Iterator[None]:
-    """Let calls of cuDNN be traced inside the `with` block where it is not installed, as for a GPU before Hopper."""
-    module: Any = sys.modules.get("jax._src.cudnn.fused_attention_stablehlo")
+    """Let kernels for GPUs be traced inside the `with` block where CUDA is not installed: cuDNN's and Mosaic's."""
     with _assuming, contextlib.ExitStack() as undo:
-        if getattr(module, "cuda_versions", module) is None:  # neither installed, nor private and moved
-            # JAX looks the version up while it traces: the oldest one that has all kernels that JAX asks it for.
-            module.cuda_versions = SimpleNamespace(cudnn_get_version=lambda: 91100)
-            undo.callback(setattr, module, "cuda_versions", None)
+        for name in _THAT_ASK_FOR_VERSIONS:
+            module: Any = sys.modules.get(name)
+            if getattr(module, "cuda_versions", "") is None:  # loaded, not installed, and not moved
+                module.cuda_versions = _OLDEST_VERSIONS
+                undo.callback(setattr, module, "cuda_versions", None)
         yield
 
 

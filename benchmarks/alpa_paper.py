@@ -21,9 +21,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from alpa_lite.cli.command import progress_line
 from alpa_lite.cli.models.alpa_cases import FAMILIES, PUBLISHED, Case
-from alpa_lite.inspection.text.progress_bar import planning_progress
+from alpa_lite.inspection.text.progress_bar import shown_progress
 from alpa_lite.plan.progress import Progress
 from alpa_lite.planners import Auto
 from benchmarks.alpa.fixed_plans import NO_MANUAL_PLAN, FixedPlan, fixed_plans
@@ -140,8 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = [case for case in PUBLISHED if _wanted(case, given.case, given.family)]
     prices: list[Price] = []
     claims: list[Claim] = []
-    errors = Console(stderr=True)
-    with planning_progress(errors) if errors.is_terminal else progress_line(console) as say:
+    with shown_progress("compare") as say:
         for case in chosen:
             found = list(prices_of(case, search=not given.no_search, grid=not given.no_grid, say=say))
             claims += verdicts(found)

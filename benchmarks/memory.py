@@ -27,11 +27,11 @@ from rich.table import Table
 
 import alpa_lite as al
 from alpa_lite.api.doctor import virtual_cpu_environment
-from alpa_lite.cli.command import progress_line
 from alpa_lite.cli.models.sequential_networks import CNN, MLP
 from alpa_lite.cli.models.train import Adam, init_state, make_train_step
 from alpa_lite.cli.models.transformer import Computation, Transformer
 from alpa_lite.errors import AlpaLiteError
+from alpa_lite.inspection.text.progress_bar import shown_progress
 from alpa_lite.planners import FSDP, DataParallel, Hybrid, Megatron, Pipeline, Planner
 from alpa_lite.runtime.execute.function import CompiledFunction
 from alpa_lite.text import show_bytes
@@ -201,7 +201,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_args(argv)
     console = Console(width=None if sys.stdout.isatty() else 200)
     if given.published:
-        with progress_line(console) as say:
+        with shown_progress("measure") as say:
             found = peaks.run_all(say)
         console.print(peaks.rendered(found))
         _keep(given.out, [{**asdict(row), "ratio": row.ratio} for row in found])
@@ -213,7 +213,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return subprocess.run(command, env=environment, check=False).returncode
     plans = {name: plan for name, plan in PLANS.items() if given.plan is None or name in given.plan}
     some = cases(given.model or ("transformer", "MLP", "CNN"), given.policy or POLICIES)
-    with progress_line(console) as say:
+    with shown_progress("measure") as say:
         rows = run(some, plans, al.cluster("dgx-1"), say)
     console.print(rendered(rows))
     _keep(given.out, [{**asdict(row), "ratio": row.ratio} for row in rows])

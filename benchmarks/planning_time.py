@@ -35,8 +35,8 @@ import alpa_lite as al
 from alpa_lite.api.plan_cache import Cache, planned
 from alpa_lite.cli.models.alpa_cases import CASES, Case, gpt
 from alpa_lite.errors import AlpaLiteError
-from alpa_lite.inspection.text.progress_bar import planning_progress
-from alpa_lite.plan.progress import PhaseTimes
+from alpa_lite.inspection.text.progress_bar import default_progress
+from alpa_lite.plan.progress import PhaseTimes, Progress
 from alpa_lite.planners import Auto, Planner
 from benchmarks import written_out
 from benchmarks.written_out import WrittenOut
@@ -78,17 +78,17 @@ def measure(
     *,
     planner: Planner | None = None,
     num_microbatches: int | str = "auto",
-    bar: Console | None = None,
+    shows_progress: bool = False,
     cache: Cache = False,
 ) -> Measured:
     """Plan a case for its cluster, timed. Raises `AlpaLiteError` if there is no plan.
 
-    bar      the console for a progress bar; None shows none
-    cache    whether the plan cache is used, or its folder
+    shows_progress    whether progress is shown on a terminal
+    cache             whether the plan cache is used, or its folder
     """
     cluster, step, arguments = case.cluster, case.train_step(), case.arguments()
-    with planning_progress(bar or Console(quiet=True)) as progress:
-        times = PhaseTimes()
+    progress, times = default_progress() if shows_progress else Progress(), PhaseTimes()
+    with progress.during("plan"):
         progress.follow(times)
         started = time.perf_counter()
         traced = al.parallelize(step, progress=progress).trace(*arguments)
@@ -241,7 +241,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     case = _cases()[given.case] if given.cluster is None else on_cluster(_cases()[given.case], given.cluster)
     wanted = given.num_microbatches
     count = wanted if wanted == "auto" else int(wanted)
-    row = measure(case, planner=planner, num_microbatches=count, bar=Console(stderr=True), cache=not given.no_cache)
+    row = measure(case, planner=planner, num_microbatches=count, shows_progress=True, cache=not given.no_cache)
     if given.json:
         print(row.to_line())
         return 0

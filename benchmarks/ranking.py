@@ -32,11 +32,11 @@ from scipy.stats import spearmanr
 
 import alpa_lite as al
 from alpa_lite.api.doctor import virtual_environment
-from alpa_lite.cli.command import progress_line
 from alpa_lite.cli.demo import DemoConfig
 from alpa_lite.cli.models.decoders import Llama
 from alpa_lite.cli.models.sequential_networks import CNN, MLP
 from alpa_lite.cli.models.train import init_state, make_optimizer, make_train_step
+from alpa_lite.inspection.text.progress_bar import shown_progress
 from alpa_lite.planners import FSDP, Auto, DataParallel, Hybrid, Megatron, Pipeline, Planner
 from alpa_lite.runtime.calibrate.calibrate import calibrate
 from cost_models.cluster import Cluster
@@ -225,7 +225,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console(width=None if sys.stdout.isatty() else 120)
     cluster = calibrate().cluster if given.cluster is None else al.local_cluster(given.cluster)
     rows: list[Row] = []
-    with progress_line(console) as say:
+    with shown_progress("measure") as say:
         for case in cases():
             if given.model is None or case.name in given.model:
                 rows += run_case(case, cluster, given.rounds, say)

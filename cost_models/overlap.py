@@ -48,12 +48,13 @@ class StreamTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overlap:
-    """Result of a simulation: the end, the end of each task, and the busy time of each stream, all in seconds.
+    """Result of a simulation: the end, start and end of each task, and the busy time of each stream, all in seconds.
 
     `exposed_seconds` is the time during which no kernel ran, due to communication and waiting.
     """
 
     seconds: float
+    starts: tuple[float, ...]
     ends: tuple[float, ...]
     compute_seconds: float
     communication_seconds: float
@@ -71,6 +72,7 @@ def simulate(tasks: Sequence[StreamTask], *, contention: float = 0.0) -> Overlap
         pass
     return Overlap(
         seconds=max(run.ends, default=0.0),
+        starts=tuple(run.starts),
         ends=tuple(run.ends),
         compute_seconds=run.busy["compute"] + run.busy["both"],
         communication_seconds=run.busy["communication"],
@@ -187,7 +189,7 @@ class _OverlapState:
         for number, task in enumerate(tasks):
             for needed in set(task.needs):
                 self.readers[needed].append(number)
-        self.ends = [0.0] * len(tasks)
+        self.starts, self.ends = [0.0] * len(tasks), [0.0] * len(tasks)
         self.releases: list[tuple[float, int]] = []
         self.busy: dict[Stream, float] = {"compute": 0.0, "communication": 0.0, "both": 0.0}
         self.now = 0.0
@@ -246,6 +248,7 @@ class _OverlapState:
     def _take(self, stream: Stream) -> None:
         _, number = heapq.heappop(self.waiting[stream])
         seconds = self.tasks[number].seconds
+        self.starts[number] = self.now
         self.running[stream] = (number, seconds)
         if stream == "communication":
             self._announce(number, seconds)
@@ -270,6 +273,8 @@ class _OverlapState:
 
     def _end(self, number: int) -> None:
         self.ends[number] = self.now
+        if not self.tasks[number].seconds:
+            self.starts[number] = self.now
         for reader in self.readers[number]:
             if self.missing[reader] > 0:
                 self.missing[reader] -= 1

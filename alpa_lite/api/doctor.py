@@ -27,8 +27,9 @@ from alpa_lite.api.parallelize import plan as make_plan
 from alpa_lite.errors import UnusableFileWarning
 from alpa_lite.inspection.text.tables import Table, render
 from alpa_lite.planners.data_parallel import DataParallel
-from alpa_lite.runtime.calibrate.calibrate import fingerprint, local_cluster, path_for
+from alpa_lite.runtime.calibrate.calibrate import QUICK_KEY, fingerprint, local_cluster, path_for
 from alpa_lite.text import show_count
+from cost_models.cluster import cluster_sources
 
 LIMIT_SECONDS = 10.0
 """Seconds without progress after which the self-test takes a step to hang, and fails."""
@@ -265,13 +266,16 @@ def calibration_found() -> tuple[str, str]:
     path = path_for(fingerprint(jax.devices()))
     # Without a file, `local_cluster()` would measure the devices, which this report does not wait for.
     if not path.exists():
-        return f"none, devices are measured quickly; `alpa-lite calibrate` writes {path}", ""
+        return f"none yet, devices will be measured quickly; `alpa-lite calibrate` writes {path}", ""
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always", UnusableFileWarning)
         # Called for its warning about a file that cannot be used; then it measures the devices instead.
         local_cluster()
     unusable = [str(each.message) for each in told if issubclass(each.category, UnusableFileWarning)]
-    return (f"{path} cannot be used", unusable[0]) if unusable else (str(path), "")
+    if unusable:
+        return f"{path} cannot be used", unusable[0]
+    quick = cluster_sources(str(path)).get(QUICK_KEY)
+    return str(path) + (f", {quick}, quickly; `alpa-lite calibrate` measures more" if quick else ""), ""
 
 
 def solver_error() -> str:

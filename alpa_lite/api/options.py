@@ -9,6 +9,7 @@ from typing import TypeVar, get_args
 
 from alpa_lite.api.plan_cache import Cache
 from alpa_lite.errors import PlanError
+from alpa_lite.inspection.text.progress_bar import default_progress
 from alpa_lite.inter_op.plan_request import OnInterrupt
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.progress import Progress, Say
@@ -83,7 +84,7 @@ class Options:
             static_argnames=_names(static_argnames),
             batch_argnums=batch_argnums,
             on_non_additive=_checked("on_non_additive", on_non_additive, OnNonAdditive),
-            progress=Progress.of(progress),
+            progress=default_progress() if progress is None else Progress.of(progress),
             cache=cache,
             watchdog_seconds=_patience(watchdog_seconds),
             on_hang=_checked("on_hang", on_hang, OnHang),

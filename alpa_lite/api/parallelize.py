@@ -47,6 +47,7 @@ from alpa_lite.runtime.execute.function import (
 )
 from alpa_lite.runtime.job.activity import busy
 from alpa_lite.step.split import OnNonAdditive
+from alpa_lite.text import one_line
 from alpa_lite.trace.batch import BatchArgnums
 from alpa_lite.trace.call import ArgumentRoles, Call, NamedArguments
 from alpa_lite.trace.trace import trace
@@ -84,6 +85,9 @@ class ParallelFunction(Generic[P, R]):
         # The full key of the last call, from which the log says what is different in a new one.
         self._last_key: CallKey | None = None
         self._methods: dict[int, tuple[object, ParallelFunction[..., R]]] = {}
+
+    def __repr__(self) -> str:
+        return one_line(self, f"of {self.__name__}")
 
     def trace(self, *args: P.args, **kwargs: P.kwargs) -> TracedFunction:
         """Trace the function for these arguments (arrays or `jax.ShapeDtypeStruct`s)."""
@@ -197,7 +201,9 @@ class ParallelFunction(Generic[P, R]):
                 _logger.info(
                     "%s is traced and compiled again, since the call differs from the last: %s", self.__name__, told
                 )
-            made = self._planned(key, self._trace(args, kwargs)).lower().compile()
+            # One phase around all, so that the line of progress stays from the first to the last.
+            with self.options.progress.during("call"):
+                made = self._planned(key, self._trace(args, kwargs)).lower().compile()
             # A step that fails the comparison raises an error here, before later calls could use it.
             if self.options.check:
                 self.last_check = check_compiled(made, args, kwargs)
@@ -376,7 +382,8 @@ def parallelize(
             run in micro-batches: "refuse" raises an error, "mean_of_means" takes the mean of the micro-batches'
             results.
         progress: called with a line of text at each step of planning and compiling; or a `Progress`, whose followers
-            are also told the phases and how much work is left.
+            are also told the phases and how much work is left. By default a line shows them on terminals and in
+            notebooks.
         cache: whether plans are cached and reused when everything they depend on is the same; or the cache's folder.
         watchdog_seconds: a step in which no task ends for this many seconds is taken to hang; None waits for ever.
             Processes of the job that plan or compile in the meantime are waited for.

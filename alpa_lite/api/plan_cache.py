@@ -55,10 +55,9 @@ from alpa_lite.program.ir import Graph
 from alpa_lite.program.memo import memoized
 from alpa_lite.program.phases import StepGraph
 from alpa_lite.rules.registry import only_own_rules
-from alpa_lite.runtime.calibrate.calibrate import cache_folder, make_private
+from alpa_lite.runtime.calibrate.calibrate import CACHE_VARIABLE, cache_folder, is_cache_off, make_private
 from alpa_lite.runtime.job.consensus import agreed_data, same_everywhere
 
-VARIABLE = "ALPA_LITE_CACHE"
 """The environment variable that gives another folder, "off", or "on" (the usual folder).
 
 The `cache` options of functions override it.
@@ -91,10 +90,11 @@ class _NoContentError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """A plan, and whether it comes from the cache."""
+    """A plan, whether it comes from the cache, and its file there; None if this process has none."""
 
     plan: Plan
     cached: bool
+    path: Path | None = None
 
 
 def planned(planner: Planner, request: PlanRequest, kept: Cache) -> Answer:
@@ -107,11 +107,11 @@ def planned(planner: Planner, request: PlanRequest, kept: Cache) -> Answer:
     known = _load(folder, key, request)
     if known is not None:
         request.progress(f"from the cache: the search for this plan took {known.solver.seconds:.1f} s")
-        return Answer(plan=known, cached=True)
+        return Answer(plan=known, cached=True, path=_path(folder, key))
     plan = planner.plan(request)
     # A complete search may find a better plan, which a stored one would keep from being looked for.
     if plan.solver.status != INTERRUPTED:
-        _store(folder, key, plan)
+        return Answer(plan=plan, cached=False, path=_store(folder, key, plan))
     return Answer(plan=plan, cached=False)
 
 
@@ -124,9 +124,9 @@ def folder_of(kept: Cache) -> Path | None:
     """Return the folder of the cache; None if plans are not cached."""
     if not isinstance(kept, bool):
         return Path(kept)
-    wanted = os.environ.get(VARIABLE, "")
-    if not kept or wanted.lower() in ("off", "0", "no", "false"):
+    if not kept or is_cache_off():
         return None
+    wanted = os.environ.get(CACHE_VARIABLE, "")
     in_usual_folder = wanted.lower() in ("", "on", "1", "yes", "true")
     return cache_folder() / "plans" if in_usual_folder else Path(wanted)
 
@@ -211,7 +211,7 @@ def own_digest() -> str:
 
 def _load(folder: Path, key: str, request: PlanRequest) -> Plan | None:
     """Return the plan stored under a key if it fits the step, and mark it as used; None otherwise."""
-    path = folder / f"{key}{_SUFFIX}"
+    path = _path(folder, key)
     try:
         # One byte more than is allowed shows that a file is too long.
         data = codec.from_text(_own_text(path, codec.MAX_BYTES + 1) or b"", path)
@@ -226,8 +226,16 @@ def _load(folder: Path, key: str, request: PlanRequest) -> Plan | None:
     return plan
 
 
-def _store(folder: Path, key: str, plan: Plan) -> None:
-    """Write a plan atomically, so that other processes never see part of it, and remove old plans."""
+def _path(folder: Path, key: str) -> Path:
+    return folder / f"{key}{_SUFFIX}"
+
+
+def _store(folder: Path, key: str, plan: Plan) -> Path | None:
+    """Write a plan atomically, so that other processes never see part of it, and remove old plans.
+
+    Returns:
+        The file; None if it could not be written.
+    """
     # A full disk, or a plan too large for a file, costs the entry in the cache but not the plan.
     with suppress(OSError, PlanError):
         text = codec.to_text({_MARK: _WORDS, _KEY: key, **plan.to_json()})
@@ -237,12 +245,14 @@ def _store(folder: Path, key: str, plan: Plan) -> None:
         try:
             with os.fdopen(number, "wb") as file:
                 file.write(text)
-            os.replace(name, folder / f"{key}{_SUFFIX}")
+            os.replace(name, _path(folder, key))
         # Ctrl-C must not leave part of a file behind either.
         except BaseException:
             os.unlink(name)
             raise
         _make_room(folder)
+        return _path(folder, key)
+    return None
 
 
 def _make_room(folder: Path) -> None:

@@ -11,20 +11,22 @@ Each value prints itself.
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from alpa_lite import _jax
 from alpa_lite._jax import Device
 from alpa_lite.api.options import Options, check_microbatches, cluster_of, planner_of
-from alpa_lite.api.plan_cache import Cache, check_same_program, planned_together
+from alpa_lite.api.plan_cache import Answer, Cache, check_same_program, planned_together
 from alpa_lite.errors import BatchError, NonAdditiveError, PlanError
 from alpa_lite.inspection.text.pass_files import PassFiles
 from alpa_lite.inter_op.plan_request import StepSignature
@@ -39,12 +41,12 @@ from alpa_lite.runtime.execute.compile import LoweredStep, joined_texts, lowered
 from alpa_lite.runtime.execute.execute import Executor, HangOptions
 from alpa_lite.runtime.execute.function import (
     CompiledFunction,
-    compiling,
     with_own_constants,
 )
 from alpa_lite.runtime.execute.measure import step_seconds
 from alpa_lite.runtime.job.activity import busy
 from alpa_lite.step.split import StepPrograms, TracedStep
+from alpa_lite.text import View, one_line, show_count, show_seconds, view
 from alpa_lite.trace.kernels.kernel_params import check_platform
 from alpa_lite.trace.trace import Traced
 from cost_models.cluster import Cluster
@@ -100,8 +102,18 @@ class TracedFunction:
             PlanError: no plan can be made; `InfeasibleError` if no plan fits into device memory.
             TraceError: the number of micro-batches does not divide the batch.
         """
+        with self.options.progress.during("plan"):
+            return self._planned(cluster, planner, num_microbatches, cache)
+
+    def _planned(
+        self,
+        cluster: Cluster | str | PathLike[str] | None,
+        planner: Planner | type[Planner] | Plan | str | None,
+        num_microbatches: int | str | None,
+        cache: Cache | None,
+    ) -> PlannedFunction:
         given = cluster if cluster is not None else self.options.cluster
-        target = cluster_of(given)
+        target = self._cluster_of(given)
         chosen = planner_of(planner) if planner is not None else self.options.planner
         wanted = self.options.num_microbatches if num_microbatches is None else num_microbatches
         # A planner with a mesh of its own would drop the user's demands in silence.
@@ -117,6 +129,8 @@ class TracedFunction:
             traced = self.step(1 if isinstance(wanted, str) else wanted)
             check_platform(traced.step.graph, traced.equations, _jax.lowering_platform(jax.devices()[0]))
         request = self.request(target, wanted, advise=True)
+        devices = show_count(target.num_devices, "device")
+        _logger.info("%s: planning by %s for %s (%s)", self.traced.name, chosen.name, target.name, devices)
         with _jax.no_mesh(), busy("planning"):
             answer = planned_together(chosen, request, self.options.cache if cache is None else cache)
         plan = answer.plan
@@ -126,7 +140,25 @@ class TracedFunction:
         plan = replace(plan, request=request, batch=self.batch)
         if plan.batch is not None and plan.batch.assumed:
             _logger.info("%s: batch: %s", self.traced.name, plan.batch)
+        self._log(plan, answer)
         return PlannedFunction(function=self, last_plan=plan, cached=answer.cached)
+
+    def _cluster_of(self, given: Cluster | str | PathLike[str] | None) -> Cluster:
+        # The devices of this process are measured, if they never were.
+        with self.options.progress.during("measure"):
+            return cluster_of(given)
+
+    def _log(self, plan: Plan, answer: Answer) -> None:
+        """Log a plan in one line, where it is kept, and what its user may want to change."""
+        name = self.traced.name
+        _logger.info("%s: %s", name, view(View.PLAN_LINE, plan))
+        if answer.cached:
+            origin = f", {answer.path}" if answer.path is not None else ""
+            _logger.info("%s: this plan is from the cache%s", name, origin)
+        elif answer.path is not None:
+            _logger.info("%s: the plan is kept in %s", name, answer.path)
+        for sentence in view(View.PLAN_WARNINGS, plan).splitlines():
+            _logger.warning("%s: %s", name, sentence)
 
     @property
     def batch(self) -> BatchDims | None:
@@ -198,6 +230,9 @@ class TracedFunction:
         inputs, outputs = self.traced.inputs.leaves, self.traced.outputs.leaves
         return f"{self.traced.name}: {len(inputs)} arrays in, {len(outputs)} out, {batch}"
 
+    def __repr__(self) -> str:
+        return one_line(self, str(self))
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PlannedFunction:
@@ -239,6 +274,16 @@ class PlannedFunction:
 
     def __str__(self) -> str:
         return str(self.last_plan)
+
+    def __repr__(self) -> str:
+        return one_line(self, f"by {self.last_plan!r}")
+
+    def _repr_html_(self) -> str:
+        return self.last_plan._repr_html_()
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """Print the plan where IPython shows no HTML."""
+        self.last_plan._repr_pretty_(printer, cycle)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -295,16 +340,44 @@ class LoweredFunction:
         options = self.planned.function.options
         # Processes with different programs would wait for each other's collectives for ever.
         check_same_program(self.planned.last_plan, self.program, traced.inputs.donated)
+        started = time.perf_counter()
         with _jax.no_mesh(), busy("compiling"), options.progress.during("compile"):
             executor = Executor(
                 self._lowered,
                 donated=traced.inputs.donated,
                 devices=devices,
-                progress=compiling(options.progress),
+                progress=self._compiling(),
                 hangs=HangOptions(watchdog_seconds=options.watchdog_seconds, on_hang=options.on_hang),
             )
             step = with_own_constants(self.step, executor, len(traced.inputs.leaves))
+        _logger.info("%s: compiled in %s", traced.name, show_seconds(time.perf_counter() - started))
         return CompiledFunction(traced=traced, plan=self.planned.last_plan, step=step, executor=executor)
+
+    def _compiling(self) -> Callable[[str, int, int], None]:
+        """Return a function that reports and logs how many programs are compiled: name, number, all."""
+        traced = self.planned.function
+        report, name = traced.options.progress.counting("compile"), traced.traced.name
+        logged = -1
+
+        def tell(what: str, done: int, total: int) -> None:
+            nonlocal logged
+            report(what, done, total)
+            # Called when a program begins and when it ends; one line for each that has ended.
+            if done > logged:
+                logged = done
+                _logger.info("%s: compiled %d of %s", name, done, show_count(total, "program"))
+
+        return tell
 
     def __str__(self) -> str:
         return str(self.program)
+
+    def __repr__(self) -> str:
+        return one_line(self, f"{self.planned.function.traced.name}: {self.program!r}")
+
+    def _repr_html_(self) -> str:
+        return self.program._repr_html_()
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """Print the program where IPython shows no HTML."""
+        self.program._repr_pretty_(printer, cycle)

@@ -15,7 +15,6 @@ import signal
 import subprocess
 import sys
 import sysconfig
-import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -164,34 +163,6 @@ class Screen(Console):
     def on_broken_pipe(self) -> None:
         """Raise the error; called by rich while it handles a broken pipe."""
         raise BrokenPipeError
-
-
-_QUIET_SECONDS = 10.0
-"""Seconds between two lines of progress where there is no terminal to redraw a line on."""
-
-
-@contextmanager
-def progress_line(console: Console) -> Iterator[Callable[[str], None]]:
-    """Yield a function that redraws a line; without a terminal, it prints a line every few seconds."""
-    last = time.perf_counter()
-    start = last
-
-    def say(line: str) -> None:
-        nonlocal last
-        now = time.perf_counter()
-        shown = f"{now - start:5.0f} s  {line}"
-        if status is not None:
-            status.update(shown)
-        elif now - last > _QUIET_SECONDS:
-            last = now
-            console.print(f"  {shown}", markup=False, highlight=False)
-
-    if not console.is_terminal:
-        status = None
-        yield say
-        return
-    with console.status("") as status:
-        yield say
 
 
 def complain(error: object) -> None:

@@ -26,12 +26,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 import alpa_lite as al
 from alpa_lite.api.doctor import virtual_environment
 from alpa_lite.cli.bench.entries import in_turn
-from alpa_lite.cli.command import Screen, count, ended, positive, progress_line, run_module
+from alpa_lite.cli.command import Screen, count, ended, positive, run_module
 from alpa_lite.cli.models.batches import load_text, text_batches
 from alpa_lite.cli.models.decoders import GPT
 from alpa_lite.cli.models.model_parts import Tree
 from alpa_lite.cli.models.train import TrainState, init_state, make_optimizer, make_train_step
 from alpa_lite.errors import PlanError
+from alpa_lite.inspection.text.progress_bar import shown_progress
 from alpa_lite.inspection.text.tables import Table, rich_table
 from alpa_lite.planners import DataParallel, Megatron, Pipeline, Planner
 from alpa_lite.text import show_seconds
@@ -111,8 +112,7 @@ def run(config: DemoConfig, console: Console) -> DemoResult:
     _introduce(config, state, len(data), console)
 
     console.rule("1. Planning", align="left")
-    with progress_line(console) as progress:
-        progress("measuring this machine's devices")
+    with shown_progress("demo") as progress:
         # Measured once, if there is no calibration of this machine yet.
         cluster = al.local_cluster()
         parallel_step = al.parallelize(train_step, donate_argnums=0, cluster=cluster, progress=progress)
@@ -198,7 +198,7 @@ def compare(
     states: dict[str, Tree] = {chosen.plan.name: chosen.place(state, batches[0])[0]}
     # The chosen plan has been compiled for training already.
     compiling: dict[str, float] = {chosen.plan.name: 0.0}
-    with progress_line(console) as progress:
+    with shown_progress("compare") as progress:
         for planner in config.manual:
             start = time.perf_counter()
             # On the same cluster, so that the predictions of all plans have the same calibration.

@@ -15,8 +15,6 @@ from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 
-from rich.console import Console
-
 import alpa_lite as al
 from alpa_lite.api.stages import PlannedFunction
 from alpa_lite.cli.command import Command, answer, check_writable, complain, positive, seconds, suggests, writing
@@ -24,7 +22,7 @@ from alpa_lite.cli.exit_codes import Exit
 from alpa_lite.cli.user_files import load_example
 from alpa_lite.errors import PlanError
 from alpa_lite.inspection.text.diff import compare
-from alpa_lite.inspection.text.progress_bar import planning_progress
+from alpa_lite.inspection.text.progress_bar import default_progress
 from alpa_lite.inspection.text.tables import plan_summary, render
 from alpa_lite.inspection.text.timeline import (
     chrome_trace,
@@ -61,11 +59,10 @@ def run_explain(given: argparse.Namespace) -> int:
         given.parser.error("give one of a subject, --time and --memory")
     check_writable(given.html)
     plan = al.Plan.load(given.plan)
-    with planning_progress(Console(stderr=True, quiet=given.json)) as progress:
-        if given.step is not None:
-            # Only a plan made in this process has its request, from which alternatives and values are priced.
-            plan = _planned(plan, given.step, progress).last_plan
-        found = _explained(plan, given)
+    if given.step is not None:
+        # Only a plan made in this process has its request, from which alternatives and values are priced.
+        plan = _planned(plan, given.step, default_progress()).last_plan
+    found = _explained(plan, given)
     if given.html is not None:
         with writing(given.html):
             plan.to_html(given.html)
@@ -124,14 +121,14 @@ def run_simulate(given: argparse.Namespace) -> int:
         _write_page(given.html, plan)
         answer(given, timeline, timeline.to_json)
         return Exit.DONE
-    with planning_progress(Console(stderr=True, quiet=given.json)) as progress:
-        lowered = _planned(plan, given.step, progress).lower()
-        with progress.during("simulate", "simulating the program"):
-            # On the cost model; nothing is compiled and no device is used.
-            simulated = lowered.simulate()
-        compiled = lowered.compile() if given.measure else None
-        with progress.during("measure", "running the program"):
-            measured = () if compiled is None else compiled.measure()
+    progress = default_progress()
+    lowered = _planned(plan, given.step, progress).lower()
+    with progress.during("simulate", "simulating the program"):
+        # On the cost model; nothing is compiled and no device is used.
+        simulated = lowered.simulate()
+    compiled = lowered.compile() if given.measure else None
+    with progress.during("run"):
+        measured = () if compiled is None else compiled.measure()
     if compiled is None:
         _write_trace(given.trace, chrome_trace(simulated.times, "predicted"))
         _write_page(given.html, plan, simulated=simulated.times)

@@ -12,14 +12,12 @@ import os
 import sys
 from pathlib import Path
 
-from rich.console import Console
-
 import alpa_lite as al
 from alpa_lite.api.doctor import diagnose, virtual_environment
 from alpa_lite.cli.command import Command, answer, enveloped, positive, run_module, seconds
 from alpa_lite.cli.exit_codes import Exit
 from alpa_lite.errors import ExecutionError
-from alpa_lite.inspection.text.progress_bar import CalibrationProgress
+from alpa_lite.inspection.text.progress_bar import shown_progress
 from alpa_lite.inspection.text.tables import Table, render
 from alpa_lite.runtime.calibrate.calibrate import Calibration
 from alpa_lite.runtime.job.launch import GRACE_SECONDS, launch
@@ -33,9 +31,8 @@ def run_calibrate(given: argparse.Namespace) -> int:
         options = ["--seconds", str(given.seconds), *(["--out", str(given.out)] if given.out else [])]
         words = ["calibrate", *options, *(["--json"] if given.json else [])]
         return run_module("alpa_lite.cli", words, virtual_environment(given.devices))
-    # On the error stream, so that `--json` can be piped.
-    with CalibrationProgress(Console(stderr=True)) as progress:
-        found = al.calibrate(limit_seconds=given.seconds, progress=progress)
+    with shown_progress("measure") as progress:
+        found = al.calibrate(limit_seconds=given.seconds, progress=progress.counting("measure"))
     path = found.save(given.out)
     # Rendering the table takes a moment, which JSON does not need.
     text = "" if given.json else f"{calibration_text(found)}\nWritten to {path}."

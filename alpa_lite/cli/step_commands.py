@@ -11,8 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
-from rich.console import Console
-
 import alpa_lite as al
 from alpa_lite._jax import Tree
 from alpa_lite.api.check import check_step
@@ -23,7 +21,6 @@ from alpa_lite.cli.exit_codes import Exit
 from alpa_lite.cli.user_files import PinFile, load_example, make_planner, read_pins
 from alpa_lite.errors import AlpaLiteError, CheckError, InfeasibleError, PlanError
 from alpa_lite.inspection.text.diff import Candidate, ClusterComparison, PinsCost, varied
-from alpa_lite.inspection.text.progress_bar import planning_progress
 from alpa_lite.inspection.text.tables import plan_summary
 from alpa_lite.planners.by_name import PLANNERS, options_of
 from alpa_lite.program.user_shardings import Mode
@@ -33,7 +30,7 @@ from cost_models.cluster import Cluster, known_clusters
 
 @dataclass(frozen=True, kw_only=True)
 class _PlanArguments:
-    """The planning that a command line asks for: the step with its arguments, the options, and the progress console."""
+    """The planning that a command line asks for: the step with its arguments, and the options."""
 
     step: Callable[..., Tree]
     args: tuple[Tree, ...]
@@ -42,24 +39,20 @@ class _PlanArguments:
     num_microbatches: int | str
     user_shardings: Mode
     cache: bool
-    console: Console
 
     def planned(self, cluster: Cluster | None, planner: al.planners.Planner | al.Plan | None = None) -> PlannedFunction:
         """Plan for a cluster (None: this machine's devices), by the named planner unless another one is given."""
-        # Progress goes to the error stream, so that the output can be piped.
-        with planning_progress(self.console) as progress:
-            function = al.parallelize(
-                self.step,
-                cluster=cluster,
-                planner=planner or self.planner,
-                num_microbatches=self.num_microbatches,
-                user_shardings=self.user_shardings,
-                progress=progress,
-                # Ctrl-C stops the search, and the best plan so far is printed and saved as any other.
-                on_interrupt="best",
-                cache=self.cache,
-            )
-            return function.trace(*self.args, **self.kwargs).plan()
+        function = al.parallelize(
+            self.step,
+            cluster=cluster,
+            planner=planner or self.planner,
+            num_microbatches=self.num_microbatches,
+            user_shardings=self.user_shardings,
+            # Ctrl-C stops the search, and the best plan so far is printed and saved as any other.
+            on_interrupt="best",
+            cache=self.cache,
+        )
+        return function.trace(*self.args, **self.kwargs).plan()
 
 
 def run_plan(given: argparse.Namespace) -> int:
@@ -76,7 +69,6 @@ def run_plan(given: argparse.Namespace) -> int:
         num_microbatches=given.num_microbatches,
         user_shardings=given.user_shardings,
         cache=not given.no_cache,
-        console=Console(stderr=True, quiet=given.json),
     )
     if isinstance(asked.planner, al.Plan) and (len(clusters) > 1 or given.memory or given.bandwidth_scale):
         raise PlanError(
@@ -263,21 +255,19 @@ def run_check(given: argparse.Namespace) -> int:
     step, args, kwargs = load_example(given.step, decorated=True)
     # Without either option the planner counts that the step was decorated with.
     named = given.planner is not None or given.option
-    with planning_progress(Console(stderr=True, quiet=given.json)) as progress:
-        options = {
-            "planner": make_planner(given.planner or "auto", given.option) if named else None,
-            "num_microbatches": given.num_microbatches,
-            "cluster": given.cluster,
-            "progress": progress,
-            "cache": False if given.no_cache else None,
-        }
-        try:
-            report, problem = check_step(step, args, kwargs, options), None
-        except CheckError as error:
-            # Without a report there was nothing to compare: an error as any other.
-            if error.report is None:
-                raise
-            report, problem = error.report, error
+    options = {
+        "planner": make_planner(given.planner or "auto", given.option) if named else None,
+        "num_microbatches": given.num_microbatches,
+        "cluster": given.cluster,
+        "cache": False if given.no_cache else None,
+    }
+    try:
+        report, problem = check_step(step, args, kwargs, options), None
+    except CheckError as error:
+        # Without a report there was nothing to compare: an error as any other.
+        if error.report is None:
+            raise
+        report, problem = error.report, error
     answer(given, report, report.to_dict)
     if problem is not None:
         complain(problem)

@@ -43,7 +43,9 @@ from alpa_lite.rules.op_info import opaque_ops, rule_of_op
 from alpa_lite.schedule import Inference, Schedule, simulate
 from alpa_lite.sharding.meshes import sharing
 from alpa_lite.step.layers import Layers
+from alpa_lite.step.model_flops import needed_flops
 from alpa_lite.text import show_bytes
+from cost_models.cluster import Cluster
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,6 +236,12 @@ def _predicted(request: PlanRequest, staged: StagedStep, plan: Plan) -> Predicti
             program, plan, staged.step, cost_model_for=request.cost_model_for, prices=Prices.OF_PLAN
         )
     solutions = [stage.solution for stage in staged.stages]
+    traced = request.step_at(staged.step.num_microbatches, staged.step.loop_parts)
+    needed = needed_flops(traced)
+    executed = sum(stage.solution.flops * stage.submesh.num_devices for stage in staged.stages)
+    # One rate for both, that of most of the work, as utilisations are stated everywhere.
+    dtype = max(needed, key=needed.__getitem__, default="float32")
+    available = simulated.step_seconds * peak_rate(request.cluster, dtype)
     return Prediction(
         step_seconds=simulated.step_seconds,
         compute_seconds=sum(s.compute_seconds for s in solutions),
@@ -247,7 +255,18 @@ def _predicted(request: PlanRequest, staged: StagedStep, plan: Plan) -> Predicti
             replace(u, stage=i) for i, s in enumerate(solutions) for u in s.collectives if u.num_devices > 1
         ),
         tasks=simulated.tasks,
+        transfers=simulated.transfers,
+        mfu=sum(needed.values()) / available if available else 0.0,
+        hfu=executed / available if available else 0.0,
     )
+
+
+def peak_rate(cluster: Cluster, dtype: str) -> float:
+    """Return the peak FLOP/s of all devices of a cluster for operands of a dtype."""
+    groups = [(group.device, group.num_hosts) for group in cluster.groups] or [(cluster.device, cluster.num_hosts)]
+    # Virtual devices share the rates of their host's processor.
+    per_host = 1 if cluster.shared_processor else cluster.devices_per_host
+    return sum(num_hosts * per_host * device.peak(dtype) for device, num_hosts in groups)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,6 +29,8 @@ def user_mesh(step: StepGraph, given: UserShardings) -> dict[str, int] | None:
     """
     if given.mode != "pin":
         return None
+    if given.part is not None:
+        return dict(given.part.mesh)
     first: dict[tuple[tuple[str, int], ...], str] = {}
     for _, sharding in wanted_shardings(step, given):
         # The message names the first line on which each mesh occurs.
@@ -42,11 +44,8 @@ def user_mesh(step: StepGraph, given: UserShardings) -> dict[str, int] | None:
     return dict(next(iter(first))) if first else None
 
 
-def argument_pins(step: StepGraph, given: UserShardings, *, only: str = "") -> dict[str, Sequence[Any]]:
-    """Return the specs of arguments that the user has placed, by path, in the form of `Pins`.
-
-    only: a source, whose arguments alone count; "" for all.
-    """
+def argument_pins(step: StepGraph, given: UserShardings) -> dict[str, Sequence[Any]]:
+    """Return the specs of arguments that the user has placed and a plan obeys, by path, in the form of `Pins`."""
     arrays: dict[str, list[Value]] = {}
     for v, path in step.argument_paths().items():
         value = step.graph.values[v]
@@ -56,22 +55,21 @@ def argument_pins(step: StepGraph, given: UserShardings, *, only: str = "") -> d
         # In a pin None stands for a whole dim and for an open one alike.
         name: [dim or None for dim in sharding.dims]
         for name, sharding in given.arguments.items()
-        if only in ("", sharding.source)
+        if given.obeys(sharding.source)
         and name in arrays
         and all(len(sharding.dims) == value.rank and sharding.divides(value.shape) for value in arrays[name])
     }
 
 
-def user_layout(step: StepGraph, axes: Mapping[str, int], *, only: str = "") -> GivenLayout:
+def user_layout(step: StepGraph, given: UserShardings, axes: Mapping[str, int]) -> GivenLayout:
     """Return the layout constraints on the results of the ops that pin a sharding of the user; other ops are exempt.
 
-    An axis that the user's sharding does not use splits no dim, unless some dims are open. `only`: a source, whose ops
-    alone count; "" for all.
+    An axis that the user's sharding does not use splits no dim, unless some dims are open.
     """
     layout: dict[Graph, list[Wanted]] = {}
     held: dict[Graph, set[int]] = {}
     for graph, op in step.graph.walk():
-        if op.primitive != USER_SHARDING or only not in ("", op.source):
+        if op.primitive != USER_SHARDING or not given.obeys(op.source):
             continue
         value = graph.values[op.results[0]]
         sharding = value.user_shardings[0]

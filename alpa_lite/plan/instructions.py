@@ -24,7 +24,7 @@ from alpa_lite.program.phases import StepGraph
 from alpa_lite.schedule import linearize, validate
 from alpa_lite.sharding.specs import Spec
 from alpa_lite.sharding.transfer import ArrayForm, Placement, PlannedTransfer, plan_transfer
-from alpa_lite.text import View, view
+from alpa_lite.text import View, one_line, show_count, view
 
 SUM = -1
 """The "micro-batch" in the name of an accumulator's buffer."""
@@ -101,6 +101,9 @@ class Program:
     def __str__(self) -> str:
         return "\n".join(map(str, self.instructions)) or "no instructions"
 
+    def __repr__(self) -> str:
+        return one_line(self, f"of {show_count(len(self.tasks), 'task')}, {len(self.instructions)} instructions")
+
     def _repr_html_(self) -> str:
         return view(View.INSTRUCTIONS_HTML, self)
 
@@ -112,6 +115,12 @@ class Program:
 def build_program(plan: Plan, step: StepGraph) -> Program:
     """Return the program of a plan. Raises `MismatchError` if the plan contradicts the order of the step."""
     return _ProgramBuilder(plan, SlicedStages.of_plan(plan, step)).build()
+
+
+def tasks_of(plan: Plan, step: StepGraph) -> tuple[TaskSpec, ...]:
+    """Return the tasks of a plan's program without its instructions, of which a long schedule has very many."""
+    sliced = SlicedStages.of_plan(plan, step)
+    return tuple(sliced.task(outline, plan.buckets) for outline in sliced.slicer.outlines())
 
 
 def planned_transfer(plan: Plan, value: Value, source: tuple[int, Spec], target: tuple[int, Spec]) -> PlannedTransfer:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from math import prod
 
 from alpa_lite.plan.plan import CollectiveUse, OpPlacement
@@ -29,7 +30,7 @@ from alpa_lite.sharding.transfer import Placement, PlannedTransfer
 from cost_models.cluster import Cluster
 from cost_models.composed import CostModel
 from cost_models.hardware import Fusion
-from cost_models.overlap import Stream, StreamTask, loop_seconds, serial_seconds
+from cost_models.overlap import Stream, StreamTask, loop_seconds, serial_seconds, simulate
 from cost_models.work import Collective, Group, Product, Work
 
 
@@ -410,11 +411,23 @@ class Estimator:
         """Return the seconds of some stream tasks that run concurrently where they can."""
         return self._looped(tasks, (), 1.0)
 
+    def laid_out(self, tasks: Sequence[StreamTask]) -> list[tuple[float, float]]:
+        """Return start and end in seconds of each of some stream tasks, as `simulated` runs them."""
+        if self._in_turn:
+            ends = list(accumulate(task.seconds for task in tasks))
+            return [(end - task.seconds, end) for task, end in zip(tasks, ends, strict=True)]
+        run = simulate(tasks, contention=self.pricer.cost_model.cluster.device.contention)
+        return list(zip(run.starts, run.ends, strict=True))
+
+    @property
+    def _in_turn(self) -> bool:
+        """Whether kernels and collectives never run at the same time."""
+        return self.pricer.cost_model.cluster.shared_processor or not self.pricer.cost_model.backend.overlap
+
     def _looped(self, tasks: Sequence[StreamTask], carried: Sequence[tuple[int, int]], trips: float) -> float:
-        cluster = self.pricer.cost_model.cluster
-        if cluster.shared_processor or not self.pricer.cost_model.backend.overlap:
+        if self._in_turn:
             return trips * serial_seconds(tasks)
-        return loop_seconds(tasks, carried, trips, contention=cluster.device.contention)
+        return loop_seconds(tasks, carried, trips, contention=self.pricer.cost_model.cluster.device.contention)
 
 
 def transfer_seconds(

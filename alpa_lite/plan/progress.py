@@ -6,11 +6,12 @@
     seconds    time by phase                                                                    `PhaseTimes`
     remaining  seconds = sum over phases of left(phase) · seconds per unit(phase)               `Pace.left_seconds`
 
-Planning code only reports events; followers measure times.
+Planning code only reports events; followers measure times. The lines of text are also logged at the level DEBUG.
 """
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 import time
@@ -19,6 +20,8 @@ from contextlib import contextmanager
 
 Clock = Callable[[], float]
 Say = Callable[[str], None]
+
+_logger = logging.getLogger("alpa_lite")
 
 FEW = 3
 """The minimum number of finished units before the remaining time is estimated."""
@@ -63,6 +66,7 @@ class Progress:
     def __call__(self, text: str) -> None:
         """Report the next activity as text."""
         self.doing = text
+        _logger.debug("%s", text)
         if self._say is not None:
             self._say(text)
 
@@ -99,6 +103,19 @@ class Progress:
             # An expectation may have been too low.
             self.left[self.phase] = max(0.0, left - 1)
         self._tell()
+
+    def counting(self, phase: str) -> Callable[[str, int, int], None]:
+        """Begin a phase whose units are known, and return a function that reports it: name, units done, all units."""
+        self.begin(phase)
+
+        def report(name: str, done: int, total: int) -> None:
+            self(f"{name} ({done} of {total})")
+            # Several units may have ended since the last report.
+            for _ in range(done - self.done.get(phase, 0)):
+                self.did()
+            self.expect(phase, total - done)
+
+        return report
 
     @contextmanager
     def interrupts(self) -> Generator[None]:

@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, field
 from enum import Enum, auto
 
 from alpa_lite.plan.instructions import Buffer, Instruction, InstructionKind, Program, TaskTime
-from alpa_lite.plan.parts import StageCost, TaskRole, TaskRuns
+from alpa_lite.plan.parts import StageCost, TaskRole, TaskRuns, TransferRuns
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.pricing import Pricer, dispatch_seconds, local_bytes, transfer_seconds
 from alpa_lite.plan.stacked_cost import at_rest
@@ -32,6 +32,7 @@ from alpa_lite.plan.task_prices import estimate, part_seconds
 from alpa_lite.plan.task_specs import TaskSpec
 from alpa_lite.program.phases import StepGraph
 from alpa_lite.sharding.specs import Spec
+from alpa_lite.text import one_line
 from cost_models.cluster import Cluster
 from cost_models.composed import ComposedCostModel, CostModel
 
@@ -88,6 +89,7 @@ class SimulatedStep:
         transfer_seconds: total time of all transfers between stages, and of moving stacked arguments.
         submeshes: the use of each submesh.
         tasks: the runs of tasks, with the memory that is in use meanwhile.
+        transfers: the transfers between stages.
     """
 
     times: tuple[TaskTime, ...]
@@ -95,6 +97,7 @@ class SimulatedStep:
     transfer_seconds: float
     submeshes: tuple[StageUse, ...]
     tasks: TaskRuns = field(repr=False)
+    transfers: TransferRuns = field(repr=False)
 
     def use_of(self, stage: int) -> StageUse:
         """Return the use of the submesh of a stage."""
@@ -118,8 +121,11 @@ class SimulatedStep:
     def to_json(self) -> dict[str, object]:
         """Return the step as JSON-compatible data."""
         fractions = {"bubble_fraction": self.bubble_fraction, "exposed_fraction": self.exposed_fraction}
-        own = {name: value for name, value in asdict(self).items() if name != "tasks"}
+        own = {name: value for name, value in asdict(self).items() if name not in ("tasks", "transfers")}
         return {**own, **fractions}
+
+    def __repr__(self) -> str:
+        return one_line(self, str(self).partition("\n")[0])
 
     def __str__(self) -> str:
         head = (
@@ -148,7 +154,7 @@ def simulate_program(
     State that a step returns replaces the state that was passed in, as if it were donated. Stacked arguments that do
     not lie on the devices of their stages are brought there before the program, and back after it (`stacked_cost`).
     """
-    pricers, model = [_pricer(plan, n, cost_model_for) for n in range(len(plan.stages))], cost_model_for(plan.cluster)
+    pricers, model = [pricer_of(plan, n, cost_model_for) for n in range(len(plan.stages))], cost_model_for(plan.cluster)
     given = _prices_of_plan if prices is Prices.OF_PLAN else prices_of
     clock = _StepSimulation(
         program=program, plan=plan, prices=given(program.tasks, step, plan, pricers), pricers=pricers, model=model
@@ -179,6 +185,7 @@ def simulate_program(
         transfer_seconds=clock.sending + resting.seconds,
         submeshes=tuple(uses),
         tasks=tasks,
+        transfers=_transfer_runs(program, clock),
     )
 
 
@@ -235,7 +242,7 @@ def _seconds_of(kind: TaskRole, cost: StageCost) -> float:
             return cost.step_seconds(1)
 
 
-def _pricer(plan: Plan, stage: int, cost_model_for: Callable[[Cluster], CostModel]) -> Pricer:
+def pricer_of(plan: Plan, stage: int, cost_model_for: Callable[[Cluster], CostModel]) -> Pricer:
     """Return the pricer for the devices of a stage, which differ between stages in heterogeneous clusters."""
     cluster, submesh = plan.cluster, plan.stages[stage].submesh
     # A stage of a heterogeneous cluster is priced on the devices that it runs on.
@@ -319,6 +326,35 @@ class _StepSimulation:
         self.sending += seconds
         self.received[link[1]] += instruction.bytes
         return start, start + seconds
+
+
+def _transfer_runs(program: Program, clock: _StepSimulation) -> TransferRuns:
+    """Return the transfers that take time, in the order of their start; those that follow each other are joined."""
+    found: list[tuple[int, int, int | None, float, float, float]] = []
+    last: dict[tuple[int, int, int | None], int] = {}
+    sends = [
+        (time, instruction)
+        for instruction, time in zip(program.instructions, clock.times, strict=True)
+        if instruction.kind is InstructionKind.SEND and time.end_seconds > time.start_seconds
+    ]
+    for time, instruction in sorted(sends, key=lambda send: send[0].start_seconds):
+        start, end, size = time.start_seconds, time.end_seconds, instruction.bytes
+        key = instruction.source_stage, instruction.stage, instruction.microbatch
+        before = last.get(key)
+        if before is not None and found[before][4] == start:
+            found[before] = (*key, found[before][3], end, found[before][5] + size)
+            continue
+        last[key] = len(found)
+        found.append((*key, start, end, size))
+    sources, stages, microbatches, starts, ends, sizes = zip(*found, strict=True) if found else ((),) * 6
+    return TransferRuns(
+        sources=sources,
+        stages=stages,
+        microbatches=microbatches,
+        start_seconds=starts,
+        end_seconds=ends,
+        bytes=sizes,
+    )
 
 
 def _task_runs(program: Program, plan: Plan, step: StepGraph, clock: _StepSimulation) -> TaskRuns:

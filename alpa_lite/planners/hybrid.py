@@ -35,7 +35,7 @@ from alpa_lite.inter_op.what_would_fit import (
     show_shortage,
 )
 from alpa_lite.intra_op.stage import GivenLayout, StageSolution
-from alpa_lite.intra_op.strategies import AxisRole, BatchSplit, Restriction
+from alpa_lite.intra_op.strategies import FREE_CHOICE, AxisRole, BatchSplit, Restriction
 from alpa_lite.plan.plan import Plan
 from alpa_lite.planners.planner import Planner, renamed_options
 from alpa_lite.planners.weights import positions_layout, projections, weights_layout
@@ -178,7 +178,12 @@ class Hybrid(Planner):
     ) -> StageConstraints:
         if user_axes is not None:
             pins = pins_on_mesh(step, argument_pins(step, request.signature.user_shardings), user_axes)
-            return StageConstraints(pins=pins, layout=user_layout(step, user_axes))
+            # The user's axes may have the names of those of the search, which split only what these mean.
+            return StageConstraints(
+                restriction=FREE_CHOICE,
+                pins=pins,
+                layout=user_layout(step, request.signature.user_shardings, user_axes),
+            )
         return StageConstraints(
             restriction=self.restriction(),
             keeps_gathered=not self.reshard_after_forward,

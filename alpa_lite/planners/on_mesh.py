@@ -108,7 +108,7 @@ class MeshConstraints:
         if request.signature.user_shardings.mode == "pin":
             # Pins given as an option take precedence over the placement of the arguments.
             pins = {**argument_pins(step, request.signature.user_shardings), **pins}
-            layout = user_layout(step, axes) if layout is NO_LAYOUT else layout
+            layout = user_layout(step, request.signature.user_shardings, axes) if layout is NO_LAYOUT else layout
         pinned = with_results(step, request.signature.results, pins_on_mesh(step, pins, axes), self.outputs, axes)
         return StageConstraints(restriction=self.restriction, pins=pinned.inputs, outputs=pinned.outputs, layout=layout)
 

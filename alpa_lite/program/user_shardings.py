@@ -57,6 +57,19 @@ class UserSharding:
         return "[" + ", ".join("?" if dim is None else "·".join(dim) or "-" for dim in self.dims) + "]"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceOnMesh:
+    """A part of the user's shardings that is priced by itself.
+
+    Attributes:
+        mesh: the mesh of the plan, as in `UserSharding`, whether there are shardings on it or not.
+        source: the line or argument whose shardings the plan obeys; "" for none.
+    """
+
+    mesh: tuple[tuple[str, int], ...]
+    source: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class UserShardings:
     """All shardings that the user gives with a step, apart from those of its ops.
@@ -64,10 +77,16 @@ class UserShardings:
     Attributes:
         mode: whether a plan obeys them, lists them, or does not see them.
         arguments: the layouts of arguments that lie on several devices, by path.
+        part: the part that a plan obeys; None for all.
     """
 
     mode: Mode = "hint"
     arguments: Mapping[str, UserSharding] = field(default_factory=dict[str, UserSharding])
+    part: SourceOnMesh | None = None
+
+    def obeys(self, source: str) -> bool:
+        """Return True if the shardings of a line or argument are among those that a plan obeys."""
+        return self.mode == "pin" and (self.part is None or self.part.source == source)
 
 
 NO_USER_SHARDINGS = UserShardings(mode="ignore")

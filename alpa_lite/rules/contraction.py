@@ -4,6 +4,7 @@
     ragged_dot        ([m,k], [g,k,n], [h]) -> ([m,n])          reduction={k,g}: rows m are sorted by group g
     its gradient      ([k,m], [k,n], [h]) -> ([g,m,n])          reduction={k}:   the contracted rows are sorted by group
     scaled_dot        ([b,i,ks], [b,ks,j], [b,i,k], [b,k,j]) -> ([b,i,j])    reduction={k}: one scale for s numbers
+    scaled_matmul     the same for ([b,i,ks], [b,j,ks], [b,i,k], [b,j,k]): cuDNN's product of mxfp8 and nvfp4 numbers
     factorisations    ([b,i,j]) -> ([b,i,j])                    batch dims pass, matrix dims whole
     reduce_*          ([i,j]) -> ([i])                 reduction={j}, combined by sum, max, min, prod, and, or, xor
     argmax, argmin    ([i,j]) -> ([i])                 j whole: (value, index) pairs have no collective
@@ -75,8 +76,18 @@ def scaled_dot(view: OpView) -> Rule:
 
     A contracted dim has two factors: the blocks, and the numbers in a block, which stay together.
     """
+    return _scaled_product(view, view.params["dimension_numbers"])
+
+
+@register_rule("scaled_matmul_wrapper")
+def scaled_matmul(view: OpView) -> Rule:
+    """Return the rule of cuDNN's product of numbers with scales per block (`jax.nn.scaled_matmul`)."""
+    return _scaled_product(view, (((2,), (2,)), ((0,), (0,))))
+
+
+def _scaled_product(view: OpView, numbers: Iterable[Iterable[Iterable[int]]]) -> Rule:
     lhs, rhs, *scales = view.operands
-    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = _dot_dims(view.params["dimension_numbers"])
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = _dot_dims(numbers)
     b = RuleBuilder()
     # Factors of batch and contracted dims by dim, for the left and for the right operand.
     known: tuple[dict[int, tuple[int, ...]], dict[int, tuple[int, ...]]] = ({}, {})

@@ -33,6 +33,7 @@ from alpa_lite.program.ir import MAX_TRIPS, Graph, Op, Value, accumulated, parts
 from alpa_lite.program.user_shardings import USER_SHARDING, UserSharding
 from alpa_lite.trace import inserted
 from alpa_lite.trace.kernels.kernel_params import is_kernel, kernel_params, unread_results
+from alpa_lite.trace.source_lines import in_a_library, source_line
 
 _HEAVY = {"dot_general", "conv_general_dilated", "ragged_dot_general"}
 
@@ -207,7 +208,7 @@ class _GraphBuilder:
             path = "/".join(filter(None, (at.stack, place.stack)))
             # JAX 0.12 truncates the traceback of equations inside a jitted library function at that function; the
             # caller's line is the one the user can act on.
-            has_line = place.line and not (at.source and _jax.in_a_library(place.line))
+            has_line = place.line and not (at.source and in_a_library(place.line))
             here = _Location(stack=path, source=place.line if has_line else at.source)
             results = self.equation(eqn, operands, here, jaxpr)
             environment.update(zip(eqn.outvars, results, strict=True))
@@ -218,7 +219,7 @@ class _GraphBuilder:
         if id(eqn) not in self.places:
             traceback = _jax.traceback(eqn)
             if traceback not in self.lines:
-                self.lines[traceback] = _jax.source_line(eqn)
+                self.lines[traceback] = source_line(eqn)
             self.places[id(eqn)] = _EquationPlace(eqn=eqn, stack=_jax.name_stack(eqn), line=self.lines[traceback])
         return self.places[id(eqn)]
 

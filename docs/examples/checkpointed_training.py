@@ -2,10 +2,10 @@
 
     python docs/examples/checkpointed_training.py --folder run --steps 100
 
-Run it twice: the second run goes on from the last checkpoint, also with other devices, for which it plans anew. SIGTERM
-makes it save and leave with exit code 75, for whoever started it to start it again. One of several processes gets
-`--distributed`, which finds the others under SLURM, Kubernetes and on Cloud TPUs, or `--coordinator`, `--num-processes`
-and `--process-id`.
+Run it twice: the second run goes on from the last checkpoint and by its plan, or plans anew if it has other devices.
+SIGTERM makes it save and leave with exit code 75, for whoever started it to start it again. One of several processes
+gets `--distributed`, which finds the others under SLURM, Kubernetes and on Cloud TPUs, or `--coordinator`,
+`--num-processes` and `--process-id`.
 """
 
 import argparse
@@ -40,12 +40,20 @@ def loss_fn(params, batch):
     return jnp.mean((x - batch["y"]) ** 2)
 
 
-@al.parallelize
 def train_step(state, batch):
     """A plain train step; it knows nothing of devices."""
     loss, grads = jax.value_and_grad(loss_fn)(state["params"], batch)
     updates, opt = optimizer.update(grads, state["opt"], state["params"])
     return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, loss
+
+
+def compiled_step(plan):
+    """The compiled train step: by a saved plan, so that a restart plans nothing, or by a new one for other devices."""
+    shapes = jax.eval_shape(init, jax.random.key(0)), batch_of(0)
+    try:
+        return al.parallelize(train_step, planner=plan).compiled(*shapes)
+    except al.errors.MismatchError:
+        return al.parallelize(train_step).compiled(*shapes)
 
 
 def batch_of(step):
@@ -73,8 +81,8 @@ def main():
     given = arguments()
     if given.distributed or given.coordinator:
         al.initialize(given.coordinator, given.num_processes, given.process_id)
-    compiled = train_step.compiled(jax.eval_shape(init, jax.random.key(0)), batch_of(0))
     with al.Checkpoints(given.folder, keep=3) as checkpoints:
+        compiled = compiled_step(None if checkpoints.latest is None else checkpoints.plan())
         if checkpoints.latest is None:
             done, state = 0, al.init_sharded(init, jax.random.key(0), like=compiled)
         else:

@@ -19,6 +19,7 @@ from alpa_lite.api import plan_cache
 from alpa_lite.plan import codec
 from alpa_lite.plan.progress import Progress
 from alpa_lite.planners import Auto, DataParallel, Hybrid, Megatron, Planner, PlanRequest
+from alpa_lite.runtime.calibrate.calibrate import CACHE_VARIABLE
 
 WIDTH, BATCH = 64, 32
 CLUSTER = al.cluster("p3.16xlarge")
@@ -340,9 +341,9 @@ def test_what_has_no_content_is_not_kept(tmp_path: Path, monkeypatch: pytest.Mon
 def test_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert plan_cache.folder_of(True) is None  # as tests run
     assert plan_cache.folder_of(tmp_path) == tmp_path and plan_cache.folder_of(str(tmp_path)) == tmp_path
-    monkeypatch.setenv(plan_cache.VARIABLE, str(tmp_path / "mine"))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "mine"))
     assert plan_cache.folder_of(True) == tmp_path / "mine" and plan_cache.folder_of(False) is None
-    monkeypatch.delenv(plan_cache.VARIABLE)
+    monkeypatch.delenv(CACHE_VARIABLE)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("sys.platform", "linux")
     assert plan_cache.folder_of(True) == tmp_path / "alpa_lite" / "plans"
@@ -357,7 +358,7 @@ def test_al_plan_takes_a_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("word", ["on", "1", "True", "yes"])
 def test_a_word_that_means_yes_is_no_folder(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(plan_cache.VARIABLE, raising=False)
+    monkeypatch.delenv(CACHE_VARIABLE, raising=False)
     usual = plan_cache.folder_of(True)
-    monkeypatch.setenv(plan_cache.VARIABLE, word)
+    monkeypatch.setenv(CACHE_VARIABLE, word)
     assert usual is not None and plan_cache.folder_of(True) == usual

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.custom_partitioning import custom_partitioning
+from jax.experimental.pallas.ops.gpu import attention_mgpu
 
 import alpa_lite as al
 import tests.rules.cudnn_reference  # noqa: F401  (a lowering of cuDNN's attention for CPUs)
@@ -73,6 +75,25 @@ def test_attention_of_cudnn_is_split(devices):
     assert parallel.last_plan is not None and not parallel.last_plan.opaque
 
 
+def test_products_of_blocks_of_eight_bits_are_split(devices):
+    def step(w: Any, x: Any) -> Any:
+        narrow = [a[None].astype(jnp.float8_e4m3fn) for a in (x, w)]
+        scales = [jnp.ones((1, len(a), a.shape[1] // 32), jnp.float8_e8m0fnu) for a in (x, w)]
+        return w, jax.nn.scaled_matmul(*narrow, *scales, preferred_element_type=jnp.float32)[0]
+
+    rng = np.random.default_rng(0)
+    args = [jnp.asarray(rng.normal(size=(rows, 256)), jnp.float32) for rows in (16, 32)]
+    with _jax.tracing_for_gpus():
+        expected = jax.jit(step)(*args)[1]
+    for planner in (al.planners.DataParallel(), al.planners.OnMesh(axes={"x": 8}, pins={"w": (None, "x")})):
+        parallel = al.parallelize(step, planner=planner, batch_argnums=1)
+        np.testing.assert_allclose(parallel(*args)[1], expected, rtol=1e-5, atol=1e-4)
+        plan = parallel.last_plan
+        # Blocks of the contracted dim are summed over devices, whole samples are not.
+        kinds = {c.kind for c in plan.prediction.collectives}
+        assert not plan.opaque and kinds <= ({"all_reduce", "reduce_scatter"} if planner.name != "dp8" else set())
+
+
 def test_kernels_for_gpus_are_planned_without_one():
     """The kernel of cuDNN holds no scores, those of XLA are [T, T] for each head."""
     size = jax.ShapeDtypeStruct((512, 8, 64), jnp.bfloat16)
@@ -86,6 +107,55 @@ def test_kernels_for_gpus_are_planned_without_one():
     few, many = (plan.prediction.peak_bytes[0] for plan in plans)
     scores = 2 * 8 * 2048 * 2048 * 2  # of the samples of one device
     assert few + scores < many
+
+
+def test_attention_of_mosaic_is_planned_without_a_gpu():
+    """By itself each device runs it whole; a sharding rule around it splits it, forward and backward."""
+    blocks = dict.fromkeys(("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"), 64)
+    config = attention_mgpu.TuningConfig(max_concurrent_steps=2, **blocks)
+
+    def whole(q: Any, k: Any, v: Any) -> Any:
+        return attention_mgpu.attention(q, k, v, config)
+
+    def ruled(function: Callable[..., Any], text: str) -> Callable[..., Any]:
+        made = custom_partitioning(function)
+        made.def_partition(
+            partition=lambda mesh, args, result: (mesh, function, result.sharding, tuple(a.sharding for a in args)),
+            sharding_rule=text,
+        )
+        return made
+
+    heads = "b {0} h d, b {1} h d, b {1} h d"
+    forward = ruled(whole, f"{heads} -> b t h d".format("t", "s"))
+    backward = ruled(
+        lambda q, k, v, slope: jax.vjp(whole, q, k, v)[1](slope), f"{heads}, b t h d -> {heads}".format("t", "s")
+    )
+    attend = jax.custom_vjp(forward)
+    attend.defvjp(lambda *qkv: (forward(*qkv), qkv), lambda qkv, slope: tuple(backward(*qkv, slope)))
+    size = jax.ShapeDtypeStruct((512, 8, 64), jnp.float16)
+    params = {name: size for name in "qkv"} | {"o": jax.ShapeDtypeStruct((8, 64, 512), jnp.float16)}
+    x = jax.ShapeDtypeStruct((16, 2048, 512), jnp.float16)
+    alone, split = (
+        al.plan(partial(train, attend=attend), params, x, cluster="p5.48xlarge", planner="data_parallel", cache=False)
+        for attend in (whole, attend)
+    )
+    assert {use.primitive for use in alone.opaque} == {"mpmd_map"}
+    for function in (whole, attend):
+        here = al.parallelize(partial(train, attend=function), planner="data_parallel").trace(params, x)
+        with pytest.raises(PlanError, match=r"test_kernels.py:\d+.*the kernel .* cannot run on .*cpu"):
+            here.plan()
+    assert not split.opaque and {c.kind for c in split.prediction.collectives} == {"all_reduce"}
+
+
+@pytest.mark.skipif(attention_mgpu.cuda_versions is not None, reason="CUDA is installed")
+def test_steps_are_traced_where_the_kernels_of_mosaic_are_not_loaded(monkeypatch):
+    monkeypatch.delitem(sys.modules, attention_mgpu.__name__)
+    with _jax.tracing_for_gpus():
+        assert attention_mgpu.cuda_versions is None
+    monkeypatch.undo()
+    with _jax.tracing_for_gpus():
+        assert attention_mgpu.cuda_versions is not None
+    assert attention_mgpu.cuda_versions is None
 
 
 def doubled(x: Any, *, name: str = "doubled_rows", **options: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import alpa_lite as al
+from alpa_lite.inspection.why.sharding_costs import sharding_costs
 
 RNG = np.random.default_rng(0)
 STATE = {name: RNG.normal(size=shape).astype(np.float32) / 4 for name, shape in (("up", (8, 32)), ("down", (32, 8)))}
@@ -168,6 +170,47 @@ def test_what_each_would_cost(devices: Any) -> None:
     assert "name no shardings" in plain.explain_user_shardings()
 
 
+STAGED = {
+    "pipeline": al.planners.Pipeline(pipeline=2),
+    "auto": al.planners.Auto(pipeline=2),
+    "recomputed": al.planners.Hybrid(pipeline=2, remat="full"),
+    "interleaved": al.planners.Pipeline(pipeline=2, schedule=al.schedule.Interleaved1F1B(num_chunks=2)),
+}
+
+
+@pytest.mark.parametrize("planner", [STAGED["pipeline"], al.planners.DataParallel()], ids=["pp", "dp"])
+def test_a_mesh_of_a_stage_has_a_price(planner: Any, devices: Any) -> None:
+    """The price is the difference of the plans that obey all shardings of the line, and none."""
+    mesh = jax.sharding.Mesh(np.array(devices[:4]).reshape(2, 2), ("data", "model"))
+    wide = NamedSharding(mesh, P(("data", "model"), None))
+    step = training(lambda x: jax.lax.with_sharding_constraint(x, wide), lambda x: x)
+    plan = plan_of(step, planner=planner, num_microbatches=2)
+    (row,) = sharding_costs(plan).rows
+    assert row.mesh == (("data", 2), ("model", 2)) and row.seconds is not None
+    assert isinstance(row.given, al.Plan) and isinstance(row.free, al.Plan)
+    assert len(row.given.stages) == len(row.free.stages) == 2
+    pinned = plan_of(step, planner=STAGED["pipeline"], num_microbatches=2, user_shardings="pin")
+    assert row.given.prediction.step_seconds == pinned.prediction.step_seconds
+    # Without the sharding the plan is at least as good, since it may have it.
+    assert row.free.prediction.step_seconds <= row.given.prediction.step_seconds * (1 + 1e-9)
+    assert "no plan" not in plan.explain_user_shardings()
+
+
+def test_a_mesh_of_the_devices_that_a_plan_uses_has_a_price(devices: Any) -> None:
+    """Four of eight devices, on which there is one stage."""
+    mesh = jax.sharding.Mesh(np.array(devices[:4]), ("data",))
+    step = training(lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P("data"))), lambda x: x)
+    eight = al.cluster("p3.16xlarge")
+    whole, part = (
+        al.plan(step, STATE, BATCH, cluster=cluster, planner=al.planners.DataParallel(), cache=False)
+        for cluster in (eight, eight.part(0, 4))
+    )
+    (row,) = sharding_costs(replace(part, request=whole.request, idle_devices=4)).rows
+    assert isinstance(row.given, al.Plan) and row.given.cluster == part.cluster and len(row.given.stages) == 1
+    (of_half,) = sharding_costs(whole).rows
+    assert isinstance(of_half.given, al.Plan) and len(of_half.given.stages) == 2
+
+
 def test_what_cannot_be_obeyed_is_refused(devices: Any) -> None:
     with pytest.raises(al.errors.PlanError, match=r"FSDP lays out its own mesh.*OnMesh or Custom"):
         plan_of(constrained(), planner=al.planners.FSDP(), user_shardings="pin")
@@ -215,14 +258,6 @@ def layers(mesh: jax.sharding.Mesh, *, scanned: bool) -> tuple[Any, Any]:
     if scanned:
         return step, {"up": put(up, None, None, "model"), "down": put(down, None, "model")}
     return step, [{"up": put(up[i], None, "model"), "down": put(down[i], "model")} for i in range(4)]
-
-
-STAGED = {
-    "pipeline": al.planners.Pipeline(pipeline=2),
-    "auto": al.planners.Auto(pipeline=2),
-    "recomputed": al.planners.Hybrid(pipeline=2, remat="full"),
-    "interleaved": al.planners.Pipeline(pipeline=2, schedule=al.schedule.Interleaved1F1B(num_chunks=2)),
-}
 
 
 @pytest.mark.parametrize("scanned", [True, False], ids=["scan", "written out"])

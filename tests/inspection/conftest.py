@@ -15,8 +15,8 @@ MODEL = MLP(in_features=1024, hidden=4096, out_features=1024, num_layers=4)
 BATCH_SIZE = 2048
 
 
-def make_plan(planner, cluster="p3.16xlarge"):
-    """A plan of the perceptron's train step for eight described GPUs."""
+def make_planned(planner, cluster="p3.16xlarge"):
+    """The perceptron's train step, planned for eight described GPUs."""
     optimizer = make_optimizer()
     train_step = make_train_step(MODEL.loss_fn, optimizer)
     state = jax.eval_shape(lambda key: init_state(MODEL.init(key), optimizer), jax.random.key(0))
@@ -24,7 +24,12 @@ def make_plan(planner, cluster="p3.16xlarge"):
         "inputs": jax.ShapeDtypeStruct((BATCH_SIZE, MODEL.in_features), jnp.float32),
         "targets": jax.ShapeDtypeStruct((BATCH_SIZE, MODEL.out_features), jnp.float32),
     }
-    return al.plan(train_step, state, batch, cluster=cluster, planner=planner)
+    return al.parallelize(train_step, cluster=cluster, planner=planner).trace(state, batch).plan()
+
+
+def make_plan(planner, cluster="p3.16xlarge"):
+    """A plan of the perceptron's train step for eight described GPUs."""
+    return make_planned(planner, cluster).last_plan
 
 
 @pytest.fixture(scope="package")
@@ -34,9 +39,15 @@ def tensor_plan():
 
 
 @pytest.fixture(scope="package")
-def pipeline_plan():
+def planned():
+    """Two stages and several micro-batches, with the step."""
+    return make_planned(al.planners.Pipeline(pipeline=2))
+
+
+@pytest.fixture(scope="package")
+def pipeline_plan(planned):
     """Two stages and several micro-batches."""
-    return make_plan(al.planners.Pipeline(pipeline=2))
+    return planned.last_plan
 
 
 @pytest.fixture(scope="package")

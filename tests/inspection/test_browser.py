@@ -18,6 +18,7 @@ from alpa_lite.sharding.specs import Spec
 from alpa_lite.text import read_bytes
 from tests.inspection.page.test_html import HOSTILE, with_hostile_name
 
+CONSIDERED = "#alternatives table[aria-label='Plans considered']"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "microsoft-edge")
 
 
@@ -202,17 +203,19 @@ def test_columns_put_rows_in_order_by_keyboard(opened, tensor_plan):
     seconds = {"auto": tensor_plan.prediction.step_seconds, "ten": 10.0, "nine": 9.0, "none": float("inf")}
     others = tuple((name, found) for name, found in seconds.items() if name != "auto")
     shown = opened(replace(tensor_plan, alternatives=others))
-    head = columns(shown, "#alternatives")["plan"].locator("button")
+    head = columns(shown, CONSIDERED)["plan"].locator("button")
     head.focus()
     shown.page.keyboard.press("Enter")
-    names = shown.rows("#alternatives table")
-    assert names == sorted(names)
-    time = columns(shown, "#alternatives")["predicted ms per step"]
+    names = shown.rows(CONSIDERED)
+    assert names == sorted(names) and len(names) == 3
+    time = columns(shown, CONSIDERED)["predicted ms per step"]
     time.locator("button").focus()
     shown.page.keyboard.press("Space")
     assert time.get_attribute("aria-sort") == "descending"
-    assert columns(shown, "#alternatives")["plan"].get_attribute("aria-sort") is None
+    assert columns(shown, CONSIDERED)["plan"].get_attribute("aria-sort") is None
     assert [name for name in shown.rows("#alternatives table") if name in seconds] == ["ten", "nine", "none"]
+    # One plan that takes hundreds of times as long does not flatten the others.
+    assert shown.page.locator("#alternatives .cut").count() == 2
 
 
 def test_units_count_in_the_order(opened, tensor_plan):
@@ -274,7 +277,8 @@ def test_wheel_zooms_where_the_pointer_is(opened, pipeline_plan):
     zoomed = shown.ticks()
     assert zoomed != ticks
     shown.page.mouse.move(box["x"] + 92 + 6, box["y"] + 31)
-    assert shown.page.inner_text("#task") == task  # what is under the pointer stays there
+    # What is under the pointer stays there, now op by op.
+    assert task.split(",")[1].split(": ")[1] in shown.page.inner_text("#task")
     for _ in range(12):
         shown.page.mouse.wheel(0, 200)
         shown.page.wait_for_timeout(50)
@@ -306,9 +310,54 @@ def test_tasks_by_keyboard(opened, pipeline_plan):
         said.append(shown.page.inner_text("#task"))
     assert "stage 0: forward of micro-batch 0" in said[0]
     assert "stage 0: " in said[1] and said[1] != said[0]
-    assert "stage 1: " in said[2] and "stage 1: " in said[3]
+    assert "to stage 0: transfer" in said[2] and "to stage 0: transfer" in said[3]
+    shown.page.keyboard.press("ArrowDown")
+    assert "stage 1: " in shown.page.inner_text("#task")
     shown.settle()
     assert shown.page.locator("#timeline .chosen").count() == 1
+
+
+def test_from_a_task_to_its_ops(opened, pipeline_plan, tmp_path):
+    shown = opened(pipeline_plan)
+    shown.page.focus("#timeline")
+    shown.page.keyboard.press(".")
+    shown.page.keyboard.press("Enter")
+    shown.settle()
+    assert "dot_general" in shown.labels()
+    shown.page.keyboard.press("]")
+    assert "sequential_networks.py:" in shown.page.inner_text("#task")
+    shown.settle()
+    # A click keeps what is said.
+    box = shown.page.locator("#timeline svg").bounding_box()
+    for part in (0.1, 0.3, 0.5, 0.7, 0.9):
+        shown.page.mouse.click(box["x"] + 92 + part * (box["width"] - 100), box["y"] + 31)
+        shown.settle()
+        said = shown.page.inner_text("#task")
+        if "dot_general" in said:
+            break
+    assert re.search(r"dot_general, [\d.]+ [µm]s .* % of the step\) · .*:\d+ .* float32\[.*\] as \[", said)
+    shown.page.mouse.move(box["x"] + 92 + 500, box["y"] + 75)
+    assert shown.page.inner_text("#task") == said
+    shown.page.focus("#timeline")
+    shown.page.keyboard.press("Escape")
+    assert shown.page.inner_text("#task") == ""
+    # From a file there is no step, and so no ops: a task is one bar at any zoom.
+    pipeline_plan.save(tmp_path / "plan.json")
+    without = opened(type(pipeline_plan).load(tmp_path / "plan.json"))
+    without.page.focus("#timeline")
+    without.page.keyboard.press(".")
+    without.page.keyboard.press("Enter")
+    without.settle()
+    assert "dot_general" not in without.labels() and "forward" in without.page.inner_text("#task")
+
+
+def test_collectives_are_drawn_with_and_without_the_step(opened, tensor_plan, tmp_path):
+    tensor_plan.save(tmp_path / "plan.json")
+    for plan in (tensor_plan, type(tensor_plan).load(tmp_path / "plan.json")):
+        shown = opened(plan)
+        drawn = shown.page.locator("#timeline path.collective")
+        assert drawn.count() == 1 and drawn.get_attribute("d")
+        assert shown.page.is_visible(".kinds [data-kind='collective']")
 
 
 def test_pointing_at_a_task_tells_what_it_is(opened, pipeline_plan):
@@ -324,7 +373,8 @@ def test_one_stage(opened, pipeline_plan):
     button.press("Enter")
     assert button.get_attribute("aria-pressed") == "true"
     assert shown.page.locator("svg.cluster .dim").count() == 4
-    assert shown.page.locator("#timeline g.dim").count() == 1
+    # The tasks of the other stage, and the transfers to it.
+    assert shown.page.locator("#timeline g.dim").count() == shown.page.locator("#timeline g.row").count() / 2
     button.press("Enter")
     assert shown.page.locator(".dim").count() == 0
 
@@ -358,6 +408,15 @@ def test_colours(opened, pipeline_plan, dark):
     assert found == [("colours: light", False), ("colours: dark", True), ("colours: as the system", dark)]
 
 
+def test_two_plans(opened, tensor_plan, pipeline_plan):
+    shown = opened(tensor_plan.diff(pipeline_plan))
+    lanes = shown.page.locator("#timeline text.lane").all_text_contents()
+    assert [text.split(":")[0] for text in lanes] == ["before", "after"]
+    assert shown.page.locator("#memory .held").count() == 3
+    shown.search("micro-batches")
+    assert shown.rows("#differences-0 table") == ["micro-batches"]
+
+
 def test_on_paper(opened, pipeline_plan):
     shown = opened(pipeline_plan, dark=True)
     shown.page.emulate_media(media="print")
@@ -371,6 +430,11 @@ def test_on_paper(opened, pipeline_plan):
 def test_narrow(opened, pipeline_plan):
     shown = opened(pipeline_plan, width=380)
     assert shown.page.evaluate("() => document.documentElement.scrollWidth") <= 380
+    # Rows are lists there: no table is wider than the page, nor scrolls.
+    boxes = "() => [...document.querySelectorAll('main .scroll')].map((box) => box.scrollWidth - box.clientWidth)"
+    assert max(shown.page.evaluate(boxes)) <= 1
+    label = "() => getComputedStyle(document.querySelector('#stages td:nth-child(2)'), '::before').content"
+    assert "layers" in shown.page.evaluate(label)
 
 
 def test_hostile_names(opened, tensor_plan):

@@ -60,6 +60,18 @@ def scaled_dot(pick: Pick, name: str) -> Row:
     return call(name, run, *operands)
 
 
+@drawn("scaled_matmul_wrapper")
+def scaled_matmul(pick: Pick, name: str) -> Row:
+    """One, some or all blocks of 32 numbers on a device; batches."""
+    pick.special, pick.adds = False, True
+    batch, k, shapes = pick.dim((4, 2, 1)), 32 * pick.one_of((8, 4, 2, 1)), [pick.dim(_SMALL) for _ in range(2)]
+    numbers = [pick.array([batch, n, k], "float8_e4m3fn") for n in shapes]
+    scales = [jnp.exp2(jnp.floor(pick.array([batch, n, k // 32]))).astype("float8_e8m0fnu") for n in shapes]
+    bind = jax_primitives()[name].bind
+    run = lambda *v: bind(*v, preferred_element_type=jnp.dtype("float32"))  # noqa: E731
+    return call(name, run, *numbers, *scales)
+
+
 def _group_sizes(pick: Pick, rows: int, groups: int) -> Any:
     """Sizes of groups that hold all rows or some."""
     cuts = sorted(pick.integer(0, rows) for _ in range(groups))

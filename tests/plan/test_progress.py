@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import signal
 
 import pytest
@@ -92,6 +93,19 @@ def test_what_is_left_shrinks_and_is_revised() -> None:
         assert pace.left_seconds() == pytest.approx(4.0)
         progress.did()
         assert (pace.left_seconds() or 0.0) > 10.0
+
+
+def test_known_units_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+    progress = Progress()
+    progress.begin("stages")
+    with progress.during("compile"), caplog.at_level(logging.DEBUG, logger="alpa_lite"):
+        report = progress.counting("compile")
+        assert progress.left == {"compile": None} and progress.done == {}
+        for done, total in ((0, 5), (1, 5), (1, 5), (4, 6)):
+            report("stage 0", done, total)
+            assert progress.doing == f"stage 0 ({done} of {total})"
+            assert progress.done.get("compile", 0) == done and progress.left == {"compile": total - done}
+    assert caplog.messages[-1] == progress.doing  # the lines of text are logged too
 
 
 def test_interrupts_wait_for_the_step_at_hand(default_interrupt: None) -> None:

@@ -1,4 +1,4 @@
-"""What cuDNN's attention computes, in plain JAX, as the lowering of its primitives for CPUs; without packed sequences.
+"""What cuDNN's attention (without packed sequences) and its scaled products compute, in plain JAX, for CPUs.
 
 Importing this module lets programs with these primitives run on the virtual devices of the tests.
 """
@@ -62,3 +62,16 @@ def _backward(q: Any, k: Any, v: Any, bias: Any, q_len: Any, k_len: Any, *rest: 
 
 for _name, _function in (("dot_product_attention_fwd", _forward), ("dot_product_attention_bwd", _backward)):
     mlir.register_lowering(jax_primitives()[_name], mlir.lower_fun(_function, multiple_results=True), platform="cpu")
+
+
+def _scaled_matmul(a: Any, b: Any, a_scale: Any, b_scale: Any, *, preferred_element_type: Any) -> list[Any]:
+    wide = [
+        x.astype(jnp.float32) * jnp.repeat(scale.astype(jnp.float32), x.shape[2] // scale.shape[2], axis=2)
+        for x, scale in ((a, a_scale), (b, b_scale))
+    ]
+    return [jnp.einsum("bmk,bnk->bmn", *wide).astype(preferred_element_type)]
+
+
+mlir.register_lowering(
+    jax_primitives()["scaled_matmul"], mlir.lower_fun(_scaled_matmul, multiple_results=True), platform="cpu"
+)

@@ -180,7 +180,23 @@ def attended(
 _FORWARD, _BACKWARD = "dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper"
 _BIAS, _SHARED = dict(variadic_args=(True, True)), floats(1, 8, 16, 12)
 _LENGTHS = jnp.zeros(0, jnp.float32), integers(16, 4, low=1), integers(12, 4, low=1)
+
+
+def scaled_matmul(a: Any, b: Any, a_scales: Any, b_scales: Any) -> Any:
+    """The product of cuDNN on numbers of eight bits, with a scale for each 32 of them."""
+    narrow = [x.astype(jnp.float8_e4m3fn) for x in (a, b)]
+    scales = [jnp.exp2(x.astype(jnp.float32)).astype(jnp.float8_e8m0fnu) for x in (a_scales, b_scales)]
+    (made,) = jax_primitives()["scaled_matmul_wrapper"].bind(*narrow, *scales, preferred_element_type=jnp.float32)
+    return made
+
+
 ROWS += (
+    row(
+        "scaled_matmul_wrapper",
+        scaled_matmul,
+        *(integers(8, 4, n, 256, low=-8) for n in (8, 16)),
+        *(integers(4, 4, n, 8, low=-4) for n in (8, 16)),
+    ),
     row(_FORWARD, cudnn(), *attended(4, 16, 8, 8)),
     row(f"{_FORWARD} causal", cudnn(mask="CAUSAL", training=False), *attended(4, 16, 8, 4)),
     row(f"{_FORWARD} bias", cudnn(**_BIAS), *attended(4, 16, 8, 8, _SHARED)),

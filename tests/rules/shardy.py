@@ -60,7 +60,8 @@ _WITHOUT = {
         "symmetric_product triangular_solve tridiagonal tridiagonal_solve"
     ),
     "a kernel, of which Shardy knows what its author says": (
-        "pallas_call custom_partitioning dot_product_attention_fwd_wrapper dot_product_attention_bwd_wrapper"
+        "pallas_call custom_partitioning dot_product_attention_fwd_wrapper dot_product_attention_bwd_wrapper "
+        "scaled_matmul_wrapper"
     ),
     "arrays from nothing: any split is free": "empty iota",
     "many element-wise operations on counters and keys": (

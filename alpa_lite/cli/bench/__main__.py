@@ -17,8 +17,9 @@ from alpa_lite.cli.bench.entries import Say, contest_of, measured_rows, planned_
 from alpa_lite.cli.bench.report import ChartError, check_matplotlib, draw, environment_lines, groups, page, tables
 from alpa_lite.cli.bench.request import BenchTarget, add_options, find_target, named_contenders, named_models
 from alpa_lite.cli.bench.row import Environment, Row, here, json_line, verdict
-from alpa_lite.cli.command import Screen, ended, progress_line, run_module, writing
+from alpa_lite.cli.command import Screen, ended, run_module, writing
 from alpa_lite.errors import PlanError
+from alpa_lite.inspection.text.progress_bar import shown_progress
 from alpa_lite.inspection.text.tables import render
 from alpa_lite.runtime.calibrate.calibrate import calibrate
 from cost_models.cluster import Cluster
@@ -79,7 +80,7 @@ def _run(arguments: Sequence[str], given: argparse.Namespace) -> int:
         return _with_devices(arguments, given.devices)
     console = Screen(stderr=given.json, width=None if sys.stdout.isatty() else 120)
     rows: list[Row] = []
-    with progress_line(console) as say:
+    with shown_progress("compare") as say:
         machine = _this_machine(given.calibrate, say) if any(local) else None
         for target, here_too in zip(targets, local, strict=True):
             # What is planned for another cluster cannot be measured here.

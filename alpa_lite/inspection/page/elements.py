@@ -26,19 +26,24 @@ STAGES = (
 """The colours of stages, (light, dark); they repeat if there are more stages."""
 
 KINDS = {
-    "forward": ("#2f6fc4", "#4a86d8"),
-    "backward": ("#1f7f5c", "#2f9a73"),
-    "weight": ("#7cb8a3", "#1d6b51"),
-    "update": ("#b35c00", "#c9731a"),
-    "receive": ("#8c96a3", "#6b7785"),
-    "other": ("#b8bec6", "#4a525c"),
+    "forward": ("#6b7f94", "#7488a0"),
+    "backward": ("#36485c", "#50667f"),
+    "weight": ("#a3b2c1", "#2f4053"),
+    "update": ("#84745c", "#94856b"),
+    "collective": ("#d6246e", "#f0569a"),
+    "receive": ("#e59500", "#f2b33d"),
+    "other": ("#c9ced4", "#4a525c"),
 }
-"""The colours of tasks; `weight` is the computation of weight gradients where it is a task of its own."""
+"""The colours of what devices do: greys for computation, which no stage has, and two bright ones for communication.
+
+`weight` is the computation of weight gradients where it is a task of its own.
+"""
 
 
 def kind_name(kind: str) -> str:
     """Return the name of a kind of tasks in a legend."""
-    return {"weight": "weight gradients", "receive": "transfer"}.get(kind, kind)
+    names = {"weight": "weight gradients", "receive": "transfers", "collective": "collectives"}
+    return names.get(kind, kind)
 
 
 def stage_class(stage: int) -> str:

@@ -1,165 +1,40 @@
 """A plan as one self-contained HTML page, and its view in a notebook. Light, dark and printed; no network access.
 
-summary       the key numbers, devices and layers by stage                                             `sections`
-timeline      drawn by the page's script, which zooms it together with the memory over time            `page_data`
-tables        stages, parameters as blocks, communication by axis, plans considered                    `sections`
+summary       the key numbers                                                                          `sections`
+timeline      drawn by `timeline.js`, which zooms it together with the memory over time                `page_data`
+tables        devices, stages, parameters as blocks, communication by axis, plans considered           `sections`
+foot          version, date, hardware, fingerprint, and how to repeat it                               `provenance`
 
-`page.js` and `page.css` are the script and the style of the page. Notebooks remove scripts, so they get the static
-drawings.
-
-The script reads compact data: times are whole ticks, a million to the longest step, and starts are differences to the
-previous start. Thus a task takes about a dozen characters, and the page of a plan with ten thousand tasks stays small.
+`page.js`, `timeline.js` and `page.css` are the scripts and the style of the page. Notebooks remove scripts, so they
+get the static drawings.
 """
 
 from __future__ import annotations
 
-import enum
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
 
-from alpa_lite.inspection.page.drawings import cluster_svg, kind_class, layers_svg, timeline_svg
-from alpa_lite.inspection.page.elements import KINDS, STYLE, fragment_html, page_html, table_html
+from alpa_lite.inspection.page.argument_table import parameter_table
+from alpa_lite.inspection.page.drawings import cluster_svg, layers_svg, timeline_svg
+from alpa_lite.inspection.page.elements import STYLE, fragment_html, page_html, table_html
+from alpa_lite.inspection.page.page_data import page_data, safe_json
+from alpa_lite.inspection.page.provenance import provenance_html
 from alpa_lite.inspection.page.sections import (
     KEYS,
     Section,
     alternatives_section,
     communication_section,
+    devices_section,
     memory_section,
     notes_sections,
-    parameter_table,
     stages_section,
     summary_section,
     timeline_section,
 )
 from alpa_lite.inspection.text.tables import headline, plan_tables
-from alpa_lite.inspection.text.timeline import MemoryTrack, memory_over_time, predicted_timeline, row_name
 from alpa_lite.plan.plan import Plan
 from alpa_lite.schedule.tasks import SpanLike
-
-TICKS = 1_000_000
-_LEVELS = 100_000
-"""The number of levels of memory between zero and the capacity."""
-
-MAX_POINTS = 4000
-"""The greatest number of points of a memory line; a longer line is reduced to the extremes of as many parts."""
-
-_KINDS = tuple(KINDS)
-
-
-def page_data(
-    plan: Plan, *, simulated: Sequence[SpanLike] | None = None, measured: Sequence[SpanLike] | None = None
-) -> dict[str, object]:
-    """Return the data of a plan's page: `lanes` of tasks, one per timeline, and `memory` over the same time."""
-    predicted = predicted_timeline(plan)
-    listed = {"predicted": predicted.bars, "simulated": simulated, "measured": measured}
-    shown = {name: _shown(found or ()) for name, found in listed.items()}
-    # Simulated and measured spans are optional, and a plan may predict none.
-    spans: dict[str, Sequence[SpanLike]] = {name: found for name, found in shown.items() if found}
-    # Never zero, since it is the divisor of all times.
-    ends = {name: max(span.end_seconds for span in found) for name, found in spans.items()}
-    longest = max([*ends.values(), predicted.step_seconds]) or 1e-12
-    # The title of a lane says how long its step is, of which the predicted one does not end with its last task.
-    ends["predicted"] = predicted.step_seconds
-    # One tick for all lanes, so that they share the axis of time.
-    tick = longest / TICKS
-    return {
-        "tick_seconds": tick,
-        "kinds": list(_KINDS),
-        "lanes": [{**_lane(name, found, plan, tick), "end": round(ends[name] / tick)} for name, found in spans.items()],
-        "memory": [_memory(track, tick) for track in memory_over_time(plan)],
-        "end": round(predicted.makespan_seconds / tick),
-    }
-
-
-def safe_json(data: object) -> str:
-    """Return JSON that is safe inside a `<script>` element: names of the user cannot end it or begin a comment."""
-    # The HTML parser ends a script at `</script`, even inside of a string of JSON.
-    # NaN and infinity, which JavaScript's parser refuses, raise an error here.
-    text = json.dumps(data, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
-    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
-
-
-def _shown(spans: Iterable[SpanLike]) -> list[SpanLike]:
-    """Return the spans that take time."""
-    return [span for span in spans if span.end_seconds > span.start_seconds]
-
-
-def _lane(title: str, spans: Sequence[SpanLike], plan: Plan, tick: float) -> dict[str, object]:
-    """Return one timeline: a row per submesh, and below it a row for the transfers to it if there are any."""
-    row_of = {stage: row for row, stages in enumerate(plan.stages_together) for stage in stages}
-    rows: dict[tuple[int, bool], list[SpanLike]] = {}
-    for span in spans:
-        rows.setdefault((row_of[span.stage], span.kind == "SEND"), []).append(span)
-    listed = [
-        {
-            "name": ("to " if receives else "stage ") + row_name(plan.stages_together[row]),
-            "stages": list(plan.stages_together[row]),
-            "tasks": _tasks(found, tick),
-        }
-        for (row, receives), found in sorted(rows.items(), key=lambda item: item[0])
-    ]
-    return {"title": title, "rows": listed}
-
-
-def _tasks(spans: Sequence[SpanLike], tick: float) -> list[int]:
-    """Return the tasks as one list: kind, stage, micro-batch (-1: whole step), start minus previous start, length."""
-    flat: list[int] = []
-    before = 0
-    for span in sorted(spans, key=lambda span: span.start_seconds):
-        start, end = round(span.start_seconds / tick), round(span.end_seconds / tick)
-        microbatch = getattr(span, "microbatch", None)
-        kind = _KINDS.index(kind_class(_words(span)))
-        # A task that is shorter than a tick must still be seen and found.
-        flat += [kind, span.stage, -1 if microbatch is None else microbatch, start - before, max(1, end - start)]
-        before = start
-    return flat
-
-
-def _words(span: SpanLike) -> str:
-    """Return the words that say what a span does; an instruction's are in the name of its task."""
-    kind = span.kind.value if isinstance(span.kind, enum.Enum) else str(span.kind)
-    return str(getattr(span, "name", kind)) if kind == "RUN" else kind
-
-
-def _memory(track: MemoryTrack, tick: float) -> dict[str, object]:
-    # The scale of the drawing: a plan that does not fit goes above the capacity.
-    full = max(track.capacity_bytes, track.peak_bytes, 1.0)
-    points = _thinned([(round(t / tick), b) for t, b in zip(track.seconds, track.bytes, strict=True)])
-    flat: list[int] = []
-    before = 0
-    # Differences are small numbers, which take few characters.
-    for time, held in points:
-        flat += [time - before, round(held / full * _LEVELS)]
-        before = time
-    return {
-        "name": f"stage {row_name(track.stages)}",
-        "stages": list(track.stages),
-        "full_bytes": full,
-        "levels": _LEVELS,
-        "capacity_bytes": track.capacity_bytes,
-        "peak_bytes": track.peak_bytes,
-        "kept_bytes": track.kept_bytes,
-        "points": flat,
-    }
-
-
-def _thinned(points: Sequence[tuple[int, float]]) -> Sequence[tuple[int, float]]:
-    """Return about `MAX_POINTS` of the points, including the highest and the lowest."""
-    if len(points) <= MAX_POINTS:
-        return points
-    # Every part of the points leaves two of them.
-    size = -(-2 * len(points) // MAX_POINTS)
-    kept: list[tuple[int, float]] = []
-    for first in range(0, len(points), size):
-        part = points[first : first + size]
-        # Both extremes of a part: a mean would hide the peak for which the line is looked at.
-        both = {min(part, key=lambda point: point[1]), max(part, key=lambda point: point[1])}
-        kept += sorted(both)
-    # The line begins at time zero, whatever the extremes of its first part are.
-    return [points[0], *kept[1:]] if kept[0][0] == points[0][0] else [points[0], *kept]
-
 
 _BAR = """<header class="bar">
 <a class="skip" href="#summary">To the summary</a>
@@ -183,26 +58,33 @@ def plan_html(
         summary_section(plan),
         timeline_section(plan, simulated=simulated, measured=measured),
         memory_section(plan, allocated_bytes),
+        devices_section(plan),
         stages_section(plan),
         Section(id="parameters", title="Parameters", body=parameter_table(plan)),
         communication_section(plan),
         alternatives_section(plan),
         *notes_sections(plan),
     ]
+    data = page_data(plan, simulated=simulated, measured=measured)
+    return framed(f"{plan.function}: {plan.name}", sections, data, provenance_html(plan))
+
+
+def framed(title: str, sections: Sequence[Section], data: dict[str, object], foot: str) -> str:
+    """Return the page of some sections, with the scripts that draw its timeline from `data`."""
     shown = [section for section in sections if section.body]
     links = "".join(f'<a href="#{section.id}">{escape(section.title)}</a>' for section in shown)
-    data = safe_json(page_data(plan, simulated=simulated, measured=measured))
     fragment = fragment_html(
         _BAR.format(links=links),
         "<main>",
         *map(str, shown),
+        foot,
         f"<p class='keys'>{KEYS}</p>",
         "</main>",
-        f'<script type="application/json" id="data">{data}</script>',
-        f"<script>\n{_file('page.js')}</script>",
+        f'<script type="application/json" id="data">{safe_json(data)}</script>',
+        f"<script>\n{_file('page.js')}\n{_file('timeline.js')}</script>",
         style=STYLE + _file("page.css"),
     )
-    return page_html(f"{plan.function}: {plan.name}", fragment)
+    return page_html(title, fragment)
 
 
 def plan_fragment(plan: Plan) -> str:
@@ -214,8 +96,8 @@ def plan_fragment(plan: Plan) -> str:
         layers_svg(plan),
         "<h2>Predicted step</h2>",
         timeline_svg(plan),
-        "<p>blue: forward, green: backward, orange: update; one row per stage, or per group of devices that runs "
-        "several</p>",
+        "<p>light: forward, dark: backward, brown: update; one row per stage, or per group of devices that runs several"
+        "</p>",
         *(table_html(table) for table in plan_tables(plan)),
     )
 

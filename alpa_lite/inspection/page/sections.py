@@ -1,8 +1,4 @@
-"""The sections of a plan's page, each a heading with an anchor and a body; sections without a body are left out.
-
-The table of arguments has one row per group of arrays: their shapes, a drawing of the blocks, the sharding in words,
-and the bytes on one device.
-"""
+"""The sections of a plan's page, each a heading with an anchor and a body; sections without a body are left out."""
 
 from __future__ import annotations
 
@@ -11,26 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from alpa_lite.inspection.page.drawings import (
-    block_svg,
-    cluster_svg,
-    layers_svg,
-    sharding_kind,
-    sharding_words,
-    stage_names,
-)
+from alpa_lite.inspection.page.drawings import cluster_svg, layers_svg, stage_names
 from alpa_lite.inspection.page.elements import KINDS, kind_name, table_html
-from alpa_lite.inspection.text.groups import (
-    Argument,
-    ArgumentGroup,
-    AxisUse,
-    arguments_of,
-    axis_uses,
-    group_arguments,
-    is_optimizer_state,
-)
+from alpa_lite.inspection.text.groups import AxisUse, axis_uses
 from alpa_lite.inspection.text.tables import (
-    alternatives_table,
+    Table,
     collectives_table,
     headline,
     opaque_table,
@@ -41,7 +22,7 @@ from alpa_lite.inspection.text.tables import (
 )
 from alpa_lite.inspection.text.timeline import compared, comparison_table, predicted_timeline
 from alpa_lite.inspection.why.memory_use import allocated_table
-from alpa_lite.plan.plan import ArrayShape, Plan
+from alpa_lite.plan.plan import Plan
 from alpa_lite.schedule.tasks import SpanLike
 from alpa_lite.text import (
     show_bytes,
@@ -54,118 +35,11 @@ from alpa_lite.text import (
     show_seconds,
 )
 
-_COLUMNS = ("path", "whole", "each device", "bytes of a device", "blocks", "cut", "stages")
-_MARKS = {
-    "whole": " data-numeric",
-    "each device": " data-numeric",
-    "bytes of a device": " class=number",
-}
-"""The columns that are sorted by numbers, shapes by their bytes."""
-
-
-def parameter_table(plan: Plan) -> str:
-    """Return the table of arguments with its controls; "" if the plan names no arguments."""
-    arguments = arguments_of(plan)
-    # Optimizer state last: the page hides its rows until the reader asks for them.
-    groups = [*group_arguments(arguments.plain), *group_arguments(arguments.optimizer)]
-    # Only kinds of sharding that occur, so that no choice empties the table.
-    kinds = "".join(f"<option>{kind}</option>" for kind in sorted({sharding_kind(group.spec) for group in groups}))
-    head = "".join(f"<th{_MARKS.get(column, '')}>{column}</th>" for column in _COLUMNS)
-    rows = "\n".join(_row(plan, group) for group in groups)
-    table = (
-        '<div class="tools"><label>cut <select id="kind">'
-        f'<option value="">any sharding</option>{kinds}</select></label>'
-        f'<label><input type="checkbox" id="open"> name every array</label>'
-        f"{_optimizer_switch(len(arguments.optimizer), len(arguments.unlike_parameter))}</div>"
-        f'<div class="scroll"><table id="arrays" data-search aria-label="Parameters and inputs">'
-        f"<thead><tr>{head}</tr></thead><tbody>\n{rows}\n</tbody></table></div>"
-        "<p>A drawing is the whole array, its first dim downwards; the block of the stage's first device is filled. "
-        "A spec names the mesh axes of each dim, - where it is whole. The bytes are those of all arrays of a row that "
-        "one device holds, on the stage with the most of them.</p>"
-    )
-    # An empty body leaves the section out of the page.
-    return table if groups else ""
-
-
-def _optimizer_switch(count: int, unlike: int) -> str:
-    if not count:
-        return ""
-    otherwise = f", {unlike} of them sharded differently from their parameter" if unlike else ""
-    words = f"{show_count(count, 'array')} of optimizer state{otherwise}"
-    return f'<label><input type="checkbox" id="optimizer"> {words}</label>'
-
-
-def _row(plan: Plan, group: ArgumentGroup) -> str:
-    optimizer = ' data-optimizer=""' if is_optimizer_state(group.members[0].name) else ""
-    meshes = {str(mesh): mesh.axis_sizes for stage in group.stages for mesh in [plan.stages[stage].mesh_shape]}
-    # Stages with equal meshes have equal drawings, of which one is enough.
-    blocks = "".join(dict.fromkeys(block_svg(group.spec, sizes) for sizes in meshes.values()))
-    words = "<br>".join(dict.fromkeys(escape(sharding_words(group.spec, sizes)) for sizes in meshes.values()))
-    kind = sharding_kind(group.spec)
-    cells = (
-        _shape_cell([member.shape for member in group.members], named=True),
-        _shape_cell([member.block for member in group.members], named=False),
-        _bytes_cell(group),
-        f"<td>{blocks}</td><td><b>{kind}</b> <code>{escape(str(group.spec))}</code><br><small>{words}</small></td>",
-        f"<td>{stage_names(group.stages)}</td>",
-    )
-    return (
-        f'<tr data-kind="{kind}"{optimizer}><th scope="row"><code>{escape(group.pattern)}</code>{_members(group)}</th>'
-        f"{''.join(cells)}</tr>"
-    )
-
-
-def _shape_cell(shapes: Sequence[ArrayShape | None], *, named: bool) -> str:
-    """Return the shape that all arrays share; of several shapes the largest, and the number of others."""
-    known = sorted({shape for shape in shapes if shape is not None}, key=lambda shape: -shape.bytes)
-    if not known:
-        return "<td></td>"
-    largest = known[0]
-    notes = [largest.dtype] if named else []
-    notes += [f"and {show_count(len(known) - 1, 'other')}"] if len(known) > 1 else []
-    return f'<td data-value="{largest.bytes}">{_dims(largest)}<br><small>{escape(", ".join(notes))}</small></td>'
-
-
-def _dims(shape: ArrayShape) -> str:
-    return " × ".join(map(str, shape.dims)) or "scalar"
-
-
-def _bytes_cell(group: ArgumentGroup) -> str:
-    """Return the bytes of a group on one device, and the share of each array."""
-    shares = sorted({member.num_shards for member in group.members})
-    share = " or ".join("all" if number == 1 else f"1/{number}" for number in shares)
-    held = {stage: sum(_held(member) for member in group.members if member.stage == stage) for stage in group.stages}
-    # The fullest stage is what must fit; the sum over stages is nobody's memory.
-    most = max(held.values())
-    # Plans of earlier versions have no shapes: without all of them the sum would be too small.
-    known = all(member.block is not None for member in group.members)
-    size = f"{show_bytes(most)}<br>" if known else ""
-    # The page sorts by this value, not by the text with its unit.
-    return f'<td class="number" data-value="{most}">{size}<small>{share}</small></td>'
-
-
-def _held(member: Argument) -> int:
-    return 0 if member.block is None else member.block.bytes
-
-
-def _members(group: ArgumentGroup) -> str:
-    if len(group.members) == 1:
-        return ""
-    listed = "\n".join(
-        f'<li data-stage="{each.stage}">{escape(each.name)} <small>stage {each.stage}{_shape(each)}</small></li>'
-        for each in group.members
-    )
-    return f"<details><summary>{len(group.members)} arrays</summary><ul>{listed}</ul></details>"
-
-
-def _shape(member: Argument) -> str:
-    return "" if member.shape is None else f", {_dims(member.shape)}"
-
-
 KEYS = (
     "Keys: <kbd>/</kbd> search, <kbd>Esc</kbd> all rows again; in the timeline <kbd>+</kbd> <kbd>−</kbd> zoom, "
     "<kbd>←</kbd> <kbd>→</kbd> move, <kbd>0</kbd> the whole step, <kbd>↑</kbd> <kbd>↓</kbd> choose a row, "
-    "<kbd>,</kbd> <kbd>.</kbd> the task before and after."
+    "<kbd>,</kbd> <kbd>.</kbd> the task before and after, <kbd>[</kbd> <kbd>]</kbd> the op before and after in it, "
+    "<kbd>Enter</kbd> zoom to what is chosen."
 )
 
 MAX_COLLECTIVES = 500
@@ -189,23 +63,28 @@ class Section:
 
 
 def summary_section(plan: Plan) -> Section:
-    """Return the summary: the key numbers, the devices and the layers of each stage."""
+    """Return the summary: the name of the plan and its key numbers."""
     # The second line repeats the cards below as text, for print.
     first, second, *more = headline(plan)
     batch = "".join(f"<p>{escape(line)}</p>" for line in more)
-    cards = "".join(_cards(plan))
+    body = (
+        f'<h1>{escape(plan.function)}: {escape(plan.name)}</h1><p class="lead">{escape(first)}</p>'
+        f'<p class="print">{escape(second)}</p>{batch}<div class="cards">{"".join(_cards(plan))}</div>'
+    )
+    return Section(id="summary", title="Summary", body=body)
+
+
+def devices_section(plan: Plan) -> Section:
+    """Return the devices and the layers of each stage, with a button for each stage."""
     legend = "".join(_legend(plan))
     # A few hosts leave room for the stages to their right.
     wide = " wide" if plan.cluster.num_hosts > _MANY_HOSTS else ""
     body = (
-        f'<h1>{escape(plan.function)}: {escape(plan.name)}</h1><p class="lead">{escape(first)}</p>'
-        f'<p class="print">{escape(second)}</p>{batch}'
-        f'<div class="cards">{cards}</div>'
         f'<div class="where{wide}"><figure>{cluster_svg(plan)}</figure>'
         f'<div class="legend" role="group" aria-label="Show one stage">{legend}</div></div>'
         f"<figure>{layers_svg(plan)}</figure>"
     )
-    return Section(id="summary", title="Summary", body=body)
+    return Section(id="devices", title="Devices", body=body)
 
 
 def _cards(plan: Plan) -> list[str]:
@@ -214,11 +93,24 @@ def _cards(plan: Plan) -> list[str]:
     peak, capacity = prediction.peak_bytes[fullest], plan.capacity_bytes(fullest)
     devices, found_in = used_devices(plan), show_seconds(solver.seconds)
     moved = sum(use.bytes * use.count for use in prediction.collectives)
-    # Counts may be fractions, since a branch of a condition counts as a part of a run.
-    number = sum(use.count for use in prediction.collectives)
+    rate = _rate(prediction.flops_per_device, step)
+    transfers = prediction.transfer_seconds
     cards = [
-        _card("step, predicted", show_seconds(step), f"no plan below {show_seconds(solver.bound)}"),
-        _card("gap to the bound", show_percent(solver.gap), f"{solver.status}, found in {found_in}"),
+        _card(
+            "step, predicted",
+            show_seconds(step),
+            f"no plan below {show_seconds(solver.bound)}, gap {show_percent(solver.gap)}; {solver.status}, found in "
+            f"{found_in}",
+        ),
+        # Plans of earlier versions have no utilisation.
+        _card(
+            "MFU",
+            show_percent(prediction.mfu),
+            f"HFU {show_percent(prediction.hfu)}; the busiest of {devices}: {rate}",
+            share=prediction.mfu,
+        )
+        if prediction.mfu
+        else _card("work of a device", rate, f"of the busiest of {devices}"),
         _card(
             "bubble",
             show_percent(prediction.bubble_fraction),
@@ -230,11 +122,12 @@ def _cards(plan: Plan) -> list[str]:
             f"{show_percent(peak / capacity)} of {show_bytes(capacity)}, stage {fullest}",
             share=peak / capacity,
         ),
-        _card("work of a device", _rate(prediction.flops_per_device, step), f"of the busiest of {devices}"),
         _card(
-            "collectives",
-            show_bytes(moved),
-            f"{show_number(round(number))} per step, {show_seconds(prediction.collective_seconds)} in all",
+            "communication",
+            show_seconds(prediction.collective_seconds + transfers),
+            f"collectives {show_seconds(prediction.collective_seconds)}, {show_bytes(moved)}"
+            + (f"; transfers {show_seconds(transfers)}" if transfers > 0 else "")
+            + "; all stages, hidden ones too",
         ),
     ]
     # Plans that do not fit have an infinite time.
@@ -277,6 +170,17 @@ def timeline_section(
 ) -> Section:
     """Return the place where the script draws the step; with simulated and measured spans, a comparison too."""
     names = ["predicted", *(["simulated"] if simulated else []), *(["measured"] if measured else [])]
+    body = chart_html(" and ".join(names))
+    if note := predicted_timeline(plan).note:
+        body += f"<p>{note}</p>"
+    # Simulated and not predicted spans: they come from the same instructions as measured ones.
+    if simulated and measured:
+        body += table_html(comparison_table(compared(simulated, measured)), heading="h3")
+    return Section(id="step", title="One step", body=body)
+
+
+def chart_html(names: str) -> str:
+    """Return the place of the timeline with its buttons and its legend; `names` says what it shows."""
     buttons = "".join(
         f'<button type="button" data-zoom="{key}" aria-label="{label}" title="{label} ({key})">{sign}</button>'
         for key, label, sign in (
@@ -292,19 +196,17 @@ def timeline_section(
         f'<rect class="{name}" width="10" height="10"/></svg> {kind_name(name)}</span>'
         for name in KINDS
     )
-    body = (
+    hint = (
+        "Click it, then turn the wheel to zoom and drag to move (or hold Ctrl); with the keyboard + − ← → 0. The "
+        "numbers are micro-batches. Click a task or a collective to keep what is said about it; Enter zooms to it, and "
+        "to its ops. Where tasks are narrower than a pixel, the height of a colour is its share of the time."
+    )
+    return (
         f'<div class="tools" role="toolbar" aria-label="Timeline">{buttons}<span class="kinds">{legend}</span></div>'
         f'<div id="timeline" class="chart" tabindex="0" role="group" aria-describedby="hint" '
-        f'aria-label="Timeline, {" and ".join(names)}"><noscript>The timeline needs JavaScript.</noscript></div>'
-        '<p id="task" role="status" aria-live="polite"></p><p id="hint">Click it, then turn the wheel to zoom and drag '
-        "to move (or hold Ctrl); with the keyboard + − ← → 0. The numbers are micro-batches.</p>"
+        f'aria-label="Timeline, {names}"><noscript>The timeline needs JavaScript.</noscript></div>'
+        f'<p id="task" role="status" aria-live="polite"></p><p id="hint">{hint}</p>'
     )
-    if note := predicted_timeline(plan).note:
-        body += f"<p>{note}</p>"
-    # Simulated and not predicted spans: they come from the same instructions as measured ones.
-    if simulated and measured:
-        body += table_html(comparison_table(compared(simulated, measured)), heading="h3")
-    return Section(id="step", title="One step", body=body)
 
 
 def memory_section(plan: Plan, allocated_bytes: Sequence[float] | None = None) -> Section:
@@ -314,15 +216,19 @@ def memory_section(plan: Plan, allocated_bytes: Sequence[float] | None = None) -
         f"{show_bytes(plan.prediction.peak_bytes[stages[0]])}"
         for stages in plan.stages_together
     )
-    body = (
-        '<div id="memory" class="chart" tabindex="0" role="group" aria-describedby="peaks" '
-        'aria-label="Predicted memory over time"></div>'
-        f'<p id="peaks">Bytes per device, on the clock of the timeline. <span id="scale"></span> Peaks: '
-        f"{escape(peaks)}.</p>"
-    )
+    body = memory_chart_html(f" Peaks: {peaks}.")
     if allocated_bytes is not None:
         body += table_html(allocated_table(plan, allocated_bytes), heading="h3")
     return Section(id="memory-over-time", title="Memory", body=body)
+
+
+def memory_chart_html(more: str) -> str:
+    """Return the place of the memory over time, with more words below it."""
+    return (
+        '<div id="memory" class="chart" tabindex="0" role="group" aria-describedby="peaks" '
+        'aria-label="Predicted memory over time"></div>'
+        f'<p id="peaks">Bytes per device, on the clock of the timeline. <span id="scale"></span>{escape(more)}</p>'
+    )
 
 
 def stages_section(plan: Plan) -> Section:
@@ -364,28 +270,47 @@ def _axis_row(use: AxisUse, most: float) -> str:
     )
 
 
+_LONGEST_BAR = 3.0
+"""The times of the chosen plan up to which the bars of other plans are drawn to scale; longer ones are cut off."""
+
+
 def alternatives_section(plan: Plan) -> Section:
-    """Return the other plans that were priced, the fastest first."""
-    table = alternatives_table(plan)
-    # In the order of the table's rows, to which they are joined below.
-    seconds = (plan.prediction.step_seconds, *(found for _, found in plan.alternatives))
-    worst = max((found for found in seconds if math.isfinite(found)), default=0.0)
-    # The chosen plan is the first of the table, and stays before those that are as fast.
-    # Not strict: without alternatives the table has no rows, not even the chosen plan's.
-    ordered = sorted(zip(table.rows, seconds, strict=False), key=lambda pair: pair[1])
-    rows = "\n".join(
-        f'<tr{" class=chosen" if row is table.rows[0] else ""}><th scope="row">{escape(row[0])}</th>'
-        f'<td class="number">{escape(row[1])}</td><td class="number">{escape(row[2])}</td><td class="bars">'
-        + (f'<span style="width:{100 * found / worst:.1f}%"></span>' if math.isfinite(found) and worst > 0 else "")
-        + "</td></tr>"
-        for row, found in ordered
+    """Return the other plans that were priced, the fastest first, and those that do not work with the reasons."""
+    step = plan.prediction.step_seconds
+    works = [(seconds, name) for name, seconds in plan.alternatives if math.isfinite(seconds)]
+    # The chosen plan stays before those that are as fast.
+    ordered = [(step, ""), *works]
+    ordered.sort(key=lambda pair: pair[0])
+    longest = min(ordered[-1][0], _LONGEST_BAR * step) or 1.0
+    rows = "\n".join(_alternative_row(plan, name, seconds, longest) for seconds, name in ordered)
+    head = '<th>plan</th><th class="number">predicted ms per step</th><th class="number">against the chosen one</th>'
+    table = (
+        '<div class="scroll"><table data-search aria-label="Plans considered"><thead><tr>'
+        f"{head}<th></th></tr></thead><tbody>\n{rows}\n</tbody></table></div>"
     )
-    head = "".join(f"<th{' class=number' if c in table.numeric else ''}>{c}</th>" for c in table.columns)
-    body = (
-        f'<div class="scroll"><table data-search aria-label="{escape(table.title)}"><thead><tr>{head}<th></th></tr>'
-        f"</thead><tbody>\n{rows}\n</tbody></table></div>"
+    body = (table if works else "") + _refused(plan)
+    return Section(id="alternatives", title="Plans considered", body=body if plan.alternatives else "")
+
+
+def _alternative_row(plan: Plan, name: str, seconds: float, longest: float) -> str:
+    step, shown = plan.prediction.step_seconds, name or f"{plan.name} (chosen)"
+    # One plan that takes many times as long must not make all others look alike.
+    cut = " cut" if seconds > longest else ""
+    bar = f'<span class="level-bar{cut}" style="width:{100 * min(1.0, seconds / longest):.1f}%"></span>'
+    ratio = show_ratio(seconds / step) if step > 0 else ""
+    return (
+        f'<tr{"" if name else " class=chosen"}><th scope="row">{escape(shown)}</th>'
+        f'<td class="number">{show_milliseconds(seconds)}</td><td class="number">{ratio}</td>'
+        f'<td class="bars">{bar}</td></tr>'
     )
-    return Section(id="alternatives", title=table.title, body=body if ordered else "")
+
+
+def _refused(plan: Plan) -> str:
+    """Return the plans that do not work, with the reasons."""
+    reasons = dict(plan.refusals)
+    rows = tuple((name, reasons.get(name, "")) for name, seconds in plan.alternatives if not math.isfinite(seconds))
+    table = Table(title="Does not work", columns=("plan", "why not"), rows=rows)
+    return f'<div class="reasons">{table_html(table, heading="h3", search=True)}</div>' if rows else ""
 
 
 def notes_sections(plan: Plan) -> list[Section]:

@@ -1,132 +1,304 @@
-"""Progress bars on terminals: for planning and other long work, and for the measurement of devices.
+"""The line of progress that is shown while steps are traced, planned and compiled, on terminals and in notebooks.
 
-The bar of planning shows the current activity, the elapsed time, and the time left. It appears after
-`PATIENCE_SECONDS`, on a terminal only, and is removed at the end. While the amount of work is unknown, it shows no time
-left. The bar never moves back; the estimate of the time left is renewed with each change.
+    ⠹ planning: choosing shardings  ━━━━━━━━━╌╌╌╌╌╌╌  0:12  about 10 s left
+
+`default_progress` is what `parallelize`, `plan` and the commands use unless the user passes something else. The line
+appears on the error stream after `PATIENCE_SECONDS` and is removed at the end; without a terminal or notebook nothing
+is written at all. Its parts:
+
+    words     what happens, outer phase first, in the words of `PHASES`                          `line`
+    bar       the share of the outer phase that is done; it never moves back                     `PlanningBar`
+    left      the time that the outer phase still takes; it never grows                          `Countdown`
+
+Where a line has no room for all of it, the last parts are left out.
 """
 
 from __future__ import annotations
 
+import itertools
+import os
+import sys
 import threading
 import time
-from collections.abc import Generator
-from contextlib import contextmanager
-from types import TracebackType
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any, Protocol, TextIO
 
-from rich.console import Console
-from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as Bar
-
-from alpa_lite.plan.progress import Pace, Progress
+from alpa_lite.plan.progress import Clock, Pace, Progress
 from alpa_lite.text import show_about
 
 PATIENCE_SECONDS = 2.0
-"""Seconds of planning before the bar appears."""
+"""Seconds of work before the line appears."""
 
 REDRAWN_PER_SECOND = 4
 
+BAR_WIDTH = 16
+LEAST_WIDTH = 12
+"""The least room, in columns, in which the current activity is shown in detail."""
+
+PHASES = {
+    "trace": "tracing",
+    "plan": "planning",
+    "lower": "lowering",
+    "compile": "compiling",
+    "compare": "comparing",
+    "demo": "the demo",
+    "explain": "explaining",
+    "simulate": "simulating",
+    "measure": "measuring the devices",
+    "run": "running the program",
+    "split": "splitting the batch",
+    "layers": "finding layers",
+    "survey": "surveying stages",
+    "stages": "choosing shardings",
+    "refine": "refining the best plan",
+    "manual": "trying manual plans",
+    "alternatives": "pricing alternatives",
+}
+"""The words for each phase of a `Progress`; phases without words are not named."""
+
+DEBUGGERS = frozenset({"bdb", "pdb", "IPython.core.debugger"})
+
+
+class Display(Protocol):
+    """A place where one line can be shown and replaced."""
+
+    @property
+    def width(self) -> int:
+        """The number of columns."""
+        ...
+
+    @property
+    def is_unicode(self) -> bool:
+        """Whether it shows more than ASCII."""
+        ...
+
+    def show(self, line: str) -> None:
+        """Show a line in place of the one before; an empty one removes it."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class TerminalLine:
+    """The last line of a terminal."""
+
+    stream: TextIO
+
+    @property
+    def width(self) -> int:
+        """The number of columns of the terminal, or of the variable COLUMNS."""
+        asked = os.environ.get("COLUMNS", "")
+        with suppress(OSError, ValueError):
+            return int(asked) if asked.isdecimal() else os.get_terminal_size(self.stream.fileno()).columns
+        return 80
+
+    @property
+    def is_unicode(self) -> bool:
+        """Whether the encoding of the stream is UTF-8."""
+        return (self.stream.encoding or "").lower().replace("-", "").startswith("utf")
+
+    def show(self, line: str) -> None:
+        """Write the line over the one before."""
+        # The rest of a longer line is erased. The cursor stays behind the text, so that what a program prints meanwhile
+        # is not mixed into it.
+        self.stream.write(f"\r{line}\x1b[K" if line else "\r\x1b[K")
+        self.stream.flush()
+
+
+@dataclass(kw_only=True)
+class NotebookLine:
+    """An output of a notebook's cell, which is updated in place."""
+
+    width: int = 80
+    is_unicode: bool = True
+    handle: Any = None
+
+    def show(self, line: str) -> None:
+        """Update the output, which the first line makes."""
+        from IPython.display import display  # pyright: ignore[reportMissingImports, reportUnknownVariableType]
+
+        data = {"text/plain": line}
+        if self.handle is None:
+            self.handle = display(data, raw=True, display_id=True)  # pyright: ignore[reportUnknownVariableType]
+        else:
+            self.handle.update(data, raw=True)
+
+
+def display_at_hand() -> Display | None:
+    """Return where progress is shown: the notebook or the terminal of this process; None if there is neither."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    # Only the shell of notebooks has a kernel that displays data.
+    if shell is not None and getattr(shell, "kernel", None) is not None:
+        return NotebookLine()
+    # None under pythonw; a dumb terminal cannot erase a line.
+    if sys.stderr is None or os.environ.get("TERM") == "dumb" or not sys.stderr.isatty():
+        return None
+    return TerminalLine(stream=sys.stderr)
+
+
+@dataclass(kw_only=True)
+class Countdown:
+    """An estimate of the time left that never grows: the least of all estimates so far, each less the time since."""
+
+    clock: Clock = time.monotonic
+    ends: float | None = None
+
+    def left_seconds(self, estimate: float | None) -> float | None:
+        """Return the seconds left by a new estimate and the earlier ones; None before the first."""
+        now = self.clock()
+        if estimate is not None:
+            self.ends = min(now + estimate, float("inf") if self.ends is None else self.ends)
+        return None if self.ends is None else max(0.0, self.ends - now)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shown:
+    """What a line of progress shows.
+
+    words     the current phases
+    share     the share of the work that is done; None if unknown
+    elapsed   seconds since the beginning
+    left      seconds left; None if unknown
+    doing     the current activity in detail
+    """
+
+    words: str
+    share: float | None
+    elapsed: float
+    left: float | None
+    doing: str
+
+    def line(self, width: int, spinner: str = "", *, is_unicode: bool = True) -> str:
+        """Return the line in less than `width` columns."""
+        full, empty = ("━", "╌") if is_unicode else ("=", ".")
+        done = None if self.share is None else round(BAR_WIDTH * min(1.0, self.share))
+        bar = "" if done is None else full * done + empty * (BAR_WIDTH - done)
+        seconds = int(self.elapsed)
+        clock = f"{seconds // 60}:{seconds % 60:02d}"
+        left = "" if self.left is None else f"about {show_about(self.left)} left" if self.left >= 1 else "almost done"
+        head = f"{spinner} {self.words}".strip()
+        # The cursor needs a column of its own, and the time left is worth more than the bar.
+        fits = len(f"{head}  {bar}  {clock}  {left}") < width
+        text = "  ".join(filter(None, (head, bar if fits else "", clock, left)))
+        room = width - 1 - len(text) - 2
+        doing = self.doing if is_unicode else self.doing.encode("ascii", "replace").decode()
+        if doing and room >= LEAST_WIDTH:
+            text = f"{text}  {doing if len(doing) <= room else doing[: room - 1] + ('…' if is_unicode else '~')}"
+        return text[: width - 1]
+
 
 class PlanningBar:
-    """A follower of a `Progress` that draws it from its own thread, so that the time advances during long steps."""
+    """A follower of a `Progress` that shows it while it is in any phase.
 
-    def __init__(self, console: Console, pace: Pace | None = None) -> None:
-        """Create a bar that is not drawn yet; `pace` estimates the time left."""
-        columns = (
-            SpinnerColumn(),
-            TextColumn("{task.fields[phase]}"),
-            BarColumn(bar_width=24),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[left]}"),
-            TextColumn("{task.description}", markup=False),
-        )
-        # Without rich's own thread: `_draw` refreshes the bar, each time with a new estimate.
-        self._bar = Bar(*columns, console=console, transient=True, auto_refresh=False)
-        self._task = self._bar.add_task("", total=None, phase="", left="")
-        self._pace, self._progress = pace or Pace(), Progress()
-        self._began, self._furthest = time.perf_counter(), 0.0
-        self._over = threading.Event()
-        # A daemon: a planner that fails must not keep the process alive for its bar.
-        self._thread = threading.Thread(target=self._draw, daemon=True)
+    A thread of its own redraws the line, so that the time advances during long steps.
+    """
+
+    def __init__(self, display: Callable[[], Display | None] = display_at_hand, pace: Pace | None = None) -> None:
+        """Create a bar; `display` is asked where to draw when work begins, and `pace` estimates the time left."""
+        self._display, self._pace = display, pace or Pace()
+        self._over: threading.Event | None = None
+        self._thread: threading.Thread | None = None
+        self._progress = Progress()
 
     def __call__(self, progress: Progress) -> None:
-        """Record a change of the progress."""
-        # Only recorded here, as the planner's thread should not wait for a terminal.
+        """Record a change of the progress; begin to draw with the first phase and end with the last."""
+        # Nothing is drawn here, as the planner's thread should not wait for a terminal.
         self._pace(progress)
         self._progress = progress
+        if progress.phases and self._over is None:
+            self._start()
+        elif not progress.phases and self._over is not None:
+            self._stop()
 
-    def start(self) -> None:
-        """Start the thread, which waits for `PATIENCE_SECONDS` and then draws."""
-        self._thread.start()
+    def _start(self) -> None:
+        self._over = threading.Event()
+        if (display := self._display()) is not None:
+            drawing = _Drawing(display=display, progress=self._progress, pace=self._pace)
+            # A daemon: a planner that fails must not keep the process alive for its bar.
+            self._thread = threading.Thread(target=drawing.run, args=(self._over,), daemon=True)
+            self._thread.start()
 
-    def stop(self) -> None:
-        """Stop the thread and remove the bar."""
+    def _stop(self) -> None:
+        assert self._over is not None, "only what was started is stopped"
         self._over.set()
         # Joined, so that nothing is drawn over the output that follows.
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
+        self._over = self._thread = None
 
-    def _draw(self) -> None:
-        if self._over.wait(PATIENCE_SECONDS):
+
+@dataclass(kw_only=True)
+class _Drawing:
+    """The drawing thread: what it reads, and what it must remember so that bar and time left only advance."""
+
+    display: Display
+    progress: Progress
+    pace: Pace
+    drawn_for: int = field(default_factory=threading.get_ident)
+    began: float = field(default_factory=time.monotonic)
+    part: str = ""
+    part_began: float = 0.0
+    furthest: float | None = None
+    countdown: Countdown = field(default_factory=Countdown)
+
+    def run(self, over: threading.Event) -> None:
+        """Wait for `PATIENCE_SECONDS`, then draw until the work is over."""
+        if over.wait(PATIENCE_SECONDS):
             return
-        self._bar.start()
-        try:
-            while not self._over.wait(1 / REDRAWN_PER_SECOND):
-                self._update()
-        finally:
-            self._bar.stop()
+        spinners = itertools.cycle("⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏" if self.display.is_unicode else "|/-\\")
+        # The terminal may be gone, and the work goes on without it.
+        with suppress(OSError, ValueError):
+            while not over.wait(1 / REDRAWN_PER_SECOND):
+                if not _is_debugged(self.drawn_for):
+                    shown = self.shown()
+                    self.display.show(
+                        shown.line(self.display.width, next(spinners), is_unicode=self.display.is_unicode)
+                    )
+            self.display.show("")
 
-    def _update(self) -> None:
-        """Redraw the bar; it is indeterminate while the time left is unknown."""
-        left, elapsed = self._pace.left_seconds(), time.perf_counter() - self._began
+    def shown(self) -> Shown:
+        """Return what to draw now."""
+        phases, now = self.progress.phases, time.monotonic()
+        named = [phase for phase in phases if phase in PHASES]
+        part = named[0] if named else ""
+        # Each outer phase has a bar and an estimate of its own.
+        if part != self.part:
+            self.part, self.part_began, self.furthest, self.countdown = part, now, None, Countdown()
+        left = self.countdown.left_seconds(self.pace.left_seconds())
         if left is not None:
+            spent = now - self.part_began
             # A longer estimate must not move the bar back.
-            self._furthest = max(self._furthest, elapsed / (elapsed + left))
-        elif not self._progress.done:
-            self._began, self._furthest = time.perf_counter(), 0.0  # another search
-        self._bar.update(
-            self._task,
-            description=self._progress.doing,
-            total=1.0 if self._furthest else None,
-            completed=self._furthest,
-            phase=self._progress.phase or "planning",
-            left="" if left is None else f"about {show_about(left)} left",
-            refresh=True,
+            self.furthest = max(self.furthest or 0.0, spent / (spent + left) if spent + left else 1.0)
+        inner = f": {PHASES[named[-1]]}" if len(named) > 1 else ""
+        return Shown(
+            words=f"{PHASES[part]}{inner}" if part else "working",
+            share=self.furthest,
+            elapsed=now - self.began,
+            left=left,
+            doing=self.progress.doing,
         )
+
+
+def _is_debugged(thread: int) -> bool:
+    """Return whether a thread is in a debugger, over whose prompt nothing may be drawn."""
+    frame: FrameType | None = sys._current_frames().get(thread) if "bdb" in sys.modules else None
+    while frame is not None:
+        if frame.f_globals.get("__name__") in DEBUGGERS:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def default_progress() -> Progress:
+    """Return a `Progress` that is shown on the terminal or in the notebook of this process while it is in a phase."""
+    return Progress(None, PlanningBar())
 
 
 @contextmanager
-def planning_progress(console: Console) -> Generator[Progress]:
-    """Yield a `Progress` that a bar shows; without a terminal, one that nothing shows."""
-    if not console.is_terminal or console.quiet:
-        yield Progress()
-        return
-    bar = PlanningBar(console)
-    bar.start()
-    try:
-        yield Progress(None, bar)
-    finally:
-        bar.stop()
-
-
-class CalibrationProgress:
-    """A progress bar that is redrawn while devices are measured; silent without a terminal."""
-
-    def __init__(self, console: Console) -> None:
-        """Create a bar that draws on `console` inside its `with` block."""
-        columns = (TextColumn("measuring"), BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-        self._bar = Bar(*columns, console=console, transient=True, disable=not console.is_terminal)
-        self._task = self._bar.add_task("", total=None)
-
-    def __enter__(self) -> CalibrationProgress:
-        """Start drawing."""
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Stop drawing and remove the bar."""
-        self._bar.stop()
-
-    def __call__(self, what: str, done: int, total: int) -> None:
-        """Show what is being measured, and how many of the measurements are done; called by `runtime.calibrate`."""
-        self._bar.update(self._task, description=what, completed=done, total=total)
+def shown_progress(phase: str) -> Generator[Progress]:
+    """Yield a `default_progress` that stays in a phase for the duration of the context."""
+    progress = default_progress()
+    with progress.during(phase):
+        yield progress

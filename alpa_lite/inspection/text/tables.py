@@ -111,8 +111,11 @@ def headline(plan: Plan) -> tuple[str, ...]:
     )
     # The stage with the largest share of its memory: it is the one that would overflow.
     fullest = plan.fullest_stage
+    # Plans of earlier versions have no utilisation.
+    rate = f"MFU {show_percent(prediction.mfu)} · " if prediction.mfu else ""
     second = (
-        f"predicted step {show_seconds(prediction.step_seconds)} · bubble {show_percent(prediction.bubble_fraction)} · "
+        f"predicted step {show_seconds(prediction.step_seconds)} · {rate}"
+        f"bubble {show_percent(prediction.bubble_fraction)} · "
         f"peak {show_bytes(prediction.peak_bytes[fullest])} of {show_bytes(plan.capacity_bytes(fullest))} · "
         f"no plan below {show_seconds(solver.bound)}, gap {show_percent(solver.gap)} · "
         f"solution {solver.status}, found in {show_seconds(solver.seconds)}"
@@ -350,6 +353,8 @@ def plan_summary(plan: Plan) -> dict[str, object]:
         "step_seconds": prediction.step_seconds,
         "bubble_fraction": prediction.bubble_fraction,
         "flops_per_device": prediction.flops_per_device,
+        "mfu": prediction.mfu,
+        "hfu": prediction.hfu,
         "breakdown_seconds": prediction.breakdown(),
         "solver": {"status": plan.solver.status, "gap": plan.solver.gap, "seconds": plan.solver.seconds},
         "stages": [

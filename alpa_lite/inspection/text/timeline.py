@@ -1,6 +1,6 @@
 """Timelines of one step, predicted and measured: tasks, also for chrome://tracing and Perfetto, and memory.
 
-predicted    the tasks of the plan's prediction, as its program was simulated                 (`predicted_timeline`)
+predicted    the tasks and transfers of the plan's prediction, as its program was simulated   (`predicted_timeline`)
 simulated    spans of plan.simulation, one per instruction of a program                       (`chrome_trace`)
 measured     the same spans from runtime.execute; or any with stage, kind, start_seconds, end_seconds
 both         in one trace, and side by side, task by task                                      (`overlaid`, `compared`)
@@ -12,7 +12,7 @@ next one (`memory_over_time`).
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from statistics import median
@@ -31,7 +31,11 @@ _CLOSE = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """A predicted span: the forward, backward or update of a stage. `row` is the number of its submesh in the plan."""
+    """A predicted span: the forward, backward or update of a stage, or (kind SEND) a transfer to it.
+
+    stage, row               the stage, and the number of its submesh in the plan
+    communication_seconds    of its collectives, overlapped ones included, but at most its own length
+    """
 
     stage: int
     row: int
@@ -39,13 +43,20 @@ class Bar:
     microbatch: int | None
     start_seconds: float
     end_seconds: float
+    communication_seconds: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """The length of the span."""
+        return self.end_seconds - self.start_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictedTimeline:
     """A predicted step.
 
-    bars               the spans of all stages, in seconds from the start of the step
+    bars               the tasks of all stages, in seconds from the start of the step
+    transfers          the transfers between stages, by receiving stage
     step_seconds       the step that the plan predicts, which includes what hosts wait for each other
     makespan_seconds   the end of the last span, updates included
     bubble_fraction    the share of the devices' time spent waiting for other stages
@@ -55,6 +66,7 @@ class PredictedTimeline:
     """
 
     bars: tuple[Bar, ...]
+    transfers: tuple[Bar, ...]
     step_seconds: float
     makespan_seconds: float
     bubble_fraction: float
@@ -99,24 +111,63 @@ def predicted_timeline(plan: Plan) -> PredictedTimeline:
     """Return the tasks of a plan's prediction as bars; a task of several passes as one bar for each."""
     rows, runs = plan.stages_together, plan.prediction.tasks
     row_of = {stage: row for row, numbers in enumerate(rows) for stage in numbers}
-    bars = [
-        Bar(stage=stage, row=row_of[stage], kind=kind, microbatch=microbatch, start_seconds=begin, end_seconds=end)
+    passes = [
+        (stage, kind, microbatch, begin, end)
         for stage, role, microbatch, start, stop in zip(*runs.columns[:5], strict=True)
         for kind, begin, end in _passes(role, plan.stages[stage].cost, start, stop)
         if end > begin
     ]
-    seconds = [[0.0, 0.0] for _ in plan.stages]
-    for bar in bars:
-        seconds[bar.stage][bar.kind == TaskRole.UPDATE] += bar.end_seconds - bar.start_seconds
+    seconds: dict[tuple[int, str], float] = {}
+    for stage, kind, _, begin, end in passes:
+        seconds[stage, kind] = seconds.get((stage, kind), 0.0) + end - begin
+    shares = _communication_shares(plan, seconds)
+    stages, update = range(len(plan.stages)), TaskRole.UPDATE.value
+    sent = zip(*plan.prediction.transfers.columns[1:5], strict=True)
     return PredictedTimeline(
-        bars=tuple(bars),
+        bars=tuple(
+            Bar(
+                stage=stage,
+                row=row_of[stage],
+                kind=kind,
+                microbatch=microbatch,
+                start_seconds=begin,
+                end_seconds=end,
+                communication_seconds=shares[stage, kind] * (end - begin),
+            )
+            for stage, kind, microbatch, begin, end in passes
+        ),
+        transfers=tuple(
+            Bar(stage=to, row=row_of[to], kind="SEND", microbatch=number, start_seconds=begin, end_seconds=end)
+            for to, number, begin, end in sent
+        ),
         step_seconds=plan.prediction.step_seconds,
-        makespan_seconds=max((bar.end_seconds for bar in bars), default=0.0),
+        makespan_seconds=max((end for *_, end in passes), default=0.0),
         bubble_fraction=plan.prediction.bubble_fraction,
-        busy_seconds=tuple(map(sum, seconds)),
-        update_seconds=tuple(update for _, update in seconds),
+        busy_seconds=tuple(sum(s for (where, _), s in seconds.items() if where == stage) for stage in stages),
+        update_seconds=tuple(seconds.get((stage, update), 0.0) for stage in stages),
         rows=rows,
     )
+
+
+_PHASE_OF = {TaskRole.FORWARD.value: "forward", TaskRole.UPDATE.value: "update"}
+"""The phase of a kind of bar, as collectives name it; all others are parts of the backward pass."""
+
+
+def _communication_shares(plan: Plan, seconds: Mapping[tuple[int, str], float]) -> dict[tuple[int, str], float]:
+    """Return the share of their time that bars spend on collectives, by stage and kind, given the time of all of them.
+
+    The collectives of a phase are shared out by the lengths of its bars.
+    """
+    moving: dict[tuple[int, str], float] = {}
+    for use in plan.prediction.collectives:
+        moving[use.stage, use.phase] = moving.get((use.stage, use.phase), 0.0) + use.seconds * use.count
+    whole: dict[tuple[int, str], float] = {}
+    for (stage, kind), length in seconds.items():
+        key = stage, _PHASE_OF.get(kind, "backward")
+        whole[key] = whole.get(key, 0.0) + length
+    keys = {(stage, kind): (stage, _PHASE_OF.get(kind, "backward")) for stage, kind in seconds}
+    # Collectives that run during other tasks may take longer than their own.
+    return {bar: min(1.0, moving.get(key, 0.0) / whole[key]) for bar, key in keys.items()}
 
 
 def _passes(role: TaskRole, cost: StageCost, start: float, end: float) -> Iterator[tuple[str, float, float]]:
@@ -247,7 +298,7 @@ def comparison_table(rows: Sequence[TaskComparison]) -> Table:
 def _spans(spans: Iterable[SpanLike] | Timeline | PredictedTimeline) -> Iterable[SpanLike]:
     if isinstance(spans, Timeline):
         return spans.spans
-    return spans.bars if isinstance(spans, PredictedTimeline) else spans
+    return (*spans.bars, *spans.transfers) if isinstance(spans, PredictedTimeline) else spans
 
 
 def _event(number: int, row: int, span: SpanLike) -> dict[str, object]:

@@ -1,22 +1,23 @@
 """What the shardings that the user's code gives would cost: the integer program with each of them, and without.
 
-Both plans are one stage on the user's mesh, so that the difference is due to the sharding alone.
+Both plans have every stage on the user's mesh, so that the difference is due to the sharding alone. A mesh of fewer
+devices than the plan uses is that of a stage: as many equal stages share the devices.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import islice
+from math import prod
 
 from alpa_lite.errors import AlpaLiteError, PlanError
 from alpa_lite.inspection.text.tables import Table, render, short_source
-from alpa_lite.inter_op.plan_request import Pins, PlanRequest
-from alpa_lite.inter_op.sharding_demands import argument_pins, user_layout, wanted_shardings
-from alpa_lite.intra_op.stage import NO_LAYOUT, GivenLayout
-from alpa_lite.intra_op.strategies import FREE_CHOICE
+from alpa_lite.inter_op.plan_request import PlanRequest
+from alpa_lite.inter_op.sharding_demands import wanted_shardings
 from alpa_lite.plan.plan import Plan
-from alpa_lite.planners.on_mesh import MeshConstraints, plan_on_mesh
-from alpa_lite.program.user_shardings import NO_USER_SHARDINGS, UserSharding
+from alpa_lite.planners.hybrid import Hybrid
+from alpa_lite.planners.on_mesh import OnMesh
+from alpa_lite.program.user_shardings import SourceOnMesh, UserSharding
 from alpa_lite.text import show_milliseconds
 
 Mesh = tuple[tuple[str, int], ...]
@@ -34,8 +35,8 @@ class ShardingCost:
         source: the line, or `argument` and a path.
         mesh: the user's mesh.
         wanted: the shardings, as text.
-        free: the best plan on this mesh, or why there is none.
-        given: the best plan on this mesh that has the shardings, or why there is none.
+        free: the best plan whose stages are on this mesh, or why there is none.
+        given: the best of those that have the shardings, or why there is none.
     """
 
     source: str
@@ -63,7 +64,7 @@ class ShardingCosts:
     def __str__(self) -> str:
         if not self.rows:
             return 'The step and its arguments name no shardings, or user_shardings="ignore" was given.'
-        note = f"ms: per step, predicted, in one stage; the plan takes {_milliseconds(self.plan)}"
+        note = f"ms: per step, predicted, with every stage on the mesh; the plan takes {_milliseconds(self.plan)}"
         columns = ("where", "yours", "mesh", "ms without", "ms with", "costs ms")
         table = Table(
             title="Shardings that your code gives, each by itself on its mesh",
@@ -107,21 +108,25 @@ def sharding_costs(plan: Plan) -> ShardingCosts:
         mesh = shardings[0].mesh
         # The plan without shardings depends on the mesh alone, and serves all of its lines.
         if mesh not in free:
-            free[mesh] = _planned(request, mesh, {}, NO_LAYOUT)
-        pins = argument_pins(step, request.signature.user_shardings, only=source)
-        given = _planned(request, mesh, pins, user_layout(step, dict(mesh), only=source))
+            free[mesh] = _planned(plan, request, SourceOnMesh(mesh=mesh, source=""))
+        given = _planned(plan, request, SourceOnMesh(mesh=mesh, source=source))
         wanted = ", ".join(dict.fromkeys(map(str, shardings)))
         rows.append(ShardingCost(source=source, mesh=mesh, wanted=wanted, free=free[mesh], given=given))
     return ShardingCosts(plan=plan, rows=tuple(rows), num_left_out=len(sources) - len(rows))
 
 
-def _planned(request: PlanRequest, mesh: Mesh, pins: Pins, layout: GivenLayout) -> Plan | str:
-    """Return a plan of one stage on the mesh, or why there is none."""
-    # The pins and the layout are all that the plan has to obey.
-    request = replace(request, signature=replace(request.signature, user_shardings=NO_USER_SHARDINGS))
+def _planned(plan: Plan, request: PlanRequest, part: SourceOnMesh) -> Plan | str:
+    """Return the plan with stages on the mesh that obeys a part of the user's shardings, or why there is none."""
+    given = replace(request.signature.user_shardings, mode="pin", part=part)
+    request = replace(request, signature=replace(request.signature, user_shardings=given))
+    devices = prod(size for _, size in part.mesh)
+    # The plan may leave devices idle, which the mesh may have: then it is one of all devices.
+    if plan.cluster.num_devices % devices == 0:
+        request = replace(request, cluster=plan.cluster)
+    num_stages, rest = divmod(request.cluster.num_devices, devices)
+    planner = Hybrid(pipeline=num_stages) if num_stages > 1 and not rest else OnMesh(axes=dict(part.mesh))
     try:
-        constraints = MeshConstraints(restriction=FREE_CHOICE, pins=pins, layout=layout)
-        return plan_on_mesh("mesh", request, dict(mesh), constraints)
+        return planner.plan(request)
     except AlpaLiteError as error:
         # A sharding that fits no plan is a result as well: its row shows the reason.
         return str(error)

@@ -8,8 +8,9 @@
 `local_cluster` reads or makes such a description:
 
     1. the file that the caller names, if any;
-    2. else the one that `alpa-lite calibrate` wrote for such devices (`path_for`), unless damaged;
-    3. else measured now, in about three seconds, once per process.
+    2. else the one stored for such devices (`path_for`) by `alpa-lite calibrate` or by step 3, unless damaged;
+    3. else measured now, in about three seconds, and stored, so that later processes describe the same cluster and find
+       their plans in the cache.
 
 In a job of several processes, all of them take part and the first one's times and files count, so that all describe the
 same cluster.
@@ -24,12 +25,15 @@ import datetime
 import functools
 import hashlib
 import json
+import logging
 import os
 import platform
 import sys
+import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -66,8 +70,13 @@ from cost_models.checks import ClusterError
 from cost_models.cluster import Cluster, cluster_sources, load_cluster
 from cost_models.hardware import Device, Link
 
+_logger = logging.getLogger("alpa_lite")
+
 #: Raised when the measured constants come to mean something else.
 _VERSION = 1
+
+CACHE_VARIABLE = "ALPA_LITE_CACHE"
+"""The environment variable with the folder of the plan cache; "off" stores neither plans nor quick measurements."""
 
 
 def fingerprint(devices: Sequence[_jax.Device]) -> str:
@@ -95,6 +104,11 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "alpa_lite"
 
 
+def is_cache_off() -> bool:
+    """Return whether the user's environment says that nothing is to be cached."""
+    return os.environ.get(CACHE_VARIABLE, "").lower() in ("off", "0", "no", "false")
+
+
 def make_private(folder: Path) -> None:
     """Create a folder, and missing ones above it, readable by this user only. An existing folder stays as it is."""
     if not folder.is_dir():
@@ -104,13 +118,18 @@ def make_private(folder: Path) -> None:
 
 
 def path_for(devices_fingerprint: str) -> Path:
-    """Return the file that `alpa-lite calibrate` writes and `local_cluster` reads for devices with this fingerprint."""
+    """Return the file that `alpa-lite calibrate` and a quick measurement write, and `local_cluster` reads, for devices
+    with this fingerprint.
+    """
     digest = hashlib.sha256(devices_fingerprint.encode()).hexdigest()[:16]
     return cache_folder() / f"{digest}.json"
 
 
 Progress = Callable[[str, int, int], None]
 """Callback: the current activity, the number of steps done and the number of steps."""
+
+QUICK_KEY = "quick measurement"
+"""The entry in the sources of a cluster file that was measured quickly, which `alpa-lite calibrate` replaces."""
 
 _QUICK_STOPWATCH = Stopwatch(run_seconds=0.005, num_rounds=5, limit_seconds=2.0)
 _GUESSED_FLOPS = 1e11
@@ -131,6 +150,7 @@ class Calibration:
         dispatch, alone, together: times of an empty program; of a block on one device, and divided over all.
         fingerprint: of the devices.
         date: of the measurement, as YYYY-MM-DD.
+        quick: whether few small programs were timed, in about three seconds.
     """
 
     cluster: Cluster
@@ -140,6 +160,11 @@ class Calibration:
     together: Timing | None
     fingerprint: str
     date: str
+    quick: bool = False
+
+    def __repr__(self) -> str:
+        """Return one line; `cluster` and `measurements` have all values."""
+        return f"<Calibration of {self.cluster!r} by {len(self.measurements)} measurements on {self.date}>"
 
     def ratio(self, measurement: Measurement) -> float:
         """Return predicted over measured seconds."""
@@ -161,6 +186,7 @@ class Calibration:
         measured |= {"device_share"} if self.alone is not None else set()
         sources = {key: origin if key in measured else "assumed, not measured" for key in [*keys, "device_share"]}
         sources |= {"device.memory_bytes": f"reported on {self.date}, {kind}", "fingerprint": self.fingerprint}
+        sources |= {QUICK_KEY: origin} if self.quick else {}
         # Quantiles of the sorted errors.
         errors = self.errors
         half, most = errors[len(errors) // 2], errors[int(0.9 * (len(errors) - 1))]
@@ -181,7 +207,11 @@ class Calibration:
             return target
         try:
             make_private(target.parent)
-            target.write_text(json.dumps(self.to_json(), indent=2) + "\n", encoding="utf-8")
+            # Another process may read the file, or write it at the same time.
+            number, name = tempfile.mkstemp(dir=target.parent, prefix=f"{target.stem}.", suffix=".tmp")
+            with os.fdopen(number, "w", encoding="utf-8") as file:
+                file.write(json.dumps(self.to_json(), indent=2) + "\n")
+            os.replace(name, target)
         except OSError as error:
             raise ExecutionError(
                 f"The cluster file {str(target)!r} cannot be written ({error}): choose another with --out."
@@ -207,7 +237,7 @@ def calibrate(
     """
     chosen = tuple(jax.devices() if devices is None else devices)
     progress("a first look", 0, 1)
-    first = quick_cluster(chosen)
+    first = quick_calibration(chosen).cluster
     # All devices compute at the same time, and then each gets its share of a shared processor.
     rate = first.device.peak("float32") / (len(chosen) if first.shared_processor else 1)
     sizes = thorough_sizes(first.device.memory_bytes, rate)
@@ -218,12 +248,13 @@ def calibrate(
     return conclude(replace(first, device=guess), programs, stopwatch, fingerprint(chosen), progress)
 
 
-def quick_cluster(devices: Sequence[_jax.Device]) -> Cluster:
-    """Return a cluster for these devices, measured in about three seconds."""
+def quick_calibration(devices: Sequence[_jax.Device]) -> Calibration:
+    """Measure devices in about three seconds."""
     chosen = tuple(devices)
     guess = _guess(chosen)
     programs = _programs(chosen, QUICK, shared_processor=guess.shared_processor)
-    return conclude(guess, programs, replace(_QUICK_STOPWATCH, agree=agreed_number), fingerprint(chosen)).cluster
+    found = conclude(guess, programs, replace(_QUICK_STOPWATCH, agree=agreed_number), fingerprint(chosen))
+    return replace(found, quick=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -363,8 +394,8 @@ def local_cluster(path: str | Path | None = None, *, devices: Sequence[_jax.Devi
     """Return the devices of this process as a cluster.
 
     Args:
-        path: a file from `alpa-lite calibrate --out`, or written by hand; None looks for the one that
-            `alpa-lite calibrate` stored for these devices, and measures quickly if there is none.
+        path: a file from `alpa-lite calibrate --out`, or written by hand; None looks for the one that was stored for
+            these devices, by `alpa-lite calibrate` or an earlier process, and measures quickly if there is none.
         devices: default `jax.devices()`.
 
     Raises:
@@ -445,5 +476,12 @@ def _checked(cluster: Cluster, path: str | Path, devices: tuple[_jax.Device, ...
 
 @functools.cache
 def _measured(devices: tuple[_jax.Device, ...]) -> Cluster:
-    # Cached, so that all plans of a process are made for the same cluster.
-    return quick_cluster(devices)
+    # Cached, so that all plans of a process are made for the same cluster even if nothing can be stored.
+    found = quick_calibration(devices)
+    path = path_for(found.fingerprint)
+    # A file that cannot be used was warned about, and may be one that the user has edited.
+    if not is_cache_off() and not path.exists():
+        with suppress(ExecutionError):
+            found.save()
+            _logger.info("the devices were measured quickly; kept in %s, which `alpa-lite calibrate` improves on", path)
+    return found.cluster

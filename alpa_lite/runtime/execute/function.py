@@ -17,7 +17,6 @@ from alpa_lite._jax import Aval, DType, Tree, TreeLeaf
 from alpa_lite.errors import ExecutionError, PlanError, TraceError
 from alpa_lite.plan.instructions import InstructionKind, TaskTime
 from alpa_lite.plan.plan import Plan
-from alpa_lite.plan.progress import Progress
 from alpa_lite.runtime.execute.aliasing import Apart, copies
 from alpa_lite.runtime.execute.compile import joined_texts, summed_costs
 from alpa_lite.runtime.execute.crossing import Blanks
@@ -27,6 +26,7 @@ from alpa_lite.runtime.execute.placing import InJob
 from alpa_lite.runtime.execute.typed_results import TypedResults
 from alpa_lite.runtime.job.processes import all_here, any_here, devices_of, handle
 from alpa_lite.step.split import TracedStep
+from alpa_lite.text import one_line
 from alpa_lite.trace.call import Call
 from alpa_lite.trace.trace import Traced, aval_of
 from cost_models.checks import printable
@@ -40,6 +40,19 @@ class CompiledFunction:
     plan: Plan
     step: TracedStep
     executor: Executor
+
+    def __str__(self) -> str:
+        return str(self.plan)
+
+    def __repr__(self) -> str:
+        return one_line(self, f"{self.traced.name} by {self.plan!r}")
+
+    def _repr_html_(self) -> str:
+        return self.plan._repr_html_()
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """Print the plan where IPython shows no HTML."""
+        self.plan._repr_pretty_(printer, cycle)
 
     def __call__(self, *args: Tree, **kwargs: Tree) -> Tree:
         """Run one step and return its outputs."""
@@ -253,22 +266,6 @@ def with_own_constants(step: TracedStep, executor: Executor, first: int) -> Trac
     # A program that precomputes constants reads several of them, which must then lie on the devices of one stage.
     own = (copies([x])[0] if isinstance(x, jax.Array) else np.array(x) for x in step.constants)
     return replace(step, constants=tuple(own))
-
-
-def compiling(progress: Progress) -> Callable[[str, int, int], None]:
-    """Return a callback that reports to a `Progress` how much is compiled."""
-    told = 0
-
-    def tell(name: str, done: int, total: int) -> None:
-        nonlocal told
-        progress(f"compiling {name} ({done}/{total})")
-        progress.expect("compile", total - told)
-        # Several units may have ended since the last call.
-        for _ in range(done - told):
-            progress.did()
-        told = done
-
-    return tell
 
 
 def init_sharded(init_fn: Callable[..., Tree], *args: Tree, like: CompiledFunction, argument: int | str = 0) -> Tree:

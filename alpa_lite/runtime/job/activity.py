@@ -43,8 +43,8 @@ from types import FrameType
 from typing import NamedTuple, Protocol
 from weakref import ref
 
-from alpa_lite import _jax
 from alpa_lite.errors import HangError
+from alpa_lite.trace.source_lines import is_in_a_library
 
 _doing: list[str] = []
 """The activities of the process, the innermost last; empty texts stand for waiting."""
@@ -81,10 +81,10 @@ def where() -> str:
         return "the end of the program"
     # Outwards, from the innermost frame to the first one that is in no library.
     user_frame: FrameType = frame
-    while _jax.is_in_a_library(user_frame.f_code.co_filename) and user_frame.f_back is not None:
+    while is_in_a_library(user_frame.f_code.co_filename) and user_frame.f_back is not None:
         user_frame = user_frame.f_back
     # If no frame is of the user's own, the innermost one says most.
-    if user_frame.f_back is None and _jax.is_in_a_library(user_frame.f_code.co_filename):
+    if user_frame.f_back is None and is_in_a_library(user_frame.f_code.co_filename):
         user_frame = frame
     return f"{user_frame.f_code.co_filename}:{user_frame.f_lineno} ({user_frame.f_code.co_name})"
 

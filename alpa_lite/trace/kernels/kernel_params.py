@@ -26,7 +26,10 @@ from alpa_lite.trace.kernels.grid_split import grid_axes
 from alpa_lite.trace.kernels.kernel_work import kernel_work
 
 #: Primitives that run on the platforms alone for which they were written.
-_OF_PLATFORMS = ("pallas_call", "dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper")
+_OF_PLATFORMS = frozenset(
+    "pallas_call mpmd_map custom_partitioning scaled_matmul_wrapper dot_product_attention_fwd_wrapper "
+    "dot_product_attention_bwd_wrapper".split()
+)
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 

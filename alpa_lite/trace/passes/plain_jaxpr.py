@@ -31,6 +31,7 @@ from alpa_lite._jax import Aval, ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Tree, Va
 from alpa_lite.errors import TraceError
 from alpa_lite.program.user_shardings import USER_SHARDING, Mode, UserSharding
 from alpa_lite.rules import has_rule
+from alpa_lite.trace.source_lines import in_a_library
 
 Params = dict[str, Any]
 """The parameters of an equation, whose types depend on its primitive."""
@@ -371,7 +372,7 @@ def _expanded(eqn: JaxprEqn) -> JaxprEqn:
     if not isinstance(function, FunctionType) or function.__module__.partition(".")[0] in ("jax", "jaxlib"):
         return eqn
     # A primitive of the user's own may stand for a kernel that its function only describes.
-    if has_rule(eqn.primitive.name) or not _jax.in_a_library(function.__code__.co_filename):
+    if has_rule(eqn.primitive.name) or not in_a_library(function.__code__.co_filename):
         return eqn
 
     def run(*operands: jax.Array) -> Tree:

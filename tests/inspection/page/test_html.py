@@ -82,7 +82,7 @@ def test_a_search_shows_what_else_was_priced(searched_plan):
     words = "".join(found.words)
     assert "alternatives" in found.ids and "best other plan" in words
     # In order of time, what does not work last.
-    assert words.index("auto (chosen)") < words.index("slow plan") < words.index("does not work")
+    assert words.index("auto (chosen)") < words.index("slow plan") < words.index("Does not work")
     assert "alternatives" not in parse(plan_html(replace(searched_plan, alternatives=()))).ids
 
 

@@ -40,19 +40,49 @@ def test_stages_on_the_same_devices_share_a_row(interleaved_plan):
     assert sum(bar.kind == "update" for bar in timeline.bars) == 4
     assert " 0, 2 " in str(timeline) and " 1, 3 " in str(timeline)
     trace = chrome_trace(timeline)["traceEvents"]
-    assert {event["args"]["name"] for event in trace if event["ph"] == "M"} == {"step", "stage 0, 2", "stage 1, 3"}
-    assert {(event["tid"], event["args"]["stage"]) for event in trace if event["ph"] == "X"} == {
-        *((1, 0), (1, 2), (2, 1), (2, 3))
-    }
+    names = {event["args"]["name"] for event in trace if event["ph"] == "M"}
+    assert names == {"step", "stage 0, 2", "stage 1, 3", "stage 0, 2 receives", "stage 1, 3 receives"}
+    tasks = {(event["tid"], event["args"]["stage"]) for event in trace if event["ph"] == "X" and event["cat"] != "SEND"}
+    assert tasks == {(1, 0), (1, 2), (2, 1), (2, 3)}
 
 
 def test_trace_of_a_plan(pipeline_plan):
     trace = json.loads(json.dumps(chrome_trace(predicted_timeline(pipeline_plan), "predicted")))
     spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     names = {event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"}
-    assert names == {"predicted", "stage 0", "stage 1"}
-    assert len(spans) == len(predicted_timeline(pipeline_plan).bars)
+    assert names == {"predicted", "stage 0", "stage 1", "stage 0 receives", "stage 1 receives"}
+    timeline = predicted_timeline(pipeline_plan)
+    assert len(spans) == len(timeline.bars) + len(timeline.transfers)
     assert all(event["dur"] > 0 and event["ts"] >= 0 for event in spans)
+
+
+def test_transfers_are_those_of_the_simulated_program(planned):
+    plan = planned.last_plan
+    sends = [s for s in planned.lower().simulate().times if s.kind == "SEND" and s.end_seconds > s.start_seconds]
+    transfers = predicted_timeline(plan).transfers
+    assert sends and sum(bar.seconds for bar in transfers) == pytest.approx(
+        sum(span.end_seconds - span.start_seconds for span in sends)
+    )
+    assert sum(plan.prediction.transfers.bytes) == pytest.approx(
+        sum(i.bytes for i in planned.lower().program.instructions if i.kind == "SEND")
+    )
+    for field in ("start_seconds", "end_seconds"):
+        assert {getattr(bar, field) for bar in transfers} <= {getattr(span, field) for span in sends}
+    # The task that reads what arrives does not begin before.
+    first = min(bar.start_seconds for bar in predicted_timeline(plan).bars if bar.stage == 1)
+    assert first >= min(bar.end_seconds for bar in transfers if bar.stage == 1)
+
+
+def test_bars_have_the_collectives_of_their_phase(tensor_plan, interleaved_plan):
+    for plan in (tensor_plan, interleaved_plan):
+        bars = predicted_timeline(plan).bars
+        assert all(0 <= bar.communication_seconds <= bar.seconds for bar in bars)
+        for stage in range(len(plan.stages)):
+            uses = [u for u in plan.prediction.collectives if u.stage == stage and u.phase == "forward"]
+            mine = [bar for bar in bars if bar.stage == stage and bar.kind == "forward"]
+            whole = sum(u.seconds * u.count for u in uses)
+            found = sum(bar.communication_seconds for bar in mine)
+            assert found == pytest.approx(min(whole, sum(bar.seconds for bar in mine)))
 
 
 def test_trace_of_a_simulated_schedule():
@@ -94,7 +124,8 @@ def check_trace(trace):
 def test_traces_are_valid(tensor_plan, pipeline_plan, interleaved_plan):
     for plan in (tensor_plan, pipeline_plan, interleaved_plan):
         rows = check_trace(chrome_trace(predicted_timeline(plan)))
-        assert len(rows) == len(plan.stages_together)
+        # A row for the tasks of each submesh, and one for what it receives.
+        assert len(rows) == len(plan.stages_together) * (2 if len(plan.stages) > 1 else 1)
 
 
 def test_spans_that_overlap_get_further_rows():

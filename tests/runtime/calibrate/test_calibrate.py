@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from alpa_lite.errors import ExecutionError
-from alpa_lite.runtime.calibrate.calibrate import Calibration, CalibrationPrograms, conclude, quick_cluster
+from alpa_lite.runtime.calibrate.calibrate import Calibration, CalibrationPrograms, conclude, quick_calibration
 from alpa_lite.runtime.calibrate.measurements import Stopwatch, TimedProgram, predicted_seconds
 from alpa_lite.runtime.calibrate.probes import Probe
 from cost_models import Cluster, Link, cluster_sources, load_cluster
@@ -84,18 +84,18 @@ def test_a_file_that_cannot_be_written_is_a_sentence(found, tmp_path):
 
 def test_these_devices(devices):
     """The quick way, on the devices of the harness: structure, not speed."""
-    cluster = quick_cluster(devices)
+    cluster = quick_calibration(devices).cluster
     assert cluster.num_devices == len(devices) and cluster.num_hosts == 1
     assert cluster.shared_processor and 1 / len(devices) <= cluster.device_share <= 1
     assert cluster.device.memory_bandwidth > 0 and cluster.intra_host.bytes_per_second > 0
-    one = quick_cluster(devices[:1])
+    one = quick_calibration(devices[:1]).cluster
     assert one.num_devices == 1 and not one.shared_processor
 
 
 def test_hosts_with_different_numbers_of_devices_are_refused():
     fakes = [SimpleNamespace(process_index=i, platform="gpu", device_kind="g") for i in (0, 0, 1)]
     with pytest.raises(ExecutionError, match=r"The hosts have 2, 1 of the devices.*as many devices of each host"):
-        quick_cluster(fakes)
+        quick_calibration(fakes)
 
 
 def test_a_calibration_is_a_value(found):

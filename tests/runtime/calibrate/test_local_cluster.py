@@ -1,25 +1,46 @@
 """Where the description of this process's devices comes from."""
 
 import json
+import logging
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 import alpa_lite as al
+from alpa_lite.api.doctor import calibration_found
 from alpa_lite.errors import ExecutionError, UnusableFileWarning
 from alpa_lite.runtime.calibrate import calibrate as module
-from alpa_lite.runtime.calibrate.calibrate import fingerprint, path_for
+from alpa_lite.runtime.calibrate.calibrate import CACHE_VARIABLE, Calibration, fingerprint, path_for
+from alpa_lite.runtime.calibrate.measurements import Timing
 from cost_models import ClusterError, load_cluster
+from tests.runtime.calibrate.test_measurements import measurements
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     """An empty cache, and a quick measurement that is told apart."""
     monkeypatch.setattr(module, "cache_folder", lambda: tmp_path / "cache")
-    measured = replace(load_cluster("p3.16xlarge"), name="measured quickly")
-    monkeypatch.setattr(module, "_measured", lambda devices: measured)
-    return tmp_path / "cache"
+    monkeypatch.setattr(module, "quick_calibration", measured_quickly)
+    module._measured.cache_clear()
+    yield tmp_path / "cache"
+    module._measured.cache_clear()
+
+
+def measured_quickly(devices, memory_bytes=2e9):
+    known = load_cluster("p3.16xlarge")
+    device = replace(known.device, memory_bytes=memory_bytes)
+    cluster = replace(known, name="measured quickly", devices_per_host=len(devices), device=device)
+    return Calibration(
+        cluster=cluster,
+        measurements=tuple(measurements()[:1]),
+        dispatch=Timing(seconds=1e-4, num_samples=3),
+        alone=None,
+        together=None,
+        fingerprint=fingerprint(devices),
+        date="2026-01-01",
+        quick=True,
+    )
 
 
 def write(path, devices_fingerprint, **changes):
@@ -32,6 +53,35 @@ def write(path, devices_fingerprint, **changes):
 
 def test_without_a_file_devices_are_measured(devices):
     assert al.local_cluster().name == "measured quickly"
+
+
+def test_a_quick_measurement_is_kept_for_the_next_process(devices, folder, monkeypatch, caplog):
+    monkeypatch.setenv(CACHE_VARIABLE, "on")
+    with caplog.at_level(logging.INFO, logger="alpa_lite"):
+        first = al.local_cluster()
+    (path,) = folder.iterdir()
+    assert str(path) in caplog.text
+    # As in a new process, in which the devices would be measured differently.
+    module._measured.cache_clear()
+    monkeypatch.setattr(module, "quick_calibration", lambda devices: measured_quickly(devices, memory_bytes=1e9))
+    assert al.local_cluster() == first
+    assert al.local_cluster(devices=devices[:4]) != first
+    assert len(list(folder.iterdir())) == 2
+    assert "quickly" in calibration_found()[0]
+
+
+def test_nothing_is_kept_with_the_cache_off(devices, folder):
+    assert al.local_cluster().name == "measured quickly"
+    assert not folder.exists()
+
+
+def test_a_file_that_cannot_be_used_is_not_replaced(devices, monkeypatch):
+    monkeypatch.setenv(CACHE_VARIABLE, "on")
+    kept = write(path_for(fingerprint(devices)), "8 × gpu NVIDIA H100, 1 host")
+    before = kept.read_text()
+    with pytest.warns(UnusableFileWarning):
+        al.local_cluster()
+    assert kept.read_text() == before
 
 
 def test_the_kept_file_is_read(devices):

@@ -13,8 +13,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 import alpa_lite as al
-from alpa_lite import _jax
 from alpa_lite.errors import TraceError
+from alpa_lite.trace.passes import plain_jaxpr
 from tests.end_to_end.cases import eager_cluster
 
 W = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
@@ -140,7 +140,7 @@ def test_primitives_by_what_their_functions_do(
     function: Any, of_a_library: bool, opaque: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those that cannot be replaced run whole, and so do the user's own, which may stand for a kernel."""
-    monkeypatch.setattr(_jax, "in_a_library", lambda _: of_a_library)
+    monkeypatch.setattr(plain_jaxpr, "in_a_library", lambda _: of_a_library)
     primitive = Primitive("of_a_test")
     primitive.def_impl(function)
     primitive.def_abstract_eval(lambda x: x)

@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from alpa_lite.inspection.page.sections import parameter_table
+from alpa_lite.inspection.page.argument_table import parameter_table, sharding_sentences
 from alpa_lite.inspection.text.groups import arguments_of
 from alpa_lite.plan.plan import ArrayShape, Plan
+from alpa_lite.sharding.specs import Spec
 from alpa_lite.text import show_bytes
 from tests.inspection.markup import parse
 
@@ -62,3 +63,28 @@ def test_plans_of_earlier_versions_have_no_shapes(tensor_plan):
 
 def test_optimizer_state_is_told_in_one_line(zero_plan):
     assert re.search(r"\d+ arrays of optimizer state, \d+ of them sharded differently", parameter_table(zero_plan))
+
+
+def sentences(plan):
+    return sharding_sentences(plan, arguments_of(plan))
+
+
+def test_sentences_come_first(pipeline_plan, tensor_plan, zero_plan):
+    assert sentences(pipeline_plan)[0].endswith(": all replicated.")
+    assert "Optimizer state: like its parameters." in sentences(pipeline_plan)
+    assert sentences(pipeline_plan)[-1] == "Batch, 16.0 MiB: all in 4 parts."
+    assert re.fullmatch(r"Parameters, .* in 4 parts.*\.", sentences(tensor_plan)[0])
+    assert not any("like its parameters" in text for text in sentences(zero_plan))
+    text = parameter_table(tensor_plan)
+    assert text.index("Parameters, ") < text.index("<table")
+
+
+def test_a_share_that_rounds_to_all_is_told_in_bytes(tensor_plan):
+    (stage,) = tensor_plan.stages
+    sizes = {"params/a": 10_000_000, "params/b": 25}
+    changed = replace(
+        stage,
+        specs={"params/a": Spec((("model",),)), "params/b": Spec(((),))},
+        shapes={name: ArrayShape(dims=(size,), dtype="float32") for name, size in sizes.items()},
+    )
+    assert sentences(replace(tensor_plan, stages=(changed,)))[0].endswith(": all but 100 B in 4 parts.")
