@@ -370,7 +370,9 @@ def _track(plan: Plan, stages: tuple[int, ...]) -> MemoryTrack:
     for stage, start, stop, most in zip(runs.stages, *runs.columns[3:], strict=True):
         if stage in stages:
             held[start], end = most, max(end, stop)
-    held[end] = kept
+    # A peak above that of all tasks is that of stacked arrays, which lie elsewhere between two steps.
+    peak = max(plan.prediction.peak_bytes[stage] for stage in stages)
+    held[end] = peak if runs.stages and peak > max(held.values()) else kept
     capacity = plan.capacity_bytes(stages[0])
     return MemoryTrack(
         stages=stages, seconds=tuple(held), bytes=tuple(held.values()), kept_bytes=kept, capacity_bytes=capacity
