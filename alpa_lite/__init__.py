@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # type checkers and editors see the public names here; `__get
     from alpa_lite.api.parallelize import ParallelFunction, cluster, parallelize, plan
     from alpa_lite.api.stages import LoweredFunction, PlannedFunction, TracedFunction
     from alpa_lite.errors import AlpaLiteError
+    from alpa_lite.inspection.page import figures
     from alpa_lite.plan.plan import Plan
     from alpa_lite.rules import register_rule
     from alpa_lite.runtime.calibrate.calibrate import Calibration, calibrate, local_cluster
@@ -43,6 +44,7 @@ __all__ = [
     "check",
     "cluster",
     "errors",
+    "figures",
     "init_sharded",
     "initialize",
     "local_cluster",
@@ -77,7 +79,13 @@ _SOURCES = {
 }
 """The modules that define public names; the others are sub-packages."""
 
-_MODULES = ("errors", "planners", "schedule")
+_MODULES = {
+    "errors": "errors",
+    "figures": "inspection.page.figures",
+    "planners": "planners",
+    "schedule": "schedule",
+}
+"""Public modules, and where they are."""
 
 
 def __getattr__(name: str) -> Any:
@@ -85,7 +93,7 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name in _MODULES:
-        value = import_module(f"{__name__}.{name}")
+        value = import_module(f"{__name__}.{_MODULES[name]}")
     else:
         value = getattr(import_module(f"{__name__}.{_SOURCES[name]}"), name)
     globals()[name] = value  # the next use finds it without this function

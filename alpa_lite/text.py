@@ -114,6 +114,12 @@ def show_first(items: Sequence[str], most: int) -> str:
     return ", ".join(items[:most]) + (f" and {len(items) - most} more" if len(items) > most else "")
 
 
+def one_line(kind: object, text: str, most: int = 200) -> str:
+    """Return the `repr` of a value: its class and some words on it in one line, cut off where they are too long."""
+    words = " ".join(text.split())
+    return f"<{type(kind).__name__} {words if len(words) <= most else words[: most - 1] + '…'}>"
+
+
 def short_source(source: str) -> str:
     """Return a source location with a short path: `/home/me/models/gpt.py:12:3 (mlp)` → `models/gpt.py:12 (mlp)`."""
     match = _LOCATION.match(source)
@@ -142,6 +148,7 @@ class View(Enum):
     INSTRUCTIONS_HTML = auto()
     INSTRUCTIONS_TEXT = auto()
     INSTRUCTIONS_SUMMARY = auto()
+    CHECK_HTML = auto()
     PLAN_TEXT = auto()
     PLAN_LINE = auto()
     PLAN_WARNINGS = auto()
@@ -151,6 +158,8 @@ class View(Enum):
     PLAN_TIME = auto()
     PLAN_MEMORY = auto()
     PLAN_DIFF = auto()
+    PAIR_PAGE = auto()
+    PAIR_FRAGMENT = auto()
     PLAN_SHARDING_COSTS = auto()
 
 

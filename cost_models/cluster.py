@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from html import escape
 from pathlib import Path
 from typing import cast
 
@@ -135,6 +136,34 @@ class Cluster:
                 f"The cluster {self.name!r} has {self.num_hosts} hosts, but its groups have {of_groups}: change "
                 "num_hosts of the groups."
             )
+
+    def __repr__(self) -> str:
+        """Return one line; `to_json` has all values."""
+        device, other = self.device.name, f", {len(self.groups)} kinds of hosts" if self.groups else ""
+        size = f"{self.num_hosts} × {self.devices_per_host}"
+        return f"<Cluster {self.name!r}: {size} {device}{other}>"
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: the devices, and their links."""
+        rows = "".join(f"<tr><td>{escape(name)}</td><td>{escape(text)}</td></tr>" for name, text in self.hardware())
+        title = f"{self.name}: {self.num_hosts} × {self.devices_per_host} devices"
+        return f"<table><caption>{escape(title)}</caption><tbody>{rows}</tbody></table>"
+
+    def hardware(self) -> tuple[tuple[str, str], ...]:
+        """Return the devices and the links in words, each with its name and its key numbers."""
+        listed: list[tuple[str, str]] = []
+        first = 0
+        for group in self.groups:
+            hosts = f"hosts {first}–{first + group.num_hosts - 1}" if group.num_hosts > 1 else f"host {first}"
+            listed.append((hosts, f"{group.device.words}; inside a host {group.intra_host.words}"))
+            first += group.num_hosts
+        if not self.groups:
+            listed += [("device", self.device.words), ("inside a host", self.intra_host.words)]
+        if self.intra_domain is not None:
+            listed.append(("in a domain", f"{self.intra_domain.words}, {self.hosts_per_domain} hosts"))
+        if self.num_hosts > 1:
+            listed.append(("between hosts", f"{self.inter_host.words}, of a whole host"))
+        return tuple(listed)
 
     @property
     def num_devices(self) -> int:

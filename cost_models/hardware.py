@@ -130,6 +130,15 @@ class Device:
                 raise ClusterError(f"{label} {what} is {part!r}, but it is a part of at most 1: {advice}.")
 
     @property
+    def words(self) -> str:
+        """The name, the memory and the highest rate, in words."""
+        dtype, rate = max(self.peaks.items(), key=lambda peak: peak[1])
+        return (
+            f"{self.name}, {self.memory_bytes / 2**30:.3g} GiB at {self.memory_bandwidth / 1e9:.4g} GB/s, "
+            f"{rate / 1e12:.4g} TFLOP/s in {dtype}"
+        )
+
+    @property
     def peaks(self) -> dict[str, float]:
         """Peak FLOP/s by dtype name."""
         return dict(self.peak_flops)
@@ -259,6 +268,11 @@ class Link:
     all_to_all_efficiency_by_members: MemberEfficiency = ()
     torus: tuple[int, ...] = ()
     in_network_reduction: bool = False
+
+    @property
+    def words(self) -> str:
+        """The bandwidth and the latency, in words."""
+        return f"{self.bandwidth_bytes_per_second / 1e9:.4g} GB/s each way, latency {self.latency_seconds * 1e6:.3g} µs"
 
     def __post_init__(self) -> None:
         bandwidth, advice = self.bandwidth_bytes_per_second, "give it in bytes (not bits) per second and direction"

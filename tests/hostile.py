@@ -78,7 +78,7 @@ def _use_plan(path: Path) -> None:
         plan.explain("stage 0"),
         str(predicted_timeline(plan)),
     ]
-    texts.append(plan.diff(_planned().last_plan))
+    texts.append(str(plan.diff(_planned().last_plan)))
     for text in texts:
         _check_shown(text)
     plan.to_html(path.with_suffix(".html"))

@@ -47,6 +47,7 @@ from alpa_lite.runtime.execute.function import (
 )
 from alpa_lite.runtime.job.activity import busy
 from alpa_lite.step.split import OnNonAdditive
+from alpa_lite.text import one_line
 from alpa_lite.trace.batch import BatchArgnums
 from alpa_lite.trace.call import ArgumentRoles, Call, NamedArguments
 from alpa_lite.trace.trace import trace
@@ -84,6 +85,9 @@ class ParallelFunction(Generic[P, R]):
         # The full key of the last call, from which the log says what is different in a new one.
         self._last_key: CallKey | None = None
         self._methods: dict[int, tuple[object, ParallelFunction[..., R]]] = {}
+
+    def __repr__(self) -> str:
+        return one_line(self, f"of {self.__name__}")
 
     def trace(self, *args: P.args, **kwargs: P.kwargs) -> TracedFunction:
         """Trace the function for these arguments (arrays or `jax.ShapeDtypeStruct`s)."""

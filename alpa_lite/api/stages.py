@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -45,7 +46,7 @@ from alpa_lite.runtime.execute.function import (
 from alpa_lite.runtime.execute.measure import step_seconds
 from alpa_lite.runtime.job.activity import busy
 from alpa_lite.step.split import StepPrograms, TracedStep
-from alpa_lite.text import View, show_count, show_seconds, view
+from alpa_lite.text import View, one_line, show_count, show_seconds, view
 from alpa_lite.trace.kernels.kernel_params import check_platform
 from alpa_lite.trace.trace import Traced
 from cost_models.cluster import Cluster
@@ -229,6 +230,9 @@ class TracedFunction:
         inputs, outputs = self.traced.inputs.leaves, self.traced.outputs.leaves
         return f"{self.traced.name}: {len(inputs)} arrays in, {len(outputs)} out, {batch}"
 
+    def __repr__(self) -> str:
+        return one_line(self, str(self))
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PlannedFunction:
@@ -270,6 +274,16 @@ class PlannedFunction:
 
     def __str__(self) -> str:
         return str(self.last_plan)
+
+    def __repr__(self) -> str:
+        return one_line(self, f"by {self.last_plan!r}")
+
+    def _repr_html_(self) -> str:
+        return self.last_plan._repr_html_()
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """Print the plan where IPython shows no HTML."""
+        self.last_plan._repr_pretty_(printer, cycle)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -357,3 +371,13 @@ class LoweredFunction:
 
     def __str__(self) -> str:
         return str(self.program)
+
+    def __repr__(self) -> str:
+        return one_line(self, f"{self.planned.function.traced.name}: {self.program!r}")
+
+    def _repr_html_(self) -> str:
+        return self.program._repr_html_()
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """Print the program where IPython shows no HTML."""
+        self.program._repr_pretty_(printer, cycle)

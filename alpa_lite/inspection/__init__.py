@@ -23,6 +23,7 @@ _FUNCTIONS = {
     View.INSTRUCTIONS_HTML: ("page.notebook", "program_html"),
     View.INSTRUCTIONS_TEXT: ("page.notebook", "program_text"),
     View.INSTRUCTIONS_SUMMARY: ("page.notebook", "program_summary"),
+    View.CHECK_HTML: ("page.notebook", "check_html"),
     View.PLAN_TEXT: ("text.tables", "plan_text"),
     View.PLAN_LINE: ("text.log_lines", "plan_line"),
     View.PLAN_WARNINGS: ("text.log_lines", "plan_warnings"),
@@ -32,6 +33,8 @@ _FUNCTIONS = {
     View.PLAN_TIME: ("why.time_use", "time_use"),
     View.PLAN_MEMORY: ("why.memory_use", "memory_use"),
     View.PLAN_DIFF: ("text.diff", "diff"),
+    View.PAIR_PAGE: ("page.pair", "pair_html"),
+    View.PAIR_FRAGMENT: ("page.pair", "pair_fragment"),
     View.PLAN_SHARDING_COSTS: ("why.sharding_costs", "sharding_costs"),
 }
 

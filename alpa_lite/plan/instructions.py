@@ -24,7 +24,7 @@ from alpa_lite.program.phases import StepGraph
 from alpa_lite.schedule import linearize, validate
 from alpa_lite.sharding.specs import Spec
 from alpa_lite.sharding.transfer import ArrayForm, Placement, PlannedTransfer, plan_transfer
-from alpa_lite.text import View, view
+from alpa_lite.text import View, one_line, show_count, view
 
 SUM = -1
 """The "micro-batch" in the name of an accumulator's buffer."""
@@ -100,6 +100,9 @@ class Program:
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.instructions)) or "no instructions"
+
+    def __repr__(self) -> str:
+        return one_line(self, f"of {show_count(len(self.tasks), 'task')}, {len(self.instructions)} instructions")
 
     def _repr_html_(self) -> str:
         return view(View.INSTRUCTIONS_HTML, self)

@@ -14,7 +14,7 @@ from alpa_lite.plan.codec import INLINE
 from alpa_lite.program.ir import item_bytes
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh
 from alpa_lite.sharding.specs import Spec
-from alpa_lite.text import show_count, show_first
+from alpa_lite.text import one_line, show_bytes, show_count, show_first, show_layers, show_percent, show_seconds
 
 _SHOWN = 6
 
@@ -294,6 +294,10 @@ class StagePlan:
     outputs: Mapping[int, Spec] = field(default_factory=dict[int, Spec])
     shapes: Mapping[str, ArrayShape] = field(default_factory=dict[str, ArrayShape])
 
+    def __repr__(self) -> str:
+        held = f"{show_count(len(self.specs), 'argument')}, {show_count(len(self.ops), 'op')}"
+        return one_line(self, f"{show_layers(*self.layers)} on {self.submesh} as {self.mesh_shape}: {held}")
+
     @property
     def choice(self) -> Choice:
         """The decisions that the tasks of the stage follow."""
@@ -351,6 +355,9 @@ class TaskRuns:
         """All fields, of equal lengths."""
         return tuple(getattr(self, each.name) for each in fields(self))
 
+    def __repr__(self) -> str:
+        return one_line(self, f"of {show_count(len(self.stages), 'task')}")
+
     def held_on(self, stages: Collection[int]) -> list[float]:
         """Return `held_bytes` of the runs of some stages."""
         return [most for stage, most in zip(self.stages, self.held_bytes, strict=True) if stage in stages]
@@ -382,6 +389,9 @@ class TransferRuns:
     def columns(self) -> tuple[tuple[object, ...], ...]:
         """All fields, of equal lengths."""
         return tuple(getattr(self, each.name) for each in fields(self))
+
+    def __repr__(self) -> str:
+        return one_line(self, f"of {show_count(len(self.stages), 'transfer')}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -418,6 +428,11 @@ class Prediction:
     transfers: TransferRuns = field(default_factory=TransferRuns)
     mfu: float = 0.0
     hfu: float = 0.0
+
+    def __repr__(self) -> str:
+        peak = show_bytes(max(self.peak_bytes, default=0.0))
+        bubble = show_percent(self.bubble_fraction)
+        return one_line(self, f"{show_seconds(self.step_seconds)} per step, bubble {bubble}, peak {peak} per device")
 
     def breakdown(self) -> dict[str, float]:
         """Return the seconds of one step by cause; causes overlap across stages and need not add up to the step."""

@@ -47,7 +47,7 @@ from alpa_lite.schedule.tasks import MOST_MICROBATCHES, SpanLike
 from alpa_lite.sharding.meshes import sharing
 from alpa_lite.sharding.specs import Spec
 from alpa_lite.step.recomputation import Remat
-from alpa_lite.text import View, view
+from alpa_lite.text import View, one_line, show_count, show_seconds, view
 from cost_models.cluster import MOST_DEVICES, Cluster
 
 FORMAT = 5
@@ -223,6 +223,11 @@ class Plan:
     def __str__(self) -> str:
         return view(View.PLAN_TEXT, self)
 
+    def __repr__(self) -> str:
+        counts = f"{show_count(len(self.stages), 'stage')} on {show_count(self.cluster.num_devices, 'device')}"
+        step = f"{show_count(self.num_microbatches, 'micro-batch')}, {show_seconds(self.prediction.step_seconds)}"
+        return one_line(self, f"{self.name} of {self.function}: {counts} of {self.cluster.name}, {step} predicted")
+
     def explain(self, subject: str) -> str:
         """Explain a decision about `subject`: a parameter path, `op 12`, `layer 3`, `stage 0` or part of a line."""
         return view(View.PLAN_EXPLANATION, self, subject)
@@ -239,9 +244,9 @@ class Plan:
         """Return what each sharding that the user's code gives would cost, in a plan with every stage on its mesh."""
         return view(View.PLAN_SHARDING_COSTS, self)
 
-    def diff(self, other: Plan) -> str:
-        """Return the differences from this plan to another, and their effect."""
-        return view(View.PLAN_DIFF, self, other)
+    def diff(self, other: Plan) -> PlanPair:
+        """Return this plan with another one: a value that prints the differences and their effect, and has a page."""
+        return PlanPair(before=self, after=other)
 
     def to_html(
         self,
@@ -289,6 +294,36 @@ class Plan:
                 f"This plan is for {count + self.idle_devices} devices ({self.cluster.name}), but {cluster.name} has "
                 f"{cluster.num_devices}. Make a new plan for this cluster."
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanPair:
+    """Two plans, side by side. It prints the differences from the first to the second, and their effect.
+
+    Attributes:
+        before: the first plan.
+        after: the second plan.
+    """
+
+    before: Plan
+    after: Plan
+
+    def __str__(self) -> str:
+        return view(View.PLAN_DIFF, self.before, self.after)
+
+    def __repr__(self) -> str:
+        return one_line(self, f"from {self.before.name} on {self.before.cluster.name} to {self.after!r}")
+
+    def to_html(self, path: str | Path) -> None:
+        """Write both plans as one self-contained HTML page: key numbers, timelines on one clock, all differences."""
+        Path(path).write_text(view(View.PAIR_PAGE, self.before, self.after), encoding="utf-8")
+
+    def _repr_html_(self) -> str:
+        return view(View.PAIR_FRAGMENT, self.before, self.after)
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """Print the differences where IPython shows no HTML."""
+        printer.text(repr(self) if cycle else str(self))
 
 
 def _decided() -> list[str]:

@@ -32,6 +32,7 @@ from alpa_lite.plan.task_prices import estimate, part_seconds
 from alpa_lite.plan.task_specs import TaskSpec
 from alpa_lite.program.phases import StepGraph
 from alpa_lite.sharding.specs import Spec
+from alpa_lite.text import one_line
 from cost_models.cluster import Cluster
 from cost_models.composed import ComposedCostModel, CostModel
 
@@ -122,6 +123,9 @@ class SimulatedStep:
         fractions = {"bubble_fraction": self.bubble_fraction, "exposed_fraction": self.exposed_fraction}
         own = {name: value for name, value in asdict(self).items() if name not in ("tasks", "transfers")}
         return {**own, **fractions}
+
+    def __repr__(self) -> str:
+        return one_line(self, str(self).partition("\n")[0])
 
     def __str__(self) -> str:
         head = (

@@ -27,7 +27,7 @@ from typing import Any
 from alpa_lite.errors import VerificationError
 from alpa_lite.program.memo import memoized
 from alpa_lite.program.user_shardings import UserSharding
-from alpa_lite.text import View, view
+from alpa_lite.text import View, one_line, view
 
 #: Bytes per element of the dtypes whose size does not follow from the digits of their name. JAX stores sub-byte
 #: integers in one byte per element.
@@ -193,6 +193,9 @@ class Graph:
     def results(self, op: Op) -> tuple[Value, ...]:
         """Return the results of an op as values."""
         return tuple(self.values[i] for i in op.results)
+
+    def __repr__(self) -> str:
+        return one_line(self, f"of {len(self.ops)} ops, {len(self.inputs)} inputs, {len(self.outputs)} outputs")
 
     def _repr_html_(self) -> str:
         return view(View.GRAPH_HTML, self)

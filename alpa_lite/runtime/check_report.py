@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from alpa_lite.plan.plan import Plan
-from alpa_lite.text import show_count
+from alpa_lite.text import View, one_line, show_count, view
 
 MAX_STEPS = 32.0
 """Number of rounding steps by which a leaf may differ from `jax.jit`: long sums add up the rounding of their terms.
@@ -21,6 +21,9 @@ Correct plans of the programs in `tests/zoo` stay below a third of it.
 
 MAX_LOW_STEPS = 8.0
 """The same for float16, bfloat16 and below: one step is a large part of a number, and long sums are kept in float32."""
+
+COLUMNS = ("output", "dtype", "shape", "error", "rounding steps", "limit", "")
+NUMBERS = frozenset(COLUMNS[3:6])
 
 _WIDTH = 120
 _NAMED = 3
@@ -140,15 +143,11 @@ class CheckReport:
         count = f"{len(wrong)} of {show_count(len(self.leaves), 'output')} {'differs' if len(wrong) == 1 else 'differ'}"
         return f"{where} does not give what jax.jit gives: {count}. {named[0].upper()}{named[1:]}{rest}."
 
-    def __rich__(self) -> Group:
-        table = Table()
-        for column in ("output", "dtype", "shape"):
-            table.add_column(column, overflow="fold")
-        for column in ("error", "rounding steps", "limit"):
-            table.add_column(column, justify="right")
-        table.add_column("")
-        for leaf in self.worst[:_ROWS]:
-            table.add_row(
+    @property
+    def rows(self) -> tuple[tuple[str, ...], ...]:
+        """The rows of a table with `COLUMNS`, the worst leaves first; of many leaves the first ones."""
+        return tuple(
+            (
                 leaf.name or "(output)",
                 leaf.dtype,
                 str(list(leaf.shape)),
@@ -157,6 +156,12 @@ class CheckReport:
                 _short(leaf.limit) if leaf.limit else "equal",
                 "; ".join(filter(None, ("ok" if leaf.ok else "DIFFERS", leaf.note))),
             )
+            for leaf in self.worst[:_ROWS]
+        )
+
+    @property
+    def note(self) -> str:
+        """What a reader of the table needs to know."""
         rest = len(self.leaves) - _ROWS
         notes = (
             f"… and {rest} more outputs, which differ less" if rest > 0 else "",
@@ -164,7 +169,22 @@ class CheckReport:
             "one rounding step: what a change of the inputs in the last place does under jax.jit, or the last place of "
             "the output itself",
         )
-        return Group(Text(self.verdict), table, Text("; ".join(filter(None, notes))))
+        return "; ".join(filter(None, notes))
+
+    def __rich__(self) -> Group:
+        table = Table()
+        for column in COLUMNS:
+            numeric = column in NUMBERS
+            table.add_column(column, justify="right" if numeric else "left", overflow="ellipsis" if numeric else "fold")
+        for row in self.rows:
+            table.add_row(*row)
+        return Group(Text(self.verdict), table, Text(self.note))
+
+    def __repr__(self) -> str:
+        return one_line(self, self.verdict)
+
+    def _repr_html_(self) -> str:
+        return view(View.CHECK_HTML, self)
 
     def __str__(self) -> str:
         # Of a fixed width and without colours, so that logs are the same whatever terminal the program has.

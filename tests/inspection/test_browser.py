@@ -408,6 +408,15 @@ def test_colours(opened, pipeline_plan, dark):
     assert found == [("colours: light", False), ("colours: dark", True), ("colours: as the system", dark)]
 
 
+def test_two_plans(opened, tensor_plan, pipeline_plan):
+    shown = opened(tensor_plan.diff(pipeline_plan))
+    lanes = shown.page.locator("#timeline text.lane").all_text_contents()
+    assert [text.split(":")[0] for text in lanes] == ["before", "after"]
+    assert shown.page.locator("#memory .held").count() == 3
+    shown.search("micro-batches")
+    assert shown.rows("#differences-0 table") == ["micro-batches"]
+
+
 def test_on_paper(opened, pipeline_plan):
     shown = opened(pipeline_plan, dark=True)
     shown.page.emulate_media(media="print")
@@ -421,6 +430,11 @@ def test_on_paper(opened, pipeline_plan):
 def test_narrow(opened, pipeline_plan):
     shown = opened(pipeline_plan, width=380)
     assert shown.page.evaluate("() => document.documentElement.scrollWidth") <= 380
+    # Rows are lists there: no table is wider than the page, nor scrolls.
+    boxes = "() => [...document.querySelectorAll('main .scroll')].map((box) => box.scrollWidth - box.clientWidth)"
+    assert max(shown.page.evaluate(boxes)) <= 1
+    label = "() => getComputedStyle(document.querySelector('#stages td:nth-child(2)'), '::before').content"
+    assert "layers" in shown.page.evaluate(label)
 
 
 def test_hostile_names(opened, tensor_plan):

@@ -35,7 +35,7 @@ def _check_plan(plan: al.Plan, other: al.Plan, folder: Path) -> None:
     """All texts and the page of a plan."""
     for text in (str(plan), plan.explain_time(), plan.explain_memory(), str(predicted_timeline(plan))):
         _check_text(text)
-    _check_text(plan.diff(other))
+    _check_text(str(plan.diff(other)))
     arguments = [name for stage in plan.stages for name in stage.specs][:MOST_EXPLAINED]
     for subject in (*(f"stage {n}" for n in range(len(plan.stages))), "layer 0", "op 0", *arguments):
         try:

@@ -8,7 +8,8 @@ import pytest
 import alpa_lite as al
 from alpa_lite.cli import main
 from alpa_lite.inspection.page.drawings import timeline_svg
-from alpa_lite.inspection.page.html import page_data, plan_html
+from alpa_lite.inspection.page.html import plan_html
+from alpa_lite.inspection.page.page_data import page_data
 from alpa_lite.inspection.text.diff import compare
 from alpa_lite.inspection.text.tables import plan_summary
 from alpa_lite.inspection.text.timeline import predicted_timeline

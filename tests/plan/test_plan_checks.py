@@ -70,7 +70,7 @@ def try_out(data: Any, model: str, planner: str, *, whole: bool) -> str:
         try:
             plan = Plan.from_json(data)
             step = "shown"
-            _ = str(plan), plan.diff(made.last_plan), plan.explain_time(), plan_html(plan) if whole else ""
+            _ = str(plan), str(plan.diff(made.last_plan)), plan.explain_time(), plan_html(plan) if whole else ""
             step = "replayed"
             replayed = made.function.plan(planner=plan, cluster=plan.cluster)
             step = "lowered"

@@ -176,9 +176,8 @@ def block_svg(spec: Spec, sizes: Mapping[str, int]) -> str:
 
     Of more than two dims, only split dims are drawn, the last ones first.
     """
-    rows, columns = drawn_dims(spec)
-    # More lines would merge into one dark area.
-    down, across = (min(_MAX_LINES, _parts(spec, dim, sizes)) for dim in (rows, columns))
+    rows, _ = drawn_dims(spec)
+    down, across = block_counts(spec, sizes)
     # A vector is drawn flatter than a matrix.
     high = _BLOCK_HEIGHT if rows is not None else _BLOCK_HEIGHT / 3
     top = (_BLOCK_HEIGHT - high) / 2
@@ -190,6 +189,13 @@ def block_svg(spec: Spec, sizes: Mapping[str, int]) -> str:
         f'<rect class="own" y="{top:.4g}" width="{_BLOCK_WIDTH / across:.4g}" height="{high / down:.4g}"/>'
         f'<path d="{lines}"/></svg>'
     )
+
+
+def block_counts(spec: Spec, sizes: Mapping[str, int]) -> tuple[int, int]:
+    """Return the numbers of blocks that are drawn downwards and across."""
+    rows, columns = drawn_dims(spec)
+    # More lines would merge into one dark area.
+    return min(_MAX_LINES, _parts(spec, rows, sizes)), min(_MAX_LINES, _parts(spec, columns, sizes))
 
 
 def drawn_dims(spec: Spec) -> tuple[int | None, int | None]:

@@ -1,4 +1,4 @@
-"""Graphs and programs as a notebook shows them: a summary first, then line by line up to a limit."""
+"""Graphs, programs and checks as a notebook shows them: a summary first, then line by line up to a limit."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from alpa_lite.inspection.text.tables import Table, render
 from alpa_lite.plan.instructions import Program
 from alpa_lite.program.ir import Graph
 from alpa_lite.program.show import show
+from alpa_lite.runtime.check_report import COLUMNS, NUMBERS, CheckReport
 from alpa_lite.text import show_bytes, show_count, show_numbers
 
 MAX_ROWS = 15
@@ -98,6 +99,12 @@ def program_text(program: Program) -> str:
 def program_html(program: Program) -> str:
     """Return the summary, and the instructions in a collapsed box."""
     return _folded(program_summary(program), program_table(program), map(str, program.instructions))
+
+
+def check_html(report: CheckReport) -> str:
+    """Return the report of a check as a sentence and a table."""
+    table = Table(title="Outputs", columns=COLUMNS, rows=report.rows, numeric=NUMBERS, note=report.note)
+    return fragment_html(f"<p>{escape(report.verdict)}</p>", table_html(table))
 
 
 def _bytes(graph: Graph, values: Iterable[int]) -> float:

@@ -170,6 +170,17 @@ def timeline_section(
 ) -> Section:
     """Return the place where the script draws the step; with simulated and measured spans, a comparison too."""
     names = ["predicted", *(["simulated"] if simulated else []), *(["measured"] if measured else [])]
+    body = chart_html(" and ".join(names))
+    if note := predicted_timeline(plan).note:
+        body += f"<p>{note}</p>"
+    # Simulated and not predicted spans: they come from the same instructions as measured ones.
+    if simulated and measured:
+        body += table_html(comparison_table(compared(simulated, measured)), heading="h3")
+    return Section(id="step", title="One step", body=body)
+
+
+def chart_html(names: str) -> str:
+    """Return the place of the timeline with its buttons and its legend; `names` says what it shows."""
     buttons = "".join(
         f'<button type="button" data-zoom="{key}" aria-label="{label}" title="{label} ({key})">{sign}</button>'
         for key, label, sign in (
@@ -190,18 +201,12 @@ def timeline_section(
         "numbers are micro-batches. Click a task or a collective to keep what is said about it; Enter zooms to it, and "
         "to its ops. Where tasks are narrower than a pixel, the height of a colour is its share of the time."
     )
-    body = (
+    return (
         f'<div class="tools" role="toolbar" aria-label="Timeline">{buttons}<span class="kinds">{legend}</span></div>'
         f'<div id="timeline" class="chart" tabindex="0" role="group" aria-describedby="hint" '
-        f'aria-label="Timeline, {" and ".join(names)}"><noscript>The timeline needs JavaScript.</noscript></div>'
+        f'aria-label="Timeline, {names}"><noscript>The timeline needs JavaScript.</noscript></div>'
         f'<p id="task" role="status" aria-live="polite"></p><p id="hint">{hint}</p>'
     )
-    if note := predicted_timeline(plan).note:
-        body += f"<p>{note}</p>"
-    # Simulated and not predicted spans: they come from the same instructions as measured ones.
-    if simulated and measured:
-        body += table_html(comparison_table(compared(simulated, measured)), heading="h3")
-    return Section(id="step", title="One step", body=body)
 
 
 def memory_section(plan: Plan, allocated_bytes: Sequence[float] | None = None) -> Section:
@@ -211,15 +216,19 @@ def memory_section(plan: Plan, allocated_bytes: Sequence[float] | None = None) -
         f"{show_bytes(plan.prediction.peak_bytes[stages[0]])}"
         for stages in plan.stages_together
     )
-    body = (
-        '<div id="memory" class="chart" tabindex="0" role="group" aria-describedby="peaks" '
-        'aria-label="Predicted memory over time"></div>'
-        f'<p id="peaks">Bytes per device, on the clock of the timeline. <span id="scale"></span> Peaks: '
-        f"{escape(peaks)}.</p>"
-    )
+    body = memory_chart_html(f" Peaks: {peaks}.")
     if allocated_bytes is not None:
         body += table_html(allocated_table(plan, allocated_bytes), heading="h3")
     return Section(id="memory-over-time", title="Memory", body=body)
+
+
+def memory_chart_html(more: str) -> str:
+    """Return the place of the memory over time, with more words below it."""
+    return (
+        '<div id="memory" class="chart" tabindex="0" role="group" aria-describedby="peaks" '
+        'aria-label="Predicted memory over time"></div>'
+        f'<p id="peaks">Bytes per device, on the clock of the timeline. <span id="scale"></span>{escape(more)}</p>'
+    )
 
 
 def stages_section(plan: Plan) -> Section:

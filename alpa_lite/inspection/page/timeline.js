@@ -275,7 +275,7 @@
       const high = TRACK - 10, base = y + TRACK - 3, of = track.full_bytes / most;
       const level = (share) => base - high * share * of;
       const color = `stage-${track.stages[0] % 10}`;
-      body.push(`<text x="0" y="${y + 20}">${escaped(track.name.slice(0, 14))}<title>${escaped(track.name)}</title></text>` +
+      body.push(`<text x="0" y="${y + 20}">${escaped(track.name.slice(0, 16))}<title>${escaped(track.name)}</title></text>` +
         `<text class="small" x="0" y="${y + 33}">${bytes(track.peak_bytes)}</text>`);
       const dim = only !== null && !track.stages.includes(only) ? " dim" : "";
       body.push(`<g class="${color}${dim}"><path class="held" d="${outline(track, scale, level, base, width)}"/></g>`);

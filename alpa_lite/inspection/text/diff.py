@@ -61,13 +61,18 @@ class PlanDiff:
     different_steps: bool
 
     def __str__(self) -> str:
+        # Another mesh changes every spec: a screenful is enough, and `to_json` has all.
+        return render((*self.summary(), ""), self.tables(_MAX_SPEC_ROWS))
+
+    def tables(self, max_specs: int | None = None) -> list[Table]:
+        """Return the differences as tables, without empty ones; of specs, the first `max_specs`."""
+        shown = self.specs if max_specs is None else self.specs[:max_specs]
         tables = (
             _table("Decisions", self.decisions, "what"),
-            # Another mesh changes every spec: a screenful is enough, and `to_json` has all.
-            _table("Specs", self.specs[:_MAX_SPEC_ROWS], "argument", more=len(self.specs) - _MAX_SPEC_ROWS),
+            _table("Specs", shown, "argument", more=len(self.specs) - len(shown)),
             _table("Collectives per step", self.collectives, "kind"),
         )
-        return render((*self.summary(), ""), [table for table in tables if table.rows])
+        return [table for table in tables if table.rows]
 
     def summary(self) -> tuple[str, ...]:
         """Return the effect on time and memory in sentences."""

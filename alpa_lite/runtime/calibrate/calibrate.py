@@ -162,6 +162,10 @@ class Calibration:
     date: str
     quick: bool = False
 
+    def __repr__(self) -> str:
+        """Return one line; `cluster` and `measurements` have all values."""
+        return f"<Calibration of {self.cluster!r} by {len(self.measurements)} measurements on {self.date}>"
+
     def ratio(self, measurement: Measurement) -> float:
         """Return predicted over measured seconds."""
         return predicted_seconds(measurement, self.cluster) / measurement.seconds

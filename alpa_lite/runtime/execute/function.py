@@ -26,6 +26,7 @@ from alpa_lite.runtime.execute.placing import InJob
 from alpa_lite.runtime.execute.typed_results import TypedResults
 from alpa_lite.runtime.job.processes import all_here, any_here, devices_of, handle
 from alpa_lite.step.split import TracedStep
+from alpa_lite.text import one_line
 from alpa_lite.trace.call import Call
 from alpa_lite.trace.trace import Traced, aval_of
 from cost_models.checks import printable
@@ -39,6 +40,19 @@ class CompiledFunction:
     plan: Plan
     step: TracedStep
     executor: Executor
+
+    def __str__(self) -> str:
+        return str(self.plan)
+
+    def __repr__(self) -> str:
+        return one_line(self, f"{self.traced.name} by {self.plan!r}")
+
+    def _repr_html_(self) -> str:
+        return self.plan._repr_html_()
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """Print the plan where IPython shows no HTML."""
+        self.plan._repr_pretty_(printer, cycle)
 
     def __call__(self, *args: Tree, **kwargs: Tree) -> Tree:
         """Run one step and return its outputs."""

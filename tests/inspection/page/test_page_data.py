@@ -1,11 +1,12 @@
 """What the page's script draws."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
-from alpa_lite.inspection.page.html import MAX_POINTS, TICKS, page_data, safe_json
+from alpa_lite.inspection.page.page_data import MAX_POINTS, TICKS, page_data, pair_data, safe_json
 from alpa_lite.inspection.text.timeline import memory_over_time, predicted_timeline
 from tests.inspection.long_plans import with_tasks_repeated
 
@@ -88,3 +89,29 @@ def test_no_name_ends_the_script():
     text = safe_json(data)
     assert not set("<>&\u2028") & set(text)
     assert json.loads(text) == data
+
+
+def test_two_plans_are_on_one_clock(pipeline_plan, tensor_plan):
+    slower = replace(tensor_plan, prediction=replace(tensor_plan.prediction, step_seconds=1.0))
+    data = pair_data(pipeline_plan, slower)
+    first, second = data["lanes"]
+    assert (first["title"], second["title"]) == (f"before: {pipeline_plan.name}", f"after: {tensor_plan.name}")
+    step = pipeline_plan.prediction.step_seconds
+    assert first["end"] * data["tick_seconds"] == pytest.approx(step, rel=1e-4) and second["end"] == TICKS
+    assert second["seconds"] == "1.00 s"
+    assert [track["name"] for track in data["memory"]] == ["before, stage 0", "before, stage 1", "after, stage 0"]
+    # Tracks of both plans are in one list, by which their tasks refer to them.
+    used = {number for lane in data["lanes"] for row in lane["rows"] for *_, found in row["inside"] for number in found}
+    assert used == set(range(len(data["tracks"])))
+    assert all(label < len(data["labels"]) for track in data["tracks"] for label in track[::3])
+
+
+def test_collectives_of_a_plan_without_its_step_have_a_share(tensor_plan):
+    data = page_data(replace(tensor_plan, request=None))
+    (row,) = data["lanes"][0]["rows"]
+    bars = {bar.kind: bar for bar in predicted_timeline(tensor_plan).bars}
+    assert data["tracks"] == [] and row["inside"]
+    for kind, stage, share, tracks in row["inside"]:
+        bar = bars[data["kinds"][kind]]
+        assert stage == 0 and tracks == []
+        assert share == pytest.approx(bar.communication_seconds / bar.seconds, abs=1e-4) and share > 0

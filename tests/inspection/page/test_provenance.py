@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import alpa_lite as al
 from alpa_lite.cli.entry import build_parser
-from alpa_lite.inspection.page.provenance import cluster_words, commands, hardware, provenance_html
+from alpa_lite.inspection.page.provenance import cluster_words, commands, provenance_html
 from cost_models.cluster import HostGroup, slowest_device, slowest_link
 from tests.inspection.markup import parse
 
@@ -27,7 +27,7 @@ def test_hosts_of_two_kinds_are_listed():
         device=slowest_device([old.device, new.device]),
         intra_host=slowest_link([old.intra_host, new.intra_host]),
     )
-    listed = dict(hardware(mixed))
+    listed = dict(mixed.hardware())
     assert list(listed) == ["hosts 0–1", "host 2", "between hosts"]
     assert old.device.name in listed["hosts 0–1"] and new.device.name in listed["host 2"]
     assert cluster_words(mixed) == "3 hosts of 8 devices"

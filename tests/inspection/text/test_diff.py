@@ -24,7 +24,7 @@ def test_stages_micro_batches_and_specs(tensor_plan, pipeline_plan):
     assert {change.what for change in found.collectives} <= {
         "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute",
     }  # fmt: skip
-    text = tensor_plan.diff(pipeline_plan)
+    text = str(tensor_plan.diff(pipeline_plan))
     assert "per step (predicted)" in text and "Peak memory per device" in text
     assert json.loads(json.dumps(found.to_json()))["seconds"][0] == tensor_plan.prediction.step_seconds
 
@@ -42,7 +42,7 @@ def test_other_code_is_said(tensor_plan):
 
 def test_the_options_of_schedules_count(interleaved_plan):
     other = replace(interleaved_plan, schedule=al.schedule.Interleaved1F1B(num_chunks=4))
-    assert "interleaved-1f1b(num_chunks=4)" in interleaved_plan.diff(other)
+    assert "interleaved-1f1b(num_chunks=4)" in str(interleaved_plan.diff(other))
 
 
 def at(plan, seconds):
