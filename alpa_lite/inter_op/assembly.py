@@ -45,7 +45,7 @@ from alpa_lite.schedule import Inference, Schedule, simulate
 from alpa_lite.sharding.meshes import sharing
 from alpa_lite.step.layers import Layers
 from alpa_lite.step.model_flops import needed_flops
-from alpa_lite.text import show_bytes
+from alpa_lite.text import show_bytes, show_usable
 from cost_models.cluster import Cluster
 
 
@@ -73,11 +73,11 @@ def assemble(name: str, request: PlanRequest, staged: StagedStep, started: float
 def too_large(plan: Plan) -> InfeasibleError:
     """Return the error about the fullest stage of a plan that does not fit."""
     stage = plan.fullest_stage
+    has = show_usable(plan.capacity_bytes(stage), plan.reserved_bytes(stage), decimals=2)
     return InfeasibleError(
         f"{plan.name} does not fit: stage {stage} of {len(plan.stages)} needs "
         f"{show_bytes(plan.prediction.peak_bytes[stage], decimals=2)} per device, with the arrays that are on the way "
-        f"between stages, but there are {show_bytes(plan.capacity_bytes(stage), decimals=2)}. Use smaller or more "
-        "micro-batches, or more devices."
+        f"between stages, but there are {has}. Use smaller or more micro-batches, or more devices."
     )
 
 

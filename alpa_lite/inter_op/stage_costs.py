@@ -290,8 +290,8 @@ class StageCosts:
         return self._model(submesh).cluster.device
 
     def room_bytes(self, submesh: Submesh) -> float:
-        """Return the bytes of memory of a device of a submesh."""
-        return float(self.device(submesh).memory_bytes)
+        """Return the bytes that a plan may use of a device of a submesh."""
+        return self.device(submesh).usable_bytes
 
     def _kind(self, place: StagePlace) -> MeshKey:
         submesh, per_host, ends = place.submesh, self.cost_model.cluster.devices_per_host, [0]

@@ -65,7 +65,7 @@ class Auto(Planner):
         pins: given shardings of arguments: the path of each, or the end of it if that is unique, with an axis, several
             axes or None per dim. The search names its axes: "x" on meshes with one axis; "replica", "data" and
             "model" on meshes with several.
-        max_memory_bytes: bytes of each device that a plan may use, if less than its memory.
+        max_memory_bytes: bytes of each device that a plan may use, if less than what is usable without.
         remat: policy of recomputation in the backward pass: "none" beyond that of the step itself, "selective", "full"
             (see `Remat`), or "auto", the best one for each stage.
         schedule: schedule of pipelines; None: the best of `SCHEDULES` and interleaved ones.

@@ -83,15 +83,19 @@ def _data(sources: Sequence[_Source], plans: Sequence[tuple[str, Plan]]) -> dict
     for source in sources:
         lane = _lane(source, tick, inside.added(source.tracks))
         lanes.append({**lane, "end": round(source.seconds / tick), "seconds": show_seconds(source.seconds)})
-    memory = [(prefix, track) for prefix, plan in plans for track in memory_over_time(plan)]
+    # After its last task a device holds its state until the next step begins.
+    memory = [
+        _memory(prefix, track, max(track.seconds[-1], plan.prediction.step_seconds), tick)
+        for prefix, plan in plans
+        for track in memory_over_time(plan)
+    ]
     return {
         "tick_seconds": tick,
         "kinds": list(_KINDS),
         "lanes": [lane for lane, source in zip(lanes, sources, strict=True) if source.spans],
         "tracks": inside.flat,
         "labels": [(each.what, each.source, each.array, int(each.collective)) for each in inside.labels],
-        "memory": [_memory(prefix, track, tick) for prefix, track in memory],
-        "end": max((round(track.seconds[-1] / tick) for _, track in memory), default=0),
+        "memory": memory,
     }
 
 
@@ -197,7 +201,7 @@ def _words(span: SpanLike) -> str:
     return str(getattr(span, "name", kind)) if kind == "RUN" else kind
 
 
-def _memory(prefix: str, track: MemoryTrack, tick: float) -> dict[str, object]:
+def _memory(prefix: str, track: MemoryTrack, end: float, tick: float) -> dict[str, object]:
     # The scale of the drawing: a plan that does not fit goes above the capacity.
     full = max(track.capacity_bytes, track.peak_bytes, 1.0)
     points = _thinned([(round(t / tick), b) for t, b in zip(track.seconds, track.bytes, strict=True)])
@@ -215,7 +219,7 @@ def _memory(prefix: str, track: MemoryTrack, tick: float) -> dict[str, object]:
         "capacity_bytes": track.capacity_bytes,
         "peak_bytes": track.peak_bytes,
         "kept_bytes": track.kept_bytes,
-        "end": round(track.seconds[-1] / tick),
+        "end": round(end / tick),
         "points": flat,
     }
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import sys
 from html import escape
 
-import alpa_lite
 from alpa_lite.plan.plan import Plan
 from alpa_lite.text import show_count
 from cost_models.cluster import Cluster, known_clusters
@@ -19,7 +19,9 @@ def provenance_html(plan: Plan) -> str:
     listed.append(("fingerprint of the step", f"<code>{escape(plan.fingerprint)}</code>"))
     listed += [("again", f"<code>{escape(line)}</code>") for line in commands(plan)]
     today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
-    listed.append(("written", f"{today} by alpa_lite {escape(alpa_lite.__version__)}"))
+    # The package is loaded, as this module is a part of it; to import it would be to import all rooms above this one.
+    version = vars(sys.modules["alpa_lite"])["__version__"]
+    listed.append(("written", f"{today} by alpa_lite {escape(version)}"))
     rows = "".join(f"<dt>{name}</dt><dd>{text}</dd>" for name, text in listed)
     return f'<footer><h2>Where this comes from</h2><dl class="origin">{rows}</dl></footer>'
 

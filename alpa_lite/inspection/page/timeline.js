@@ -46,7 +46,7 @@
     return { ...track, times, levels };
   });
   const flat = lanes.flatMap((lane) => lane.rows.map((row) => ({ lane, row })));
-  const end = Math.max(1, data.end, ...lanes.map((lane) => lane.end));
+  const end = Math.max(1, ...memory.map((track) => track.end), ...lanes.map((lane) => lane.end));
   // Without its ops a task has its collectives at the end: the plan says how long they take, and not when they run.
   const movesOf = (task) => (task.track ? task.track.moves : task.share ? [{ label: null, from: 1 - task.share, to: 1 }] : []);
   const hasMoves = (row) => row.inside.some(([, , share, numbers]) => share > 0 || numbers.some((n) => tracks[n].moves.length));
@@ -349,7 +349,8 @@
   const describe = ({ place: { lane, row }, task, op, start, end: stop }) => {
     const which = task.microbatch >= 0 ? ` of micro-batch ${task.microbatch}` : "";
     const length = (stop - start) * data.tick_seconds, step = lane.end * data.tick_seconds;
-    const share = step > 0 ? ` (${digits((100 * length) / step)} % of the step)` : "";
+    const percent = (100 * length) / step;
+    const share = step > 0 ? ` (${percent < 0.005 ? "below 0.01" : digits(percent)} % of the step)` : "";
     const stage = row.stages.length > 1 ? `, stage ${task.stage}` : "";
     const where = `${lane.title}, ${row.name}: ${WORDS[task.kind] || task.kind}${which}${stage}`;
     const when = `${seconds(length)} from ${seconds(start * data.tick_seconds)} on${share}`;

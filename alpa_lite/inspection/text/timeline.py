@@ -344,7 +344,7 @@ class MemoryTrack:
     stages            the stages of the submesh
     seconds, bytes    `bytes[i]` are in use from `seconds[i]` to `seconds[i + 1]`
     kept_bytes        the part in use all the time: arguments that live here
-    capacity_bytes    the memory of a device
+    capacity_bytes    the memory of a device that a plan may use
     """
 
     stages: tuple[int, ...]
@@ -370,7 +370,9 @@ def _track(plan: Plan, stages: tuple[int, ...]) -> MemoryTrack:
     for stage, start, stop, most in zip(runs.stages, *runs.columns[3:], strict=True):
         if stage in stages:
             held[start], end = most, max(end, stop)
-    held[end] = kept
+    # A peak above that of all tasks is that of stacked arrays, which lie elsewhere between two steps.
+    peak = max(plan.prediction.peak_bytes[stage] for stage in stages)
+    held[end] = peak if runs.stages and peak > max(held.values()) else kept
     capacity = plan.capacity_bytes(stages[0])
     return MemoryTrack(
         stages=stages, seconds=tuple(held), bytes=tuple(held.values()), kept_bytes=kept, capacity_bytes=capacity

@@ -1,0 +1,115 @@
+"""Draw the pictures of the documentation: `python -m benchmarks.pictures` writes docs/pictures/*.svg.
+
+All are of one small perceptron on the eight devices of one p3.16xlarge, planned by hand, so that they are the same
+wherever they are drawn. A test compares the files with what this draws.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
+from html import escape
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+import alpa_lite as al
+from alpa_lite.cli.models.sequential_networks import MLP
+from alpa_lite.cli.models.train import init_state, make_optimizer, make_train_step
+from alpa_lite.inspection.page.drawings import (
+    block_svg,
+    cluster_svg,
+    layers_svg,
+    sharding_kind,
+    sharding_words,
+    timeline_svg,
+)
+from alpa_lite.inspection.page.elements import STYLE
+from alpa_lite.planners import Hybrid
+from alpa_lite.schedule import (
+    EagerOneFOneB,
+    GPipe,
+    Interleaved1F1B,
+    OneFOneB,
+    Schedule,
+    Sequential,
+    ZeroBubbleH1,
+)
+from alpa_lite.sharding.specs import Spec
+
+FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
+
+_MODEL = MLP(in_features=1024, hidden=4096, out_features=1024, num_layers=8)
+_BATCH_SIZE, _MICROBATCHES = 2048, 8
+
+
+def plan_of(schedule: Schedule, pipeline: int) -> al.Plan:
+    """Return the plan of the perceptron under a schedule, with as many groups of devices as `pipeline` says."""
+    optimizer = make_optimizer()
+    state = jax.eval_shape(lambda key: init_state(_MODEL.init(key), optimizer), jax.random.key(0))
+    batch = {
+        "inputs": jax.ShapeDtypeStruct((_BATCH_SIZE, _MODEL.in_features), jnp.float32),
+        "targets": jax.ShapeDtypeStruct((_BATCH_SIZE, _MODEL.out_features), jnp.float32),
+    }
+    planner = Hybrid(pipeline=pipeline, schedule=schedule)
+    step = make_train_step(_MODEL.loss_fn, optimizer)
+    return al.plan(step, state, batch, cluster="p3.16xlarge", planner=planner, num_microbatches=_MICROBATCHES)
+
+
+def _drawn(draw: Callable[[al.Plan], str], schedule: Schedule) -> str:
+    return _file(draw(plan_of(schedule, 4)))
+
+
+def blocks() -> str:
+    """Return arrays on a mesh of 2 × 4 devices under several specs, each with its words."""
+    sizes = {"data": 2, "model": 4}
+    specs = [
+        Spec(dims)
+        for dims in (((), ()), (("data",), ()), ((), ("model",)), (("data",), ("model",)), (("data", "model"), ()))
+    ]
+    drawn = "".join(
+        f'<g transform="translate({240 * number + 4} 4)"><g>{block_svg(spec, sizes)}</g>'
+        f'<text x="0" y="52">{escape(str(spec))}: {sharding_kind(spec)}</text>'
+        f'<text class="small" x="0" y="66">{escape(sharding_words(spec, sizes))}</text></g>'
+        for number, spec in enumerate(specs)
+    )
+    return f'<svg viewBox="0 0 {240 * len(specs)} 72">{drawn}</svg>'
+
+
+def _file(inner: str) -> str:
+    """Return a drawing as a file of its own, with its style."""
+    box = re.search(r'viewBox="([^"]+)"', inner)
+    assert box is not None
+    # Without what a page needs beside: a file is an image.
+    rules = STYLE.replace("background: var(--page); padding: .5rem; ", "")
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="alpa-lite" viewBox="{box[1]}">\n'
+        f"<style>{rules}</style>\n{inner}\n</svg>\n"
+    )
+
+
+#: The name of each picture, and what draws it.
+PICTURES: Mapping[str, Callable[[], str]] = {
+    "sequential": partial(_drawn, timeline_svg, Sequential()),
+    "gpipe": partial(_drawn, timeline_svg, GPipe()),
+    "1f1b": partial(_drawn, timeline_svg, OneFOneB()),
+    "eager-1f1b": partial(_drawn, timeline_svg, EagerOneFOneB()),
+    "interleaved": partial(_drawn, timeline_svg, Interleaved1F1B(num_chunks=2)),
+    "zero-bubble": partial(_drawn, timeline_svg, ZeroBubbleH1()),
+    "devices": partial(_drawn, cluster_svg, OneFOneB()),
+    "layers": partial(_drawn, layers_svg, OneFOneB()),
+    "blocks": lambda: _file(blocks()),
+}
+
+
+def main() -> None:
+    """Write all pictures."""
+    FOLDER.mkdir(exist_ok=True)
+    for name, draw in PICTURES.items():
+        (FOLDER / f"{name}.svg").write_text(draw(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,27 @@
+"""The pictures of the documentation are those that the code draws today."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks.pictures import FOLDER, PICTURES
+from tests.inspection.markup import parse
+
+PAGES = [page.read_text(encoding="utf-8") for page in sorted(FOLDER.parent.rglob("*.md"))]
+
+
+def test_every_picture_is_on_a_page_and_has_words() -> None:
+    assert {path.stem for path in FOLDER.iterdir()} == set(PICTURES)
+    shown = [found for page in PAGES for found in re.findall(r"!\[([^\]]+)\]\(pictures/([\w-]+)\.svg\)", page)]
+    assert {name for _, name in shown} == set(PICTURES)
+    assert all(len(words) > 10 for words, _ in shown)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PICTURES)
+def test_pictures_are_not_stale(name: str) -> None:
+    drawn = PICTURES[name]()
+    parse(drawn)
+    path = Path(FOLDER / f"{name}.svg")
+    assert path.read_text(encoding="utf-8") == drawn, f"run python -m benchmarks.pictures: {path.name} is stale"
