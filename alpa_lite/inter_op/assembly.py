@@ -36,7 +36,7 @@ from alpa_lite.plan.plan import (
     fingerprint,
 )
 from alpa_lite.plan.pricing import Pricer, crosses_hosts, dispatch_seconds, local_bytes
-from alpa_lite.plan.simulation import Prices, simulate_program
+from alpa_lite.plan.simulation import Prices, SimulatedStep, simulate_program
 from alpa_lite.program.ir import Value
 from alpa_lite.program.phases import Phase, StepGraph
 from alpa_lite.rules.op_info import opaque_ops, rule_of_op
@@ -224,17 +224,21 @@ def _stage_plan(request: PlanRequest, step: StepGraph, layers: Layers, stage: Pl
     )
 
 
-def predict(request: PlanRequest, staged: StagedStep) -> Prediction:
-    """Return the prediction of the plan that these decisions make: its program, simulated."""
-    return _predicted(request, staged, _decisions(request, staged))
+def simulated_step(request: PlanRequest, staged: StagedStep) -> SimulatedStep:
+    """Return the simulated program of the plan that these decisions make."""
+    return _simulated(request, staged, _decisions(request, staged))
+
+
+def _simulated(request: PlanRequest, staged: StagedStep, plan: Plan) -> SimulatedStep:
+    with request.progress.during("simulate"):
+        program = build_program(plan, staged.step)
+        return simulate_program(
+            program, plan, staged.step, cost_model_for=request.cost_model_for, prices=Prices.OF_PLAN
+        )
 
 
 def _predicted(request: PlanRequest, staged: StagedStep, plan: Plan) -> Prediction:
-    with request.progress.during("simulate"):
-        program = build_program(plan, staged.step)
-        simulated = simulate_program(
-            program, plan, staged.step, cost_model_for=request.cost_model_for, prices=Prices.OF_PLAN
-        )
+    simulated = _simulated(request, staged, plan)
     solutions = [stage.solution for stage in staged.stages]
     traced = request.step_at(staged.step.num_microbatches, staged.step.loop_parts)
     needed = needed_flops(traced)

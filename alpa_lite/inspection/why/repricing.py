@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from alpa_lite.inspection.why.stage_problem import SOLVE_SECONDS, Given, StageProblem
-from alpa_lite.inter_op.assembly import StagedStep, predict
+from alpa_lite.inter_op.assembly import StagedStep, simulated_step
 from alpa_lite.inter_op.boundaries import stacks_at_rest
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.inter_op.shared_devices import held_at_peak
@@ -262,8 +262,10 @@ class Repricing:
 
     def _predicted_at(self, step: StepGraph, stages: Sequence[PlacedStage]) -> StepPrice:
         staged = StagedStep(step=step, layers=self.layers, stages=stages, schedule=self.plan.schedule)
-        found = predict(self.request, staged)
-        return StepPrice(step_seconds=found.step_seconds, peak_bytes=found.peak_bytes)
+        # Not the whole prediction, which needs the step traced at this number of micro-batches.
+        found = simulated_step(self.request, staged)
+        peaks = tuple(found.use_of(number).peak_bytes for number in range(len(stages)))
+        return StepPrice(step_seconds=found.step_seconds, peak_bytes=peaks)
 
     @cached_property
     def _steps(self) -> tuple[StepGraph, ...]:
