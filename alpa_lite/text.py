@@ -31,6 +31,17 @@ def show_bytes(num_bytes: float, *, decimals: int | None = None) -> str:
     return f"{size:.{digits(size)}f} TiB"
 
 
+def show_usable(usable_bytes: float, reserved_bytes: float, *, decimals: int | None = None) -> str:
+    """Return the memory of a device as `12.0 GiB usable, 4.00 GiB kept for the allocator`.
+
+    Without a reserve it is the number alone; `decimals` as for `show_bytes`.
+    """
+    usable = show_bytes(usable_bytes, decimals=decimals)
+    if not reserved_bytes:
+        return usable
+    return f"{usable} usable, {show_bytes(reserved_bytes, decimals=decimals)} kept for the allocator"
+
+
 def read_bytes(text: str) -> float:
     """Return the bytes that a text stands for: `40GB` → 4e10, `40GiB` → 40 × 2³⁰, `1e9` → 1e9.
 

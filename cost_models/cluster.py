@@ -284,10 +284,12 @@ def slowest_device(devices: Sequence[Device]) -> Device:
     base = min(devices, key=lambda device: device.peak("bfloat16"))
     if all(device == base for device in devices):
         return base
+    tightest = min(devices, key=lambda device: device.usable_bytes)
     return replace(
         base,
         name=" | ".join(sorted({device.name for device in devices})),
-        memory_bytes=min(device.memory_bytes for device in devices),
+        memory_bytes=tightest.memory_bytes,
+        memory_reserve=tightest.memory_reserve,
         memory_bandwidth=min(device.memory_bandwidth for device in devices),
         # The entry "float32" is the rate of the vector units; as a matrix format float32 would be read as TF32.
         peak_flops={
@@ -423,15 +425,23 @@ def _mixed(values: JsonObject) -> JsonObject:
 
 
 def with_memory(cluster: Cluster, memory_bytes: float) -> Cluster:
-    """Return the cluster with so many bytes of usable memory per device. Raises `ClusterError` unless above 0."""
+    """Return the cluster with so many bytes of usable memory per device, of which none are kept for the allocator.
 
-    return _with_devices(cluster, lambda device: replace(device, memory_bytes=float(memory_bytes)))
+    Raises `ClusterError` unless `memory_bytes` is above 0.
+    """
+    return _with_devices(cluster, lambda device: _with_usable(device, memory_bytes))
 
 
 def with_memory_limit(cluster: Cluster, memory_bytes: float) -> Cluster:
-    """Return the cluster with each device's memory limited to `memory_bytes`. Raises `ClusterError` unless above 0."""
-    limit = float(memory_bytes)
-    return _with_devices(cluster, lambda device: replace(device, memory_bytes=min(limit, device.memory_bytes)))
+    """Return the cluster whose plans use at most `memory_bytes` of each device, and no more than is usable without it.
+
+    Raises `ClusterError` unless `memory_bytes` is above 0.
+    """
+
+    def limited(device: Device) -> Device:
+        return device if device.usable_bytes <= memory_bytes else _with_usable(device, memory_bytes)
+
+    return _with_devices(cluster, limited)
 
 
 def with_times_the_hosts(cluster: Cluster, times: int) -> Cluster:
@@ -468,6 +478,10 @@ def with_bandwidth(cluster: Cluster, scale: float) -> Cluster:
         intra_domain=None if cluster.intra_domain is None else changed(cluster.intra_domain),
         groups=groups,
     )
+
+
+def _with_usable(device: Device, usable_bytes: float) -> Device:
+    return replace(device, memory_bytes=float(usable_bytes), memory_reserve=0.0)
 
 
 def _with_devices(cluster: Cluster, changed: Callable[[Device], Device]) -> Cluster:

@@ -41,6 +41,10 @@ _MATRIX_FALLBACKS: dict[str, tuple[str, ...]] = {
 
 PeakFlops = Mapping[str, float] | tuple[tuple[str, float], ...]
 
+# The devices that ship state their own. Alpa gave XLA this much of a GPU (global_env.py, xla_client_mem_fraction=0.9).
+MEMORY_RESERVE = 0.1
+"""Fraction of a device's memory that is kept for the allocator where a description states none."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
@@ -48,7 +52,7 @@ class Device:
 
     Attributes:
         name: display name.
-        memory_bytes: capacity that programs can use on this device (its share, on a shared processor).
+        memory_bytes: capacity of this device (its share, on a shared processor).
         memory_bandwidth: bytes per second between memory and compute units, data-sheet value.
         peak_flops: dense FLOP/s by dtype name, data-sheet values. "float32" is needed (the last fallback, and the rate
             of elementwise work); "tensorfloat32" and "float8" stand for those formats. Give a mapping; it is stored as
@@ -66,9 +70,12 @@ class Device:
         ported_attention_efficiency: the same for a kernel that was written for an earlier generation; None if equal.
         memory_efficiency: fraction of the memory bandwidth that large kernels sustain.
         contention: relative slowdown of kernels and collectives while both run.
+        memory_reserve: fraction of the memory that no plan uses, of at least 0 and below 1: what the allocator of the
+            backend does not give to programs, and what it loses to fragmentation.
 
     Raises:
-        ClusterError: a rate that is not above 0, a time below 0, an efficiency outside (0, 1], or no float32 rate.
+        ClusterError: a rate that is not above 0, a time below 0, an efficiency outside (0, 1], a reserve outside
+            [0, 1), or no float32 rate.
     """
 
     name: str
@@ -86,6 +93,7 @@ class Device:
     ported_attention_efficiency: float | None = None
     memory_efficiency: float = 0.8
     contention: float = 0.0
+    memory_reserve: float = MEMORY_RESERVE
 
     def __post_init__(self) -> None:
         label = f"The device {self.name!r}:"
@@ -99,6 +107,10 @@ class Device:
         for what, unit in (("memory_bytes", "bytes"), ("memory_bandwidth", "bytes per second")):
             value = getattr(self, what)
             require_amount(f"{label} {what}", value, advice=f"give it in {unit}", positive=True, error=ClusterError)
+        advice, reserve = "give the part of the memory that plans leave free, 0 for none", self.memory_reserve
+        require_amount(f"{label} memory_reserve", reserve, advice=advice, error=ClusterError)
+        if reserve >= 1:
+            raise ClusterError(f"{label} memory_reserve is {reserve!r}, but it is a part below 1: {advice}.")
         for what in ("launch_seconds", "dispatch_seconds"):
             require_amount(f"{label} {what}", getattr(self, what), advice="give it in seconds", error=ClusterError)
         for dtype, rate in pairs:
@@ -128,6 +140,16 @@ class Device:
             require_amount(f"{label} {what}", part, advice=advice, positive=True, error=ClusterError)
             if part > 1:
                 raise ClusterError(f"{label} {what} is {part!r}, but it is a part of at most 1: {advice}.")
+
+    @property
+    def usable_bytes(self) -> float:
+        """Bytes of the memory that a plan may use: all but the reserve."""
+        return float(self.memory_bytes) * (1 - self.memory_reserve)
+
+    @property
+    def reserved_bytes(self) -> float:
+        """Bytes of the memory that are kept for the allocator."""
+        return float(self.memory_bytes) * self.memory_reserve
 
     @property
     def words(self) -> str:

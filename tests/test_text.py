@@ -12,6 +12,7 @@ from alpa_lite.text import (
     show_numbers,
     show_range,
     show_seconds,
+    show_usable,
 )
 
 
@@ -28,6 +29,11 @@ from alpa_lite.text import (
 )
 def test_bytes(size, text):
     assert show_bytes(size) == text
+
+
+def test_usable_memory_names_its_reserve():
+    assert show_usable(12e9, 4e9) == "11.2 GiB usable, 3.73 GiB kept for the allocator"
+    assert show_usable(12e9, 0, decimals=2) == "11.18 GiB"
 
 
 @pytest.mark.parametrize(

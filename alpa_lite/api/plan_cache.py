@@ -43,7 +43,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from alpa_lite import errors
-from alpa_lite.errors import AlpaLiteError, BatchError, NonAdditiveError, PlanError, TraceError
+from alpa_lite.errors import AlpaLiteError, PlanError
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.plan import codec
 from alpa_lite.plan.instructions import Program
@@ -103,33 +103,16 @@ def planned(planner: Planner, request: PlanRequest, kept: Cache) -> Answer:
     # The key is a digest of the whole step: without a cache no time is spent on it.
     key = key_of(planner, request) if folder is not None else None
     if folder is None or key is None:
-        return Answer(plan=_made(planner, request), cached=False)
+        return Answer(plan=planner.plan(request), cached=False)
     known = _load(folder, key, request)
     if known is not None:
         request.progress(f"from the cache: the search for this plan took {known.solver.seconds:.1f} s")
         return Answer(plan=known, cached=True, path=_path(folder, key))
-    plan = _made(planner, request)
+    plan = planner.plan(request)
     # A complete search may find a better plan, which a stored one would keep from being looked for.
     if plan.solver.status != INTERRUPTED:
         return Answer(plan=plan, cached=False, path=_store(folder, key, plan))
     return Answer(plan=plan, cached=False)
-
-
-def _made(planner: Planner, request: PlanRequest) -> Plan:
-    """Make a new plan for the step as it is traced at the plan's number of micro-batches.
-
-    The search first reads extrapolated steps, which are much cheaper than tracing one step per number of micro-batches.
-    If the exact step at the chosen number differs from the extrapolated one, it is planned again with all of them
-    traced.
-    """
-    if not _measures(planner):
-        plan = planner.plan(replace(request, steps=request.steps.extrapolated()))
-        # Tracing may fail at a number at which extrapolation did not: the second search avoids it, or says why.
-        with suppress(NonAdditiveError, BatchError, TraceError):
-            if plan.fingerprint == fingerprint(request.step_at(plan.num_microbatches, plan.loop_parts)):
-                return plan
-        request.progress("the step differs between numbers of micro-batches: planned again, with all of them traced")
-    return planner.plan(request)
 
 
 def _measures(planner: Planner) -> bool:

@@ -211,7 +211,7 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     suggests(cluster, known_clusters())
     parser.add_argument("--num-hosts", type=int, metavar="N", help="hosts of each cluster (default: as described)")
     parser.add_argument(
-        "--memory", type=_memory, metavar="SIZE", help="what if each device had this much memory, as 40GB"
+        "--memory", type=_memory, metavar="SIZE", help="what if each device had this much usable memory, as 40GB"
     )
     parser.add_argument(
         "--bandwidth-scale", type=float, metavar="X", help="what if all links had X times their bandwidth, as 0.5"

@@ -21,7 +21,6 @@ from alpa_lite.inter_op.boundaries import inflow_seconds, received_values, stack
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.inter_op.sharding_demands import PlacedOps, sharding_uses
 from alpa_lite.inter_op.solved_stages import PlacedStage
-from alpa_lite.inter_op.work_floor import least_seconds
 from alpa_lite.plan.instructions import build_program
 from alpa_lite.plan.op_places import update_tasks
 from alpa_lite.plan.parts import NOT_PREDICTED, NOT_SOLVED, Choice
@@ -45,7 +44,7 @@ from alpa_lite.schedule import Inference, Schedule, simulate
 from alpa_lite.sharding.meshes import sharing
 from alpa_lite.step.layers import Layers
 from alpa_lite.step.model_flops import needed_flops
-from alpa_lite.text import show_bytes
+from alpa_lite.text import show_bytes, show_usable
 from cost_models.cluster import Cluster
 
 
@@ -73,11 +72,11 @@ def assemble(name: str, request: PlanRequest, staged: StagedStep, started: float
 def too_large(plan: Plan) -> InfeasibleError:
     """Return the error about the fullest stage of a plan that does not fit."""
     stage = plan.fullest_stage
+    has = show_usable(plan.capacity_bytes(stage), plan.reserved_bytes(stage), decimals=2)
     return InfeasibleError(
         f"{plan.name} does not fit: stage {stage} of {len(plan.stages)} needs "
         f"{show_bytes(plan.prediction.peak_bytes[stage], decimals=2)} per device, with the arrays that are on the way "
-        f"between stages, but there are {show_bytes(plan.capacity_bytes(stage), decimals=2)}. Use smaller or more "
-        "micro-batches, or more devices."
+        f"between stages, but there are {has}. Use smaller or more micro-batches, or more devices."
     )
 
 
@@ -99,15 +98,14 @@ def assembled(name: str, request: PlanRequest, staged: StagedStep, started: floa
     # A plan is as proven as its stages; those that differ make it feasible at best.
     statuses = {stage.solution.status.value for stage in stages}
     prediction = _predicted(request, staged, plan)
-    bound = least_seconds(step, request.cluster, request.cost_model_for)
     return replace(
         plan,
         name=name,
         prediction=prediction,
         solver=SolverReport(
             status=statuses.pop() if len(statuses) == 1 else "feasible",
-            bound=bound,
-            gap=relative_gap(prediction.step_seconds, bound),
+            bound=request.floor_seconds,
+            gap=relative_gap(prediction.step_seconds, request.floor_seconds),
             seconds=time.perf_counter() - started,
         ),
         opaque=opaque_uses(step),

@@ -174,7 +174,7 @@ class JointSearch:
     def _found(self, searches: SurveyedSearches, guesses: Mapping[int, Guess]) -> Iterator[Found | Unplanned]:
         """Yield the best stages of numbers of micro-batches, as long as the guesses at further ones are better."""
         searched: Searched = Searched(at_most=self.at_most)
-        known: dict[int, Guess] = dict(guesses)
+        known: dict[int, Guess] = self._tried(searches, guesses)
         open_, at_most, solved_at = set(guesses), self.at_most, self._batch / searches.survey.first_size
 
         def guess(number: int) -> Guess:
@@ -207,6 +207,31 @@ class JointSearch:
                 searched = replace(searched, in_vain=searched.in_vain + 1)
             if better is not None:
                 yield better
+
+    def _tried(self, searches: SurveyedSearches, guesses: Mapping[int, Guess]) -> dict[int, Guess]:
+        """Return the guesses, where those that memory alone makes unlikely are replaced by what a rough solution takes.
+
+        The survey knows what layers take with all the memory that they like. That a stage has less may cost next to
+        nothing or too much, and then the search would begin far from the best number.
+        """
+        found = dict(guesses)
+        least = min((guess.likely for guess in guesses.values()), default=math.inf)
+        if self.at_most < math.inf or least == math.inf:
+            return found
+        # The fewer micro-batches, the more memory they need: once these do not fit, fewer do not either.
+        for number in sorted(guesses, reverse=True):
+            guess = found[number]
+            if guess.at_best < (1 - NEAR) * min(least, guess.likely):
+                try:
+                    with self.request.progress.during("stages", f"trying {number} micro-batches"):
+                        seconds = searches.tried_at(number)
+                except (NonAdditiveError, BatchError, TraceError):
+                    break
+                if seconds == math.inf:
+                    break
+                found[number] = replace(guess, likely=seconds)
+                least = min(least, seconds)
+        return found
 
     def _plan(self, found: Found) -> Plan | Unplanned:
         """Return the plan of some stages, solved with less memory where their program needs more than there is.

@@ -19,6 +19,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple, Protocol
 
 from alpa_lite.errors import BatchError, NonAdditiveError, PlanError, TraceError
+from alpa_lite.inter_op.work_floor import least_seconds
 from alpa_lite.inter_op.workers import Workers
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.progress import Progress
@@ -62,10 +63,6 @@ class Steps(Protocol):
         """Return the step cut into phases, with loops over layers in about `loop_parts` parts if that is above 0."""
         ...
 
-    def extrapolated(self) -> Steps:
-        """Return the steps that may be extrapolated from other numbers of micro-batches, which takes less time."""
-        ...
-
     def pinned(self) -> Steps:
         """Return the steps in which the shardings of the user's code are demands."""
         ...
@@ -84,10 +81,6 @@ class SentSteps:
     def at(self, num_microbatches: int, loop_parts: int) -> StepGraph:
         """Return the step. Raises `LookupError` if it was not sent."""
         return self.known[num_microbatches, loop_parts]
-
-    def extrapolated(self) -> SentSteps:
-        """Return the same steps."""
-        return self
 
     def pinned(self) -> Steps:
         """Raise `LookupError`: the step that was sent has no demands."""
@@ -128,6 +121,12 @@ class PlanRequest:
     def batch_size(self) -> int | None:
         """The samples of a step; None if its batch is unknown."""
         return self.signature.batch_size
+
+    @property
+    def floor_seconds(self) -> float:
+        """A lower bound on the seconds of a step, whatever the plan (`work_floor`)."""
+        # Of the step as written: several micro-batches read weights more often, and recomputation adds work.
+        return least_seconds(self.step_at(1, 0), self.cluster, self.cost_model_for)
 
     @cached_property
     def cost_model(self) -> CostModel:

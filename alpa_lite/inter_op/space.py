@@ -105,8 +105,8 @@ class Space:
 
     @cached_property
     def room_bytes(self) -> NDArray[np.float64]:
-        """[kinds]: bytes of memory of a device of each kind."""
-        return np.array([float(self._seen_from(kind).device.memory_bytes) for kind in range(len(self.kinds))])
+        """[kinds]: bytes that a plan may use of a device of each kind."""
+        return np.array([self._seen_from(kind).device.usable_bytes for kind in range(len(self.kinds))])
 
     @cached_property
     def shares(self) -> NDArray[np.float64]:

@@ -31,6 +31,7 @@ from alpa_lite.intra_op.solvers.solver import ProgramTooLargeError
 from alpa_lite.intra_op.stage import NO_LAYOUT, GivenLayout, StageSolution, StageView, remap
 from alpa_lite.intra_op.strategies import FREE_CHOICE, AxisRole, BatchSplit, Restriction
 from alpa_lite.intra_op.strategy_catalogue import Catalogue
+from alpa_lite.plan.op_places import update_tasks
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.pricing import Pricer
 from alpa_lite.plan.progress import Progress
@@ -161,6 +162,11 @@ class StageCosts:
     solved: SolvedStages = field(default_factory=SolvedStages, repr=False)
     recomputed: Recomputed = field(default_factory=Recomputed)
 
+    @cached_property
+    def most_update_tasks(self) -> int:
+        """The most tasks that the update of a layer is, if each layer is a stage."""
+        return max(update_tasks(self.step, self.layers.of_op).values(), default=0)
+
     def solution(
         self, place: StagePlace, *, in_flight: int = 1, limit_bytes: float | None = None, quick: bool = False
     ) -> StageSolution:
@@ -290,8 +296,8 @@ class StageCosts:
         return self._model(submesh).cluster.device
 
     def room_bytes(self, submesh: Submesh) -> float:
-        """Return the bytes of memory of a device of a submesh."""
-        return float(self.device(submesh).memory_bytes)
+        """Return the bytes that a plan may use of a device of a submesh."""
+        return self.device(submesh).usable_bytes
 
     def _kind(self, place: StagePlace) -> MeshKey:
         submesh, per_host, ends = place.submesh, self.cost_model.cluster.devices_per_host, [0]

@@ -31,7 +31,6 @@ from alpa_lite.inter_op.survey import summed
 from alpa_lite.intra_op.problem import Status
 from alpa_lite.intra_op.solve import RELATIVE_GAP
 from alpa_lite.intra_op.stage import StageSolution
-from alpa_lite.plan.op_places import update_tasks
 from alpa_lite.plan.pricing import dispatch_seconds
 from alpa_lite.sharding.meshes import LogicalMesh
 from alpa_lite.step.recomputation import Remat
@@ -184,7 +183,7 @@ class StageSearch:
             batch=batch,
             ways=[*ways(space, self.num_layers, limits.equal, one_mesh=self.all_equal, repeats=repeats)],
             num_stages=limits.num_stages,
-            update_tasks=max(update_tasks(known.step, known.layers.of_op).values(), default=0),
+            update_tasks=known.most_update_tasks,
         )
         self._progress = costs.any_number.progress
         self._before, self._usual = self._progress.done.get("stages", 0), float(LEAST_SOLVES)
@@ -263,6 +262,19 @@ class StageSearch:
         """The best stages by guesses alone."""
         # Guesses are the same for any number of micro-batches in flight, and after the fewest most stages may follow.
         return self._best_of(self._table(self._guessed, self._guessed_updates, self._following(self._guessed, 0)))
+
+    def tried(self) -> float:
+        """Return the seconds of a step with the best guessed stages, solved roughly; infinite if they do not fit."""
+        seconds, updates = np.full(self._guessed.shape, np.inf), np.zeros(self._guessed.shape)
+        following = np.full(self._guessed.shape, -1)
+        for entry in _entries(self._best_guessed):
+            solution = self.solution(*entry, quick=True)
+            if solution.choice is not None:
+                kind = entry[2]
+                seconds[entry] = self._taking(solution.cost.loop_seconds, self.inflow_seconds[*entry[:2], kind])
+                updates[entry] = solution.cost.update_seconds + self._least_for_rows[entry[:3]]
+                following[entry] = self._stages_that_may_follow(solution, self.space.room_bytes[kind])
+        return self._best_of(self._table(seconds, updates, following)).seconds
 
     def best_likely(self) -> StageChoice:
         """Return the best stages by guesses alone, of stages that have the memory that their guess assumes."""

@@ -79,6 +79,10 @@ class SurveyedSearches:
             likely=min(search.best_likely().seconds for search in likely),
         )
 
+    def tried_at(self, number: int) -> float:
+        """Return the seconds of a step at a number of micro-batches with the best guessed stages, solved roughly."""
+        return min(search.tried() for search in self.at(number))
+
     def at(self, number: int, beyond: Beyond = "more shared") -> list[StageSearch]:
         """Return the stage searches at a number of micro-batches; the one for the least memory comes last."""
         first = self.search_for(self.schedules[0], number, beyond)

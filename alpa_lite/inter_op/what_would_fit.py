@@ -19,7 +19,7 @@ from alpa_lite.inter_op.stage_costs import StageCosts
 from alpa_lite.inter_op.survey import Profile
 from alpa_lite.intra_op.shortage import Shortage
 from alpa_lite.plan.plan import Plan
-from alpa_lite.text import show_bytes, show_seconds
+from alpa_lite.text import show_bytes, show_seconds, show_usable
 from cost_models.cluster import with_times_the_hosts
 from cost_models.hardware import Device
 
@@ -119,10 +119,11 @@ def tightest_stage(steps: StageCostCache, space: Space, number: int, profiles: C
             where = f"layer {tight.first}" if tight.first == tight.last else f"layers {tight.first}..{tight.last}"
             held = f" with {tight.in_flight} micro-batches in flight" if tight.in_flight is not None else ""
             device, why = tight.device, show_shortage(tight.shortage)
+            has = show_usable(device.usable_bytes, device.reserved_bytes, decimals=2)
             return (
                 f"No plan fits into memory. The tightest stage is {where} of {tight.num_layers} layers{held}, "
                 f"which needs at least {_show_bytes(tight.peak_bytes)} per device of {request.cluster.name} at "
-                f"num_microbatches={number}; {device.name} has {_show_bytes(device.memory_bytes)}. {why}"
+                f"num_microbatches={number}; {device.name} has {has}. {why}"
             ).rstrip()
     # Each layer fits alone, so that the sum over all layers is the obstacle.
     least = min(profiles, key=lambda profile: profile.saved_bytes.sum())
@@ -178,14 +179,15 @@ def _needed_by_all(request: PlanRequest, profile: Profile, number: int) -> str:
     kept = float(profile.saved_bytes.sum()) * size
     working = float(profile.working_with(size).max())
     rooms = [(group.num_hosts, group.device) for group in cluster.groups] or [(cluster.num_hosts, cluster.device)]
-    room = cluster.devices_per_host * sum(hosts * float(device.memory_bytes) for hosts, device in rooms)
+    room = cluster.devices_per_host * sum(hosts * device.usable_bytes for hosts, device in rooms)
+    reserve = cluster.devices_per_host * sum(hosts * device.reserved_bytes for hosts, device in rooms)
     # Memory may suffice in total and still not for any stages, whose parts are uneven.
     enough = "" if fixed + kept + working > room else ", with which no stages that were tried make do"
     return (
         f"together the {profile.num_layers} layers need at least {_show_bytes(fixed + kept + working)} "
         f"({_show_bytes(fixed)} of parameters, optimizer state and sums of gradients, {_show_bytes(kept)} that one "
         f"micro-batch keeps for its backward pass, {_show_bytes(working)} beside these), and the "
-        f"{cluster.num_devices} devices of {cluster.name} have {_show_bytes(room)}{enough}."
+        f"{cluster.num_devices} devices of {cluster.name} have {show_usable(room, reserve, decimals=2)}{enough}."
     )
 
 

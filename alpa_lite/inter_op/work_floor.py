@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from alpa_lite.plan.pricing import Pricer
 from alpa_lite.plan.walk import replicated_placement
 from alpa_lite.program.ir import Graph, Op, wiring_of
+from alpa_lite.program.memo import memoized
 from alpa_lite.program.phases import StepGraph
 from alpa_lite.rules.op_info import free_values
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh
@@ -35,6 +36,7 @@ from cost_models.cluster import Cluster
 from cost_models.composed import CostModel
 
 
+@memoized
 def least_seconds(step: StepGraph, cluster: Cluster, cost_model_for: Callable[[Cluster], CostModel]) -> float:
     """Return a lower bound on the seconds of one step on a cluster, whatever the plan."""
     return _least_seconds(step, step.graph.ops, cluster, cost_model_for) + cluster.skew_seconds

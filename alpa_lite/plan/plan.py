@@ -49,6 +49,7 @@ from alpa_lite.sharding.specs import Spec
 from alpa_lite.step.recomputation import Remat
 from alpa_lite.text import View, one_line, show_count, show_seconds, view
 from cost_models.cluster import MOST_DEVICES, Cluster
+from cost_models.hardware import Device
 
 FORMAT = 5
 """Version of the plan file format."""
@@ -148,9 +149,16 @@ class Plan:
         return next(i for i, s in enumerate(self.stages) if s.layers[0] <= layer <= s.layers[1])
 
     def capacity_bytes(self, stage: int) -> float:
-        """Return the memory of each device of a stage in bytes; the minimum, where devices differ."""
+        """Return the bytes that a plan may use of each device of a stage; the minimum, where devices differ."""
+        return self._device(stage).usable_bytes
+
+    def reserved_bytes(self, stage: int) -> float:
+        """Return the bytes of each device of a stage that are kept for the allocator."""
+        return self._device(stage).reserved_bytes
+
+    def _device(self, stage: int) -> Device:
         submesh = self.stages[stage].submesh
-        return float(self.cluster.at(submesh.first_device, submesh.num_devices).device.memory_bytes)
+        return self.cluster.at(submesh.first_device, submesh.num_devices).device
 
     @property
     def fullest_stage(self) -> int:

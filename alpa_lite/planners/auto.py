@@ -28,7 +28,6 @@ from alpa_lite.inter_op.space import Space
 from alpa_lite.inter_op.stage_cost_cache import Layering, StageCostCache
 from alpa_lite.inter_op.stage_costs import SolveEffort
 from alpa_lite.inter_op.what_would_fit import cheapest_fit, more_hosts, more_microbatches
-from alpa_lite.inter_op.work_floor import least_seconds
 from alpa_lite.inter_op.workers import Workers, num_workers
 from alpa_lite.intra_op.solvers.integer_program import IntegerProgram, available_backends
 from alpa_lite.plan.plan import INTERRUPTED, Plan, SolverReport
@@ -65,7 +64,7 @@ class Auto(Planner):
         pins: given shardings of arguments: the path of each, or the end of it if that is unique, with an axis, several
             axes or None per dim. The search names its axes: "x" on meshes with one axis; "replica", "data" and
             "model" on meshes with several.
-        max_memory_bytes: bytes of each device that a plan may use, if less than its memory.
+        max_memory_bytes: bytes of each device that a plan may use, if less than what is usable without.
         remat: policy of recomputation in the backward pass: "none" beyond that of the step itself, "selective", "full"
             (see `Remat`), or "auto", the best one for each stage.
         schedule: schedule of pipelines; None: the best of `SCHEDULES` and interleaved ones.
@@ -183,15 +182,13 @@ class Auto(Planner):
                 raise
         plans.sort(key=lambda plan: plan.name != self.name)  # of equally fast plans the one of the search is taken
         best = self._best(limited, plans)
-        # The work of one micro-batch bounds that of more, which read weights more often (`work_floor`).
-        bound = least_seconds(request.step_at(1, 0), request.cluster, request.cost_model_for)
         return replace(
             best,
             name=self.name if best.name == self.name else f"{self.name} ({best.name})",
             cluster=request.cluster,
             alternatives=(*_others(best, plans), *((name, math.inf) for name, _ in missing)),
             refusals=tuple((name, str(error)) for name, error in missing),
-            solver=_certificate(best, bound, time.perf_counter() - started, interrupted=interrupted),
+            solver=_certificate(best, request.floor_seconds, time.perf_counter() - started, interrupted=interrupted),
         )
 
     def _as_sharded_by_the_user(self, request: PlanRequest, mesh: Mapping[str, int]) -> Plan:

@@ -45,6 +45,7 @@ from alpa_lite.program.ir import Graph
 from alpa_lite.program.phases import StepGraph
 from alpa_lite.rules.dims import Contraction, DimClasses, batch_dims_of, contractions, dim_names, major_factor
 from alpa_lite.rules.op_info import rule_of_op
+from alpa_lite.text import show_usable
 
 _SPACE = ("height", "width")
 _KERNELS = ("channel", "filter")
@@ -210,11 +211,11 @@ class OneWeirdTrick(Planner):
         graph, device = step.graph, request.cluster.device
         whole = sum(graph.values[v].bytes for v in graph.inputs if layout.of(graph, v))
         # Checked before anything is solved: `Auto` asks for this plan at every number of micro-batches.
-        if whole > device.memory_bytes:
+        if whole > device.usable_bytes:
             raise InfeasibleError(
                 f"{self.name} does not fit: state of convolutions alone, which every device holds whole, needs "
-                f"{show_bytes(whole)} per device, but {device.name} has {show_bytes(device.memory_bytes)}. Use "
-                "al.planners.FSDP or al.planners.Auto."
+                f"{show_bytes(whole)} per device, but {device.name} has "
+                f"{show_usable(device.usable_bytes, device.reserved_bytes)}. Use al.planners.FSDP or al.planners.Auto."
             )
         axes, restriction = {_AXIS: devices}, Restriction(roles={_AXIS: AxisRole.DENSE})
         return plan_on_mesh(self.name, request, axes, MeshConstraints(restriction=restriction, layout=layout))

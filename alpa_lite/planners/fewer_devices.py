@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from alpa_lite.inter_op.plan_request import PlanRequest
-from alpa_lite.inter_op.work_floor import least_seconds
 from alpa_lite.plan.plan import Plan
 from alpa_lite.text import show_count, show_range, show_seconds
 from cost_models.cluster import Cluster
@@ -53,11 +52,12 @@ def on_fewer_devices(whole: Plan, request: PlanRequest, plan_on: Callable[[PlanR
 
     `plan_on` returns a plan on all devices of a request that takes at most so many seconds; None if there is none.
     """
-    best, part, step = whole, ClusterPart(first_device=0, cluster=request.cluster), request.step_at(1, 0)
+    best, part = whole, ClusterPart(first_device=0, cluster=request.cluster)
     fastest, least, waiting = whole.prediction.step_seconds, whole.solver.bound, [part]
     while waiting:
         for smaller in next_smaller(waiting.pop(0)):
-            bound = least_seconds(step, smaller.cluster, request.cost_model_for)
+            asked = replace(request, cluster=smaller.cluster)
+            bound = asked.floor_seconds
             at_most = (1 + AS_FAST) * fastest
             # A part of it has a larger bound.
             if bound > at_most:
@@ -65,7 +65,7 @@ def on_fewer_devices(whole: Plan, request: PlanRequest, plan_on: Callable[[PlanR
             # Parts of a part that takes longer may still take less: it may be of a size that divides little.
             waiting.append(smaller)
             with request.progress.during("stages", f"planning for {show_count(smaller.cluster.num_devices, 'device')}"):
-                found = plan_on(replace(request, cluster=smaller.cluster), at_most)
+                found = plan_on(asked, at_most)
             if found is not None and found.prediction.step_seconds <= at_most:
                 best, part, least = found, smaller, min(least, bound)
                 fastest = min(fastest, found.prediction.step_seconds)

@@ -45,6 +45,7 @@ from alpa_lite.sharding.meshes import LogicalMesh, Submesh
 from alpa_lite.step.clustering import subdivided
 from alpa_lite.step.planned_step import planned_step, policies_of
 from alpa_lite.step.recomputation import Remat
+from alpa_lite.text import show_usable
 from cost_models import Cluster
 
 
@@ -236,16 +237,16 @@ class Hybrid(Planner):
         """Raise `InfeasibleError` if state alone is too large, before the step is cut into stages."""
         step, cluster = request.step_at(1, 0), request.cluster
         # In a mixed cluster the largest memory: what does not even fit there fits nowhere.
-        device = max((group.device for group in cluster.groups), key=lambda d: d.memory_bytes, default=cluster.device)
+        device = max((group.device for group in cluster.groups), key=lambda d: d.usable_bytes, default=cluster.device)
         # A lower bound: as if all state were split evenly over all axes that may split it.
         total = sum(step.graph.values[v].bytes for v in step.graph.inputs if step.batch_dims[v] is None)
         # Without ZeRO state is whole along the axes that split nothing but samples or positions.
         whole_on = {"replica"} if self.zero else {"replica", "data", "context"}
         ways = sum(prod(n for axis, n in mesh.axis_sizes.items() if axis not in whole_on) for mesh in meshes)
-        if total > ways * device.memory_bytes:
+        if total > ways * device.usable_bytes:
             raise InfeasibleError(
                 f"{self.name} does not fit: state alone needs at least {show_bytes(total / ways)} per device, but "
-                f"{device.name} has {show_bytes(device.memory_bytes)}."
+                f"{device.name} has {show_usable(device.usable_bytes, device.reserved_bytes)}."
             )
 
     def default_microbatches(self, batch_size: int | None, data: int) -> Sequence[int]:
@@ -385,7 +386,7 @@ class Hybrid(Planner):
             lacking = f"stages {listed} {where} together need {need} at the leanest that was found"
         return (
             f"{self.name} does not fit: {lacking} with {held} micro-batch{'es' if held > 1 else ''} in flight, but "
-            f"{device.name} has {show_bytes(device.memory_bytes)}."
+            f"{device.name} has {show_usable(device.usable_bytes, device.reserved_bytes)}."
         )
 
     def _advice(self, request: PlanRequest, microbatches: int) -> str:

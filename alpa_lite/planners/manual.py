@@ -18,7 +18,7 @@ from typing import NamedTuple
 from alpa_lite.errors import AlpaLiteError, InfeasibleError, PlanError, without_frames
 from alpa_lite.inter_op.microbatch_counts import divisors
 from alpa_lite.inter_op.plan_request import PlanRequest, SentSteps
-from alpa_lite.inter_op.work_floor import least_loop_seconds, least_seconds
+from alpa_lite.inter_op.work_floor import least_loop_seconds
 from alpa_lite.inter_op.workers import Likely, Workers
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.progress import Progress
@@ -159,8 +159,9 @@ class ManualPlans:
 
     @cached_property
     def _bounds(self) -> tuple[float, float]:
-        of = (self._request.step_at(1, 0), self._request.cluster, self._request.cost_model_for)
-        return least_loop_seconds(*of), least_seconds(*of)
+        asked = self._request
+        loop = least_loop_seconds(asked.step_at(1, 0), asked.cluster, asked.cost_model_for)
+        return loop, asked.floor_seconds
 
 
 def _key(which: int, number: int | str) -> Hashable:

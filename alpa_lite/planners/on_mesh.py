@@ -42,6 +42,7 @@ from alpa_lite.program.phases import StepGraph
 from alpa_lite.schedule import OneFOneB
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh
 from alpa_lite.step.clustering import make_layers
+from alpa_lite.text import show_usable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,10 +134,11 @@ def plan_on_mesh(name: str, request: PlanRequest, axes: Mapping[str, int], const
     if solution.choice is None:
         # Explaining a shortage takes further solves.
         why = costs.shortage(place) if request.advise else None
+        device = cluster.device
         raise InfeasibleError(
             f"{name} does not fit: it needs at least {show_bytes(solution.peak_bytes)} per device, but "
-            f"{cluster.device.name} has {show_bytes(cluster.device.memory_bytes)}. {show_shortage(why)}Use more "
-            "micro-batches, more hosts, or al.planners.Auto, which also tries pipelines."
+            f"{device.name} has {show_usable(device.usable_bytes, device.reserved_bytes)}. {show_shortage(why)}"
+            "Use more micro-batches, more hosts, or al.planners.Auto, which also tries pipelines."
         )
     # With one stage all schedules run the same tasks in the same order.
     staged = StagedStep(step=step, layers=layers, stages=[place.with_solution(solution)], schedule=OneFOneB())

@@ -1,8 +1,8 @@
 """Split a traced step into micro-batches as a `StepGraph`, refusing steps that are no sum over their samples.
 
-    full batch trace ─┐
-                      ├─ same ops? ─ proof (step.additivity) ─ merged program ─ loop / update ─▶ StepGraph (+ equations)
-    micro-batch trace ┘
+    full batch trace ──────────┐
+                               ├─ proof (step.additivity) ─ merged program ─ loop / update ─▶ StepGraph (+ equations)
+    program of a micro-batch ──┘
 
 The merged program has the ops that touch the batch at the size of a micro-batch, and all others as in the full batch.
 
@@ -13,7 +13,7 @@ own size, literals included, and the update receives the mean over micro-batches
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -113,34 +113,26 @@ class StepPrograms:
     Attributes:
         traced: the traced step.
         on_non_additive: what to do if micro-batches would change the meaning of the step.
-        exact: trace the step at the size of a micro-batch. Otherwise its program is extrapolated from sizes that were
-            traced before, if there are any, without checking it (`SizedPrograms.at_two_sizes`): the planner's search
-            does this, and traces the plan that it chooses.
         driver: runs the passes.
         around: `around()` is the context in which a step is made.
     """
 
     traced: Traced
     on_non_additive: OnNonAdditive = "refuse"
-    exact: bool = True
     driver: PassDriver = field(default_factory=PassDriver)
     around: Callable[[], AbstractContextManager[None]] = nullcontext
-    # By number of micro-batches, number of loop parts, and `exact`.
-    _steps: dict[tuple[int, int, bool], TracedStep] = field(default_factory=dict[tuple[int, int, bool], TracedStep])
+    # By number of micro-batches and number of loop parts.
+    _steps: dict[tuple[int, int], TracedStep] = field(default_factory=dict[tuple[int, int], TracedStep])
     _programs: dict[int, SizedPrograms] = field(default_factory=dict[int, SizedPrograms])
 
     def at(self, num_microbatches: int, loop_parts: int = 0) -> StepGraph:
         """Return the step with its phases; see `with_equations`."""
         return self.with_equations(num_microbatches, loop_parts).step
 
-    def extrapolated(self) -> StepPrograms:
-        """Return the same steps, of which those not made yet may be extrapolated."""
-        return replace(self, exact=False)
-
     def pinned(self) -> StepPrograms:
         """Return the steps in which the shardings of the user's code are demands."""
         # With demands the jaxpr has further equations, so that no step of this trace can be reused.
-        return replace(self, traced=self.traced.pinned(), exact=True, _steps={}, _programs={})
+        return replace(self, traced=self.traced.pinned(), _steps={}, _programs={})
 
     def with_equations(self, num_microbatches: int, loop_parts: int = 0) -> TracedStep:
         """Return the step with its phases for `num_microbatches` micro-batches.
@@ -155,8 +147,7 @@ class StepPrograms:
             NonAdditiveError: micro-batches would change the meaning of the step.
             TraceError: the step cannot be traced at the size of a micro-batch.
         """
-        # A step traced exactly also answers requests for an extrapolated one, so it is used wherever it exists.
-        key = (num_microbatches, loop_parts, self.exact or (num_microbatches, loop_parts, True) in self._steps)
+        key = (num_microbatches, loop_parts)
         if key not in self._steps:
             with _jax.no_mesh(), self.around(), rare_collection():
                 self._steps[key] = self._split(num_microbatches, loop_parts)
@@ -167,28 +158,21 @@ class StepPrograms:
         if trains_in_bodies(self.sized(0).full().graph):
             loop_parts = 0  # its trips are steps of training rather than layers
         sized = self.sized(loop_parts)
-        if num_microbatches != 1:
-            sizes: tuple[int, ...] = (_microbatch_size(traced, num_microbatches),)
-        else:
-            sizes = () if traced.batch.size is None else _probe_sizes(traced.batch.size)
-        problem = traced.batch.problem
-        for size in sizes:
+        if num_microbatches == 1:
             try:
-                pair = sized.at_two_sizes(size, exact=self.exact)
+                return _cut(sized, sized.shown(), 1)
+            except BatchError:
+                return _at_one_size(sized, traced.batch.problem)
             except TraceError as error:
-                # With one micro-batch the other size only shows the batch dims, and a further size may do as well.
-                if num_microbatches > 1:
-                    raise
-                problem = f"The batch was lost: {error}"
-                continue
-            if num_microbatches > 1:
-                try:
-                    return _proven(sized, pair, num_microbatches)
-                except NonAdditiveError:
-                    if self.on_non_additive == "refuse":
-                        raise
-            return _cut(sized, pair, num_microbatches)
-        return _at_one_size(sized, problem)
+                return _at_one_size(sized, f"The batch was lost: {error}")
+        size = _microbatch_size(traced, num_microbatches)
+        try:
+            return _proven(sized, size, num_microbatches)
+        except NonAdditiveError:
+            if self.on_non_additive == "refuse":
+                raise
+        # The mean of what micro-batches give by themselves: with the numbers that the code computes at their size.
+        return _cut(sized, sized.traced_at(size), num_microbatches)
 
     def sized(self, loop_parts: int) -> SizedPrograms:
         """Return the programs at all batch sizes, with loops over layers in so many parts."""
@@ -281,32 +265,31 @@ def _aliases(traced: Traced, parted: PartedProgram) -> dict[int, int]:
     return {out: into for out, into in pairs.items() if into is not None}
 
 
-def _proven(sized: SizedPrograms, pair: TwoSizes, num_microbatches: int) -> TracedStep:
-    """Return the step in micro-batches that are proven to add up to the full batch.
+def _proven(sized: SizedPrograms, size: int, num_microbatches: int) -> TracedStep:
+    """Return the step in micro-batches of `size` samples that are proven to add up to the full batch.
 
     Raises:
         NonAdditiveError: they do not, with the reason.
     """
-    _refuse_effects(pair)
-    exact = _exact(sized, pair, num_microbatches, {})
-    refusals = exact.proof.refusals
-    for cut in sorted({r.cut for r in refusals} - {1}):
-        # The step divides its batch into runs itself; it may be exact if each micro-batch takes rows of every run.
-        runs = {leaf: cut for leaf, dim in enumerate(sized.traced.batch.dims) if dim is not None}
-        again = _exact(sized, pair, num_microbatches, runs)
-        if not again.proof.refusals:
-            return _cut_exactly(sized, again, num_microbatches)
-    if refusals and any(r.text in FOLLOWING for r in refusals):
-        # The user's code depends on its batch size, so that it traces to other ops in a micro-batch. The full batch's
-        # program, extrapolated to that size, may still be exact.
-        with suppress(TraceError):
-            own = sized.from_larger(_microbatch_size(sized.traced, num_microbatches))
-            again = _exact(sized, own, num_microbatches, {})
+    first: Refusal | None = None
+    for pair in sized.at_two_sizes(size):
+        _refuse_effects(pair)
+        exact = _exact(sized, pair, num_microbatches, {})
+        refusals = exact.proof.refusals
+        if not refusals:
+            return _cut_exactly(sized, exact, num_microbatches)
+        for cut in sorted({r.cut for r in refusals} - {1}):
+            # The step divides its batch into runs itself; it may be exact if each micro-batch takes rows of every run.
+            runs = {leaf: cut for leaf, dim in enumerate(sized.traced.batch.dims) if dim is not None}
+            again = _exact(sized, pair, num_microbatches, runs)
             if not again.proof.refusals:
                 return _cut_exactly(sized, again, num_microbatches)
-    if refusals:
-        raise NonAdditiveError(_sentence(refusals[0]))
-    return _cut_exactly(sized, exact, num_microbatches)
+        first = first or refusals[0]
+        # Where the code of the user depends on its batch size, another pair may show the full batch's program.
+        if not any(r.text in FOLLOWING for r in refusals):
+            break
+    assert first is not None, "there is a pair, or `at_two_sizes` raises"
+    raise NonAdditiveError(_sentence(first))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -445,13 +428,3 @@ def _microbatch_size(traced: Traced, num_microbatches: int) -> int:
             f"Choose one of {divisors if len(divisors) <= 24 else divisors[:24] + ['…']}."
         )
     return size // num_microbatches
-
-
-def _probe_sizes(size: int) -> tuple[int, ...]:
-    """Return other batch sizes (in samples) at which to trace the step to see which dims follow the batch.
-
-    Several are returned, since JAX may choose other algorithms at some sizes.
-    """
-    # Sizes that divide the batch come first: the search needs these traces for micro-batches as well.
-    smaller = [size // p for p in range(2, size) if size % p == 0]
-    return tuple(dict.fromkeys((*smaller[:2], 2 * size, 3 * size, *smaller[2:3])))

@@ -5,8 +5,7 @@ size b. Everything else must be equal at all sizes; scalar literals are those of
 
     n(b) = n(p) + (b - p) (n(q) - n(p)) / (q - p)      for the two smallest traced sizes p < q      (`_Line.number`)
 
-A third size checks the integers, and abstract evaluation checks the result shapes of each op (`at_size`, `_check`);
-`extrapolate` alone checks nothing.
+Abstract evaluation checks the result shapes of each op (`_Line.check`), and a third size, if given, the integers.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from alpa_lite.trace.kernels.kernel_params import is_kernel, kernel_params
 
 
 def at_size(size: int, programs: Mapping[int, GraphWithEquations]) -> GraphWithEquations:
-    """Return the program at a batch size at which JAX writes another one, from programs at three or more sizes.
+    """Return the program of a step at a batch size, from its programs at two or more others.
 
     Args:
         size: the batch size in samples.
@@ -39,31 +38,18 @@ def at_size(size: int, programs: Mapping[int, GraphWithEquations]) -> GraphWithE
         TraceError: the programs differ in structure, an integer is no affine function of the batch size, or an op would
             have other result shapes at this size. The message names the user's line.
     """
-    ordered = [programs[size] for size in sorted(programs)]
+    sizes = tuple(sorted(programs))
+    ordered = [programs[size] for size in sizes]
     for program in ordered[:-1]:
         # Programs of other structure would pair unrelated ops below.
         check_same_structure(ordered[-1].graph, program.graph)
-    made = extrapolate(size, programs)
-    _check(made.graph, made.equations)
-    return made
-
-
-def extrapolate(size: int, programs: Mapping[int, GraphWithEquations]) -> GraphWithEquations:
-    """Return the program at a batch size under the assumption that it has the structure of those at other sizes.
-
-    The assumption is not verified, which makes this cheap; `at_size` verifies it.
-
-    Args:
-        size: the batch size in samples.
-        programs: batch size in samples → the program at that size; two or more, of equal structure.
-
-    Raises:
-        TraceError: an integer is no affine function of the batch size.
-    """
-    sizes = tuple(sorted(programs))
-    ordered = [programs[size] for size in sizes]
-    graph, equations = _Line(sizes, size).program([p.graph for p in ordered], [p.equations for p in ordered])
+    line = _Line(sizes, size)
+    graph, equations = line.program([p.graph for p in ordered], [p.equations for p in ordered])
+    line.check(graph, equations)
     return GraphWithEquations(graph=graph, equations=equations, constants=ordered[-1].constants)
+
+
+FEWER = "Use fewer micro-batches, so that each holds two samples or more."
 
 
 class _Unlike(Exception):
@@ -185,11 +171,36 @@ class _Line:
             self.bodies[graphs] = self.program(graphs, equations)
         return self.bodies[graphs]
 
+    def check(self, graph: Graph, equations: Sequence[Equation]) -> None:
+        """Raise `TraceError` where abstract evaluation of an op gives other result shapes than the graph has."""
+        seen: set[object] = set()
+        for inner, op, equation in _flat(graph, equations):
+            kinds = [tuple((v.shape, v.dtype) for v in values) for values in (inner.operands(op), inner.results(op))]
+            key = (equation.primitive, id(equation.params), *kinds)
+            # Ops with effects are refused in micro-batches elsewhere; float0 values cannot be bound to a primitive.
+            float0 = any(dtype == "float0" for kind in kinds for _, dtype in kind)
+            if key in seen or op.bodies or op.effectful or float0:
+                continue
+            seen.add(key)
+            # If all parameters have a plain form, equal plain forms mean equal parameters, whatever object holds them.
+            told = (equation.primitive, params_texts(inner)[op.id], *kinds)
+            if told in seen:
+                continue
+            if len(op.params) == len(equation.params):
+                seen.add(told)
+            made = _shapes(equation, inner.operands(op))
+            if made != [shape for shape, _ in kinds[1]]:
+                given, expected = ([list(shape) for shape, _ in kind] for kind in kinds)
+                raise TraceError(
+                    f"{op.source or 'an unknown line'}: {op.primitive} of {given} should make {expected} in a "
+                    f"micro-batch of {_samples(self.at)}, but JAX makes "
+                    f"{'nothing' if made is None else [list(shape) for shape in made]} of it. {FEWER}"
+                )
+
     def _sentence(self, where: str, what: str) -> str:
         return (
             f"{where} has, at batches of {_listed(self.sizes)} samples, "
-            f"{what}. The program of a micro-batch of {_samples(self.at)} is not known then; use fewer micro-batches, "
-            "so that each holds two samples or more."
+            f"{what}. The program of a micro-batch of {_samples(self.at)} is not known then. {FEWER}"
         )
 
 
@@ -219,32 +230,6 @@ def _equal(a: Any, b: Any) -> bool:
 
 def _is_program(value: Any) -> bool:
     return hasattr(_jax.open_jaxpr(value), "eqns")
-
-
-def _check(graph: Graph, equations: Sequence[Equation]) -> None:
-    """Raise `TraceError` where abstract evaluation of an op gives other result shapes than the extrapolated graph."""
-    seen: set[object] = set()
-    for inner, op, equation in _flat(graph, equations):
-        kinds = [tuple((v.shape, v.dtype) for v in values) for values in (inner.operands(op), inner.results(op))]
-        key = (equation.primitive, id(equation.params), *kinds)
-        # Ops with effects are refused in micro-batches elsewhere; float0 values cannot be bound to a primitive.
-        if key in seen or op.bodies or op.effectful or any(dtype == "float0" for kind in kinds for _, dtype in kind):
-            continue
-        seen.add(key)
-        # If all parameters have a plain form, equal plain forms mean equal parameters, whatever object holds them.
-        told = (equation.primitive, params_texts(inner)[op.id], *kinds)
-        if told in seen:
-            continue
-        if len(op.params) == len(equation.params):
-            seen.add(told)
-        made = _shapes(equation, inner.operands(op))
-        if made != [shape for shape, _ in kinds[1]]:
-            raise TraceError(
-                f"{op.source or 'an unknown line'}: {op.primitive} of {[list(shape) for shape, _ in kinds[0]]} should "
-                f"make {[list(shape) for shape, _ in kinds[1]]} in a micro-batch of one sample, but JAX makes "
-                f"{'nothing' if made is None else [list(shape) for shape in made]} of it. Use fewer micro-batches, so "
-                "that each holds two samples or more."
-            )
 
 
 def _shapes(equation: Equation, operands: Sequence[Value]) -> list[tuple[int, ...]] | None:

@@ -1,14 +1,13 @@
-"""The programs of a train step at all batch sizes: traced, or extrapolated from those at other sizes.
+"""The programs of a train step at all batch sizes: two are traced, the others follow from these.
 
-Extrapolation (`extrapolation`) serves three purposes:
+A step is traced at the full batch and at one more size, which shows what follows the batch (`SizedPrograms.shown`). All
+other programs are extrapolated from the two (`extrapolation`), for three reasons: it takes less time, the code of the
+user may compute something else at another size, and JAX writes another program for dims of size 1: the transpose of a
+broadcast sums over them, an index along them is squeezed. That the extrapolated program of a micro-batch is the right
+one need not be assumed: the proof that micro-batches are exact (`step.additivity`) holds for the program that they run.
 
-    micro-batch of one sample   JAX writes another program for dims of size 1: the transpose of a broadcast sums over
-                                them, an index along them is squeezed. The program of larger batches is therefore
-                                evaluated at size 1, and checked                                 (`_extrapolated`)
-    full batch of one sample    The step keeps the user's own program. Its values are matched with those of the
-                                extrapolated program, which shows the dims that hold the batch   (`batch_of_one`)
-    search                      The planner needs the step at many sizes, of which two are traced. The chosen size is
-                                traced as well                                                   (`at_two_sizes`)
+A full batch of one sample keeps the user's own program. Its values are matched with those of a program that larger
+batches show at size 1, which gives the dims that hold the batch (`batch_of_one`).
 
 Each program goes through the same passes: constants move into the loops that read them (`SinkFreeValues`); if scans
 over layers are split into parts, so are the stacked arrays that they read (`SplitStacked`).
@@ -16,22 +15,23 @@ over layers are split into parts, so are the stacked arrays that they read (`Spl
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
-from alpa_lite import _jax
-from alpa_lite._jax import AnyJaxpr, ClosedJaxpr, JaxprEqn
+from alpa_lite._jax import ClosedJaxpr
 from alpa_lite.errors import TraceError
 from alpa_lite.program.ir import Graph
 from alpa_lite.program.passes import PassDriver
 from alpa_lite.program.phases import batch_dims, body_scopes, check_same_structure
 from alpa_lite.trace.alignment import align
-from alpa_lite.trace.extrapolation import at_size, extrapolate
+from alpa_lite.trace.extrapolation import at_size
 from alpa_lite.trace.from_jaxpr import from_jaxpr, loops_over_samples
 from alpa_lite.trace.passes.code_motion import SinkFreeValues, TwoSizes
 from alpa_lite.trace.passes.split_stacked import PartedProgram, SplitStacked
 from alpa_lite.trace.trace import Traced
 
-#: Batch sizes (in samples) from which programs are extrapolated, and one to check them if the full batch is no larger.
+#: Batch sizes (in samples) that show the program of one sample, and one to check it.
 _SHOWING, _CHECKING = (2, 3), 5
 
 
@@ -53,52 +53,58 @@ class SizedPrograms:
     _parted: dict[tuple[frozenset[int], frozenset[int]], PartedProgram] = field(
         default_factory=dict[tuple[frozenset[int], frozenset[int]], PartedProgram]
     )
-    # Traced programs by batch size in samples, from which others are extrapolated without a check.
-    _seen: dict[int, PartedProgram] = field(default_factory=dict[int, PartedProgram])
 
-    def at_two_sizes(self, size: int, *, exact: bool = True) -> TwoSizes:
-        """Return the programs at the full batch and at another size, which have equal structure.
+    def shown(self) -> TwoSizes:
+        """Return the programs at the full batch and at another size, both traced.
 
-        Where JAX writes another program at that size, as it does for one sample, the program is extrapolated from the
-        full batch and larger sizes.
+        Raises `TraceError` where the step has the same ops at no other size that was tried.
+        """
+        return self._shown()[1]
 
-        Args:
-            size: the other batch size in samples.
-            exact: trace the program; otherwise an unchecked extrapolation from traced sizes suffices.
+    def _shown(self) -> tuple[int, TwoSizes]:
+        if isinstance(self._other, TraceError):
+            raise self._other
+        return self._other
+
+    @cached_property
+    def _other(self) -> tuple[int, TwoSizes] | TraceError:
+        """The other size in samples, and the programs; or why there are none, which takes several traces to learn."""
+        errors = list[TraceError]()
+        for size in _other_sizes(self.traced.require_batch()):
+            try:
+                return size, self.traced_at(size)
+            except TraceError as error:
+                errors.append(error)
+        return errors[0]  # of the size that is tried first for a reason
+
+    def traced_at(self, size: int) -> TwoSizes:
+        """Return the programs at the full batch and at another size, both traced.
 
         Raises:
-            TraceError: the programs differ in structure, and no extrapolation is possible.
+            TraceError: the step cannot be traced at this size, or the programs differ in structure.
         """
-        batch = self.traced.require_batch()
-        if not exact and size > 1 and (other := self._unchecked(size)) is not None:
-            return TwoSizes(full=self._seen[batch], other=other)
-        try:
-            if size == 1 and not self._traces_alike(size):
-                return self._with_other(self._extrapolated()[1], self.over_samples())
-            loops = self.over_samples((batch, size))
-            found = self._with_other(self._whole(self.traced.at_batch_size(size), loops), loops)
-        except TraceError as error:
+        loops = self.over_samples((self.traced.require_batch(), size))
+        return self._with_other(self._whole(self.traced.at_batch_size(size), loops), loops)
+
+    def at_two_sizes(self, size: int) -> Iterator[TwoSizes]:
+        """Yield programs at the full batch and at another size (in samples), which have equal structure.
+
+        The latter is extrapolated first, then traced, and extrapolated from larger sizes at last: the code of the user
+        may be another below a size. Raises `TraceError` where there are none.
+        """
+        batch, errors = self.traced.require_batch(), list[TraceError]()
+        ways: list[Callable[[], TwoSizes]] = [lambda: self._extrapolated(size, *self._shown())]
+        ways += [lambda: self.traced_at(size)]
+        ways += [lambda n=n * batch: self._extrapolated(size, n, self.traced_at(n)) for n in (2, 3)]
+        for way in ways:
             try:
-                return self.from_larger(size)
-            except TraceError:
-                raise error from None  # the first error names the op that differs
-        # JAX writes other ops for a single sample, so that such a program is no basis for an extrapolation.
-        if size > 1:
-            self._seen.update({batch: found.full, size: found.other})
-        return found
-
-    def from_larger(self, size: int) -> TwoSizes:
-        """Return the programs at the full batch and at a smaller size at which JAX writes another program.
-
-        The program at the smaller size is extrapolated from those at once, twice and three times the full batch.
-        """
-        batch = self.traced.require_batch()
-        loops = self.over_samples((batch, 2 * batch))
-        programs = {batch: self._full_program(loops)}
-        # Multiples of the batch, so that whatever divides it in the step divides these sizes too.
-        for times in (2, 3):
-            programs[times * batch] = self._whole(self.traced.at_batch_size(times * batch), loops)
-        return self._with_other(self._at_size(size, programs), loops)
+                pair = way()
+            except TraceError as error:
+                errors.append(error)
+            else:
+                yield pair
+        if len(errors) == len(ways):
+            raise errors[1]  # names the op that is another at this very size
 
     def full(
         self, over_samples: frozenset[int] = frozenset(), of_samples: frozenset[int] = frozenset()
@@ -110,9 +116,9 @@ class SizedPrograms:
             self._parted[key] = self._in_parts(self._full_program(over_samples), of_samples)
         return self._parted[key]
 
-    def over_samples(self, sizes: tuple[int, int] = _SHOWING) -> frozenset[int]:
+    def over_samples(self, sizes: tuple[int, int]) -> frozenset[int]:
         """Return the indices of the scans over samples, which are not to be split, as two batch sizes show them."""
-        # Two more traces, which nobody needs where loops stay whole.
+        # Traces that nobody needs where loops stay whole.
         return loops_over_samples(*map(self.traced.at_batch_size, sizes)) if self.loop_parts else frozenset()
 
     def batch_of_one(self, own: PartedProgram) -> dict[Graph, dict[int, int | None]]:
@@ -121,8 +127,10 @@ class SizedPrograms:
         At one sample no shape shows the batch. The values are therefore matched with those of the program that larger
         batches show at size 1; values without a match are missing from the result.
         """
-        programs = self._extrapolated()
-        pair = programs[1], programs[_SHOWING[0]]
+        loops = self.over_samples(_SHOWING)
+        sizes = (*_SHOWING, _CHECKING)
+        programs = {size: self._whole(self.traced.at_batch_size(size), loops) for size in sizes}
+        pair = self._at_one(programs), programs[_SHOWING[0]]
         of_samples = _rows_of_samples(*pair)
         made, larger = (self._in_parts(program, of_samples) for program in pair)
         one, two = made.graph, larger.graph
@@ -165,38 +173,19 @@ class SizedPrograms:
         of_samples = _rows_of_samples(self._full_program(over_samples), other)
         return TwoSizes(full=self.full(over_samples, of_samples), other=self._in_parts(other, of_samples))
 
-    def _unchecked(self, size: int) -> PartedProgram | None:
-        """Return the program at a size, traced or extrapolated from two traced ones; None if neither is possible."""
-        if len(self._seen) < 2 or size in self._seen:
-            return self._seen.get(size)
-        try:
-            program = extrapolate(size, {of: parted.program for of, parted in self._seen.items()})
-        except TraceError:
-            return None
+    def _extrapolated(self, size: int, traced: int, pair: TwoSizes) -> TwoSizes:
+        """Return the programs at the full batch and at a size that follow from those at the full batch and `traced`."""
+        if size == traced:
+            return pair
+        programs = {self.traced.require_batch(): pair.full.program, traced: pair.other.program}
         # Parts are rows of layers, never of samples, so they are the same at all batch sizes.
-        return replace(next(iter(self._seen.values())), program=program)
+        other = self.driver.made("extrapolate", lambda: replace(pair.full, program=at_size(size, programs)))
+        return replace(pair, other=other)
 
-    def _extrapolated(self) -> dict[int, PartedProgram]:
-        """Return programs by batch size (in samples): the one at size 1, and those from which it follows."""
-        full, loops = self.traced.require_batch(), self.over_samples()
-        programs = {
-            size: self._whole(self.traced.at_batch_size(size), loops) if size != full else self._full_program(loops)
-            # The full batch is traced already, so that it checks the line for free where it can.
-            for size in (*_SHOWING, full if full > max(_SHOWING) else _CHECKING)
-        }
-        return {1: self._at_size(1, programs), **programs}
-
-    def _at_size(self, size: int, programs: dict[int, PartedProgram]) -> PartedProgram:
+    def _at_one(self, programs: dict[int, PartedProgram]) -> PartedProgram:
         return self.driver.made(
-            "extrapolate", lambda: PartedProgram.of(at_size(size, {n: p.program for n, p in programs.items()}))
+            "extrapolate", lambda: PartedProgram.of(at_size(1, {n: p.program for n, p in programs.items()}))
         )
-
-    def _traces_alike(self, size: int) -> bool:
-        """Return whether JAX writes the same equations, on arrays of the same ranks, at the full batch and `size`."""
-        try:
-            return _alike(self.traced.jaxpr, self.traced.at_batch_size(size))
-        except TraceError:
-            return False
 
 
 def _rows_of_samples(one: PartedProgram, two: PartedProgram) -> frozenset[int]:
@@ -209,16 +198,11 @@ def _rows_of_samples(one: PartedProgram, two: PartedProgram) -> frozenset[int]:
     return frozenset(v.id for v, w in pairs if v.shape[:1] != w.shape[:1])
 
 
-def _alike(jaxpr: AnyJaxpr, other: AnyJaxpr) -> bool:
-    """Return whether two jaxprs have the same primitives on arrays of the same ranks, bodies included."""
-    a, b = _jax.open_jaxpr(jaxpr), _jax.open_jaxpr(other)
-    return len(a.eqns) == len(b.eqns) and all(
-        x.primitive is y.primitive
-        and _ranks(x) == _ranks(y)
-        and all(_alike(i, j) for i, j in zip(_jax.inner_jaxprs(x), _jax.inner_jaxprs(y), strict=True))
-        for x, y in zip(a.eqns, b.eqns, strict=True)
-    )
+def _other_sizes(size: int) -> tuple[int, ...]:
+    """Return other batch sizes (in samples) at which to trace the step to see what follows the batch.
 
-
-def _ranks(eqn: JaxprEqn) -> list[int]:
-    return [_jax.aval_of(v).ndim for v in (*eqn.invars, *eqn.outvars)]
+    Several are returned, since the code of the user and JAX may choose other algorithms at some sizes.
+    """
+    # Sizes that divide the batch come first: what divides the batch in the code of the user divides them too, mostly.
+    smaller = [size // p for p in range(2, size) if size % p == 0]
+    return tuple(dict.fromkeys((*smaller[:2], 2 * size, 3 * size, *smaller[2:3])))

@@ -49,7 +49,7 @@ def degrees(case: Case) -> Iterator[Degrees]:
         for experts in divisors(gcd(devices, model.experts.num_experts)):
             yield Degrees(case=case, planner=deepspeed(devices, experts), data=devices)
         return
-    memory = case.cluster.device.memory_bytes
+    memory = case.cluster.device.usable_bytes
     for pipeline, data, tensor in factorisations(devices, max_tensor=case.cluster.devices_per_host):
         fits = _BYTES_PER_WEIGHT * case.parameters / (pipeline * tensor) <= memory
         if model.num_layers % pipeline == 0 and case.cluster.devices_per_host % tensor == 0 and fits:

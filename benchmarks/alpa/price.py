@@ -15,6 +15,7 @@ from alpa_lite.plan.progress import Progress
 from alpa_lite.planners import Auto
 from alpa_lite.planners.planner import Planner
 from benchmarks.alpa.fixed_plans import XLA, FixedPlan, Software
+from cost_models.cluster import with_memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +108,7 @@ class Desk:
             self._traced[case] = al.parallelize(case.train_step(), progress=self.progress).trace(*case.arguments())
         cluster = case.cluster
         if software.memory_bytes is not None:
-            cluster = replace(cluster, device=replace(cluster.device, memory_bytes=software.memory_bytes))
+            cluster = with_memory(cluster, software.memory_bytes)
         request = self._traced[case].request(cluster, num_microbatches, backend=software.backend)
         return planner.plan(replace(request, signature=replace(request.signature, function=case.id)))
 

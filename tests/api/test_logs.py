@@ -16,6 +16,7 @@ import pytest
 import alpa_lite as al
 from alpa_lite.inspection.text.log_lines import plan_line, plan_warnings
 from alpa_lite.planners import FSDP, DataParallel
+from cost_models.cluster import with_memory
 from tests.end_to_end.cases import eager_cluster
 from tests.runtime.pipelines import arguments, step_with
 
@@ -67,7 +68,7 @@ def _wide(memory: float, planner: al.planners.Planner) -> al.Plan:
         loss, grad = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(w)
         return w - 0.1 * grad, loss
 
-    cluster = replace(CLUSTER, device=replace(CLUSTER.device, memory_bytes=memory))
+    cluster = with_memory(CLUSTER, memory)
     shape = jax.ShapeDtypeStruct
     return al.plan(
         step, shape((WIDTH, WIDTH), np.float32), shape((64, WIDTH), np.float32), cluster=cluster, planner=planner
@@ -84,12 +85,12 @@ def test_arrays_that_every_device_holds_are_warned_about_where_they_are_large() 
 def test_memory_that_is_nearly_full_is_warned_about() -> None:
     plan = _wide(9 * ARRAY_BYTES, DataParallel())
     (peak,) = plan.prediction.peak_bytes
-    full, nearly = (
-        replace(plan, cluster=replace(plan.cluster, device=replace(plan.cluster.device, memory_bytes=peak / share)))
-        for share in (0.96, 0.94)
-    )
+    full, nearly = (replace(plan, cluster=with_memory(plan.cluster, peak / share)) for share in (0.96, 0.94))
     assert "Stage 0 is predicted to use 96.0 % of its devices' memory" in plan_warnings(full)
     assert "predicted to use" not in plan_warnings(nearly)
+    kept = replace(full.cluster.device, memory_bytes=2 * full.capacity_bytes(0), memory_reserve=0.5)
+    # As full, with as much again for the allocator.
+    assert "predicted to use" not in plan_warnings(replace(full, cluster=replace(full.cluster, device=kept)))
 
 
 def test_idle_devices_are_warned_about(caplog: pytest.LogCaptureFixture) -> None:

@@ -22,6 +22,7 @@ from cost_models import (
 from cost_models.catalogue import device_sources, link_sources, read_shipped
 from cost_models.cluster import with_bandwidth, with_memory, with_memory_limit, with_times_the_hosts
 from cost_models.communication import collective_seconds
+from cost_models.hardware import MEMORY_RESERVE
 
 
 @pytest.mark.parametrize("name", known_clusters())
@@ -238,6 +239,22 @@ def test_hosts_may_differ():
     assert hash(mixed) == hash(Cluster.from_json(MIXED))
 
 
+def test_the_least_memory_is_the_least_that_is_usable(cluster: Cluster):
+    """What is kept for the allocator counts: the device of more memory may have less for a plan."""
+    large = replace(cluster.device, memory_bytes=40e9, memory_reserve=0.5)
+    small = replace(cluster.device, memory_bytes=30e9, memory_reserve=0.1)
+    groups = tuple(HostGroup(num_hosts=2, device=each, intra_host=cluster.intra_host) for each in (small, large))
+    assert replace(cluster, groups=groups).at(8, 16).device.usable_bytes == large.usable_bytes == 20e9
+
+
+def test_a_description_without_a_reserve_has_the_default_one(cluster: Cluster):
+    data = json.loads(json.dumps(cluster.to_json()))
+    assert data["device"].pop("memory_reserve") == MEMORY_RESERVE
+    assert Cluster.from_json(data) == cluster
+    gpu, tpu = (load_cluster(name).device for name in ("p4d.24xlarge", "tpu-v4"))
+    assert (gpu.usable_bytes, tpu.usable_bytes) == pytest.approx((30e9, 30.4e9))
+
+
 def test_the_slowest_of_a_range_is_slowest_in_every_respect(cluster: Cluster):
     """Less memory here, less bandwidth there: a stage that spans both has the least of each."""
     small = replace(cluster.device, name="small", memory_bytes=1e9, launch_seconds=9e-6)
@@ -326,7 +343,9 @@ def test_memory_alone_changes(cluster: Cluster) -> None:
     found = with_memory(cluster, 8e9)
     assert found.device.memory_bytes == 8e9
     assert all(group.device.memory_bytes == 8e9 for group in found.groups)
-    assert with_memory(found, cluster.device.memory_bytes) == cluster
+    assert found.device.usable_bytes == 8e9 and found.device.reserved_bytes == 0
+    assert with_memory(found, cluster.device.usable_bytes) == with_memory(cluster, cluster.device.usable_bytes)
+    assert replace(found, device=cluster.device, groups=cluster.groups) == cluster
 
 
 @pytest.mark.parametrize("cluster", [NODES, mixed(load_cluster("p3.16xlarge"))], ids=["domains", "groups"])
@@ -346,8 +365,9 @@ def test_a_limit_is_one_of_every_group() -> None:
     few, many = (replace(NODES.device, memory_bytes=size) for size in (16e9, 80e9))
     groups = tuple(HostGroup(num_hosts=1, device=device, intra_host=NODES.intra_host) for device in (few, many))
     found = with_memory_limit(replace(mixed(NODES), device=few, groups=groups), 40e9)
-    assert [group.device.memory_bytes for group in found.groups] == [16e9, 40e9]
-    assert found.device.memory_bytes == 16e9
+    assert [group.device.usable_bytes for group in found.groups] == [12e9, 40e9]
+    # A limit above what is usable changes nothing.
+    assert found.groups[0].device == found.device == few and found.groups[1].device.reserved_bytes == 0
 
 
 @pytest.mark.parametrize("cluster", [NODES, mixed(load_cluster("p3.16xlarge"))], ids=["domains", "groups"])

@@ -59,6 +59,14 @@ def test_rates_of_a_device_are_above_zero(cluster: Cluster, field: str):
         replace(cluster.device, launch_seconds=-1)
 
 
+def test_a_reserve_is_a_part_of_the_memory(cluster: Cluster):
+    device = replace(cluster.device, memory_bytes=8e9, memory_reserve=0.25)
+    assert (device.usable_bytes, device.reserved_bytes) == (6e9, 2e9)
+    for share in (1.0, -0.1, float("nan")):
+        with pytest.raises(ClusterError, match="memory_reserve is"):
+            replace(device, memory_reserve=share)
+
+
 amounts = st.floats(1e-3, 1e15)
 rates = st.floats(1e3, 1e13)
 ramps = st.floats(0, 1)

@@ -19,6 +19,7 @@ from alpa_lite import errors
 from alpa_lite.plan.plan import FORMAT
 from alpa_lite.planners import Auto, DataParallel, Hybrid, Megatron, Pipeline, Planner, Zero
 from cost_models.checks import CostModelError
+from cost_models.cluster import with_memory
 from tests.end_to_end.cases import MODELS, eager_cluster, make_batch
 from tests.end_to_end.programs import PARAMS, X, Y, descend, forward, squared
 
@@ -39,7 +40,7 @@ def _plan(fun: Callable[..., Any] = _step, args: Any = (PARAMS, X, Y), **options
 
 def _small_memory(memory_bytes: float) -> Any:
     cluster = eager_cluster()
-    return dataclasses.replace(cluster, device=dataclasses.replace(cluster.device, memory_bytes=memory_bytes))
+    return with_memory(cluster, memory_bytes)
 
 
 @contextlib.contextmanager

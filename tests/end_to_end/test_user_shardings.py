@@ -196,6 +196,21 @@ def test_a_mesh_of_a_stage_has_a_price(planner: Any, devices: Any) -> None:
     assert "no plan" not in plan.explain_user_shardings()
 
 
+@pytest.mark.parametrize("num_devices", [8, 4])
+def test_each_line_has_a_price_of_its_own(num_devices: int, devices: Any) -> None:
+    """Splits that no plan would choose: each is obeyed in the plan that prices it, and in no other."""
+    mesh = jax.sharding.Mesh(np.array(devices[:num_devices]).reshape(2, -1), ("data", "model"))
+    one, other = (NamedSharding(mesh, P("model", "data")), NamedSharding(mesh, P(None, ("model", "data"))))
+    constrain = jax.lax.with_sharding_constraint
+    step = training(lambda x: constrain(x, one), lambda x: constrain(x, other))
+    rows = sharding_costs(plan_of(step, planner=al.planners.DataParallel())).rows
+    assert len({row.source for row in rows}) == len(rows) == 2
+    for row in rows:
+        assert isinstance(row.given, al.Plan) and isinstance(row.free, al.Plan)
+        assert not any(use.follows for use in row.free.user_shardings)
+        assert [use.source for use in row.given.user_shardings if use.follows] == [row.source]
+
+
 def test_a_mesh_of_the_devices_that_a_plan_uses_has_a_price(devices: Any) -> None:
     """Four of eight devices, on which there is one stage."""
     mesh = jax.sharding.Mesh(np.array(devices[:4]), ("data",))

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import cast
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from alpa_lite.inter_op.joint_search import JointSearch
 from alpa_lite.inter_op.microbatch_counts import (
     MAX_IN_VAIN,
     Guess,
@@ -17,6 +21,8 @@ from alpa_lite.inter_op.microbatch_counts import (
     numbers_left,
     surveyed_numbers,
 )
+from alpa_lite.inter_op.surveyed_searches import SurveyedSearches
+from alpa_lite.plan.progress import Progress
 
 
 def _searched(true: Mapping[int, float], guesses: Mapping[int, Guess], solved_at: float) -> tuple[int | None, set[int]]:
@@ -100,3 +106,42 @@ def test_layers_are_surveyed_at_sizes_that_the_devices_of_a_host_divide() -> Non
     assert len(chosen) == 2 and all(96 // number % 6 == 0 for number in chosen)
     # Where all sizes suit as many meshes, the nearest are taken.
     assert surveyed_numbers(divisors(96), 96, 6, lambda samples: 1) == [6, 24]
+
+
+@dataclass(frozen=True)
+class _Rough:
+    """Stands for searches: what a rough solution takes at each number, and the numbers that were asked for."""
+
+    seconds: dict[int, float]
+    asked: list[int] = field(default_factory=list[int])
+
+    def tried_at(self, number: int) -> float:
+        self.asked.append(number)
+        return self.seconds[number]
+
+
+def _tried(guesses: dict[int, Guess], rough: _Rough) -> dict[int, float]:
+    asking = SimpleNamespace(at_most=math.inf, request=SimpleNamespace(progress=Progress()))
+    found = JointSearch._tried(cast(JointSearch, asking), cast(SurveyedSearches, rough), guesses)
+    return {number: guess.likely for number, guess in found.items()}
+
+
+def test_numbers_that_memory_alone_makes_unlikely_are_tried_until_they_do_not_fit() -> None:
+    guesses = {
+        1: Guess(at_best=20.0, likely=math.inf),
+        2: Guess(at_best=21.0, likely=math.inf),
+        4: Guess(at_best=22.0, likely=40.0),
+        8: Guess(at_best=23.0, likely=30.0),
+        16: Guess(at_best=28.0, likely=28.0),
+    }
+    rough = _Rough({8: 24.0, 4: 22.5, 2: math.inf})
+    assert _tried(guesses, rough) == {1: math.inf, 2: math.inf, 4: 22.5, 8: 24.0, 16: 28.0}
+    assert rough.asked == [8, 4, 2]
+
+
+def test_numbers_that_are_no_better_at_best_are_not_tried() -> None:
+    guesses = {2: Guess(at_best=27.9, likely=40.0), 4: Guess(at_best=28.0, likely=28.0)}
+    rough = _Rough({})
+    assert _tried(guesses, rough) == {2: 40.0, 4: 28.0} and not rough.asked
+    nothing_fits = {2: Guess(at_best=1.0, likely=math.inf)}
+    assert _tried(nothing_fits, rough) == {2: math.inf} and not rough.asked

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -17,6 +16,7 @@ from alpa_lite.intra_op.solvers.integer_program import IntegerProgram
 from alpa_lite.plan.progress import Progress
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh
 from alpa_lite.step.clustering import make_layers
+from cost_models.cluster import with_memory
 from cost_models.composed import ComposedCostModel
 
 SUBMESH = Submesh(first_device=0, num_hosts=1, devices_per_host=4)
@@ -41,7 +41,7 @@ def _costs(memory_bytes: float, solved: list[str]) -> StageCosts:
     traced = al.parallelize(chain_step).trace(weights, jax.ShapeDtypeStruct((512, 256), jnp.float32))
     graph = traced.step(4).step
     cluster = al.cluster("p3.16xlarge")
-    cluster = replace(cluster, device=replace(cluster.device, memory_bytes=memory_bytes))
+    cluster = with_memory(cluster, memory_bytes)
     layers = make_layers(graph, 4)
     return StageCosts(
         step=graph, layers=layers, cost_model=ComposedCostModel(cluster), progress=Progress(solved.append)

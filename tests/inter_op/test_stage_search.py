@@ -23,6 +23,7 @@ from alpa_lite.inter_op.workers import Likely, Workers
 from alpa_lite.plan.progress import Progress
 from alpa_lite.schedule import OneFOneB
 from alpa_lite.step.clustering import make_layers
+from cost_models.cluster import with_memory
 from cost_models.composed import ComposedCostModel
 from tests.inter_op.test_stage_costs import chain_step
 
@@ -35,7 +36,7 @@ def _costs(memory_bytes: float, solved: list[str], workers: Workers | None = Non
     step = traced.step(NUMBER).step
     cluster = replace(al.cluster("p3.16xlarge"), devices_per_host=4)
     # A host that dispatches at once: what it takes is no part of the stage DP, which the search is compared with.
-    cluster = replace(cluster, device=replace(cluster.device, memory_bytes=memory_bytes, dispatch_seconds=0.0))
+    cluster = with_memory(replace(cluster, device=replace(cluster.device, dispatch_seconds=0.0)), memory_bytes)
     model = ComposedCostModel(cluster)
     layers, progress = make_layers(step, LAYERS), Progress(solved.append)
     return StageCosts(step=step, layers=layers, cost_model=model, progress=progress, workers=workers or Workers())

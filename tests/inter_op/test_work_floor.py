@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import alpa_lite as al
 from alpa_lite.inter_op.work_floor import least_loop_seconds, least_seconds, pipeline_slowdown
+from alpa_lite.planners import Auto, DataParallel
 from alpa_lite.schedule import EagerOneFOneB, GPipe, OneFOneB, Schedule, simulate
 from cost_models.cluster import Cluster, HostGroup
 from cost_models.composed import ComposedCostModel
@@ -25,6 +26,19 @@ def test_no_plan_is_priced_below_the_bound(model: str, planner: str, cluster: st
     bound = least_seconds(traced(model).step(1).step, plan.cluster, ComposedCostModel)
     assert 0 < bound <= plan.prediction.step_seconds
     assert planner in ALL
+
+
+def test_the_bound_of_a_plan_holds_for_plans_with_other_micro_batches_and_without_recomputation() -> None:
+    """Weights are read once per micro-batch, and recomputation is work as well: neither is part of a bound for all."""
+    cluster = al.cluster("p3.16xlarge")
+    whole, cut, again = (
+        traced("gpt_scan").plan(planner=planner, cluster=cluster, num_microbatches=number).last_plan
+        for planner, number in ((DataParallel(), 1), (DataParallel(), 8), (Auto(manual=(), remat="full"), 8))
+    )
+    assert again.remat, "the case recomputes nothing"
+    bounds = [plan.solver.bound for plan in (whole, cut, again)]
+    assert bounds == [bounds[0]] * 3
+    assert bounds[0] == least_seconds(traced("gpt_scan").step(1).step, cluster, ComposedCostModel)
 
 
 @settings(deadline=None)

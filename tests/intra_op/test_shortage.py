@@ -15,6 +15,7 @@ from alpa_lite.inter_op import stage_costs
 from alpa_lite.intra_op.limits import Infeasibility
 from alpa_lite.intra_op.shortage import Shortage, ValueBytes, explain_shortage
 from alpa_lite.planners import Auto, DataParallel, OnMesh, Pipeline, Planner
+from cost_models.cluster import with_memory
 
 KIB = 1024.0
 
@@ -38,7 +39,7 @@ PLANNERS = (
 
 def too_small(memory_bytes: float) -> Any:
     cluster = al.cluster("p3.16xlarge", num_hosts=1)
-    return dataclasses.replace(cluster, device=dataclasses.replace(cluster.device, memory_bytes=memory_bytes))
+    return with_memory(cluster, memory_bytes)
 
 
 @pytest.mark.parametrize("planner", PLANNERS, ids=lambda planner: planner.name)

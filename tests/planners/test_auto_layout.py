@@ -14,6 +14,7 @@ import alpa_lite as al
 from alpa_lite.planners import MeshTensorFlow
 from alpa_lite.planners.mesh_tensorflow import NamedDims, _Memory, least_memory
 from alpa_lite.rules.dims import DimClasses, dim_names
+from cost_models.cluster import with_memory
 from cost_models.composed import ComposedCostModel
 from tests.end_to_end.cases import assert_same, eager_cluster
 from tests.end_to_end.collectives import emitted, handed_over, planned
@@ -173,7 +174,7 @@ def test_too_many_layouts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_where_nothing_fits_the_problem_is_told() -> None:
     cluster = eager_cluster()
-    small = replace(cluster, device=replace(cluster.device, memory_bytes=100.0))
+    small = with_memory(cluster, 100.0)
     with pytest.raises(al.errors.InfeasibleError, match="does not fit"):
         planner = MeshTensorFlow(layout="auto", mesh={"x": 8})
         al.plan(_mlp, *_mlp_arguments(8, 16), cluster=small, planner=planner, num_microbatches=1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from dataclasses import replace
@@ -20,6 +19,7 @@ from alpa_lite.cli.models.transformer_layers import Experts
 from alpa_lite.inspection.text.tables import alternatives_table
 from alpa_lite.planners import Auto, GridSearch, Hybrid
 from alpa_lite.planners.grid_search import factorisations, microbatch_sizes
+from cost_models.cluster import with_memory
 from tests.end_to_end.cases import MODELS, Training, eager_cluster, make_batch
 from tests.end_to_end.transformers import WIDE
 
@@ -78,7 +78,7 @@ def test_micro_batches_are_tried_where_they_are_left_open() -> None:
 
 def test_nothing_that_fits_is_an_error() -> None:
     cluster = eager_cluster()
-    small = dataclasses.replace(cluster, device=dataclasses.replace(cluster.device, memory_bytes=100.0))
+    small = with_memory(cluster, 100.0)
     with pytest.raises(al.errors.InfeasibleError, match=r"Of \d+ grids none works"):
         _traced().plan(cluster=small, planner=GridSearch(), num_microbatches=1)
 

@@ -15,6 +15,7 @@ from alpa_lite.inter_op.plan_request import PlanRequest, SentSteps
 from alpa_lite.planners import FSDP, Hybrid, Megatron, Planner
 from alpa_lite.planners.hybrid import submeshes_of
 from alpa_lite.schedule import OneFOneB, ZeroBubbleH1
+from cost_models.cluster import with_memory
 from tests.end_to_end.transformers import WIDE, Training, plan, traced, with_architecture
 
 TRAINING = Training(model=WIDE, batch_size=64)
@@ -203,7 +204,7 @@ def test_state_that_is_too_large_alone_is_refused_before_the_step_is_cut(planner
     cluster = al.cluster("dgx-a100")
 
     def within(memory_bytes: float) -> PlanRequest:
-        limited = replace(cluster, device=replace(cluster.device, memory_bytes=memory_bytes))
+        limited = with_memory(cluster, memory_bytes)
         return traced(training).request(limited, num_microbatches=1)
 
     least = max(planner.plan(within(1e12)).prediction.peak_bytes)

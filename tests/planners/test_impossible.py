@@ -11,6 +11,7 @@ import pytest
 import alpa_lite as al
 from alpa_lite.errors import InfeasibleError
 from alpa_lite.planners import Auto
+from cost_models.cluster import with_memory
 from tests.inter_op.test_stage_costs import chain_step
 
 
@@ -38,7 +39,7 @@ def test_what_cannot_be_is_not_blamed_on_memory(planner: Auto, num_devices: int,
 def test_more_microbatches_are_proposed_where_one_alone_was_tried() -> None:
     """Devices that share a processor gain nothing from several, but memory."""
     host = al.cluster("p3.16xlarge")
-    cluster = replace(host, shared_processor=True, device=replace(host.device, memory_bytes=3e5))
+    cluster = with_memory(replace(host, shared_processor=True), 3e5)
     weights, batch = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 2, jax.ShapeDtypeStruct((4096, 64), jnp.float32)
     with pytest.raises(InfeasibleError, match=r"The cheapest change that fits: num_microbatches=\d+"):
         al.plan(chain_step, weights, batch, cluster=cluster, planner=Auto(manual=()))

@@ -16,6 +16,7 @@ from jax import lax
 import alpa_lite as al
 from alpa_lite.cli.models.skip_networks import ResNet
 from alpa_lite.planners import Auto, DataParallel, Megatron, OneWeirdTrick, OnMesh, PlanRequest
+from cost_models.cluster import with_memory
 from cost_models.hardware import Backend
 from tests.end_to_end.cases import assert_same, eager_cluster
 from tests.end_to_end.collectives import emitted, handed_over, planned
@@ -154,7 +155,7 @@ def test_a_small_head_does_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_kernels_that_do_not_fit_are_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("alpa_lite.planners.convolution_parallel.plan_on_mesh", lambda *_, **__: pytest.fail("solved"))
     host, kernels = al.cluster("p3.16xlarge"), sum(4 * 9 * a * b for a, b in pairwise(CHANNELS))
-    small = replace(host, device=replace(host.device, memory_bytes=kernels - 1))
+    small = with_memory(host, kernels - 1)
     with pytest.raises(al.errors.InfeasibleError, match="state of convolutions alone, which every device holds whole"):
         OneWeirdTrick().plan(replace(_request(128), cluster=small))
 

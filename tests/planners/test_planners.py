@@ -39,7 +39,7 @@ from alpa_lite.planners.by_name import planner_by_name
 from alpa_lite.program.phases import Phase
 from alpa_lite.schedule import GPipe, Interleaved1F1B, OneFOneB, Schedule, TaskKind, simulate
 from alpa_lite.sharding.specs import divides
-from cost_models.cluster import Cluster
+from cost_models.cluster import Cluster, with_memory
 from tests.end_to_end.cases import MODELS, PLANNERS, Training, eager_cluster, make_batch
 
 ALL: dict[str, Planner] = {
@@ -149,9 +149,34 @@ def test_predictions_are_finite_and_within_memory(model: str, planner: str, clus
     prediction = plan.prediction
     assert 0 < prediction.step_seconds < 1e6 and 0 <= prediction.bubble_fraction < 1
     assert len(prediction.peak_bytes) == len(plan.stages)
-    assert all(0 < peak <= plan.cluster.device.memory_bytes for peak in prediction.peak_bytes)
+    assert all(0 < peak <= plan.cluster.device.usable_bytes for peak in prediction.peak_bytes)
     assert prediction.flops_per_device > 0
     assert plan.solver.bound >= 0 and 0 <= plan.solver.gap <= 1
+
+
+@pytest.mark.parametrize("planner", [*MANUAL_PLANNERS, Auto(manual=())], ids=lambda planner: planner.name)
+def test_every_planner_leaves_the_reserve_to_the_allocator(planner: Planner) -> None:
+    """Twice the memory with half of it kept is the memory itself, and plans and refusals say what is kept."""
+    host = al.cluster("p3.16xlarge")
+
+    def outcome(memory_bytes: float, reserve: float) -> al.Plan | al.errors.AlpaLiteError:
+        device = replace(host.device, memory_bytes=memory_bytes, memory_reserve=reserve)
+        step = traced("mlp")
+        try:
+            return step.plan(cluster=replace(host, device=device), planner=planner, num_microbatches=1).last_plan
+        except al.errors.AlpaLiteError as error:
+            return error
+
+    roomy = outcome(1e12, 0.0)
+    if not isinstance(roomy, al.Plan):
+        pytest.skip(str(roomy))
+    for limit in (share * max(roomy.prediction.peak_bytes) for share in (1.01, 0.7, 0.02)):
+        whole, kept = outcome(limit, 0.0), outcome(2 * limit, 0.5)
+        assert type(whole) is type(kept)
+        assert "kept for the allocator" in str(kept) and "kept for the allocator" not in str(whole)
+        if isinstance(whole, al.Plan) and isinstance(kept, al.Plan):
+            assert whole.prediction.peak_bytes == kept.prediction.peak_bytes
+            assert max(kept.prediction.peak_bytes) <= limit == kept.capacity_bytes(0) == kept.reserved_bytes(0)
 
 
 # --- automatic search -------------------------------------------------------------------------------------------------
@@ -299,8 +324,7 @@ def test_the_search_leaves_room_for_what_its_schedule_holds(schedule: Schedule) 
     planner = Auto(num_layers=2, schedule=schedule, manual=())
 
     def plan_within(limit: float) -> al.Plan:
-        device = dataclasses.replace(eager_cluster().device, memory_bytes=limit)
-        cluster = dataclasses.replace(eager_cluster(), device=device)
+        cluster = with_memory(eager_cluster(), limit)
         return traced("mlp").plan(cluster=cluster, planner=planner, num_microbatches=4).last_plan
 
     roomy = max(plan_within(1e9).prediction.peak_bytes)
@@ -380,7 +404,7 @@ def test_chunks_that_do_not_fit_together_are_made_to_or_refused() -> None:
     host, schedule = al.cluster("p3.16xlarge"), Interleaved1F1B(num_chunks=2)
 
     def plan_within(limit: float) -> al.Plan:
-        cluster = dataclasses.replace(host, device=dataclasses.replace(host.device, memory_bytes=limit))
+        cluster = with_memory(host, limit)
         planner = Hybrid(pipeline=2, data=1, tensor=4, schedule=schedule)
         return traced("mlp").plan(cluster=cluster, planner=planner, num_microbatches=4).last_plan
 

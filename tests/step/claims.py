@@ -43,7 +43,7 @@ class Checked:
 
 def check_claims(traced: Traced, arguments: Sequence[Any], count: int, *, runs: int = 1) -> Checked:
     """Compare all values of a step in `count` micro-batches with what is claimed of them."""
-    pair = StepPrograms(traced=traced).sized(0).at_two_sizes(traced.require_batch() // count)
+    pair = next(StepPrograms(traced=traced).sized(0).at_two_sizes(traced.require_batch() // count))
     full, other = pair.full, pair.other
     inputs = [*arguments, *full.program.constants]
     cut = {leaf: runs for leaf, dim in enumerate(traced.batch.dims) if dim is not None and runs > 1}

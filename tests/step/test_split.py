@@ -19,6 +19,7 @@ from alpa_lite.plan.plan import fingerprint
 from alpa_lite.program.phases import Phase, StepGraph
 from alpa_lite.rules.dims import follow_batch
 from alpa_lite.step.split import StepPrograms, TracedStep
+from alpa_lite.trace.step_programs import SizedPrograms
 from alpa_lite.trace.trace import trace
 from tests.end_to_end.programs import PARAMS, PROGRAMS, X, Y, descend, forward, squared
 from tests.step.splitting import split_step
@@ -45,13 +46,17 @@ def _split(fun: Any, args: Any, num_microbatches: int = 4, **options: Any) -> Tr
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_steps_at_numbers_that_are_not_traced_are_those_that_would_be(name: str) -> None:
-    """A batch of 16 is seen whole and in fourths: halves and eighths follow."""
+def test_steps_at_numbers_that_are_not_traced_are_those_that_would_be(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch of 16 is traced whole and in halves: fourths and eighths follow."""
     program = PROGRAMS[name]
     traced = trace(program.step, program.args, batch_argnums=program.batch_argnums)
-    extrapolated, exact = StepPrograms(traced=traced).extrapolated(), StepPrograms(traced=traced)
-    for number in (4, 2, 8, 1):
-        got, want = extrapolated.at(number), exact.at(number)
+    numbers = (4, 2, 8)
+    found = [StepPrograms(traced=traced).at(number) for number in numbers]
+    monkeypatch.setattr(SizedPrograms, "at_two_sizes", lambda self, size: iter([self.traced_at(size)]))
+    for number, got in zip(numbers, found, strict=True):
+        want = StepPrograms(traced=traced).at(number)
         assert fingerprint(got) == fingerprint(want), number
         assert (got.batch_dims, got.phases, got.full_shapes) == (want.batch_dims, want.phases, want.full_shapes)
         assert (got.aliases, got.loop_results) == (want.aliases, want.loop_results)
@@ -253,6 +258,34 @@ def test_a_step_that_branches_on_its_batch_size_is_refused() -> None:
 
     with pytest.raises(TraceError, match=r"full batch runs 'sin' where a micro-batch runs 'cos'"):
         _split(step, (PARAMS, X, Y))
+
+
+def test_micro_batches_run_the_full_batch_s_program_where_code_looks_at_its_batch_size() -> None:
+    """Below six samples the code computes something else, which no step of sixteen samples does."""
+
+    def step(p: Any, x: Any, y: Any) -> Any:
+        return _step(p, jnp.sin(x) if x.shape[0] > 5 else jnp.cos(x), y)
+
+    want = jax.tree.leaves(step(PARAMS, X, Y))
+    for number in (2, 4, 8, 16):
+        got = run_in_micro_batches(_split(step, (PARAMS, X, Y), number), (PARAMS, X, Y))
+        for mine, other in zip(got, want, strict=True):
+            np.testing.assert_allclose(mine, other, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("loop_parts", [0, 2])
+def test_a_step_is_traced_at_two_sizes_whatever_the_number_of_micro_batches(loop_parts: int) -> None:
+    sizes = list[int]()
+
+    def step(p: Any, x: Any, y: Any) -> Any:
+        sizes.append(x.shape[0])
+        return _step(p, x, y)
+
+    steps = StepPrograms(traced=trace(step, (PARAMS, X, Y), batch_argnums=(1, 2)))
+    sizes.clear()
+    for number in (1, 2, 4, 8, 16):
+        steps.at(number, loop_parts)
+    assert sizes == [8]
 
 
 def test_without_micro_batches_nothing_is_refused() -> None:

@@ -33,6 +33,7 @@ from alpa_lite.text import (
     show_percent,
     show_ratio,
     show_seconds,
+    show_usable,
 )
 
 KEYS = (
@@ -91,6 +92,7 @@ def _cards(plan: Plan) -> list[str]:
     prediction, solver = plan.prediction, plan.solver
     step, fullest = prediction.step_seconds, plan.fullest_stage
     peak, capacity = prediction.peak_bytes[fullest], plan.capacity_bytes(fullest)
+    usable = show_usable(capacity, plan.reserved_bytes(fullest))
     devices, found_in = used_devices(plan), show_seconds(solver.seconds)
     moved = sum(use.bytes * use.count for use in prediction.collectives)
     rate = _rate(prediction.flops_per_device, step)
@@ -119,7 +121,7 @@ def _cards(plan: Plan) -> list[str]:
         _card(
             "peak memory",
             show_bytes(peak),
-            f"{show_percent(peak / capacity)} of {show_bytes(capacity)}, stage {fullest}",
+            f"{show_percent(peak / capacity)} of {usable}, stage {fullest}",
             share=peak / capacity,
         ),
         _card(

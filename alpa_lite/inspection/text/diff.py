@@ -213,7 +213,7 @@ def _table(title: str, changes: Sequence[Difference], first: str, more: int = 0)
 def varied(cluster: Cluster, *, memory_bytes: float | None = None, bandwidth_scale: float | None = None) -> Cluster:
     """Return the cluster with other memory or link bandwidth, as its name then says.
 
-    memory_bytes       memory per device in bytes; None: unchanged
+    memory_bytes       usable memory per device in bytes; None: unchanged
     bandwidth_scale    factor on the bandwidth of all links; None: unchanged
 
     Raises `ClusterError` for impossible values.

@@ -56,7 +56,8 @@ def _warnings(plan: Plan) -> Iterator[str]:
             "devices divide; plan.explain(name) says why an array is held as it is."
         )
     fullest = plan.fullest_stage
-    peak, capacity = plan.prediction.peak_bytes[fullest], plan.capacity_bytes(fullest)
+    # A plan within a reserve is safe however full that is: the allocator has what is kept for it.
+    peak, capacity = plan.prediction.peak_bytes[fullest], plan.capacity_bytes(fullest) + plan.reserved_bytes(fullest)
     if peak > TIGHT * capacity:
         yield (
             f"Stage {fullest} is predicted to use {show_percent(peak / capacity)} of its devices' memory "

@@ -35,6 +35,7 @@ from alpa_lite.text import (
     show_range,
     show_ratio,
     show_seconds,
+    show_usable,
 )
 
 WIDTH = 120
@@ -111,12 +112,13 @@ def headline(plan: Plan) -> tuple[str, ...]:
     )
     # The stage with the largest share of its memory: it is the one that would overflow.
     fullest = plan.fullest_stage
+    usable = show_usable(plan.capacity_bytes(fullest), plan.reserved_bytes(fullest))
     # Plans of earlier versions have no utilisation.
     rate = f"MFU {show_percent(prediction.mfu)} · " if prediction.mfu else ""
     second = (
         f"predicted step {show_seconds(prediction.step_seconds)} · {rate}"
         f"bubble {show_percent(prediction.bubble_fraction)} · "
-        f"peak {show_bytes(prediction.peak_bytes[fullest])} of {show_bytes(plan.capacity_bytes(fullest))} · "
+        f"peak {show_bytes(prediction.peak_bytes[fullest])} of {usable} · "
         f"no plan below {show_seconds(solver.bound)}, gap {show_percent(solver.gap)} · "
         f"solution {solver.status}, found in {show_seconds(solver.seconds)}"
     )
@@ -133,9 +135,9 @@ def used_devices(plan: Plan) -> str:
 def stages_table(plan: Plan) -> Table:
     """Return a row per stage: its layers, devices, mesh and memory, and its times, communication included."""
     rows = [_stage_row(plan, number, stage) for number, stage in enumerate(plan.stages)]
-    capacities = sorted({plan.capacity_bytes(number) for number in range(len(plan.stages))})
+    rooms = sorted({(plan.capacity_bytes(n), plan.reserved_bytes(n)) for n in range(len(plan.stages))})
     # Devices of several kinds have different capacities.
-    capacity = " to ".join(show_bytes(capacity) for capacity in dict.fromkeys((capacities[0], capacities[-1])))
+    capacity = " to ".join(show_usable(*room) for room in dict.fromkeys((rooms[0], rooms[-1])))
     per = "per micro-batch" if plan.num_microbatches > 1 else "per step"
     columns = (
         "stage",
@@ -369,6 +371,7 @@ def plan_summary(plan: Plan) -> dict[str, object]:
                 "state_bytes": stage.cost.state_bytes,
                 "peak_bytes": peak,
                 "capacity_bytes": plan.capacity_bytes(number),
+                "reserved_bytes": plan.reserved_bytes(number),
                 # Specs in their written form: readers of JSON should not need the classes of this package.
                 "specs": {name: str(spec) for name, spec in stage.specs.items()},
                 "shapes": {name: str(shape) for name, shape in stage.shapes.items()},

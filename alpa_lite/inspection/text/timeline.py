@@ -344,7 +344,7 @@ class MemoryTrack:
     stages            the stages of the submesh
     seconds, bytes    `bytes[i]` are in use from `seconds[i]` to `seconds[i + 1]`
     kept_bytes        the part in use all the time: arguments that live here
-    capacity_bytes    the memory of a device
+    capacity_bytes    the memory of a device that a plan may use
     """
 
     stages: tuple[int, ...]

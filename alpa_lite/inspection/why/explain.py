@@ -52,6 +52,7 @@ from alpa_lite.text import (
     show_numbers,
     show_percent,
     show_seconds,
+    show_usable,
 )
 from cost_models.checks import printable
 
@@ -249,8 +250,9 @@ def _explain_layer(plan: Plan, number: int, repricing: Repricing | None) -> Expl
 def _memory_sentences(plan: Plan, number: int, cost: StageCost) -> tuple[str, ...]:
     held = plan.schedule.in_flight(number, len(plan.stages), plan.num_microbatches)
     peak, capacity = plan.prediction.peak_bytes[number], plan.capacity_bytes(number)
+    usable = show_usable(capacity, plan.reserved_bytes(number))
     return (
-        f"Peak memory per device {show_bytes(peak)}, {show_percent(peak / capacity)} of {show_bytes(capacity)}:",
+        f"Peak memory per device {show_bytes(peak)}, {show_percent(peak / capacity)} of {usable}:",
         f"{show_bytes(cost.state_bytes)} of arguments, {show_bytes(cost.accumulator_bytes)} of gradient sums, "
         f"{held} × {show_bytes(cost.activation_bytes)} of saved values ({show_count(held, 'micro-batch')} in flight), "
         f"{show_bytes(cost.temporary_bytes)} of temporaries.",

@@ -58,6 +58,8 @@ class StageMemory:
     """One stage at its peak, in bytes per device.
 
     peak_bytes       the plan's prediction for its devices
+    capacity_bytes   what a plan may use of a device
+    reserved_bytes   what of a device is kept for the allocator
     *_bytes          the parts of the prediction: arguments (state), gradient sums (accumulator), saved values of one
                      micro-batch, temporaries
     in_flight        micro-batches whose saved values are alive at the peak
@@ -68,6 +70,7 @@ class StageMemory:
     stage: int
     peak_bytes: float
     capacity_bytes: float
+    reserved_bytes: float
     state_bytes: float
     accumulator_bytes: float
     saved_bytes: float
@@ -90,7 +93,7 @@ class MemoryUse:
     stages: tuple[StageMemory, ...]
 
     def __str__(self) -> str:
-        columns = ("stage", "peak", "of the memory", "arguments", "gradient sums", "saved", "temporaries")
+        columns = ("stage", "peak", "of the usable memory", "arguments", "gradient sums", "saved", "temporaries")
         rows = tuple(
             (
                 str(each.stage),
@@ -186,6 +189,7 @@ def memory_use(plan: Plan) -> MemoryUse:
                 stage=number,
                 peak_bytes=plan.prediction.peak_bytes[number],
                 capacity_bytes=plan.capacity_bytes(number),
+                reserved_bytes=plan.reserved_bytes(number),
                 state_bytes=stage.cost.state_bytes,
                 accumulator_bytes=stage.cost.accumulator_bytes,
                 saved_bytes=stage.cost.activation_bytes,

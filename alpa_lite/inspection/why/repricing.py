@@ -108,7 +108,7 @@ class Repricing:
             mesh=mesh,
             pricer=Pricer(cost_model=request.cost_model_for(here), submesh=submesh, mesh=mesh),
             in_flight=in_flight,
-            limit_bytes=max(0.0, float(here.device.memory_bytes) - others),
+            limit_bytes=max(0.0, here.device.usable_bytes - others),
             in_two=splits_backward(tasks),
             placed=stage if same else None,
             # With another border the axes keep the uses that they have in the plan; another mesh has other axes.

@@ -37,7 +37,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -344,13 +344,15 @@ def _guess(devices: tuple[_jax.Device, ...]) -> Cluster:
             "give as many devices of each host."
         )
     per_host = len(rows[0])
+    memory = _memory(first, per_host)
     # Virtual devices of a CPU are threads on the same cores.
     shared = first.platform == "cpu" and per_host > 1
     return Cluster(
         name=f"local ({len(devices)} × {first.device_kind})",
         device=Device(
             name=first.device_kind,
-            memory_bytes=_memory_bytes(first, per_host),
+            memory_bytes=memory.bytes,
+            memory_reserve=memory.reserve,
             # Starting points within a few orders of magnitude: the fit tries several shifts of them.
             memory_bandwidth=1e11,
             peak_flops={"float32": _GUESSED_FLOPS, "tensorfloat32": _GUESSED_FLOPS},
@@ -382,12 +384,19 @@ def _num_units(device: _jax.Device) -> int:
     return int(getattr(device, "core_count", None) or 1) if device.platform == "gpu" else 1
 
 
-def _memory_bytes(device: _jax.Device, sharers: int) -> float:
+class _Memory(NamedTuple):
+    bytes: float
+    reserve: float
+
+
+def _memory(device: _jax.Device, sharers: int) -> _Memory:
+    """Return the bytes of a device, and the part of them that is kept for the allocator."""
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
-        return float(stats["bytes_limit"])
-    # A part is left to the system and to the program's own arrays.
-    return 0.8 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / sharers
+        # The limit is what the allocator has for programs, so that only fragmentation has to be provided for.
+        return _Memory(float(stats["bytes_limit"]), 0.05)
+    # XLA's CPU devices allocate from the system, which needs a part for itself and for the process's own arrays.
+    return _Memory(float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) / sharers, 0.2)
 
 
 def local_cluster(path: str | Path | None = None, *, devices: Sequence[_jax.Device] | None = None) -> Cluster:

@@ -70,7 +70,7 @@ def test_memory_is_that_of_the_tracks(pipeline_plan):
         assert sum(shown["points"][::2]) * data["tick_seconds"] == pytest.approx(track.seconds[-1], rel=1e-4)
         step = pipeline_plan.prediction.step_seconds
         assert shown["end"] * data["tick_seconds"] == pytest.approx(step, rel=1e-4)
-        assert shown["capacity_bytes"] == pipeline_plan.cluster.device.memory_bytes
+        assert shown["capacity_bytes"] == pipeline_plan.cluster.device.usable_bytes
 
 
 def test_long_lines_are_thinned_and_keep_their_peak(pipeline_plan):
