@@ -152,7 +152,8 @@ def test_a_plan_tells_what_was_assumed_and_so_does_the_log(caplog: pytest.LogCap
         plan = _plan()
     line = "batch: 16 samples along dim 0 of batch/x, batch/y (assumed; name others with batch_argnums)"
     assert str(plan).splitlines().count(line) == 1
-    assert [record.message for record in caplog.records if record.name == "alpa_lite"] == [f"_at_times: {line}"]
+    messages = [record.message for record in caplog.records if record.name == "alpa_lite"]
+    assert messages.count(f"_at_times: {line}") == 1
     assert line in plan._repr_html_()
 
 
