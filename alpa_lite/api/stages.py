@@ -365,7 +365,8 @@ class LoweredFunction:
             # Called when a program begins and when it ends; one line for each that has ended.
             if done > logged:
                 logged = done
-                _logger.info("%s: compiled %d of %s", name, done, show_count(total, "program"))
+                counted = f"compiled {done} of" if done else "compiling"
+                _logger.info("%s: %s %s", name, counted, show_count(total, "program"))
 
         return tell
 

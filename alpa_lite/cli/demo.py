@@ -1,8 +1,9 @@
-"""The demo: plan, train and compare on this machine's devices, in about two minutes.
+"""The demo: plan, train and compare, in about two minutes.
 
-    1. a plain train step of a small byte-level GPT is planned automatically for the devices at hand;
-    2. it trains on the source text of Python's standard library;
-    3. the chosen plan and the classic manual plans run the same steps in turn: predicted and measured time, losses.
+    1. a plain train step of a byte-level GPT is planned for eight GPUs on two hosts, which are described and not there;
+    2. the same step, with a smaller model, is planned for the devices at hand;
+    3. it trains on the source text of Python's standard library;
+    4. the chosen plan and the classic manual plans run the same steps in turn: predicted and measured time, losses.
 
 `alpa-lite demo` starts this module in a process of its own with eight virtual CPU devices.
 """
@@ -50,12 +51,19 @@ Step = Callable[[Tree, Tree], Tree]
 
 # Small enough to plan, compile and train in two minutes on two cores, large enough for its loss to fall visibly.
 GPT_SMALL = GPT(num_layers=4, hidden=128, num_heads=4, seq_len=64)
+# Large enough for a pipeline between two hosts, small enough to be planned in some seconds.
+GPT_DESCRIBED = GPT(num_layers=8, hidden=1024, num_heads=16, seq_len=512)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoConfig:
-    """Sizes of the demo; `manual` are the plans with which the automatic one is compared."""
+    """Sizes of the demo; `manual` are the plans with which the automatic one is compared.
 
+    `described` is planned with `described_batch_size` samples for GPUs that are not there; None leaves that out.
+    """
+
+    described: GPT | None = GPT_DESCRIBED
+    described_batch_size: int = 64
     model: GPT = GPT_SMALL
     batch_size: int = 32
     num_steps: int = 60
@@ -88,8 +96,12 @@ class Comparison:
 
 @dataclass(frozen=True, kw_only=True)
 class DemoResult:
-    """All measurements of the demo. `max_loss_difference` is relative, over all plans and rounds."""
+    """All measurements of the demo. `max_loss_difference` is relative, over all plans and rounds.
 
+    `described`: the plan for GPUs that are not there, if any.
+    """
+
+    described: al.Plan | None
     plan: al.Plan
     training: TrainingResult
     comparison: tuple[Comparison, ...]
@@ -99,7 +111,8 @@ class DemoResult:
     def to_json(self) -> dict[str, object]:
         """Return plain data for JSON."""
         return {
-            "plan": {"name": self.plan.name, "step_seconds": self.plan.prediction.step_seconds},
+            "described": self.described and _in_short(self.described),
+            "plan": _in_short(self.plan),
             "training": asdict(self.training),
             "comparison": [asdict(row) for row in self.comparison],
             "max_loss_difference": self.max_loss_difference,
@@ -107,18 +120,23 @@ class DemoResult:
         }
 
 
+def _in_short(plan: al.Plan) -> dict[str, object]:
+    return {"name": plan.name, "step_seconds": plan.prediction.step_seconds}
+
+
 def run(config: DemoConfig, console: Console) -> DemoResult:
-    """Run all three parts and print them."""
+    """Run all parts and print them."""
     began = time.perf_counter()
+    described = None if config.described is None else plan_described(config.described, config, console)
     model, data = config.model, load_text()
     # From here to the train step everything is what a user without this package would write.
     optimizer = make_optimizer(config.learning_rate)
     train_step = make_train_step(model.loss_fn, optimizer)
     state = init_state(jax.jit(model.init)(jax.random.key(config.seed)), optimizer)
     batches = list(text_batches(config.num_steps, config.batch_size, model.seq_len, config.seed, text=data))
-    _introduce(config, state, len(data), console)
 
-    console.rule("1. Planning", align="left")
+    console.rule("2. The same step on this machine: planning", align="left")
+    _introduce(config, state, len(data), console)
     with shown_progress("demo") as progress:
         # Measured once, if there is no calibration of this machine yet.
         cluster = al.local_cluster()
@@ -129,7 +147,7 @@ def run(config: DemoConfig, console: Console) -> DemoResult:
     console.print(str(compiled.plan), markup=False, highlight=False)
     console.print()
 
-    console.rule("2. Training", align="left")
+    console.rule("3. Training", align="left")
     # Copied to the host before training: the step donates the state that it is given.
     start_state = jax.device_get(state)
     state, training = train(parallel_step, compiled.place(start_state, batches[0])[0], batches, console)
@@ -138,13 +156,14 @@ def run(config: DemoConfig, console: Console) -> DemoResult:
     training = replace(training, planning_seconds=planning, preparing_seconds=preparing)
     _print_training(training, config, console)
 
-    console.rule("3. The same steps under other plans", align="left")
+    console.rule("4. The same steps under other plans", align="left")
     rounds = list(text_batches(config.num_rounds, config.batch_size, model.seq_len, config.seed + 1, text=data))
     # On the host, as every plan places its own copy, which its first step then gives away.
     same = Training(step=train_step, state=jax.device_get(state), batches=rounds)
     rows = compare(config, same, compiled, console)
     difference = max_loss_difference(rows)
     result = DemoResult(
+        described=described,
         plan=compiled.plan,
         training=training,
         comparison=rows,
@@ -153,6 +172,29 @@ def run(config: DemoConfig, console: Console) -> DemoResult:
     )
     _print_comparison(result, console)
     return result
+
+
+def plan_described(model: GPT, config: DemoConfig, console: Console) -> al.Plan:
+    """Plan a model for eight GPUs on two hosts from shapes alone, and print the plan."""
+    console.rule("1. A plan for eight GPUs, without GPUs", align="left")
+    cluster = al.cluster("g5.12xlarge", num_hosts=2)
+    optimizer = make_optimizer(config.learning_rate)
+    state = jax.eval_shape(lambda key: init_state(model.init(key), optimizer), jax.random.key(config.seed))
+    tokens = jax.ShapeDtypeStruct((config.described_batch_size, model.seq_len), np.int32)
+    batch = {"tokens": tokens, "targets": tokens}
+    millions = sum(x.size for x in jax.tree.leaves(state.params)) / 1e6
+    console.print(
+        f"A GPT of {model.num_layers} layers, hidden size {model.hidden}, {millions:.0f} million parameters, on two "
+        f"hosts of four {cluster.device.name} each, with {8e-9 * cluster.inter_host.bandwidth_bytes_per_second:.0f} "
+        "Gb/s between them. The train step is plain JAX: it knows nothing of devices.\n",
+        highlight=False,
+    )
+    with shown_progress("demo") as progress:
+        step = make_train_step(model.loss_fn, optimizer)
+        plan = al.plan(step, state, batch, cluster=cluster, progress=progress)
+    console.print(str(plan), markup=False, highlight=False)
+    console.print()
+    return plan
 
 
 def train(step: Step, state: Tree, batches: Sequence[Batch], console: Console) -> tuple[Tree, TrainingResult]:
@@ -270,8 +312,7 @@ def _introduce(config: DemoConfig, state: TrainState, text_bytes: int, console: 
     console.print(
         f"A GPT of {model.num_layers} layers, hidden size {model.hidden}, {millions:.2f} million parameters, AdamW, on "
         f"{len(devices)} devices ({devices[0].device_kind}). It reads the source of the Python standard library "
-        f"({text_bytes / 2**20:.0f} MiB), {config.batch_size} × {model.seq_len} bytes per step. The train step is "
-        "plain JAX: it knows nothing of devices.\n",
+        f"({text_bytes / 2**20:.0f} MiB), {config.batch_size} × {model.seq_len} bytes per step.\n",
         highlight=False,
     )
 

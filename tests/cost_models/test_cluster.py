@@ -51,7 +51,7 @@ def test_shipped_descriptions_are_plausible(name: str):
     assert 10e9 < intra.bytes_per_second < cluster.device.memory_bandwidth
     assert 1e9 < inter.bandwidth_bytes_per_second <= intra.bandwidth_bytes_per_second * cluster.devices_per_host
     assert inter.latency_seconds >= intra.latency_seconds
-    assert (cluster.hosts_per_domain > 1) == (bool(intra.torus) or cluster.devices_per_host == 4)
+    assert (cluster.hosts_per_domain > 1) == (bool(intra.torus) or cluster.device.name.startswith("GB"))
 
 
 def test_published_values_of_well_known_hosts():

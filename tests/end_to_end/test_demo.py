@@ -18,6 +18,7 @@ from tests.cli.schema import documented
 def shown(devices):
     """Result and printed text of a small demo."""
     config = demo.DemoConfig(
+        described=GPT(num_layers=2, hidden=32, num_heads=2, seq_len=16),
         model=GPT(num_layers=1, hidden=16, num_heads=2, seq_len=8),
         batch_size=32,
         num_steps=6,
@@ -27,6 +28,13 @@ def shown(devices):
     output = io.StringIO()
     result = demo.run(config, Console(file=output, width=120))
     return result, output.getvalue()
+
+
+def test_the_first_plan_is_for_gpus_that_are_not_there(shown):
+    # So small a model leaves most of them idle.
+    cluster = shown[0].described.cluster
+    assert "A10G" in cluster.device.name and not cluster.shared_processor
+    assert "g5.12xlarge" in shown[1][: shown[1].index("2. The same step")]
 
 
 def test_training_learns(shown):
@@ -56,9 +64,10 @@ def test_predictions_stand_beside_measurements(shown):
 def test_it_prints_plainly(shown):
     text = shown[1]
     for words in (
-        "1. Planning",
-        "2. Training",
-        "3. The same steps",
+        "1. A plan for eight GPUs, without GPUs",
+        "2. The same step on this machine",
+        "3. Training",
+        "4. The same steps",
         "Stages",
         "share this machine's cores",
         "(chosen)",
@@ -84,3 +93,11 @@ def test_virtual_devices_are_asked_for_before_jax_starts(monkeypatch):
     ((name, words, environment),) = started
     assert (name, words) == ("alpa_lite.cli.demo", ["--steps", "5", "--devices", "4", "--devices", "0"])
     assert "device_count=4" in environment["XLA_FLAGS"] and environment["NPROC"] == "16"
+
+
+@pytest.mark.slow
+def test_the_described_model_is_planned_as_a_pipeline(devices):
+    """What the tool is for: a plan that no line of a user gives."""
+    plan = demo.plan_described(demo.GPT_DESCRIBED, demo.DemoConfig(), Console(file=io.StringIO()))
+    assert len(plan.stages) > 1 and plan.num_microbatches > 1 and plan.idle_devices == 0
+    assert all(seconds > plan.prediction.step_seconds for name, seconds in plan.alternatives if "auto" not in name)
