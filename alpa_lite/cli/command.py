@@ -109,7 +109,10 @@ SUGGESTIONS = "suggestions"
 
 @contextmanager
 def json_alone(given: argparse.Namespace) -> Iterator[None]:
-    """Let `answer` alone write to the output with `--json`; what else is printed goes to the error stream meanwhile."""
+    """Let `answer` alone write to the output with `--json`; what else is printed goes to the error stream meanwhile.
+
+    It belongs around the function that `ended` calls, which closes the output where its reader has left.
+    """
     given.stdout = sys.stdout
     if not given.json:
         yield

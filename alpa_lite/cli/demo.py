@@ -384,8 +384,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # The number of devices is fixed when JAX starts, which it has in this process; `--devices 0` ends the recursion.
     if given.devices:
         return run_module("alpa_lite.cli.demo", [*words, "--devices", "0"], virtual_environment(given.devices))
-    with json_alone(given):
-        return ended("demo", lambda: _run(given))
+    return ended("demo", json_alone(given)(lambda: _run(given)))
 
 
 def _run(given: argparse.Namespace) -> int:

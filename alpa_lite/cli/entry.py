@@ -232,8 +232,7 @@ def main(argv: list[str] | None = None) -> int:
     words, parser = sys.argv[1:] if argv is None else argv, build_parser()
     given = parser.parse_args(words)
     given.words, given.begun, given.all_commands = words[1:], begun, parser
-    with json_alone(given):
-        return ended(given.command, lambda: given.run(given))
+    return ended(given.command, json_alone(given)(lambda: given.run(given)))
 
 
 def write_completions() -> None:

@@ -89,8 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     given = parser().parse_args(arguments)
-    with json_alone(given):
-        return ended("bench", lambda: _run(arguments, given))
+    return ended("bench", json_alone(given)(lambda: _run(arguments, given)))
 
 
 def _run(arguments: Sequence[str], given: argparse.Namespace) -> int:
