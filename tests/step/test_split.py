@@ -6,6 +6,7 @@ micro-batch, sums added, kept values concatenated. It shares no code with loweri
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -16,9 +17,12 @@ import pytest
 from alpa_lite import _jax
 from alpa_lite.errors import BatchError, NonAdditiveError, TraceError
 from alpa_lite.plan.plan import fingerprint
+from alpa_lite.program.equations import Equation
+from alpa_lite.program.ir import Op, wiring_of
 from alpa_lite.program.phases import Phase, StepGraph
 from alpa_lite.rules.dims import follow_batch
 from alpa_lite.step.split import StepPrograms, TracedStep
+from alpa_lite.trace.evaluate import evaluate, run_control_flow
 from alpa_lite.trace.step_programs import SizedPrograms
 from alpa_lite.trace.trace import trace
 from tests.end_to_end.programs import PARAMS, PROGRAMS, X, Y, descend, forward, squared
@@ -96,8 +100,20 @@ def _run(split: TracedStep, values: dict[int, Any], phases: set[Phase]) -> None:
     graph = split.step.graph
     for op, equation in zip(graph.ops, split.equations, strict=True):
         if split.step.phases[op.id] in phases:
-            results = _jax.bind(equation.primitive, dict(equation.params), [values[v] for v in op.operands])
-            values.update(zip(op.results, results, strict=True))
+            values.update(zip(op.results, _results(op, equation, [values[v] for v in op.operands]), strict=True))
+
+
+def _results(op: Op, equation: Equation, operands: list[Any]) -> list[Any]:
+    wiring = wiring_of(op)
+    if wiring is None:
+        return list(_jax.bind(equation.primitive, dict(equation.params), operands))
+
+    # The parameters hold the bodies as they were traced, at another batch size.
+    def body(number: int, arrays: Mapping[int, Any]) -> tuple[Any, ...]:
+        entering = [arrays.get(i, operands[i]) for i in wiring.inputs[number]]
+        return tuple(map(jnp.asarray, evaluate(op.bodies[number], equation.bodies[number], entering)))
+
+    return run_control_flow(op, wiring, body, operands)
 
 
 @pytest.mark.parametrize("num_microbatches", [2, 8])
