@@ -49,7 +49,7 @@ def at_size(size: int, programs: Mapping[int, GraphWithEquations]) -> GraphWithE
     return GraphWithEquations(graph=graph, equations=equations, constants=ordered[-1].constants)
 
 
-FEWER = "Use fewer micro-batches, so that each holds two samples or more."
+_FEWER = "Use fewer micro-batches, so that each holds two samples or more."
 
 
 class _Unlike(Exception):
@@ -194,13 +194,13 @@ class _Line:
                 raise TraceError(
                     f"{op.source or 'an unknown line'}: {op.primitive} of {given} should make {expected} in a "
                     f"micro-batch of {_samples(self.at)}, but JAX makes "
-                    f"{'nothing' if made is None else [list(shape) for shape in made]} of it. {FEWER}"
+                    f"{'nothing' if made is None else [list(shape) for shape in made]} of it. {_FEWER}"
                 )
 
     def _sentence(self, where: str, what: str) -> str:
         return (
             f"{where} has, at batches of {_listed(self.sizes)} samples, "
-            f"{what}. The program of a micro-batch of {_samples(self.at)} is not known then. {FEWER}"
+            f"{what}. The program of a micro-batch of {_samples(self.at)} is not known then. {_FEWER}"
         )
 
 
