@@ -1,8 +1,8 @@
 """Compare solvers of serving problems over thresholds of accuracy: `python -m benchmarks.serving_costs`.
 
-    python -m benchmarks.serving_costs                                  the published medium VQA instance
-    python -m benchmarks.serving_costs vqa-medium-p90 --json
-    python -m benchmarks.serving_costs --random 200                     JellyBean above the optimum on random problems
+python -m benchmarks.serving_costs                                  the published medium VQA instance
+python -m benchmarks.serving_costs vqa-medium-p90 --json
+python -m benchmarks.serving_costs --random 200                     JellyBean above the optimum on random problems
 """
 
 from __future__ import annotations
