@@ -31,6 +31,7 @@ PUBLIC: dict[str, Any] = {
     **{f"alpa_lite.{name}": value for name, value in _public(al).items() if value is not al.AlpaLiteError},
     **{f"alpa_lite.planners.{name}": value for name, value in _public(al.planners).items()},
     **{f"alpa_lite.schedule.{name}": value for name, value in _public(al.schedule).items()},
+    **{f"alpa_lite.serving.{name}": value for name, value in _public(al.serving).items()},
     **{f"alpa_lite.errors.{name}": value for name, value in _exceptions().items()},
 }
 VALUES = {  # that calls return
@@ -38,6 +39,8 @@ VALUES = {  # that calls return
     al.check: "CheckReport",
     al.cluster: "Cluster",
     al.calibrate: "Calibration",
+    al.serving.ServingSolver.plan: "ServingPlan",
+    al.serving.compare_solvers: "ServingComparison",
     al.ParallelFunction.trace: "TracedFunction",
     al.TracedFunction.plan: "PlannedFunction",
     al.PlannedFunction.lower: "LoweredFunction",
@@ -56,6 +59,12 @@ def test_public_names() -> None:
     assert set(_public(al.planners)) == set(
         "Auto ConvolutionParallel Custom DataParallel DeepSpeed3D FSDP GShard GridSearch Hybrid MANUAL_PLANNERS "
         "Megatron MeshTensorFlow OnMesh OneWeirdTrick Pipeline PlanRequest Planner Replay TorchGPipe Zero".split()
+    )
+    assert set(_public(al.serving)) == set(
+        "AccuracySample Allocation BestAccuracy CloudOnly EdgeFirst EveryAssignment Exact JellyBean MessageSource "
+        "ModelVariant SERVING_SOLVERS ServingComparison ServingOperator ServingPlan ServingProblem ServingSizes "
+        "ServingSolver Strategy TieredWorker WorkflowEdge compare_solvers known_serving_problems "
+        "random_serving_problem read_serving_problem variant_of_plans write_serving_problem".split()
     )
     assert set(_public(al.schedule)) == set(
         "EagerOneFOneB GPipe Inference Interleaved1F1B OneFOneB SCHEDULES Schedule Sequential Span Task TaskKind "
