@@ -27,6 +27,7 @@ from alpa_lite.inspection.page.drawings import (
     timeline_svg,
 )
 from alpa_lite.inspection.page.elements import STYLE
+from alpa_lite.inspection.page.serving_drawing import serving_svg
 from alpa_lite.planners import Hybrid
 from alpa_lite.schedule import (
     EagerOneFOneB,
@@ -37,6 +38,7 @@ from alpa_lite.schedule import (
     Sequential,
     ZeroBubbleH1,
 )
+from alpa_lite.serving import JellyBean, read_serving_problem
 from alpa_lite.sharding.specs import Spec
 
 FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
@@ -101,6 +103,7 @@ PICTURES: Mapping[str, Callable[[], str]] = {
     "devices": partial(_drawn, cluster_svg, OneFOneB()),
     "layers": partial(_drawn, layers_svg, OneFOneB()),
     "blocks": lambda: _file(blocks()),
+    "serving": lambda: _file(serving_svg(JellyBean().plan(read_serving_problem("vqa-medium"), 56))),
 }
 
 
