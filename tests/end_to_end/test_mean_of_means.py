@@ -180,7 +180,7 @@ def _normalized_layers_loss(params: Any, batch: Any) -> jax.Array:
     return jnp.log(-jnp.mean(picked)) + jnp.sum(sums**2)
 
 
-@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("rows", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("loss", [_by_numpy_numbers, _experts_loss, _normalized_layers_loss])
 def test_micro_batches_of_one_sample_compute_what_the_code_does_at_one_sample(
     loss: Any, rows: int, devices: Any
