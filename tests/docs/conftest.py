@@ -37,9 +37,12 @@ def printed_by_python(python_environment: dict[str, str]) -> Callable[..., str]:
 def python_environment() -> dict[str, str]:
     """Environment variables of a subprocess; warnings are errors there as well."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    virtual = virtual_cpu_environment(8)
+    # Programs run for seconds at most: what LLVM would optimise is not worth its time.
+    virtual["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
     return {
         **os.environ,
-        **virtual_cpu_environment(8),
+        **virtual,
         "PYTHONPATH": os.pathsep.join(paths),
         "PYTHONWARNINGS": "error",
     }
