@@ -16,6 +16,7 @@ from alpa_lite.planners.hybrid import Hybrid
 from alpa_lite.planners.megatron import DeepSpeed3D, Megatron
 from alpa_lite.planners.mesh_tensorflow import MeshTensorFlow
 from alpa_lite.planners.on_mesh import OnMesh
+from alpa_lite.planners.pipedream import PipeDream, PipeDream2BW
 from alpa_lite.planners.pipeline import Pipeline, TorchGPipe
 from alpa_lite.planners.planner import Planner
 from alpa_lite.text import did_you_mean
@@ -28,6 +29,8 @@ PLANNERS: Mapping[str, type[Planner]] = {
     "fsdp": FSDP,
     "pipeline": Pipeline,
     "torchgpipe": TorchGPipe,
+    "pipedream": PipeDream,
+    "pipedream_2bw": PipeDream2BW,
     "hybrid": Hybrid,
     "deepspeed_3d": DeepSpeed3D,
     "grid_search": GridSearch,
