@@ -36,7 +36,7 @@ def test_search_colours_and_copying_work_in_pages_opened_as_files(built_site: Pa
     page.on("pageerror", lambda error: said.append(str(error)))
     page.goto((built_site / "index.html").as_uri())
     page.click(".md-search__input")
-    page.keyboard.type("zero-bubble", delay=30)
+    page.keyboard.type("bubble", delay=30)
     page.locator(".md-search-result__item").first.wait_for()
     assert "Schedules" in page.locator(".md-search-result__list").inner_text()
     page.keyboard.press("Escape")
