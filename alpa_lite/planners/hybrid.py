@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import combinations, cycle
+from itertools import combinations
 from math import lcm, prod
 from typing import Literal
 
@@ -160,6 +160,7 @@ class Hybrid(Planner):
             recomputed=Recomputed(remat=remat, traced_layers=traced_layers),
             progress=request.progress,
         )
+        parts = [schedule.processor_of(stage, self.num_stages) for stage in range(self.num_stages)]
         # Chunks of one part share its memory, so that they are solved together.
         solved: dict[int, StageSolution] = {}
         # Fewer micro-batches in flight first: those solutions are the best for more, where they still fit.
@@ -167,8 +168,7 @@ class Hybrid(Planner):
             solved |= self._solve(costs, request, *places[part], tasks[part])
         stages = [
             StagePlace.nth(i, per_stage, submesh, mesh).with_solution(solved[i])
-            # Interleaved stages go round the parts: stage i runs on part i mod pipeline.
-            for i, (submesh, mesh) in zip(range(self.num_stages), cycle(places), strict=False)
+            for i, (submesh, mesh) in enumerate(places[part] for part in parts)
         ]
         staged = StagedStep(step=step, layers=layers, stages=stages, schedule=schedule)
         plan = assemble(self.name, request, staged, started)
