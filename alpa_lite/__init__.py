@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from alpa_lite.inspection import register as _register_views
 
 if TYPE_CHECKING:  # type checkers and editors see the public names here; `__getattr__` imports them at run time
-    from alpa_lite import errors, planners, schedule
+    from alpa_lite import errors, planners, schedule, serving
     from alpa_lite.api.check import check
     from alpa_lite.api.parallelize import ParallelFunction, cluster, parallelize, plan
     from alpa_lite.api.stages import LoweredFunction, PlannedFunction, TracedFunction
@@ -53,6 +53,7 @@ __all__ = [
     "planners",
     "register_rule",
     "schedule",
+    "serving",
 ]
 
 _SOURCES = {
@@ -84,6 +85,7 @@ _MODULES = {
     "figures": "inspection.page.figures",
     "planners": "planners",
     "schedule": "schedule",
+    "serving": "serving",
 }
 """Public modules, and where they are."""
 

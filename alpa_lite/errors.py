@@ -10,6 +10,7 @@
     │   ├── InfeasibleError   nothing fits into memory
     │   └── MismatchError     a plan made for another function, shape or cluster
     ├── ProblemFileError      a file that holds no intra-op problem
+    ├── ServingProblemError   a serving problem whose parts do not fit, or a file that holds none
     ├── FigureError           a figure cannot be drawn
     ├── RuleError             a sharding rule does not fit its op, or is registered twice
     ├── VerificationError     an internal invariant does not hold: a defect in alpa_lite
@@ -68,7 +69,7 @@ class PlanError(AlpaLiteError, ValueError):
 
 
 class InfeasibleError(PlanError):
-    """No assignment fits into the memory of the devices."""
+    """No assignment fits into the memory of the devices, or no workers serve a workflow as it was asked."""
 
 
 class MismatchError(PlanError):
@@ -77,6 +78,10 @@ class MismatchError(PlanError):
 
 class ProblemFileError(AlpaLiteError, ValueError):
     """A file that cannot be read as an intra-op problem."""
+
+
+class ServingProblemError(AlpaLiteError, ValueError):
+    """A serving problem whose parts do not fit together, or a file that cannot be read as one."""
 
 
 class FigureError(AlpaLiteError, RuntimeError):

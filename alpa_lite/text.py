@@ -172,6 +172,10 @@ class View(Enum):
     PAIR_PAGE = auto()
     PAIR_FRAGMENT = auto()
     PLAN_SHARDING_COSTS = auto()
+    SERVING_TEXT = auto()
+    SERVING_HTML = auto()
+    SERVING_PAGE = auto()
+    SERVING_COMPARISON = auto()
 
 
 # Filled by `alpa_lite.inspection`; a plain dict suffices, because registering happens once, during the import.

@@ -1,7 +1,8 @@
 """Draw the pictures of the documentation: `python -m benchmarks.pictures` writes docs/pictures/*.svg.
 
-All are of one small perceptron on the eight devices of one p3.16xlarge, planned by hand, so that they are the same
-wherever they are drawn. A test compares the files with what this draws.
+Drawings of plans are of one small perceptron on the eight devices of one p3.16xlarge, planned by hand, so that they are
+the same wherever they are drawn; charts are of numbers on pages and in kept results (`benchmarks.statements`).
+A test compares the files with what this draws.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from alpa_lite.inspection.page.drawings import (
     timeline_svg,
 )
 from alpa_lite.inspection.page.elements import STYLE
+from alpa_lite.inspection.page.serving_drawing import serving_svg
 from alpa_lite.planners import Hybrid
 from alpa_lite.schedule import (
     EagerOneFOneB,
@@ -37,7 +39,9 @@ from alpa_lite.schedule import (
     Sequential,
     ZeroBubbleH1,
 )
+from alpa_lite.serving import JellyBean, read_serving_problem
 from alpa_lite.sharding.specs import Spec
+from benchmarks import statements, tutorial
 
 FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
 
@@ -90,8 +94,24 @@ def _file(inner: str) -> str:
     )
 
 
+def _chart(draw: Callable[[], str]) -> str:
+    return _file(draw())
+
+
+#: The charts of `docs/lecture.md`.
+CHARTS: Mapping[str, Callable[[], str]] = {
+    "communication": statements.communication_svg,
+    "convolutions": statements.convolutions_svg,
+    "zero": statements.zero_svg,
+    "gpipe-amoebanet": statements.amoebanet_svg,
+    "megatron": statements.megatron_svg,
+    "three-dimensions": statements.three_dimensions_svg,
+}
 #: The name of each picture, and what draws it.
 PICTURES: Mapping[str, Callable[[], str]] = {
+    **{name: partial(_chart, draw) for name, draw in CHARTS.items()},
+    "tutorial-simulated": partial(_chart, partial(tutorial.timeline_svg, "simulated")),
+    "tutorial-measured": partial(_chart, partial(tutorial.timeline_svg, "measured")),
     "sequential": partial(_drawn, timeline_svg, Sequential()),
     "gpipe": partial(_drawn, timeline_svg, GPipe()),
     "1f1b": partial(_drawn, timeline_svg, OneFOneB()),
@@ -101,6 +121,7 @@ PICTURES: Mapping[str, Callable[[], str]] = {
     "devices": partial(_drawn, cluster_svg, OneFOneB()),
     "layers": partial(_drawn, layers_svg, OneFOneB()),
     "blocks": lambda: _file(blocks()),
+    "serving": lambda: _file(serving_svg(JellyBean().plan(read_serving_problem("vqa-medium"), 56))),
 }
 
 

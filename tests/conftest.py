@@ -22,6 +22,7 @@ from hypothesis import HealthCheck, settings
 from tests.sampling import mark_slow_cases
 
 NUM_DEVICES = 8
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "microsoft-edge")
 MAX_MAPS = 20_000
 """A third of the memory maps that Linux allows a process. Each program that XLA compiles takes several, and where they
 run out its compiler crashes."""
@@ -70,6 +71,22 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("alpa_lite")
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """A headless Chromium."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (the extra dev has it)")
+    with playwright.sync_playwright() as started:
+        own = Path(started.chromium.executable_path)
+        found = str(own) if own.exists() else next(filter(None, map(shutil.which, BROWSERS)), None)
+        if found is None:
+            pytest.skip(f"no Chromium was found: none of {', '.join(BROWSERS)} is on the path")
+        # Chromium has no sandbox for root, as which containers run.
+        flags = ["--no-sandbox"] if os.getuid() == 0 else []
+        launched = started.chromium.launch(executable_path=found, args=flags)
+        yield launched
+        launched.close()
 
 
 @pytest.fixture(scope="session")

@@ -36,6 +36,10 @@ _FUNCTIONS = {
     View.PAIR_PAGE: ("page.pair", "pair_html"),
     View.PAIR_FRAGMENT: ("page.pair", "pair_fragment"),
     View.PLAN_SHARDING_COSTS: ("why.sharding_costs", "sharding_costs"),
+    View.SERVING_TEXT: ("text.serving_tables", "serving_text"),
+    View.SERVING_COMPARISON: ("text.serving_tables", "comparison_of_serving"),
+    View.SERVING_HTML: ("page.serving_drawing", "serving_fragment"),
+    View.SERVING_PAGE: ("page.serving_drawing", "serving_page"),
 }
 
 

@@ -61,6 +61,9 @@ def solve_together(solve: Solve, tasks: Sequence[Task], memory_bytes: float) -> 
     limits = dict.fromkeys(sorted(held), memory_bytes)
     least = dict.fromkeys(limits, 0.0)
     found = Together(solutions={}, peak_bytes=float("inf"), fits=False)
+    if memory_bytes < 0:
+        # What is on its way between stages can take more than a device has; no choice within a stage changes that.
+        return found
     # Solutions change by steps, and their peaks need not coincide, so that one division may not be enough.
     for _ in range(MAX_ROUNDS):
         solutions = {stage: solve(stage, held[stage], limit) for stage, limit in limits.items()}

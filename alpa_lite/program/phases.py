@@ -322,6 +322,20 @@ def loop_without_batch(graph: Graph) -> set[int]:
     return loop
 
 
+def with_differentiated(graph: Graph, loop: set[int]) -> set[int]:
+    """Return the ids of the loop's ops, and of the ops that JAX differentiated and that depend on one of them.
+
+    These compute the loss and its gradients from what was summed over the samples.
+    """
+    found, made = set(loop), set[int]()
+    for op in graph.ops:
+        marked = "jvp(" in op.name_stack or _is_transposed(op)
+        if op.id in loop or (marked and any(v in made for v in op.operands)):
+            found.add(op.id)
+            made.update(op.results)
+    return without_gaps(graph, found)
+
+
 def without_gaps(graph: Graph, loop: set[int]) -> set[int]:
     """Return the ids of the loop's ops, and of the ops that depend on one of them while another one depends on them.
 

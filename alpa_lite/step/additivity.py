@@ -106,6 +106,8 @@ class _OuterProgram:
         # For each value that is complete only after the loop: the reductions over the batch from which it follows.
         self.origins: dict[int, frozenset[int]] = {}
         self.hoistable: dict[int, None] = {}
+        # The reasons for which values are MIXED, in the order of the ops.
+        self.refused: dict[Refusal, None] = {}
 
     def _input(self, v: int, runs: int) -> Relation:
         """Return the relation of an input, from the dim in which its two shapes differ."""
@@ -122,7 +124,9 @@ class _OuterProgram:
         """Interpret all ops in order and return the proof."""
         for op in self.graph.ops:
             self._read(op)
-        refusals = [r.refusal for v in self.graph.outputs if (r := self._returned(v)).refusal is not None]
+        returned = dict.fromkeys(r.refusal for v in self.graph.outputs if (r := self._returned(v)).refusal is not None)
+        # The first in the order of the program is closest to the cause: a backward pass follows the forward pass.
+        refusals = [r for r in (*self.refused, *returned) if r in returned]
         hoisted = self._hoisted() if self.hoistable else ()
         relations = tuple([self.table.get(v.id, INVARIANT) for v in self.graph.values])
         # One line of the user's code often spoils many outputs.
@@ -160,6 +164,8 @@ class _OuterProgram:
         if marks:
             self.marks[op.id] = marks
         for r, relation in zip(op.results, results, strict=True):
+            if relation.refusal is not None:
+                self.refused[relation.refusal] = None
             self.table[r] = self._rescued(r, relation) if data and relation.kind is RelationKind.MIXED else relation
             # A reduction over the batch begins here; otherwise the value follows from those of the operands.
             if relation.is_reduced and not any(s.is_reduced for s in relations):

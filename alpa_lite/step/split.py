@@ -39,6 +39,7 @@ from alpa_lite.program.phases import (
     loop_ops,
     loop_without_batch,
     trains_in_bodies,
+    with_differentiated,
     with_own_bodies,
     without_gaps,
 )
@@ -101,8 +102,7 @@ def by_micro_batch(array: Array, dim: int, runs: int, num_microbatches: int) -> 
     """
     shape = np.shape(array)
     cut = (*shape[:dim], runs, num_microbatches, shape[dim] // (runs * num_microbatches), *shape[dim + 1 :])
-    # Arrays of JAX have a sharding; arrays of NumPy stay on the host.
-    library = jnp if hasattr(array, "sharding") else np
+    library = _library(array)
     return library.swapaxes(library.reshape(array, cut), dim, dim + 1).reshape(shape)
 
 
@@ -172,7 +172,7 @@ class StepPrograms:
             if self.on_non_additive == "refuse":
                 raise
         # The mean of what micro-batches give by themselves: with the numbers that the code computes at their size.
-        return _cut(sized, sized.traced_at(size), num_microbatches)
+        return _cut(sized, sized.with_own_numbers(size), num_microbatches)
 
     def sized(self, loop_parts: int) -> SizedPrograms:
         """Return the programs at all batch sizes, with loops over layers in so many parts."""
@@ -244,7 +244,7 @@ def _step(
             loop_parts=sized.loop_parts,
             **more,
         )
-        return TracedStep(step=step, equations=program.equations, constants=full.program.constants)
+        return TracedStep(step=step, equations=program.equations, constants=program.constants)
 
     return sized.driver.made("assign phases", made)
 
@@ -399,8 +399,10 @@ def _cut(sized: SizedPrograms, pair: TwoSizes, num_microbatches: int) -> TracedS
     averaged = num_microbatches > 1
     if averaged:
         _refuse_effects(pair)
+        # A micro-batch has its own loss, which is averaged, rather than the loss of the averages.
+        loop = with_differentiated(whole, loop)
     # An averaged micro-batch runs the step of its own size, with its literals; a single one is the full batch.
-    chosen = pair.other.program if averaged else bodies_apart(full.program, pair.other.program)
+    chosen = _repeated(pair, batch, num_microbatches) if averaged else bodies_apart(full.program, pair.other.program)
     return _step(
         sized,
         full,
@@ -412,6 +414,22 @@ def _cut(sized: SizedPrograms, pair: TwoSizes, num_microbatches: int) -> TracedS
         bodies=body_scopes(chosen.graph, whole, small),
         loop_results=LoopResults(averaged=averaged),
     )
+
+
+def _repeated(pair: TwoSizes, batch: Sequence[int | None], num_microbatches: int) -> GraphWithEquations:
+    """Return the program of a micro-batch, whose captured arrays are those of each micro-batch, one after another."""
+    program = pair.other.program
+    first = len(program.graph.inputs) - len(program.constants)
+    constants = [
+        array if dim is None else _library(array).concatenate([array] * num_microbatches, axis=dim)
+        for array, dim in zip(program.constants, (batch[v] for v in program.graph.inputs[first:]), strict=True)
+    ]
+    return replace(program, constants=tuple(constants))
+
+
+def _library(array: Array) -> Any:
+    """Return the library of an array: arrays of JAX have a sharding, arrays of NumPy stay on the host."""
+    return jnp if hasattr(array, "sharding") else np
 
 
 def _microbatch_size(traced: Traced, num_microbatches: int) -> int:

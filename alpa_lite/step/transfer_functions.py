@@ -149,10 +149,12 @@ _TRANSFERS: dict[str, Transfer] = {}
 
 OTHER_DTYPE = "has another dtype at another batch size"
 OTHER_PARAMETER = "has a parameter that follows the batch size"
-FOLLOWING = frozenset((OTHER_DTYPE, OTHER_PARAMETER))
+PART = "takes a part that follows the batch size"
+FOLLOWING = frozenset((OTHER_DTYPE, OTHER_PARAMETER, PART))
 """Refusals of ops that differ between the two sizes in more than shapes."""
 MIXES = "mixes the samples of the batch"
 PAIRS = "makes an array over pairs of samples, as a contrastive loss or a mask between samples does"
+UNEVEN = "makes an array whose size follows that of the batch, but is no multiple of it"
 AGAIN = "uses a sum over the batch again per sample"
 ORDERS = "combines arrays whose samples are in different orders"
 

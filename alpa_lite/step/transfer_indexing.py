@@ -31,6 +31,7 @@ from alpa_lite.step.transfer_functions import (
     AGAIN,
     MIXES,
     ORDERS,
+    PART,
     Site,
     Transferred,
     counts_once,
@@ -72,7 +73,7 @@ def gather(site: Site) -> Transferred:
     # A window that spans all samples follows the batch size along this dim, and along no other.
     whole = operand.dim if operand.kind is RelationKind.SAMPLES else -1
     if any(n != m for d, (n, m) in enumerate(zip(*sizes, strict=True)) if d != whole):
-        return site.refused("takes a part that follows the batch size")
+        return site.refused(PART)
     if operand.kind is not RelationKind.SAMPLES:
         return through_factor(site)
     columns = _index_columns(site, operand.dim, "start_index_map")
@@ -155,7 +156,7 @@ def dynamic_slice(site: Site) -> Transferred:
         return site.refused(AGAIN)
     full, small = (ints(params["slice_sizes"]) for params in (site.op.params, site.other.params))
     if any(n != m for d, (n, m) in enumerate(zip(full, small, strict=True)) if d != operand.dim):
-        return site.refused("takes a part that follows the batch size")
+        return site.refused(PART)
     # A window over some samples only would lie in some of the micro-batches.
     if full[operand.dim] != site.value(0).shape[operand.dim] or site.batch_dim() != operand.dim:
         return site.refused(_PICKS)

@@ -24,6 +24,8 @@ from alpa_lite.step.transfer_functions import (
     AGAIN,
     MIXES,
     ODD,
+    PART,
+    UNEVEN,
     Site,
     Transferred,
     by_rule,
@@ -72,7 +74,7 @@ def broadcast_in_dim(site: Site) -> Transferred:
     """Return SAMPLES where samples move with their dim, and one row for all where the operand has none."""
     dim = site.batch_dim()
     if dim is None or dim == ODD:
-        return site.refused(MIXES)
+        return site.refused(UNEVEN if all(r.is_same for r in site.operands) else MIXES)
     source = site.operands[0] if site.operands else None
     if source is None or source.is_same:
         targets = site.op.params.get("broadcast_dimensions", ())
@@ -234,13 +236,14 @@ def slice_(site: Site) -> Transferred:
     if source.is_reduced and dim >= 0 and site.result().shape[dim] == 1:
         return one(source._replace(dim=-1))  # any of the rows, which are all alike
     if source.kind is not RelationKind.SAMPLES:
-        return site.refused(AGAIN)
+        # Rows of a table by the numbers of the samples, for one.
+        return site.refused(PART if source.is_same else AGAIN)
     (full, small) = site.op.params, site.other.params
     # None stands for strides of 1.
     strides = full.get("strides") or (1,) * rank
     ends = ("start_indices", "limit_indices")
     if any(full[name][d] != small[name][d] for name in ends for d in range(rank) if d != dim):
-        return site.refused("takes a part that follows the batch size")
+        return site.refused(PART)
     if site.batch_dim() != dim:
         return site.refused("picks samples of the batch by their numbers")
     start, limit = full["start_indices"][dim], full["limit_indices"][dim]

@@ -1,18 +1,23 @@
 """Extrapolate the program of a train step at a batch size from its programs at other sizes.
 
 Every integer n among shapes and parameters, those of loop bodies included, is taken for an affine function of the batch
-size b. Everything else must be equal at all sizes; scalar literals are those of the smallest size p:
+size b. Everything else must be equal at all sizes:
 
-    n(b) = n(p) + (b - p) (n(q) - n(p)) / (q - p)      for the two smallest traced sizes p < q      (`_Line.number`)
+    n(b) = n(p) + (b - p) (n(q) - n(p)) / (q - p)             for the first two sizes p, q             (`_Line.number`)
 
 Abstract evaluation checks the result shapes of each op (`_Line.check`), and a third size, if given, the integers.
+
+A micro-batch runs the program of the full batch on fewer samples. Where integers follow the batch size that its shapes
+do not imply, those of the full batch are meant (`full` of `at_size`): `h[:, batch % 5]` is one column, whatever a
+micro-batch holds. Literals are those of the first size.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 import jax
@@ -27,29 +32,30 @@ from alpa_lite.program.phases import check_same_structure
 from alpa_lite.trace.kernels.kernel_params import is_kernel, kernel_params
 
 
-def at_size(size: int, programs: Mapping[int, GraphWithEquations]) -> GraphWithEquations:
+def at_size(size: int, programs: Mapping[int, GraphWithEquations], *, full: int | None = None) -> GraphWithEquations:
     """Return the program of a step at a batch size, from its programs at two or more others.
 
     Args:
         size: the batch size in samples.
         programs: batch size in samples → the program at that size.
+        full: the batch size whose parameters the ops have as far as these give the right shapes; None extrapolates all.
 
     Raises:
         TraceError: the programs differ in structure, an integer is no affine function of the batch size, or an op would
             have other result shapes at this size. The message names the user's line.
     """
-    sizes = tuple(sorted(programs))
+    sizes = tuple(sorted(programs, key=lambda n: (n != full, n)))
     ordered = [programs[size] for size in sizes]
     for program in ordered[:-1]:
         # Programs of other structure would pair unrelated ops below.
         check_same_structure(ordered[-1].graph, program.graph)
-    line = _Line(sizes, size)
+    line = _Line(sizes, size, full is not None)
     graph, equations = line.program([p.graph for p in ordered], [p.equations for p in ordered])
     line.check(graph, equations)
     return GraphWithEquations(graph=graph, equations=equations, constants=ordered[-1].constants)
 
 
-_FEWER = "Use fewer micro-batches, so that each holds two samples or more."
+_FEWER = "Use fewer micro-batches, of more samples each."
 
 
 class _Unlike(Exception):
@@ -57,12 +63,15 @@ class _Unlike(Exception):
 
 
 class _Line:
-    """Integers as affine functions of the batch size, given at `sizes` and evaluated at size `at` (in samples)."""
+    """Integers as affine functions of the batch size, given at `sizes` and evaluated at size `at` (in samples).
 
-    def __init__(self, sizes: tuple[int, ...], at: int) -> None:
-        self.sizes, self.at = sizes, at
+    With `of_first`, an op has its parameters at the first size if these give the right shapes.
+    """
+
+    def __init__(self, sizes: tuple[int, ...], at: int, of_first: bool) -> None:
+        self.sizes, self.at, self.of_first = sizes, at, of_first
         # Memo by object identity: the inlined trips of one loop share the parameters of their equations.
-        self.memo: dict[tuple[int, ...], tuple[Mapping[str, Any], Mapping[str, Any]]] = {}
+        self.memo: dict[Hashable, tuple[Mapping[str, Any], Mapping[str, Any]]] = {}
         self.bodies: dict[tuple[Graph, ...], tuple[Graph, tuple[Equation, ...]]] = {}
 
     def number(self, seen: Sequence[int]) -> int:
@@ -71,10 +80,12 @@ class _Line:
         rise, run = seen[1] - seen[0], q - p
         straight = all((n - seen[0]) * run == (b - p) * rise for b, n in zip(self.sizes, seen, strict=True))
         # A division with rest: half of the batch, for example, is an integer at even sizes only.
-        more, rest = divmod((self.at - p) * rise, run)
-        if rest or not straight:
+        if not straight:
             raise _Unlike(f"{_listed(seen)}, which is no affine function of the batch size")
-        return int(seen[0] + more)
+        number = seen[0] + Fraction((self.at - p) * rise, run)
+        if number.denominator != 1:
+            raise _Unlike(f"{_listed(seen)}, which would be {number} at {_samples(self.at)}")
+        return int(number)
 
     def anything(self, seen: Sequence[Any], *, bodies_apart: bool = False) -> Any:
         """Return a parameter at the size; with `bodies_apart`, jaxprs inside it are left to `body` and not compared."""
@@ -84,7 +95,7 @@ class _Line:
         if all(type(x) is type(first) for x in seen):
             # A flag that differs between sizes means another program, although bool is an int.
             if isinstance(first, numbers.Integral) and not isinstance(first, bool):
-                return self.number(seen)
+                return self._integer(seen)
             if isinstance(first, (tuple, list)) and len({len(x) for x in seen}) == 1:
                 items = [self.anything(x, bodies_apart=bodies_apart) for x in zip(*seen, strict=True)]
                 # Named tuples, such as `GatherDimensionNumbers`, take their fields one by one.
@@ -103,6 +114,15 @@ class _Line:
                 return first
         raise _Unlike(f"{_listed(seen)}, which is known at these sizes alone")
 
+    def _integer(self, seen: Sequence[int]) -> int:
+        """Return an integer among parameters at the size."""
+        try:
+            return self.number(seen)
+        except _Unlike:
+            if not self.of_first:
+                raise
+            return seen[0]
+
     def value(self, seen: Sequence[Value]) -> Value:
         """Return a value at the size."""
         first = seen[0]
@@ -115,18 +135,42 @@ class _Line:
             raise _Unlike(f"{_listed(seen)}, which would be {list(shape)} at {_samples(self.at)}")
         return dataclasses.replace(first, shape=shape)
 
-    def params(self, op: Op, seen: Sequence[Equation]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        """Return the parameters of an op's equation at the size, and the same as plain data for the op."""
-        key = tuple(id(e.params) for e in seen)
+    def params(
+        self, op: Op, seen: Sequence[Equation], values: Sequence[Value]
+    ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        """Return the parameters of an op's equation at the size, and the same as plain data for the op.
+
+        `values` is indexed by value id, and holds the operands and results of the op at the size.
+        """
+        key: Hashable = tuple(id(e.params) for e in seen)
+        if self.of_first:
+            key = (key, *(values[v].shape for v in (*op.operands, *op.results)))
         if key not in self.memo:
+            first = seen[0].params
             made = {
-                name: self.anything([e.params[name] for e in seen], bodies_apart=bool(seen[0].bodies))
-                for name in seen[0].params
+                name: self.anything([e.params[name] for e in seen], bodies_apart=bool(seen[0].bodies)) for name in first
             }
             # Unchanged parameters remain the same object: `program` and later memos recognise them by identity.
-            same = all(value is seen[0].params[name] for name, value in made.items())
-            self.memo[key] = (seen[0].params, op.params) if same else (made, _plain_form(op, made))
+            if not _changed(made, first):
+                made = first
+            elif self.of_first and _can_evaluate(op, values):
+                made = self._nearest(seen[0], made, op, values)
+            self.memo[key] = (first, op.params) if made is first else (made, _plain_form(op, made))
         return self.memo[key]
+
+    def _nearest(self, first: Equation, made: Mapping[str, Any], op: Op, values: Sequence[Value]) -> Mapping[str, Any]:
+        """Return the parameters that are nearest to those of the first size and give the right shapes.
+
+        Those of the batch dim mostly must follow it, so that tuples with an entry per dim are tried dim by dim.
+        """
+        operands, shapes = [values[v] for v in op.operands], [values[v].shape for v in op.results]
+        if _shapes(first, operands) == shapes:
+            return first.params
+        for dim in range(operands[0].rank if operands else 0):
+            trial = {name: _with_entry(value, first.params[name], dim) for name, value in made.items()}
+            if _changed(trial, made) and _shapes(dataclasses.replace(first, params=trial), operands) == shapes:
+                made = trial
+        return made
 
     def program(
         self, graphs: Sequence[Graph], equations: Sequence[Sequence[Equation]]
@@ -146,7 +190,7 @@ class _Line:
             try:
                 for results in zip(*(o.results for o in same), strict=True):
                     values[results[0]] = self.value([g.values[r] for g, r in zip(graphs, results, strict=True)])
-                params, plain = self.params(op, run)
+                params, plain = self.params(op, run, values)
             except (_Unlike, KeyError) as error:
                 where = f"{op.source or 'an unknown line'}: {op.primitive}"
                 raise TraceError(self._sentence(where, str(error))) from error
@@ -177,9 +221,7 @@ class _Line:
         for inner, op, equation in _flat(graph, equations):
             kinds = [tuple((v.shape, v.dtype) for v in values) for values in (inner.operands(op), inner.results(op))]
             key = (equation.primitive, id(equation.params), *kinds)
-            # Ops with effects are refused in micro-batches elsewhere; float0 values cannot be bound to a primitive.
-            float0 = any(dtype == "float0" for kind in kinds for _, dtype in kind)
-            if key in seen or op.bodies or op.effectful or float0:
+            if key in seen or not _can_evaluate(op, inner.values):
                 continue
             seen.add(key)
             # If all parameters have a plain form, equal plain forms mean equal parameters, whatever object holds them.
@@ -202,6 +244,26 @@ class _Line:
             f"{where} has, at batches of {_listed(self.sizes)} samples, "
             f"{what}. The program of a micro-batch of {_samples(self.at)} is not known then. {_FEWER}"
         )
+
+
+def _can_evaluate(op: Op, values: Sequence[Value]) -> bool:
+    """Return whether `_shapes` can evaluate an op."""
+    # Ops with effects are refused in micro-batches elsewhere; float0 values cannot be bound to a primitive.
+    float0 = any(values[v].dtype == "float0" for v in (*op.operands, *op.results))
+    return not op.bodies and not op.effectful and not float0
+
+
+def _changed(params: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
+    """Return whether a parameter is another object than before."""
+    return any(value is not before[name] for name, value in params.items())
+
+
+def _with_entry(value: Any, first: Any, dim: int) -> Any:
+    """Return a parameter with the entry of a dim taken from that of the first size, if it has one and this differs."""
+    entries = isinstance(value, tuple) and not hasattr(value, "_fields") and dim < len(value)
+    if not entries or value[dim] == first[dim]:
+        return value
+    return (*value[:dim], first[dim], *value[dim + 1 :])
 
 
 def _plain_form(op: Op, params: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -237,7 +299,7 @@ def _shapes(equation: Equation, operands: Sequence[Value]) -> list[tuple[int, ..
     structs = [_jax.struct(v.shape, v.dtype) for v in operands]
     try:
         made = jax.eval_shape(lambda *xs: _jax.bind(equation.primitive, dict(equation.params), xs), *structs)
-    except (TypeError, ValueError):
+    except Exception:  # shape rules assert, index and divide before they check what does not fit
         return None
     return [m.shape for m in made]
 

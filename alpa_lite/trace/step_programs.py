@@ -27,6 +27,7 @@ from alpa_lite.program.phases import batch_dims, body_scopes, check_same_structu
 from alpa_lite.trace.alignment import align
 from alpa_lite.trace.extrapolation import at_size
 from alpa_lite.trace.from_jaxpr import from_jaxpr, loops_over_samples
+from alpa_lite.trace.own_numbers import with_own_numbers
 from alpa_lite.trace.passes.code_motion import SinkFreeValues, TwoSizes
 from alpa_lite.trace.passes.split_stacked import PartedProgram, SplitStacked
 from alpa_lite.trace.trace import Traced
@@ -86,16 +87,46 @@ class SizedPrograms:
         loops = self.over_samples((self.traced.require_batch(), size))
         return self._with_other(self._whole(self.traced.at_batch_size(size), loops), loops)
 
+    def with_own_numbers(self, size: int) -> TwoSizes:
+        """Return the programs at the full batch and at another size, in which all numbers are those of the user's code.
+
+        Raises:
+            TraceError: the step cannot be traced at this size, or is another one there.
+        """
+        try:
+            return self.traced_at(size)
+        except TraceError:
+            traced, pair = self._shown()
+            if traced == size:
+                raise
+        loops = self.over_samples((self.traced.require_batch(), size))
+        whole = self._whole(self.traced.at_batch_size(size), loops)
+        made = self._extrapolated(size, traced, pair)
+        own = self._in_parts(whole, _rows_of_samples(pair.full, pair.other))
+        places = {part: v for v, part in zip(made.other.graph.inputs, made.other.input_parts, strict=True)}
+        inputs = {v: places[part] for v, part in zip(own.graph.inputs, own.input_parts, strict=True) if part in places}
+        graph = with_own_numbers(made.other.graph, own.graph, inputs, (pair.graph, pair.other.graph))
+        # Captured arrays are the last inputs, in the same order at all sizes.
+        shapes = [[v.shape for v in (g.values[i] for i in g.inputs)] for g in (graph, own.graph)]
+        if shapes[0] != shapes[1]:
+            raise TraceError(
+                f"The code captures other arrays at {size} samples than at {self.traced.batch.size}. Use fewer "
+                "micro-batches, of more samples each."
+            )
+        program = replace(made.other.program, graph=graph, constants=own.program.constants)
+        return replace(made, other=replace(made.other, program=program))
+
     def at_two_sizes(self, size: int) -> Iterator[TwoSizes]:
         """Yield programs at the full batch and at another size (in samples), which have equal structure.
 
-        The latter is extrapolated first, then traced, and extrapolated from larger sizes at last: the code of the user
-        may be another below a size. Raises `TraceError` where there are none.
+        The latter is extrapolated first, with all parameters or with those of the full batch where they fit, then
+        traced, and extrapolated from larger sizes at last: the code of the user may be another below a size. Raises
+        `TraceError` where there are none.
         """
         batch, errors = self.traced.require_batch(), list[TraceError]()
         ways: list[Callable[[], TwoSizes]] = [lambda: self._extrapolated(size, *self._shown())]
-        ways += [lambda: self.traced_at(size)]
-        ways += [lambda n=n * batch: self._extrapolated(size, n, self.traced_at(n)) for n in (2, 3)]
+        ways += [lambda: self._extrapolated(size, *self._shown(), of_full=True), lambda: self.traced_at(size)]
+        ways += [lambda n=n * batch: self._extrapolated(size, n, self.traced_at(n), of_full=True) for n in (2, 3)]
         for way in ways:
             try:
                 pair = way()
@@ -104,7 +135,7 @@ class SizedPrograms:
             else:
                 yield pair
         if len(errors) == len(ways):
-            raise errors[1]  # names the op that is another at this very size
+            raise errors[0]
 
     def full(
         self, over_samples: frozenset[int] = frozenset(), of_samples: frozenset[int] = frozenset()
@@ -173,14 +204,21 @@ class SizedPrograms:
         of_samples = _rows_of_samples(self._full_program(over_samples), other)
         return TwoSizes(full=self.full(over_samples, of_samples), other=self._in_parts(other, of_samples))
 
-    def _extrapolated(self, size: int, traced: int, pair: TwoSizes) -> TwoSizes:
-        """Return the programs at the full batch and at a size that follow from those at the full batch and `traced`."""
-        if size == traced:
+    def _extrapolated(self, size: int, traced: int, pair: TwoSizes, *, of_full: bool = False) -> TwoSizes:
+        """Return the programs at the full batch and at a size that follow from those at the full batch and `traced`.
+
+        `of_full`: whether parameters are those of the full batch where they give the right shapes.
+        """
+        if size == traced and not of_full:
             return pair
-        programs = {self.traced.require_batch(): pair.full.program, traced: pair.other.program}
-        # Parts are rows of layers, never of samples, so they are the same at all batch sizes.
-        other = self.driver.made("extrapolate", lambda: replace(pair.full, program=at_size(size, programs)))
-        return replace(pair, other=other)
+        batch = self.traced.require_batch()
+        programs = {batch: pair.full.program, traced: pair.other.program}
+
+        def made() -> PartedProgram:
+            # Parts are rows of layers, never of samples, so they are the same at all batch sizes.
+            return replace(pair.full, program=at_size(size, programs, full=batch if of_full else None))
+
+        return replace(pair, other=self.driver.made("extrapolate", made))
 
     def _at_one(self, programs: dict[int, PartedProgram]) -> PartedProgram:
         return self.driver.made(

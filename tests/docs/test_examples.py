@@ -19,6 +19,7 @@ SHOWN = {
     "mixture_of_experts": "experts of the last plan",
     "convolutions": "From data parallel on p3.16xlarge to auto (one weird trick) on p3.16xlarge",
     "checkpointed_training": "done",
+    "serve_edge_and_cloud": "edge and cloud: <ServingPlan cameras by exact",
     "compare_plans": "From data parallel on p3.16xlarge to auto on p3.16xlarge",
 }
 """A piece of what each example prints when it got to its end."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -16,6 +17,7 @@ from tests.docs.run_pages import BLOCK
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+Outcome = Callable[[tuple[Path, ...]], dict[str, str]]
 _LINK = re.compile(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)")
 
 
@@ -24,6 +26,9 @@ def _name(page: Path) -> str:
 
 
 WITH_PYTHON = [page for page in PAGES if BLOCK.search(page.read_text())]
+#: Pages that compile several pipelines.
+SLOW = [ROOT / "docs" / f"{name}.md" for name in ("tutorial", "training-loop", "libraries")]
+QUICK = [page for page in WITH_PYTHON if page not in SLOW]
 
 
 def test_the_pages_that_show_python_are_found() -> None:
@@ -33,24 +38,37 @@ def test_the_pages_that_show_python_are_found() -> None:
 
 
 @pytest.fixture(scope="module")
-def outcome(python_environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Page → traceback, all pages run."""
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "docs" / "run_pages.py"), *map(str, WITH_PYTHON)],
-        cwd=tmp_path_factory.mktemp("pages"),
-        env=python_environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+def outcome_of(python_environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """Runs some pages, once: page → traceback."""
+
+    @functools.cache
+    def run(pages: tuple[Path, ...]) -> dict[str, str]:
+        done = subprocess.run(
+            [sys.executable, str(ROOT / "tests" / "docs" / "run_pages.py"), *map(str, pages)],
+            cwd=tmp_path_factory.mktemp("pages"),
+            env=python_environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    return run
 
 
-@pytest.mark.parametrize("page", WITH_PYTHON, ids=_name)
-def test_python_blocks_run_in_order(page: Path, outcome: dict[str, str]) -> None:
-    assert outcome[str(page)] == "", outcome[str(page)]
+@pytest.mark.parametrize("page", QUICK, ids=_name)
+def test_python_blocks_run_in_order(page: Path, outcome_of: Outcome) -> None:
+    said = outcome_of(tuple(QUICK))[str(page)]
+    assert said == "", said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", SLOW, ids=_name)
+def test_python_blocks_of_pages_that_train_run_in_order(page: Path, outcome_of: Outcome) -> None:
+    said = outcome_of((page,))[str(page)]
+    assert said == "", said
 
 
 def test_the_command_of_the_quickstart_plans(printed_by_python: Callable[..., str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 import alpa_lite as al
-from alpa_lite.errors import NonAdditiveError, PlanError
+from alpa_lite.errors import NonAdditiveError, PlanError, TraceError
 from alpa_lite.planners import Auto, DataParallel, Hybrid, Pipeline, Planner
 from tests.end_to_end.cases import eager_cluster
 
@@ -150,3 +151,65 @@ def test_gradients_are_the_mean_of_those_by_hand(loss: Any, way: str, devices: A
     assert run.last_plan.averaged
     with pytest.raises(NonAdditiveError):
         al.plan(step, _params(), _batch(), cluster=eager_cluster(), num_microbatches=num_microbatches)
+
+
+def _by_numpy_numbers(params: Any, batch: Any) -> jax.Array:
+    """Captured arrays that follow the batch size: with the dim of the samples, and without."""
+    h = batch["x"] @ params[0]
+    n = h.shape[0]
+    h = (h - h.mean(0)) / (h.std(0) + 1.0)
+    return jnp.sum(h * np.full((n, 1), 1 / n, np.float32) + np.full(WIDTH, n, np.float32) * params[1][0])
+
+
+def _experts_loss(params: Any, batch: Any) -> jax.Array:
+    """Cross entropy, and a product of means over the batch that balances experts."""
+    gate = jax.nn.softmax(batch["x"] @ params[0])
+    load = jax.nn.one_hot(jnp.argmax(gate, -1), WIDTH).mean(0)
+    logits = jax.nn.log_softmax(jnp.tanh(batch["x"] @ params[1]) @ params[2])
+    picked = jnp.take_along_axis(logits, batch["label"][:, None], 1)
+    return -jnp.mean(picked) + jnp.sum(gate.mean(0) * load) * batch["x"].shape[0]
+
+
+def _normalized_layers_loss(params: Any, batch: Any) -> jax.Array:
+    def layer(h: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+        h = jnp.tanh((h - h.mean(0)) / (1.0 + h.std(0)))
+        return h @ w, jnp.sum(h) / h.shape[0]
+
+    h, sums = jax.lax.scan(layer, batch["x"], jnp.stack(params))
+    picked = jnp.take_along_axis(jax.nn.log_softmax(h), batch["label"][:, None], 1)
+    return jnp.log(-jnp.mean(picked)) + jnp.sum(sums**2)
+
+
+@pytest.mark.parametrize("rows", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("loss", [_by_numpy_numbers, _experts_loss, _normalized_layers_loss])
+def test_micro_batches_of_one_sample_compute_what_the_code_does_at_one_sample(
+    loss: Any, rows: int, devices: Any
+) -> None:
+    """For which JAX writes another program; a loss that is no sum of its samples is averaged, not computed of means."""
+
+    def step(params: Any, batch: Any) -> Any:
+        value, grads = jax.value_and_grad(loss)(params, batch)
+        return jax.tree.map(lambda p, g: p - 0.3 * g, params, grads), value
+
+    batch = jax.tree.map(lambda x: x[:4], _batch())
+    one = dataclasses.replace(eager_cluster(), devices_per_host=1)
+    options: dict[str, Any] = {"num_microbatches": 4 // rows, "on_non_additive": "mean_of_means"}
+    found = al.parallelize(step, cluster=one, planner=DataParallel(), **options)(_params(), batch)
+    parts = [jax.tree.map(lambda x, i=i: x[i : i + rows], batch) for i in range(0, 4, rows)]
+    results = [step(_params(), part) for part in parts]
+    expected = jax.tree.map(lambda *each: sum(each) / len(each), *results)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, expected)
+
+
+def test_code_that_is_another_at_one_sample_is_to_use_fewer_micro_batches() -> None:
+    def step(params: Any, batch: Any) -> Any:
+        def loss(params: Any) -> jax.Array:
+            x = batch["x"]
+            return _experts_loss(params, {**batch, "x": jnp.sin(x) if x.shape[0] == 1 else x})
+
+        value, grads = jax.value_and_grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - 0.3 * g, params, grads), value
+
+    options: dict[str, Any] = {"cluster": eager_cluster(), "on_non_additive": "mean_of_means"}
+    with pytest.raises(TraceError, match=r"test_mean_of_means\.py:\d+.*: sin differs .* Use fewer micro-batches"):
+        al.plan(step, _params(), _batch(), num_microbatches=BATCH, **options)

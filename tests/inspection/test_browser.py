@@ -3,11 +3,8 @@
 Needs playwright (which only drives the browser) and a Chromium that is installed; without either it is skipped.
 """
 
-import os
 import re
-import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -19,23 +16,6 @@ from alpa_lite.text import read_bytes
 from tests.inspection.page.test_html import HOSTILE, with_hostile_name
 
 CONSIDERED = "#alternatives table[aria-label='Plans considered']"
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "microsoft-edge")
-
-
-@pytest.fixture(scope="module")
-def browser():
-    """A headless Chromium."""
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (the extra dev has it)")
-    with playwright.sync_playwright() as started:
-        own = Path(started.chromium.executable_path)
-        found = str(own) if own.exists() else next(filter(None, map(shutil.which, BROWSERS)), None)
-        if found is None:
-            pytest.skip(f"no Chromium was found: none of {', '.join(BROWSERS)} is on the path")
-        # Chromium has no sandbox for root, as which containers run.
-        flags = ["--no-sandbox"] if os.getuid() == 0 else []
-        launched = started.chromium.launch(executable_path=found, args=flags)
-        yield launched
-        launched.close()
 
 
 class Opened:

@@ -103,3 +103,9 @@ def test_what_is_alone_keeps_to_the_memory_by_its_own_limit() -> None:
         return _solution(state=60.0, activations=60.0)
 
     assert solve_together(solve, _tasks([0]), 100.0).fits
+
+
+def test_no_stage_is_solved_where_less_than_no_memory_is_left() -> None:
+    stages = Stages({0: 4.0}, {0: 1.0})
+    together = solve_together(stages, _tasks([0]), -1.0)
+    assert not together.fits and not stages.asked

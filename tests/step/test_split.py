@@ -289,6 +289,54 @@ def test_micro_batches_run_the_full_batch_s_program_where_code_looks_at_its_batc
             np.testing.assert_allclose(mine, other, rtol=2e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("number", [2, 4, 8, 16])
+def test_columns_that_the_batch_size_chooses_are_those_of_the_full_batch(number: int) -> None:
+    def step(p: Any, x: Any, y: Any) -> Any:
+        def loss(p: Any) -> Any:
+            h = forward(p, x)
+            n = x.shape[0]
+            return jnp.mean(jax.lax.integer_pow(jnp.tanh(h[:, n % 3] - y[:, n % 3]), n))
+
+        value, grads = jax.value_and_grad(loss)(p)
+        return descend(p, grads), value
+
+    want = jax.tree.leaves(step(PARAMS, X, Y))
+    got = run_in_micro_batches(_split(step, (PARAMS, X, Y), number), (PARAMS, X, Y))
+    for mine, other in zip(got, want, strict=True):
+        np.testing.assert_allclose(mine, other, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (lambda p, h: jnp.mean((h[1:] - h[:-1]) ** 2), r"\): slice of \[16, .* picks samples of the batch by their"),
+        (lambda p, h: jnp.sum(jnp.pad(h, ((0, 3), (0, 0))) ** 2), r"\): pad of .* adds padding between samples"),
+        (lambda p, h: jnp.sum(jnp.tile(p["w1"].ravel(), 9)[: h.shape[0]] * h[:, 0]), r"slice of \[\d+\] takes a part"),
+        (lambda p, h: jnp.sum(h) + jnp.sum(jnp.zeros(h.shape[0] + 1) + h[0, 0]), "an array .* is no multiple of it"),
+    ],
+)
+def test_the_line_that_is_named_is_the_first_that_mixes_samples(loss: Any, words: str) -> None:
+    """Not one of the backward pass, which comes before the loss among the outputs."""
+
+    def step(p: Any, x: Any) -> Any:
+        value, grads = jax.value_and_grad(lambda p: loss(p, forward(p, x)))(p)
+        return descend(p, grads), value
+
+    with pytest.raises(NonAdditiveError, match=words):
+        _split(step, (PARAMS, X), 4, batch_argnums=1)
+
+
+def test_a_half_of_one_sample_asks_for_fewer_micro_batches() -> None:
+    def step(p: Any, x: Any, y: Any) -> Any:
+        half = x.shape[0] // 2
+        return _step(p, x[:half], y[:half])
+
+    words = r"slice has, at batches of 8, 16 samples, 4, 8, which would be 1/2 at one sample\. .* fewer micro-batches"
+    with pytest.raises(TraceError, match=words):
+        _split(step, (PARAMS, X, Y), 16)
+    assert _split(step, (PARAMS, X, Y), 4).step.num_microbatches == 4
+
+
 @pytest.mark.parametrize("loop_parts", [0, 2])
 def test_a_step_is_traced_at_two_sizes_whatever_the_number_of_micro_batches(loop_parts: int) -> None:
     sizes = list[int]()

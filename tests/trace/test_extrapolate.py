@@ -82,11 +82,32 @@ def test_loops_over_samples_run_once() -> None:
     assert program.graph.ops[scan].params["length"] == program.equations[scan].params["length"] == 1
 
 
+COLUMNS = {
+    "a column": lambda w, x: x @ w[:, x.shape[0] % 5][:, None],
+    "columns of samples": lambda w, x: (x @ w)[:, 1:, x.shape[0] % 5 : x.shape[0] % 5 + 1],
+    "a power": lambda w, x: jax.lax.integer_pow(x @ w, x.shape[0]),
+    "a window": lambda w, x: jax.lax.dynamic_slice(x @ w, (0, 0, x.shape[0] % 3), (x.shape[0], 3, 2)),
+    "padding": lambda w, x: jnp.pad(x @ w, ((0, 0), (x.shape[0] % 3, 2 - x.shape[0] % 3), (0, 0))),
+}
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_what_shapes_do_not_imply_is_that_of_the_full_batch(name: str) -> None:
+    fun, x = COLUMNS[name], jnp.asarray(np.random.default_rng(1).normal(size=(8, 3, 4)), jnp.float32)
+    (want,) = _run(_program(fun, 8), W, x)
+    for size in (1, 2, 4):
+        made = at_size(size, {n: _program(fun, n) for n in (8, 4)}, full=8)
+        for first in range(0, 8, size):
+            rows = x[first : first + size]
+            np.testing.assert_allclose(_run(made, W, rows)[0], want[first : first + size], rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("fun", "words"),
     [
         (lambda w, x: jnp.zeros(x.shape[0] ** 2) + jnp.sum(x), r"at batches of 2, 3, 7 samples, .* no affine function"),
         (lambda w, x: x[: x.shape[0] // 2] @ w, "no affine function of the batch size"),
+        (lambda w, x: jnp.zeros(x.shape[0] // 5 + 4) + jnp.sum(x), "no affine function of the batch size"),
         (lambda w, x: jnp.ones(3 * x.shape[0] - 5) * w[0, 0], r"would be \[-2\] at one sample"),
         (lambda w, x: jnp.sin(x) if x.shape[0] == 3 else jnp.cos(x), "The step changes with its batch size"),
         (lambda w, x: x.astype("bfloat16" if x.shape[0] == 7 else "float16"), "different kinds of arrays"),

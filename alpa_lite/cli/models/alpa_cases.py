@@ -57,6 +57,12 @@ Family = Literal["gpt", "moe", "wrn"]
 FAMILIES: tuple[Family, ...] = get_args(Family)
 
 
+#: The hosts of the evaluation.
+_HOST = "p3.16xlarge"
+#: Alpa let XLA have nine tenths of each GPU (`global_config.xla_client_mem_fraction`), more than XLA takes by itself.
+_RESERVE = 0.1
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """A model to train on a cluster.
@@ -75,13 +81,15 @@ class Case:
     global_batch: int
     num_microbatches: int
     published_parameters: float | None = None
-    host: str = "p3.16xlarge"
+    host: str = _HOST
 
     @property
     def cluster(self) -> Cluster:
         """The cluster: whole hosts, or a part of one."""
         # Cases of fewer devices than a host has use a part of one host, with its links.
         host = al.cluster(self.host, num_hosts=1)
+        if self.host == _HOST:
+            host = replace(host, device=replace(host.device, memory_reserve=_RESERVE))
         per_host = min(self.num_devices, host.devices_per_host)
         return replace(host, devices_per_host=per_host, num_hosts=self.num_devices // per_host)
 

@@ -1,0 +1,260 @@
+"""The tables and charts of `docs/lecture.md` and `docs/accelerators.md`, from kept results and from printed numbers.
+
+What the page prints stands on it, and the tests of pages compare it with what its Python computes; charts of such
+numbers are drawn from the page. Tables of larger runs come from `benchmarks/results`:
+
+    megatron_scaling.json    python -m benchmarks.megatron_scaling --out benchmarks/results/megatron_scaling.json
+    alpa_bench.jsonl         alpa-lite bench --model alpa --simulate --planners auto --json, and one model more with
+                             --model moe-10B --planners auto,auto:intra_op_only=1,auto:inter_op_only=1
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from alpa_lite.cli.models.alpa_cases import CASES, PUBLISHED
+from benchmarks.alpa.fixed_plans import fixed_plans
+from benchmarks.charts import Series, bars_svg, lines_svg, shares_svg
+
+_ROOT = Path(__file__).parents[1]
+PAGE = _ROOT / "docs" / "lecture.md"
+_RESULTS = _ROOT / "benchmarks" / "results"
+_NUMBER = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?")
+#: TFLOPS per device of moe-10B under restricted searches, as published: intra-op only, inter-op only.
+EXPERTS_PUBLISHED = {"auto, intra-op only": 22.91, "auto, inter-op only": 31.12}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertRow:
+    """A search on moe-10B: published and predicted TFLOPS per device, and the shares of a device's time."""
+
+    search: str
+    plan: str
+    published: float | None
+    tflops: float
+    at_work: float
+    communication: float
+    idle: float
+
+
+def printed(start: str) -> list[list[float]]:
+    """Return the numbers in the lines of the printed block of the page that begins with `start`."""
+    blocks = re.findall(r"^```text\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    (block,) = [each for each in blocks if each.lstrip().startswith(start)]
+    return [[float(n.replace(",", "")) for n in _NUMBER.findall(line)] for line in block.splitlines()]
+
+
+def communication_svg() -> str:
+    """Return the numbers sent per step under data and tensor parallelism, by samples."""
+    rows = [row for row in printed("B ") if row]
+    series = [
+        Series(name="data parallel: gradients", values=tuple(row[2] for row in rows)),
+        Series(name="tensor parallel: activations", values=tuple(row[3] for row in rows)),
+    ]
+    return lines_svg([row[0] for row in rows], series, axis="samples B", unit="millions")
+
+
+def convolutions_svg() -> str:
+    """Return the shares of convolutions and dense layers in weights and FLOPs."""
+    # The number in "VGG-16" is one of those found.
+    rows = [
+        (f"{name}, {what}", (row[place] / 100, 1 - row[place] / 100))
+        for name, row in zip(("AlexNet", "VGG-16"), printed("AlexNet"), strict=True)
+        for what, place in (("weights", -2), ("computation", -1))
+    ]
+    return shares_svg(rows, ("convolutions", "dense layers"))
+
+
+def zero_svg() -> str:
+    """Return the model states per device of 7.5 billion parameters on 64 devices, by ZeRO stage."""
+    values = printed("[120.0")[0]
+    names = ["data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3"]
+    return bars_svg(names, [Series(name="each device holds", values=tuple(values))], unit="GB", digits=1)
+
+
+def amoebanet_svg() -> str:
+    """Return throughputs of AmoebaNet-D under GPipe, as published and with equal stages."""
+    rows = printed("m =  1")
+    groups = [f"{k}, m = {row[0]:.0f}" for row in rows for k in (2, 4, 8)]
+    series = [
+        Series(name="measured", values=tuple(value for row in rows for value in row[1:4])),
+        Series(name="equal stages", values=tuple(value for row in rows for value in row[4:7])),
+    ]
+    return bars_svg(groups, series, unit="relative", digits=2)
+
+
+def megatron_rows() -> list[tuple[str, float, float]]:
+    """Return for each bar of Megatron's figure its label, and the published and the predicted percentage."""
+    rows = _read("megatron_scaling.json")["rows"]
+    first = rows[0]["tflops"]
+    return [
+        (f"{row['tensor'] * row['data']} GPUs", row["published"], round(100 * row["tflops"] / first)) for row in rows
+    ]
+
+
+def megatron_tflops() -> list[float]:
+    """Return the predicted TFLOPS per device of each bar."""
+    return [row["tflops"] for row in _read("megatron_scaling.json")["rows"]]
+
+
+def megatron_table() -> str:
+    """Return the rows of Megatron's figure as a table."""
+    rows = _read("megatron_scaling.json")["rows"]
+    return _table(
+        ("GPUs", "weights", "tensor × data", "published", "predicted"),
+        [
+            (label.split()[0], f"{row['billions']:.1f}B", f"{row['tensor']} × {row['data']}", f"{old} %", f"{new} %")
+            for row, (label, old, new) in zip(rows, megatron_rows(), strict=True)
+        ],
+    )
+
+
+def megatron_svg() -> str:
+    """Return Megatron's figure, published and predicted."""
+    labels, old, new = zip(*megatron_rows(), strict=True)
+    series = [Series(name="published", values=old), Series(name="predicted", values=new)]
+    return bars_svg(labels, series, unit="percent")
+
+
+def expert_rows() -> list[ExpertRow]:
+    """Return the three searches on moe-10B."""
+    found: list[ExpertRow] = []
+    for row in _bench():
+        if row["model"] != "moe-10B":
+            continue
+        step = row["simulated_step_seconds"]
+        communication, idle = row["communication_seconds"] / step, row["idle_seconds"] / step
+        found.append(
+            ExpertRow(
+                search=row["planner"],
+                plan=row["plan"],
+                published=EXPERTS_PUBLISHED.get(row["planner"]),
+                tflops=row["predicted_tflops_per_device"],
+                at_work=1 - communication - idle,
+                communication=communication,
+                idle=idle,
+            )
+        )
+    return found
+
+
+def experts_table() -> str:
+    """Return the searches on moe-10B as a table."""
+    return _table(
+        ("search", "plan", "published", "predicted", "at work", "communication", "idle"),
+        [
+            (
+                row.search,
+                row.plan,
+                _tflops(row.published),
+                _tflops(row.tflops),
+                *(f"{100 * share:.1f} %" for share in (row.at_work, row.communication, row.idle)),
+            )
+            for row in expert_rows()
+        ],
+    )
+
+
+def experts_svg() -> str:
+    """Return where the time of a device goes under each search on moe-10B."""
+    rows = [(row.search, (row.at_work, row.communication, row.idle)) for row in expert_rows()]
+    return shares_svg(rows, ("at work", "communication", "idle"))
+
+
+def alpa_rows() -> list[tuple[str, int, float | None, float, str]]:
+    """Return for each model of Alpa's evaluation its devices, TFLOPS as published and predicted, and our plan."""
+    found = {row["model"]: row for row in _bench() if row["planner"] == "auto"}
+    published = {case.id: _measured_of_alpa(case.id) for case in PUBLISHED}
+    return [
+        (
+            case.id,
+            case.num_devices,
+            published[case.id],
+            found[case.id]["predicted_tflops_per_device"],
+            found[case.id]["plan"],
+        )
+        for case in PUBLISHED
+        if case.id in found
+    ]
+
+
+def alpa_table() -> str:
+    """Return Alpa's evaluation as a table."""
+    return _table(
+        ("model", "GPUs", "Alpa, measured", "ours, predicted", "plan of ours"),
+        [(name, str(n), _tflops(old), _tflops(new), plan) for name, n, old, new, plan in alpa_rows()],
+    )
+
+
+def alpa_svg() -> str:
+    """Return Alpa's evaluation as bars."""
+    rows = alpa_rows()
+    series = [
+        Series(name="Alpa, measured", values=tuple(row[2] for row in rows)),
+        Series(name="ours, predicted", values=tuple(row[3] for row in rows)),
+    ]
+    return bars_svg([row[0].replace("-", " ") for row in rows], series, unit="TFLOPS")
+
+
+def gpu_table() -> str:
+    """Return the steps that were run on one GPU as a table."""
+    return _table(
+        ("program", "plan", "`jax.jit`", "ratio"),
+        [
+            (
+                row["name"],
+                f"{1e3 * row['plan_seconds']:.1f}",
+                f"{1e3 * row['jit_seconds']:.1f}",
+                f"{row['plan_seconds'] / row['jit_seconds']:.2f}",
+            )
+            for row in _read("on_gpu.json")["rows"]
+        ],
+    )
+
+
+def three_dimensions_svg() -> str:
+    """Return 32 devices as pipeline stages (colours) of replicas (rows) of tensor-parallel devices (in a row)."""
+    pipeline, data, tensor = 4, 2, 4
+    parts = list[str]()
+    for stage in range(pipeline):
+        left = 180 * stage
+        parts.append(f'<text x="{left + 4}" y="14">stage {stage}, host {stage}</text>')
+        for replica in range(data):
+            for part in range(tensor):
+                device = (stage * data + replica) * tensor + part
+                x, y = left + 4 + 40 * part, 24 + 42 * replica
+                parts.append(
+                    f'<rect class="device stage-{stage}" x="{x}" y="{y}" width="36" height="34" rx="3"/>'
+                    f'<text class="on" x="{x + 18}" y="{y + 21}">{device}</text>'
+                )
+        parts.append(
+            f'<text class="small" x="{left + 4}" y="118">across: one layer in {tensor}; down: {data} replicas</text>'
+        )
+    return f'<svg viewBox="0 0 {180 * pipeline} 124">\n' + "\n".join(parts) + "\n</svg>\n"
+
+
+def _measured_of_alpa(case: str) -> float | None:
+    return next(plan.measured_tflops for plan in fixed_plans(CASES[case]) if plan.system == "Alpa")
+
+
+def _tflops(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def _read(name: str) -> Any:
+    return json.loads((_RESULTS / name).read_text(encoding="utf-8"))
+
+
+def _bench() -> list[Any]:
+    text = (_RESULTS / "alpa_bench.jsonl").read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()]
