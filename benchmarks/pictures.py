@@ -105,6 +105,7 @@ CHARTS: Mapping[str, Callable[[], str]] = {
     "zero": statements.zero_svg,
     "gpipe-amoebanet": statements.amoebanet_svg,
     "megatron": statements.megatron_svg,
+    "experts": statements.experts_svg,
     "three-dimensions": statements.three_dimensions_svg,
     "tutorial-simulated": partial(tutorial.timeline_svg, "simulated"),
     "tutorial-measured": partial(tutorial.timeline_svg, "measured"),
