@@ -205,7 +205,6 @@ def test_a_rule_of_one_line_splits_a_kernel(devices):
     assert plan is not None and not plan.opaque and not plan.prediction.collectives
 
 
-@pytest.mark.usefixtures("own_rules")
 def column_sums(x: Any) -> Any:
     def kernel(x_ref: Any, o_ref: Any) -> None:
         @pl.when(pl.program_id(0) == 0)
@@ -221,6 +220,7 @@ def column_sums(x: Any) -> Any:
     )(x)
 
 
+@pytest.mark.usefixtures("own_rules")
 def test_an_axis_that_a_kernel_accumulates_over_is_split_where_a_rule_says_so(devices):
     """That the kernel adds, and begins with zeros, is not proven."""
     x = jax.random.normal(jax.random.key(0), (16, 4))
@@ -237,6 +237,7 @@ def test_an_axis_that_a_kernel_accumulates_over_is_split_where_a_rule_says_so(de
         assert kinds == ({"all_reduce"} if known else {"all_gather"})
 
 
+@pytest.mark.usefixtures("own_rules")
 def test_a_rule_of_a_kernel_must_fit_its_grid():
     al.register_rule("pallas_call:summed_rows")(rule_from("rows columns -> columns rows"))
 
