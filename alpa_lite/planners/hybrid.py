@@ -225,13 +225,15 @@ class Hybrid(Planner):
         # Parts may differ in their "data" axis alone, which splits no dims of weights by name.
         splits = projections(step, self.tensor).splits if self.projections and self.tensor > 1 else ()
         weights = weights_layout(step, self.split, sizes, more=splits)
+        if splits:
+            weights = replace(weights, advice="Megatron(relaxed=True) chooses the splits by price instead.")
         if self.context == 1:
             return weights
         positions = positions_layout(step, self.context).values[step.graph]
         # Weights have no samples, and what has positions is no weight.
         of_step = weights.values.get(step.graph, [()] * len(positions))
         both = [a or b for a, b in zip(of_step, positions, strict=True)]
-        return GivenLayout(values={**weights.values, step.graph: both})
+        return replace(weights, values={**weights.values, step.graph: both})
 
     def _notes(self, step: StepGraph) -> tuple[str, ...]:
         unsplit = projections(step, self.tensor).unsplit if self.projections and self.tensor > 1 else ()
