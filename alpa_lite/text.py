@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from enum import Enum, auto
 
 _BYTES = re.compile(r"^(?P<number>\d+(?:\.\d*)?|\.\d+)\s*(?P<prefix>[kMGT]?)(?P<binary>i?)B?$", re.IGNORECASE)
@@ -123,6 +124,12 @@ def show_count(number: float, noun: str) -> str:
 def show_first(items: Sequence[str], most: int) -> str:
     """Return the first items as a list, with the number of the others: `a, b and 3 more`."""
     return ", ".join(items[:most]) + (f" and {len(items) - most} more" if len(items) > most else "")
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """Return " Did you mean 'auto'?" with the name that is closest to an unknown one; "" if none is close."""
+    close = get_close_matches(name, list(names), n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""
 
 
 def one_line(kind: object, text: str, most: int = 200) -> str:

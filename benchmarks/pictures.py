@@ -101,20 +101,21 @@ def _chart(draw: Callable[[], str]) -> str:
     return _file(draw())
 
 
-#: The charts of `docs/lecture.md`.
+#: Charts of numbers, which take no planning.
 CHARTS: Mapping[str, Callable[[], str]] = {
     "communication": statements.communication_svg,
     "convolutions": statements.convolutions_svg,
     "zero": statements.zero_svg,
     "gpipe-amoebanet": statements.amoebanet_svg,
     "megatron": statements.megatron_svg,
+    "experts": statements.experts_svg,
     "three-dimensions": statements.three_dimensions_svg,
+    "tutorial-simulated": partial(tutorial.timeline_svg, "simulated"),
+    "tutorial-measured": partial(tutorial.timeline_svg, "measured"),
 }
 #: The name of each picture, and what draws it.
 PICTURES: Mapping[str, Callable[[], str]] = {
     **{name: partial(_chart, draw) for name, draw in CHARTS.items()},
-    "tutorial-simulated": partial(_chart, partial(tutorial.timeline_svg, "simulated")),
-    "tutorial-measured": partial(_chart, partial(tutorial.timeline_svg, "measured")),
     "sequential": partial(_drawn, timeline_svg, Sequential()),
     "gpipe": partial(_drawn, timeline_svg, GPipe()),
     "1f1b": partial(_drawn, timeline_svg, OneFOneB()),

@@ -4,8 +4,9 @@ What the page prints stands on it, and the tests of pages compare it with what i
 numbers are drawn from the page. Tables of larger runs come from `benchmarks/results`:
 
     megatron_scaling.json    python -m benchmarks.megatron_scaling --out benchmarks/results/megatron_scaling.json
-    alpa_bench.jsonl         alpa-lite bench --model alpa --simulate --planners auto --json, and one model more with
-                             --model moe-10B --planners auto,auto:intra_op_only=1,auto:inter_op_only=1
+    experts.jsonl            alpa-lite bench --model moe-10B --simulate --json --cluster FILE --planners ..., where FILE
+                             is two hosts of p3.16xlarge with "memory_reserve": 0: auto and auto:inter_op_only=1 with
+                             --num-microbatches 32, auto:intra_op_only=1
 """
 
 from __future__ import annotations
@@ -17,29 +18,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from alpa_lite.cli.models.alpa_cases import CASES, PUBLISHED
-from benchmarks.alpa.fixed_plans import fixed_plans
 from benchmarks.charts import Series, bars_svg, lines_svg, shares_svg
 
 _ROOT = Path(__file__).parents[1]
 PAGE = _ROOT / "docs" / "lecture.md"
 _RESULTS = _ROOT / "benchmarks" / "results"
 _NUMBER = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?")
-#: TFLOPS per device of moe-10B under restricted searches, as published: intra-op only, inter-op only.
-EXPERTS_PUBLISHED = {"auto, intra-op only": 22.91, "auto, inter-op only": 31.12}
+#: Published TFLOPS per device of moe-10B under restricted searches.
+_EXPERTS_PUBLISHED = {"intra-op only": 22.91, "inter-op only": 31.12}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertRow:
-    """A search on moe-10B: published and predicted TFLOPS per device, and the shares of a device's time."""
+    """A search on moe-10B: published and predicted TFLOPS per device, and the shares of a device's time.
+
+    Attributes:
+        plan: its stages; "none fits" without a plan, which has no shares.
+    """
 
     search: str
     plan: str
     published: float | None
-    tflops: float
-    at_work: float
-    communication: float
-    idle: float
+    tflops: float | None = None
+    shares: tuple[float, ...] = ()
 
 
 def printed(start: str) -> list[list[float]]:
@@ -123,82 +124,36 @@ def megatron_svg() -> str:
 
 def expert_rows() -> list[ExpertRow]:
     """Return the three searches on moe-10B."""
-    found: list[ExpertRow] = []
-    for row in _bench():
-        if row["model"] != "moe-10B":
-            continue
-        step = row["simulated_step_seconds"]
-        communication, idle = row["communication_seconds"] / step, row["idle_seconds"] / step
-        found.append(
-            ExpertRow(
-                search=row["planner"],
-                plan=row["plan"],
-                published=EXPERTS_PUBLISHED.get(row["planner"]),
-                tflops=row["predicted_tflops_per_device"],
-                at_work=1 - communication - idle,
-                communication=communication,
-                idle=idle,
-            )
-        )
-    return found
+    text = (_RESULTS / "experts.jsonl").read_text(encoding="utf-8")
+    return [_expert_row(json.loads(line)) for line in text.splitlines()]
+
+
+def _expert_row(row: Any) -> ExpertRow:
+    search = next((name for name in _EXPERTS_PUBLISHED if name in row["planner"]), "both levels")
+    known: dict[str, Any] = {"search": search, "published": _EXPERTS_PUBLISHED.get(search)}
+    if row["reason"]:
+        return ExpertRow(plan="none fits", **known)
+    waiting = [row[what] / row["simulated_step_seconds"] for what in ("communication_seconds", "idle_seconds")]
+    shares = (1 - sum(waiting), *waiting)
+    return ExpertRow(plan=row["plan"], tflops=row["predicted_tflops_per_device"], shares=shares, **known)
 
 
 def experts_table() -> str:
     """Return the searches on moe-10B as a table."""
     return _table(
-        ("search", "plan", "published", "predicted", "at work", "communication", "idle"),
+        ("search", "plan", "measured by Alpa", "predicted", "at work", "communication", "idle"),
         [
-            (
-                row.search,
-                row.plan,
-                _tflops(row.published),
-                _tflops(row.tflops),
-                *(f"{100 * share:.1f} %" for share in (row.at_work, row.communication, row.idle)),
-            )
+            (row.search, row.plan, _tflops(row.published), _tflops(row.tflops))
+            + (tuple(f"{100 * share:.1f} %" for share in row.shares) or ("", "", ""))
             for row in expert_rows()
         ],
     )
 
 
 def experts_svg() -> str:
-    """Return where the time of a device goes under each search on moe-10B."""
-    rows = [(row.search, (row.at_work, row.communication, row.idle)) for row in expert_rows()]
+    """Return where the time of a device goes under each search on moe-10B that has a plan."""
+    rows = [(row.search, row.shares) for row in expert_rows() if row.shares]
     return shares_svg(rows, ("at work", "communication", "idle"))
-
-
-def alpa_rows() -> list[tuple[str, int, float | None, float, str]]:
-    """Return for each model of Alpa's evaluation its devices, TFLOPS as published and predicted, and our plan."""
-    found = {row["model"]: row for row in _bench() if row["planner"] == "auto"}
-    published = {case.id: _measured_of_alpa(case.id) for case in PUBLISHED}
-    return [
-        (
-            case.id,
-            case.num_devices,
-            published[case.id],
-            found[case.id]["predicted_tflops_per_device"],
-            found[case.id]["plan"],
-        )
-        for case in PUBLISHED
-        if case.id in found
-    ]
-
-
-def alpa_table() -> str:
-    """Return Alpa's evaluation as a table."""
-    return _table(
-        ("model", "GPUs", "Alpa, measured", "ours, predicted", "plan of ours"),
-        [(name, str(n), _tflops(old), _tflops(new), plan) for name, n, old, new, plan in alpa_rows()],
-    )
-
-
-def alpa_svg() -> str:
-    """Return Alpa's evaluation as bars."""
-    rows = alpa_rows()
-    series = [
-        Series(name="Alpa, measured", values=tuple(row[2] for row in rows)),
-        Series(name="ours, predicted", values=tuple(row[3] for row in rows)),
-    ]
-    return bars_svg([row[0].replace("-", " ") for row in rows], series, unit="TFLOPS")
 
 
 def gpu_table() -> str:
@@ -238,10 +193,6 @@ def three_dimensions_svg() -> str:
     return f'<svg viewBox="0 0 {180 * pipeline} 124">\n' + "\n".join(parts) + "\n</svg>\n"
 
 
-def _measured_of_alpa(case: str) -> float | None:
-    return next(plan.measured_tflops for plan in fixed_plans(CASES[case]) if plan.system == "Alpa")
-
-
 def _tflops(value: float | None) -> str:
     return "" if value is None else f"{value:.1f}"
 
@@ -253,8 +204,3 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def _read(name: str) -> Any:
     return json.loads((_RESULTS / name).read_text(encoding="utf-8"))
-
-
-def _bench() -> list[Any]:
-    text = (_RESULTS / "alpa_bench.jsonl").read_text(encoding="utf-8")
-    return [json.loads(line) for line in text.splitlines()]

@@ -15,10 +15,9 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
@@ -29,6 +28,7 @@ from alpa_lite.errors import PlanError
 from alpa_lite.inter_op.plan_request import pinned_axes, pinned_specs
 from alpa_lite.planners.by_name import planner_by_name
 from alpa_lite.program.phases import StepGraph
+from alpa_lite.text import did_you_mean
 
 if TYPE_CHECKING:
     import yaml
@@ -59,7 +59,9 @@ def load_example(name: str, *, decorated: bool = False) -> UserStep:
     function = getattr(module, function_name, None)
     if not callable(function):
         functions = [each for each, value in vars(module).items() if callable(value)]
-        raise PlanError(f"The module {place!r} has no function {function_name!r}.{_meant(function_name, functions)}")
+        raise PlanError(
+            f"The module {place!r} has no function {function_name!r}.{did_you_mean(function_name, functions)}"
+        )
     if missing := _needed(function):
         raise PlanError(
             f"{name} takes arguments ({', '.join(missing)}), but is called without any: name a function that returns "
@@ -91,12 +93,6 @@ def _needed(function: Callable[..., object]) -> list[str]:
     except (TypeError, ValueError):  # some callables have none
         return []
     return [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-
-
-def _meant(name: str, names: Iterable[str]) -> str:
-    """Return a sentence with a name that is close to another one; "" if there is none."""
-    close = get_close_matches(name, list(names), n=1)
-    return f" Did you mean {close[0]!r}?" if close else ""
 
 
 @contextmanager

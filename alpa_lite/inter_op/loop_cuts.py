@@ -24,7 +24,7 @@ Mathematics, 2015); Kim et al., torchgpipe (2020), which balances its stages so.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
@@ -286,19 +286,35 @@ def _sums(costs: Sequence[float], ends: Sequence[int]) -> list[float]:
 
 def cut_into_blocks(request: PlanRequest, microbatches: Sequence[int], count: int, by: By) -> PipelineCut:
     """Cut a step into `count` stages of whole layers by block partition; see `cut_into_stages`."""
+    cut = natural_layers(request, microbatches, (count,))
+    costs = state_bytes(cut.step, cut.layers).tolist() if by == "layer_bytes" else _flops(cut.step, cut.layers)
+    return merged_layers(cut, block_partition(costs, count))
+
+
+def natural_layers(request: PlanRequest, microbatches: Sequence[int], stages: Collection[int]) -> PipelineCut:
+    """Return the step in layers of its own structure (`natural_cut`), of which pipelines have so many stages."""
     # The natural layers depend on the step with whole loops, which are then cut into as many parts.
-    natural = natural_cut(request.best_step(microbatches, loop_parts=0), (count,))
+    natural = natural_cut(request.best_step(microbatches, loop_parts=0), stages)
     step = request.best_step(microbatches, loop_parts=natural.loop_parts)
     layers = make_layers(step, natural.num_layers, imbalance=natural.imbalance, equal=natural.equal)
-    costs = state_bytes(step, layers).tolist() if by == "layer_bytes" else _flops(step, layers)
-    sizes = block_partition(costs, count)
+    return PipelineCut(step=step, layers=layers)
+
+
+def merged_layers(cut: PipelineCut, sizes: Sequence[int]) -> PipelineCut:
+    """Return runs of so many layers each as one layer. Raises `PlanError` unless all layers are in one."""
+    layers = cut.layers
+    if sum(sizes) != layers.num_layers or min(sizes) < 1:
+        raise PlanError(
+            f"Stages of {', '.join(map(str, sizes))} layers were asked for, but the step has {layers.num_layers}. Give "
+            f"numbers of at least 1 whose sum is {layers.num_layers}."
+        )
     block = [number for number, size in enumerate(sizes) for _ in range(size)]
     merged = Layers(
-        num_layers=count,
+        num_layers=len(sizes),
         of_op=tuple(None if layer is None else block[layer] for layer in layers.of_op),
         of_input=tuple(block[layer] for layer in layers.of_input),
     )
-    return PipelineCut(step=step, layers=merged)
+    return PipelineCut(step=cut.step, layers=merged)
 
 
 def state_bytes(step: StepGraph, layers: Layers) -> NDArray[np.float64]:

@@ -44,6 +44,7 @@ from alpa_lite.intra_op.solvers import (
     TooWide,
 )
 from alpa_lite.program.collector import rare_collection
+from alpa_lite.text import did_you_mean
 
 INFINITY = 10**18
 """The number that represents infinity in a file."""
@@ -208,7 +209,8 @@ def solver_named(name: str, *, seed: int = 0, rounds: int | None = None) -> Solv
     """Return the solver with this name. Raises ProblemFileError for an unknown name."""
     solver = SOLVERS_BY_NAME.get(name.replace("-", "_"))
     if solver is None:
-        raise ProblemFileError(f"There is no solver {name!r}. Choose one of {', '.join(SOLVERS_BY_NAME)}.")
+        meant = did_you_mean(name.replace("-", "_"), SOLVERS_BY_NAME)
+        raise ProblemFileError(f"There is no solver {name!r}.{meant} Choose one of {', '.join(SOLVERS_BY_NAME)}.")
     # Only the portfolio searches in rounds, which the seed and the number of rounds control.
     if isinstance(solver, Portfolio):
         return replace(solver, rounds=Rounds(seed=seed, max_rounds=rounds))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from difflib import get_close_matches
 from typing import Literal, get_args, get_origin, get_type_hints
 
 from alpa_lite.errors import PlanError
@@ -17,8 +16,10 @@ from alpa_lite.planners.hybrid import Hybrid
 from alpa_lite.planners.megatron import DeepSpeed3D, Megatron
 from alpa_lite.planners.mesh_tensorflow import MeshTensorFlow
 from alpa_lite.planners.on_mesh import OnMesh
+from alpa_lite.planners.pipedream import PipeDream, PipeDream2BW
 from alpa_lite.planners.pipeline import Pipeline, TorchGPipe
 from alpa_lite.planners.planner import Planner
+from alpa_lite.text import did_you_mean
 
 PLANNERS: Mapping[str, type[Planner]] = {
     "auto": Auto,
@@ -28,6 +29,8 @@ PLANNERS: Mapping[str, type[Planner]] = {
     "fsdp": FSDP,
     "pipeline": Pipeline,
     "torchgpipe": TorchGPipe,
+    "pipedream": PipeDream,
+    "pipedream_2bw": PipeDream2BW,
     "hybrid": Hybrid,
     "deepspeed_3d": DeepSpeed3D,
     "grid_search": GridSearch,
@@ -60,10 +63,9 @@ def planner_of_name(name: str) -> type[Planner]:
     # Words on a command line are mostly joined by dashes.
     planner = PLANNERS.get(name.replace("-", "_"))
     if planner is None:
-        close = get_close_matches(name, PLANNERS, n=1)
-        meant = f" Did you mean {close[0]!r}?" if close else ""
         raise PlanError(
-            f"There is no planner {name!r}.{meant} Choose one of {', '.join(PLANNERS)}, or give a saved plan."
+            f"There is no planner {name!r}.{did_you_mean(name, PLANNERS)} Choose one of {', '.join(PLANNERS)}, "
+            "or give a saved plan."
         )
     return planner
 

@@ -14,7 +14,8 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from itertools import product
+from typing import Literal, NamedTuple
 
 from alpa_lite.errors import AlpaLiteError, InfeasibleError, PlanError
 from alpa_lite.inter_op.assembly import with_microbatches
@@ -69,6 +70,7 @@ class GridSearch(Planner):
         zero: the parts of the state that are split, as in `Hybrid`.
         schedule: schedule of pipelines.
         largest_microbatch: the largest number of samples per replica and micro-batch to try.
+        remat: policies of recomputation to try, as in `Hybrid`.
     """
 
     max_pipeline: int | None = None
@@ -76,6 +78,7 @@ class GridSearch(Planner):
     zero: int = 0
     schedule: Schedule = field(default_factory=OneFOneB)
     largest_microbatch: int = 64
+    remat: tuple[Literal["none", "selective", "full"], ...] = ("none",)
 
     @property
     def name(self) -> str:
@@ -90,8 +93,9 @@ class GridSearch(Planner):
         quiet = replace(request, advise=False)
         cluster = request.cluster
         most = self.max_tensor or cluster.devices_per_host
-        for degrees in factorisations(cluster.num_devices, max_pipeline=self.max_pipeline, max_tensor=most):
-            planner = Hybrid(**degrees._asdict(), zero=self.zero, schedule=self.schedule)
+        grid = factorisations(cluster.num_devices, max_pipeline=self.max_pipeline, max_tensor=most)
+        for degrees, remat in product(grid, self.remat):
+            planner = Hybrid(**degrees._asdict(), zero=self.zero, schedule=self.schedule, remat=remat)
             try:
                 found += self._plans(planner, quiet)
             except AlpaLiteError as error:

@@ -20,7 +20,14 @@ from typing import Literal
 
 from alpa_lite.errors import InfeasibleError, PlanError
 from alpa_lite.inter_op.assembly import StagedStep, assemble, schedule_for
-from alpa_lite.inter_op.loop_cuts import PipelineCut, StageBalance, cut_into_blocks, cut_into_stages
+from alpa_lite.inter_op.loop_cuts import (
+    PipelineCut,
+    StageBalance,
+    cut_into_blocks,
+    cut_into_stages,
+    merged_layers,
+    natural_layers,
+)
 from alpa_lite.inter_op.plan_request import PlanRequest, pins_on_mesh
 from alpa_lite.inter_op.sharding_demands import argument_pins, user_layout, user_mesh, wanted_shardings
 from alpa_lite.inter_op.shared_devices import Together, held_at_peak, solve_together
@@ -78,6 +85,8 @@ class Hybrid(Planner):
         equal: the quantity that stages share equally: "flops", or the "loops" over layers (`lax.scan`) as they are
             written; or "layer_flops" or "layer_bytes" of whole layers (`block_partition`).
         shares: relative forward FLOPs of each stage, if they should differ.
+        blocks: number of natural layers of each stage (`natural_layers` for pipelines of at most as many stages as
+            there are devices), if stages are to be exactly these; `equal` and `shares` then mean nothing.
         devices: number of devices of each part of the pipeline, if they should differ (`data` follows from them).
         remat: policy of recomputation in the backward pass: "none", "selective" or "full" (`Remat`), layer by layer of
             each stage. The last layer of all stores everything, as its backward pass follows at once, unless it is a
@@ -100,6 +109,7 @@ class Hybrid(Planner):
     schedule: Schedule = field(default_factory=OneFOneB)
     equal: Literal["flops", "loops", "layer_flops", "layer_bytes"] = "flops"
     shares: tuple[float, ...] = ()
+    blocks: tuple[int, ...] = ()
     devices: tuple[int, ...] = ()
     remat: Literal["none", "selective", "full"] = "none"
 
@@ -138,7 +148,7 @@ class Hybrid(Planner):
         cut = self._cut(request, microbatches)
         schedule = schedule_for(cut.step, self.schedule)
         tasks = schedule.tasks(self.num_stages, cut.step.num_microbatches)
-        if any(map(splits_backward, tasks)) and self.equal == "flops":
+        if any(map(splits_backward, tasks)) and self.equal == "flops" and not self.blocks:
             # In a loop over several layers no part of the backward pass can be postponed: the loop is one op.
             cut = self._cut(request, (cut.step.num_microbatches,), written_out=True)
         step, layers = cut.step, cut.layers
@@ -194,8 +204,9 @@ class Hybrid(Planner):
     def _user_axes(self, request: PlanRequest, asked: Mapping[str, int]) -> dict[str, int]:
         """Return the axes of each stage on a mesh of the user. Raises `PlanError` for options that say otherwise."""
         free = Hybrid(
-            pipeline=self.pipeline, schedule=self.schedule, equal=self.equal, shares=self.shares, remat=self.remat
-        )
+            pipeline=self.pipeline, schedule=self.schedule, equal=self.equal, shares=self.shares, remat=self.remat,
+            blocks=self.blocks,
+        )  # fmt: skip
         if self != free or self.split:
             raise PlanError(
                 f'user_shardings="pin" lays out each stage on the axes of {dict(asked)}, but {self.name} has degrees '
@@ -214,13 +225,15 @@ class Hybrid(Planner):
         # Parts may differ in their "data" axis alone, which splits no dims of weights by name.
         splits = projections(step, self.tensor).splits if self.projections and self.tensor > 1 else ()
         weights = weights_layout(step, self.split, sizes, more=splits)
+        if splits:
+            weights = replace(weights, advice="Megatron(relaxed=True) chooses the splits by price instead.")
         if self.context == 1:
             return weights
         positions = positions_layout(step, self.context).values[step.graph]
         # Weights have no samples, and what has positions is no weight.
         of_step = weights.values.get(step.graph, [()] * len(positions))
         both = [a or b for a, b in zip(of_step, positions, strict=True)]
-        return GivenLayout(values={**weights.values, step.graph: both})
+        return replace(weights, values={**weights.values, step.graph: both})
 
     def _notes(self, step: StepGraph) -> tuple[str, ...]:
         unsplit = projections(step, self.tensor).unsplit if self.projections and self.tensor > 1 else ()
@@ -228,6 +241,14 @@ class Hybrid(Planner):
 
     def _cut(self, request: PlanRequest, microbatches: Sequence[int], *, written_out: bool = False) -> PipelineCut:
         """Return the step cut into stages of one layer each."""
+        if self.blocks:
+            if len(self.blocks) != self.num_stages:
+                raise PlanError(
+                    f"blocks = {self.blocks} was asked for, but there are {self.num_stages} stages. Give a number of "
+                    "layers for each."
+                )
+            stages = range(1, request.cluster.num_devices + 1)
+            return merged_layers(natural_layers(request, microbatches, stages), self.blocks)
         if self.equal in ("layer_flops", "layer_bytes") and self.num_stages > 1:
             return cut_into_blocks(request, microbatches, self.num_stages, self.equal)
         balance = StageBalance(count=self.num_stages, by_loops=self.equal == "loops", shares=self.shares)

@@ -289,6 +289,9 @@ def subdivided(step: StepGraph, layers: Layers, *, imbalance: float = 0.3) -> La
     count = max(1, min(MAX_LAYERS, round(units / layers.num_layers), *map(len, forward)))
     of_op: list[int | None] = [None] * len(graph.ops)
     for layer, ops in enumerate(forward):
+        # A step that returns its arguments has a layer without ops.
+        if not ops:
+            continue
         # Repeated layers are parts of their own, where there are enough.
         blocks = sorted({repeated.block_of[op.id] for op in ops}) if repeated.rows else []
         number = {block: i for i, block in enumerate(blocks)}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.pictures import FOLDER, PICTURES
+from benchmarks.pictures import CHARTS, FOLDER, PICTURES
 from tests.inspection.markup import parse
 
 PAGES = [page.read_text(encoding="utf-8") for page in sorted(FOLDER.parent.rglob("*.md"))]
@@ -18,8 +18,9 @@ def test_every_picture_is_on_a_page_and_has_words() -> None:
     assert all(len(words) > 10 for words, _ in shown)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PICTURES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in CHARTS else pytest.mark.slow) for name in PICTURES]
+)
 def test_pictures_are_not_stale(name: str) -> None:
     drawn = PICTURES[name]()
     parse(drawn)

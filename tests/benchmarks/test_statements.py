@@ -18,6 +18,7 @@ DOCS = Path(__file__).parents[2] / "docs"
     [
         ("accelerators", statements.gpu_table),
         ("lecture", statements.megatron_table),
+        ("lecture", statements.experts_table),
     ],
 )
 def test_tables_are_those_of_the_kept_results(page: str, table) -> None:

@@ -58,7 +58,8 @@ def test_public_names() -> None:
     )
     assert set(_public(al.planners)) == set(
         "Auto ConvolutionParallel Custom DataParallel DeepSpeed3D FSDP GShard GridSearch Hybrid MANUAL_PLANNERS "
-        "Megatron MeshTensorFlow OnMesh OneWeirdTrick Pipeline PlanRequest Planner Replay TorchGPipe Zero".split()
+        "Megatron MeshTensorFlow OnMesh OneWeirdTrick PipeDream PipeDream2BW Pipeline PlanRequest Planner Replay "
+        "TorchGPipe Zero".split()
     )
     assert set(_public(al.serving)) == set(
         "AccuracySample Allocation BestAccuracy CloudOnly EdgeFirst EveryAssignment Exact JellyBean MessageSource "

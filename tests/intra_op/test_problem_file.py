@@ -145,6 +145,8 @@ def test_solvers_by_name(tmp_path: Path):
     write_problem(large, tmp_path / "large.json")
     with pytest.raises(ProblemFileError, match="combinations"):
         solve_file(tmp_path / "large.json", solver=BruteForce())
+    with pytest.raises(ProblemFileError, match=r"There is no solver 'brute-forse'\. Did you mean 'brute_force'\?"):
+        solver_named("brute-forse")
 
 
 def test_whole_numbers_stay_whole_and_infinity_keeps_its_sign(tmp_path: Path):

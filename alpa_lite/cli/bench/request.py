@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from pathlib import Path
 
 import jax
@@ -35,6 +34,7 @@ from alpa_lite.errors import AlpaLiteError, PlanError
 from alpa_lite.planners import Auto, Planner
 from alpa_lite.planners.by_name import PLANNERS
 from alpa_lite.planners.planner import Replay
+from alpa_lite.text import did_you_mean
 from cost_models.cluster import Cluster, known_clusters
 
 SMALL = Transformer(
@@ -131,11 +131,10 @@ def find_target(name: str, batch_size: int | None = None) -> BenchTarget:
     if name in ZOO:
         model, usual = ZOO[name]
         return _of_model(name, model, batch_size or usual)
-    close = get_close_matches(name, (*ZOO, *ALPA), n=1)
-    meant = f" Did you mean {close[0]!r}?" if close else ""
     raise PlanError(
-        f"There is no model {name!r}.{meant} Choose one of {', '.join(ZOO)}; one of Alpa's evaluation, "
-        f"{', '.join(ALPA)}; or name a function as MODULE:FUNCTION or FILE.py:FUNCTION that returns (train_step, args)."
+        f"There is no model {name!r}.{did_you_mean(name, (*ZOO, *ALPA))} Choose one of {', '.join(ZOO)}; "
+        f"one of Alpa's evaluation, {', '.join(ALPA)}; or name a function as MODULE:FUNCTION or FILE.py:FUNCTION that "
+        "returns (train_step, args)."
     )
 
 
