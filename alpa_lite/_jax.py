@@ -217,6 +217,7 @@ def bind(primitive: jex_core.Primitive, params: dict[str, Any], operands: Sequen
 
 
 _THAT_ASK_FOR_VERSIONS = (
+    "jax._src.lib",  # where the others take them from, when they are imported
     "jax._src.cudnn.fused_attention_stablehlo",
     "jax.experimental.pallas.ops.gpu.attention_mgpu",
 )
@@ -229,13 +230,25 @@ _OLDEST_VERSIONS = SimpleNamespace(cudnn_get_version=lambda: 91100, cuda_runtime
 @contextmanager
 def tracing_for_gpus() -> Iterator[None]:
     """Let kernels for GPUs be traced inside the `with` block where CUDA is not installed: cuDNN's and Mosaic's."""
-    with _assuming, contextlib.ExitStack() as undo:
-        for name in _THAT_ASK_FOR_VERSIONS:
-            module: Any = sys.modules.get(name)
-            if getattr(module, "cuda_versions", "") is None:  # loaded, not installed, and not moved
-                module.cuda_versions = _OLDEST_VERSIONS
-                undo.callback(setattr, module, "cuda_versions", None)
-        yield
+    with _assuming:
+        # Loaded, not installed, and not moved. Inside another such block all have the versions already.
+        if not _replaced_versions(None, _OLDEST_VERSIONS):
+            yield
+            return
+        try:
+            yield
+        finally:
+            # Those too that the traced code has imported meanwhile.
+            _replaced_versions(_OLDEST_VERSIONS, None)
+
+
+def _replaced_versions(old: object, new: object) -> bool:
+    """Set the versions of CUDA in all loaded modules that have `old` ones; return whether there were any."""
+    modules: list[Any] = [sys.modules.get(name) for name in _THAT_ASK_FOR_VERSIONS]
+    found = [module for module in modules if getattr(module, "cuda_versions", "") is old]
+    for module in found:
+        module.cuda_versions = new
+    return bool(found)
 
 
 def lowering_platform(device: Device) -> str:

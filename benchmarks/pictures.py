@@ -31,13 +31,16 @@ from alpa_lite.inspection.page.elements import STYLE
 from alpa_lite.inspection.page.serving_drawing import serving_svg
 from alpa_lite.planners import Hybrid
 from alpa_lite.schedule import (
+    DualPipeV,
     EagerOneFOneB,
     GPipe,
     Interleaved1F1B,
     OneFOneB,
     Schedule,
     Sequential,
+    Wave,
     ZeroBubbleH1,
+    ZeroBubbleV,
 )
 from alpa_lite.serving import JellyBean, read_serving_problem
 from alpa_lite.sharding.specs import Spec
@@ -119,6 +122,9 @@ PICTURES: Mapping[str, Callable[[], str]] = {
     "eager-1f1b": partial(_drawn, timeline_svg, EagerOneFOneB()),
     "interleaved": partial(_drawn, timeline_svg, Interleaved1F1B(num_chunks=2)),
     "zero-bubble": partial(_drawn, timeline_svg, ZeroBubbleH1()),
+    "zero-bubble-v": partial(_drawn, timeline_svg, ZeroBubbleV()),
+    "dualpipe-v": partial(_drawn, timeline_svg, DualPipeV()),
+    "wave": partial(_drawn, timeline_svg, Wave()),
     "devices": partial(_drawn, cluster_svg, OneFOneB()),
     "layers": partial(_drawn, layers_svg, OneFOneB()),
     "blocks": lambda: _file(blocks()),

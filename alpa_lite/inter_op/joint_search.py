@@ -141,8 +141,10 @@ class JointSearch:
         if found:
             with progress.during("refine", "refine"):
                 # Interleaving changes schedule and number of stages, which the user may have fixed.
-                dealt_out = len(self.schedules) > 1 and self.num_stages is None
-                yield self._plan(refined(self.request, found, searches.steps, self.schedules, dealt_out=dealt_out))
+                any_schedule = len(self.schedules) > 1 and self.num_stages is None
+                yield self._plan(
+                    refined(self.request, found, searches.steps, self.schedules, any_schedule=any_schedule)
+                )
         elif not fitting or (too_large and self.at_most == math.inf):
             # Nothing fits: either no stages of this kind exist at all, or memory is short.
             number = (too_large or [max(guesses)])[0]

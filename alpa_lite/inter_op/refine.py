@@ -3,7 +3,8 @@
 polish      each stage again, to a smaller gap, within a time limit                              `polished`
 schedules   the same stages under each schedule that their memory allows                         `rescheduled`
 even        the layers cut anew into as many equal parts                                         `_evened`
-chunks      the layers in several times as many parts, dealt out over the same submeshes         `interleaved`
+chunks      the layers in several times as many parts, dealt out over the same submeshes         `dealt_out`
+order       the tasks of these stages in the shortest order that is found for their times        `_reordered`
 agree       stages solved again so that all hold rows of stacked arguments in one form           `agreeing`
 
 A step returns one array for a stacked argument. If every stage holds equally many of its rows in one form, the array
@@ -19,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from alpa_lite.errors import InfeasibleError, PlanError
-from alpa_lite.inter_op.assembly import ROUNDING, StagedStep, StepEstimate, estimate
+from alpa_lite.inter_op.assembly import ROUNDING, StagedStep, StepEstimate, estimate, inflows_between
 from alpa_lite.inter_op.boundaries import stacks_at_rest
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.inter_op.shared_devices import device_peak, solve_together
@@ -28,7 +29,19 @@ from alpa_lite.inter_op.stage_cost_cache import StageCostCache
 from alpa_lite.inter_op.stage_costs import StageCosts
 from alpa_lite.intra_op.solve import RELATIVE_GAP
 from alpa_lite.intra_op.stage import StageSolution
-from alpa_lite.schedule import Interleaved1F1B, Schedule, splits_backward
+from alpa_lite.plan.parts import StageCost
+from alpa_lite.plan.pricing import dispatch_seconds
+from alpa_lite.schedule import (
+    Interleaved1F1B,
+    OneFOneB,
+    Schedule,
+    Synthesised,
+    Wave,
+    ZeroBubbleV,
+    peak_in_flight,
+    processors_of,
+    splits_backward,
+)
 from alpa_lite.sharding.specs import Spec
 from alpa_lite.step.layers import Cut
 from alpa_lite.step.recomputation import Remat
@@ -41,6 +54,12 @@ ALONE_GAP, ALONE_SECONDS = 1e-3, 6.0
 
 CHUNKS = (2, 4, 8)
 """Numbers of chunks per group of devices in interleaved pipelines, tried while more are faster."""
+
+THERE_AND_BACK: tuple[Schedule, ...] = (ZeroBubbleV(), Wave())
+"""Other schedules with chunks that are tried."""
+
+WORTH = 0.005
+"""Relative gain for which tasks are put into an order of their own."""
 
 UNSEEN = 0.1
 """Relative excess of a simulated step over the stage DP's seconds above which these are not relied on."""
@@ -101,17 +120,21 @@ def refined(
     steps: StageCostCache,
     schedules: Sequence[Schedule],
     *,
-    dealt_out: bool,
+    any_schedule: bool,
 ) -> Found:
-    """Return the fastest of some plans, solved closer to the best, and (`dealt_out`) in chunks if that is faster."""
+    """Return the fastest of some plans, solved closer to the best.
+
+    `any_schedule`: also under schedules that are not searched, in chunks above all.
+    """
 
     def refine(way: Found) -> Found:
         whole = rescheduled(request, polished(request, way), schedules)
-        if not dealt_out or len(whole.stages) == 1:
+        if not any_schedule or len(whole.stages) == 1:
             return whole
         plain = Found.of(request, whole.costs, whole.stages, schedules[0])
         best = _in_chunks(request, plain, whole, steps)
-        return _evened(request, best, plain, steps, schedules) if _unevenness(plain) > UNEVEN else best
+        best = _evened(request, best, plain, steps, schedules) if _unevenness(plain) > UNEVEN else best
+        return _reordered(request, best)
 
     first, *others = sorted(found, key=lambda way: way.seconds)
     best = refine(first)
@@ -129,7 +152,7 @@ def _evened(
 
     The search makes stages from few layers, for 1F1B. A schedule with little bubble waits for uneven stages.
     """
-    even = interleaved(request, whole, steps, 1) if best.estimate.bubble_fraction > BUBBLE else None
+    even = dealt_out(request, whole, steps, OneFOneB()) if best.estimate.bubble_fraction > BUBBLE else None
     if even is None:
         return best
     # `rescheduled` judges other schedules by the bubble under the first one.
@@ -154,12 +177,45 @@ def _in_chunks(request: PlanRequest, plain: Found, best: Found, steps: StageCost
         bubble = last.estimate.bubble_fraction
         if bubble <= BUBBLE or last.seconds * (1 - bubble / 2) >= best.seconds:
             break
-        dealt_out = interleaved(request, plain, steps, chunks)
+        found = dealt_out(request, plain, steps, Interleaved1F1B(num_chunks=chunks))
         # More chunks send more often and hold more memory: if these are no better, neither are more.
-        if dealt_out is None or dealt_out.seconds >= best.seconds:
+        if found is None or found.seconds >= best.seconds:
             break
-        best = last = dealt_out
+        best = last = found
+    for schedule in THERE_AND_BACK:
+        if best.estimate.bubble_fraction > BUBBLE:
+            found = dealt_out(request, plain, steps, schedule)
+            best = best if found is None else min(best, found, key=lambda way: way.seconds)
     return best
+
+
+def _reordered(request: PlanRequest, best: Found) -> Found:
+    """Return the same stages with their tasks in an order that is made for their times, if that is faster."""
+    if best.estimate.bubble_fraction <= BUBBLE:
+        return best
+    costs, count, launch = best.costs, len(best.stages), dispatch_seconds(request.cluster)
+    num_microbatches = costs.step.num_microbatches
+    lists = best.schedule.tasks(count, num_microbatches)
+    transfer = tuple(inflows_between(request, costs.step, costs.layers, best.stages))
+    found = best
+    for in_two in (False, True):
+        of_stages = [costs.in_two_parts(stage, stage.solution, in_two=in_two).cost for stage in best.stages]
+        order = Synthesised(
+            forward=tuple(cost.forward_seconds + launch for cost in of_stages),
+            backward=tuple(cost.backward_seconds + launch * (1 + in_two) for cost in of_stages),
+            weight=tuple(cost.weight_seconds + launch * in_two for cost in of_stages),
+            transfer=transfer,
+            processors=tuple(best.schedule.processor_of(stage, count) for stage in range(count)),
+        )
+        # Without room for any number of micro-batches, as many as the plan holds so far.
+        for most in ((), tuple(peak_in_flight(tasks) for tasks in lists)):
+            limited = replace(order, most_held=most)
+            if fits(costs, best.stages, limited):
+                other = Found.of(request, costs, best.stages, limited)
+                found = min(found, replace(other, sum_seconds=best.sum_seconds), key=lambda way: way.seconds)
+                break
+    # An order that is hardly shorter is not worth a schedule without a formula.
+    return found if found.seconds < best.seconds * (1 - WORTH) else best
 
 
 def polished(request: PlanRequest, found: Found) -> Found:
@@ -200,9 +256,9 @@ def rescheduled(request: PlanRequest, found: Found, schedules: Sequence[Schedule
 def scheduled(costs: StageCosts, stages: Sequence[PlacedStage], schedule: Schedule) -> list[PlacedStage]:
     """Return the stages as a schedule runs them: with the times of both parts if it splits backward passes."""
     lists = schedule.tasks(len(stages), costs.step.num_microbatches)
-    found: list[PlacedStage] = []
+    found, processors = list[PlacedStage](), processors_of(lists)
     for number, stage in enumerate(stages):
-        solution, in_two = stage.solution, splits_backward(lists[number % len(lists)])
+        solution, in_two = stage.solution, splits_backward(lists[processors[number]])
         # The solution may come from a schedule that splits backward passes.
         if in_two or solution.cost.weight_seconds:
             solution = costs.in_two_parts(stage, solution, in_two=in_two)
@@ -211,12 +267,14 @@ def scheduled(costs: StageCosts, stages: Sequence[PlacedStage], schedule: Schedu
 
 
 def fits(costs: StageCosts, stages: Sequence[PlacedStage], schedule: Schedule) -> bool:
-    """Return True if stages on devices of their own have memory for all that a schedule lets them hold."""
+    """Return True if stages have memory for all that a schedule lets them hold, together on shared devices."""
     lists = schedule.tasks(len(stages), costs.step.num_microbatches)
-    as_run = scheduled(costs, stages, schedule)
+    processors, held = processors_of(lists), [dict[int, StageCost]() for _ in lists]
+    for number, stage in enumerate(scheduled(costs, stages, schedule)):
+        held[processors[number]][number] = stage.solution.cost
     return all(
-        device_peak({i: stage.solution.cost}, tasks) <= (1 + ROUNDING) * costs.room_bytes(stage.submesh)
-        for i, (stage, tasks) in enumerate(zip(as_run, lists, strict=True))
+        device_peak(of_stages, tasks) <= (1 + ROUNDING) * costs.room_bytes(stages[min(of_stages)].submesh)
+        for of_stages, tasks in zip(held, lists, strict=True)
     )
 
 
@@ -262,37 +320,39 @@ def _within(
     return found
 
 
-def interleaved(request: PlanRequest, found: Found, steps: StageCostCache, num_chunks: int) -> Found | None:
-    """Return a plan with `num_chunks` chunks on the submesh of each stage; None if that is not possible."""
-    schedule = Interleaved1F1B(num_chunks=num_chunks)
+def dealt_out(request: PlanRequest, found: Found, steps: StageCostCache, schedule: Schedule) -> Found | None:
+    """Return a plan with the chunks of a schedule on the submesh of each stage; None if that is not possible."""
     parts, num_microbatches = len(found.stages), found.costs.step.num_microbatches
-    chunks = parts * num_chunks
-    # Interleaved 1F1B runs micro-batches in rounds of as many as there are groups of devices.
-    if num_chunks > 1 and num_microbatches % parts:
-        return None
+    chunks = parts * schedule.stages_per_processor
+    homes = [schedule.processor_of(chunk, chunks) for chunk in range(chunks)]
     try:
-        costs, per_chunk = steps.mixed(num_microbatches, Cut.into(chunks), found.policies * num_chunks)
-    except PlanError:  # too few ops
+        # A schedule may run other numbers of micro-batches, and there may be too few ops.
+        tasks = schedule.tasks(chunks, num_microbatches)
+        costs, per_chunk = steps.mixed(num_microbatches, Cut.into(chunks), [found.policies[home] for home in homes])
+    except PlanError:
         return None
-    tasks = schedule.tasks(chunks, costs.step.num_microbatches)
     solved: dict[int, StageSolution] = {}
     # The last part first: it has the fewest micro-batches in flight, and its solutions serve those before it.
     for part in reversed(range(parts)):
 
         def solve(
-            chunk: int, in_flight: int, limit_bytes: float, whole: PlacedStage = found.stages[part]
+            chunk: int,
+            in_flight: int,
+            limit_bytes: float,
+            whole: PlacedStage = found.stages[part],
+            in_two: bool = splits_backward(tasks[part]),
         ) -> StageSolution:
             place = StagePlace.nth(chunk, per_chunk, whole.submesh, whole.mesh)
-            return costs.solution(place, in_flight=in_flight, limit_bytes=limit_bytes)
+            solution = costs.solution(place, in_flight=in_flight, limit_bytes=limit_bytes)
+            return costs.in_two_parts(place, solution) if in_two else solution
 
         together = solve_together(solve, tasks[part], costs.room_bytes(found.stages[part].submesh))
         if not together.fits:
             return None
         solved |= together.solutions
-    wholes = [found.stages[chunk % parts] for chunk in range(chunks)]
     stages = [
         StagePlace.nth(chunk, per_chunk, whole.submesh, whole.mesh).with_solution(solved[chunk])
-        for chunk, whole in enumerate(wholes)
+        for chunk, whole in enumerate(found.stages[home] for home in homes)
     ]
     return Found.of(request, costs, stages, schedule)
 

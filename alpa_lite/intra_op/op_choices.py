@@ -362,7 +362,7 @@ def _refusal(graph: Graph, op: Op, keeping: Keeping) -> str:
     values = ", ".join(f"{_named(graph.values[v])} {_show(keeping.of(graph, v))}" for v in (*op.operands, *op.results))
     return (
         f"{op.source or 'An op'}: the {op.primitive} cannot be run with its operands and results split as the layout "
-        f"says ({values}). Leave one of the names that split it out of the layout."
+        f"says ({values}). {keeping.layout.advice}"
     )
 
 

@@ -186,7 +186,13 @@ class _ProgramBuilder:
         schedule, count, m = self.plan.schedule, len(self.plan.stages), self.step.num_microbatches
         lists = schedule.tasks(count, m)
         # The schedule may be the user's own.
-        validate(lists, count, m, in_flight=[schedule.in_flight(stage, count, m) for stage in range(count)])
+        validate(
+            lists,
+            count,
+            m,
+            processors=[schedule.processor_of(stage, count) for stage in range(count)],
+            in_flight=[schedule.in_flight(stage, count, m) for stage in range(count)],
+        )
         for slot in linearize(lists):
             number = numbers.get((slot.stage, TaskRole(slot.kind.value)))
             # Where the two passes are one task, it runs at the place of the backward pass, and the forward place stays

@@ -25,7 +25,7 @@ from alpa_lite.plan.task_specs import OpPlace
 from alpa_lite.program.ir import Graph
 from alpa_lite.program.phases import Phase, StepGraph, weight_gradient_ops
 from alpa_lite.rules.fusion import is_fusible
-from alpa_lite.schedule import Task, TaskKind, TaskLists, kinds_of
+from alpa_lite.schedule import Task, TaskKind, TaskLists, kinds_of, processors_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,9 +109,8 @@ def _kind_in_loop(layout: TaskLayout, stage: int, phase: Phase) -> TaskRole:
 
 def _fused(lists: TaskLists, last: int) -> frozenset[int]:
     """Return the stages whose forward and backward of a micro-batch always run back to back: the last stage or none."""
-    # A schedule with fewer task lists than stages interleaves several stages on each list.
     # A task occurs once in a list, so it can be a key for its successor.
-    after = dict(pairwise(lists[last % len(lists)]))
+    after = dict(pairwise(lists[processors_of(lists)[last]]))
     forwards = [task for task in after if task.stage == last and task.kind is TaskKind.FORWARD]
     return frozenset([last] if forwards and all(_returns(task, after[task]) for task in forwards) else [])
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import combinations, cycle
+from itertools import combinations
 from math import lcm, prod
 from typing import Literal
 
@@ -170,6 +170,7 @@ class Hybrid(Planner):
             recomputed=Recomputed(remat=remat, traced_layers=traced_layers),
             progress=request.progress,
         )
+        parts = [schedule.processor_of(stage, self.num_stages) for stage in range(self.num_stages)]
         # Chunks of one part share its memory, so that they are solved together.
         solved: dict[int, StageSolution] = {}
         # Fewer micro-batches in flight first: those solutions are the best for more, where they still fit.
@@ -177,8 +178,7 @@ class Hybrid(Planner):
             solved |= self._solve(costs, request, *places[part], tasks[part])
         stages = [
             StagePlace.nth(i, per_stage, submesh, mesh).with_solution(solved[i])
-            # Interleaved stages go round the parts: stage i runs on part i mod pipeline.
-            for i, (submesh, mesh) in zip(range(self.num_stages), cycle(places), strict=False)
+            for i, (submesh, mesh) in enumerate(places[part] for part in parts)
         ]
         staged = StagedStep(step=step, layers=layers, stages=stages, schedule=schedule)
         plan = assemble(self.name, request, staged, started)
@@ -225,13 +225,15 @@ class Hybrid(Planner):
         # Parts may differ in their "data" axis alone, which splits no dims of weights by name.
         splits = projections(step, self.tensor).splits if self.projections and self.tensor > 1 else ()
         weights = weights_layout(step, self.split, sizes, more=splits)
+        if splits:
+            weights = replace(weights, advice="Megatron(relaxed=True) chooses the splits by price instead.")
         if self.context == 1:
             return weights
         positions = positions_layout(step, self.context).values[step.graph]
         # Weights have no samples, and what has positions is no weight.
         of_step = weights.values.get(step.graph, [()] * len(positions))
         both = [a or b for a, b in zip(of_step, positions, strict=True)]
-        return GivenLayout(values={**weights.values, step.graph: both})
+        return replace(weights, values={**weights.values, step.graph: both})
 
     def _notes(self, step: StepGraph) -> tuple[str, ...]:
         unsplit = projections(step, self.tensor).unsplit if self.projections and self.tensor > 1 else ()

@@ -6,11 +6,16 @@ Read `tasks` first, then `orders`.
 
 A schedule is a frozen value that only orders tasks; their durations are arguments of `simulate`. A processor is the
 group of devices that a stage runs on. There is one per stage, unless the schedule gives each processor v stages (the
-chunks of an interleaved pipeline): then stage i of p*v runs on processor i mod p.
+chunks of an interleaved pipeline): `processor_of` says where each of p*v stages runs, by default stage i on i mod p.
 
-    tasks     tasks, task lists, and the peak memory that a list needs
-    orders    the schedules
-    clock     validation, linearization and simulation of task lists
+    tasks             tasks, task lists, and the peak memory that a list needs
+    ordering          the base class of schedules
+    orders            1F1B and those like it, with chunks, and for inference
+    list_scheduling   orders that follow from times and memory
+    waves             schedules made so, above all those that go back and forth over the processors
+    known_schedules   all of them
+    synthesis         the shortest order that is found for given times, with a bound
+    clock             validation, linearization and simulation of task lists
 """
 
 from alpa_lite.schedule.clock import Span as Span
@@ -18,17 +23,18 @@ from alpa_lite.schedule.clock import Timeline as Timeline
 from alpa_lite.schedule.clock import linearize as linearize
 from alpa_lite.schedule.clock import simulate as simulate
 from alpa_lite.schedule.clock import validate as validate
-from alpa_lite.schedule.orders import SCHEDULES as SCHEDULES
+from alpa_lite.schedule.known_schedules import SCHEDULES as SCHEDULES
+from alpa_lite.schedule.ordering import Schedule as Schedule
+from alpa_lite.schedule.ordering import schedule_named as schedule_named
 from alpa_lite.schedule.orders import EagerOneFOneB as EagerOneFOneB
 from alpa_lite.schedule.orders import GPipe as GPipe
 from alpa_lite.schedule.orders import Inference as Inference
 from alpa_lite.schedule.orders import Interleaved1F1B as Interleaved1F1B
 from alpa_lite.schedule.orders import OneFOneB as OneFOneB
-from alpa_lite.schedule.orders import Schedule as Schedule
 from alpa_lite.schedule.orders import Sequential as Sequential
 from alpa_lite.schedule.orders import WarmupSchedule as WarmupSchedule
 from alpa_lite.schedule.orders import ZeroBubbleH1 as ZeroBubbleH1
-from alpa_lite.schedule.orders import schedule_named as schedule_named
+from alpa_lite.schedule.synthesis import Synthesised as Synthesised
 from alpa_lite.schedule.tasks import Task as Task
 from alpa_lite.schedule.tasks import TaskKind as TaskKind
 from alpa_lite.schedule.tasks import TaskLists as TaskLists
@@ -36,4 +42,10 @@ from alpa_lite.schedule.tasks import kinds_of as kinds_of
 from alpa_lite.schedule.tasks import passes_of as passes_of
 from alpa_lite.schedule.tasks import peak_held as peak_held
 from alpa_lite.schedule.tasks import peak_in_flight as peak_in_flight
+from alpa_lite.schedule.tasks import processors_of as processors_of
 from alpa_lite.schedule.tasks import splits_backward as splits_backward
+from alpa_lite.schedule.waves import DualPipeV as DualPipeV
+from alpa_lite.schedule.waves import ListSchedule as ListSchedule
+from alpa_lite.schedule.waves import Wave as Wave
+from alpa_lite.schedule.waves import ZeroBubbleH2 as ZeroBubbleH2
+from alpa_lite.schedule.waves import ZeroBubbleV as ZeroBubbleV

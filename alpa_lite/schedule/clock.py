@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from alpa_lite.errors import PlanError
-from alpa_lite.schedule.tasks import Task, TaskKind, kinds_of, peak_in_flight
+from alpa_lite.schedule.tasks import Task, TaskKind, kinds_of, peak_in_flight, processors_of
 
 _PASSES: tuple[frozenset[TaskKind], ...] = (
     frozenset((TaskKind.FORWARD, TaskKind.BACKWARD)),
@@ -59,21 +59,23 @@ def validate(
     num_stages: int,
     num_microbatches: int,
     *,
+    processors: Sequence[int] = (),
     in_flight: Sequence[int] = (),
 ) -> None:
     """Raise PlanError unless the task lists form a complete schedule that does not deadlock.
 
-    Each task must occur exactly once, those of stage i in list i mod the number of lists. A stage runs one backward
-    task per micro-batch, or an input and a weight gradient, unless no stage runs a backward pass. No stage may have
-    more micro-batches in flight than `in_flight[stage]` (empty: any number).
+    Each task must occur exactly once, those of stage i in list `processors[i]` (empty: i mod the number of lists). A
+    stage runs one backward task per micro-batch, or an input and a weight gradient, unless no stage runs a backward
+    pass. No stage may have more micro-batches in flight than `in_flight[stage]` (empty: any number).
     """
-    if not schedule_tasks or num_stages % len(schedule_tasks):
+    if not schedule_tasks or (num_stages % len(schedule_tasks) and not processors):
         raise PlanError(
             f"A schedule of {num_stages} stages needs as many task lists, or a number that divides them, but has"
             f" {len(schedule_tasks)}."
         )
+    processors = processors or [stage % len(schedule_tasks) for stage in range(num_stages)]
     for number, tasks in enumerate(schedule_tasks):
-        mine = range(number, num_stages, len(schedule_tasks))
+        mine = [stage for stage, processor in enumerate(processors) if processor == number]
         kinds = {stage: _pass_of(in_list) for stage, in_list in kinds_of(tasks).items()}
         # Counts of both, so that one comparison finds tasks that are missing, repeated, or of another list.
         expected = {
@@ -94,7 +96,7 @@ def validate(
     # Raises for lists that deadlock.
     linearize(schedule_tasks)
     for stage, most in enumerate(in_flight):
-        held = peak_in_flight([t for t in schedule_tasks[stage % len(schedule_tasks)] if t.stage == stage])
+        held = peak_in_flight([t for t in schedule_tasks[processors[stage]] if t.stage == stage])
         if held > most:
             raise PlanError(
                 f"Stage {stage} of the schedule holds {held} micro-batches at one time, but its in_flight says {most}:"
@@ -147,7 +149,7 @@ def simulate(
     """Simulate the task lists and return the timeline of the step.
 
     Args:
-        tasks_per_processor: the ordered tasks of each processor; stage i belongs to list i mod the number of lists.
+        tasks_per_processor: the ordered tasks of each processor; all tasks of a stage are in one list.
         forward_seconds: per stage, seconds of the forward pass of one micro-batch.
         backward_seconds: per stage, seconds of the whole backward pass of one micro-batch.
         weight_seconds: per stage, the part of `backward_seconds` spent on weight gradients, for schedules in which
@@ -230,12 +232,13 @@ def _dependencies(task: Task, num_stages: int) -> tuple[Task, ...]:
 class _TaskTimes:
     """The state of a simulation, in seconds.
 
+    processors  the processor of each stage
     ends        end of each finished task
     arrivals    time at which the result of a task has reached the stage that reads it
     taken       (sending, receiving) processor → time until which the link between them is occupied
     """
 
-    num_processors: int
+    processors: Mapping[int, int]
     transfer: Sequence[float]
     ends: dict[Task, float] = field(default_factory=dict[Task, float])
     arrivals: dict[Task, float] = field(default_factory=dict[Task, float])
@@ -254,7 +257,7 @@ class _TaskTimes:
         # Activations go to the next stage, gradients to the previous one.
         reader = task.stage + (1 if task.kind is TaskKind.FORWARD else -1)
         if task.kind is not TaskKind.WEIGHT_GRADIENT and 0 <= reader <= len(self.transfer):
-            link = (task.stage % self.num_processors, reader % self.num_processors)
+            link = (self.processors[task.stage], self.processors[reader])
             # The link carries one micro-batch at a time: the transfer begins when the one before has ended.
             started = max(end, self.taken.get(link, 0.0))
             self.taken[link] = self.arrivals[task] = started + self.transfer[min(task.stage, reader)]
@@ -273,7 +276,8 @@ def _run(
     by its own and the neighbouring stages, so only the lists in `changed` need another look: O(tasks · log lists).
     """
     queues = [deque(tasks) for tasks in tasks_per_processor]
-    free, clock = [0.0] * len(queues), _TaskTimes(num_processors=len(queues), transfer=transfer)
+    processors = processors_of(tasks_per_processor)
+    free, clock = [0.0] * len(queues), _TaskTimes(processors=processors, transfer=transfer)
     spans: list[Span] = []
     choices: list[tuple[float, float, int]] = []
     changed = set(range(len(queues)))
@@ -301,8 +305,8 @@ def _run(
             Span(stage=task.stage, microbatch=task.microbatch, kind=task.kind, start_seconds=start, end_seconds=end)
         )
         waiting.add(number)
-        # The list itself, and those of the neighbouring stages, which lie on neighbouring processors.
-        changed = {(number + step) % len(queues) for step in (-1, 0, 1)}
+        # The list itself, and those of the neighbouring stages.
+        changed = {processors.get(task.stage + step, number) for step in (-1, 0, 1)}
     return tuple(spans)
 
 

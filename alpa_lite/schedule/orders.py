@@ -15,87 +15,14 @@ With p equal processors s = 0..p-1, m micro-batches, and tf and tb seconds per f
                 processor s over all its stages min(warm-up + 1, m*v)   `Interleaved1F1B`  (SC'21, section 2.2)
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields, replace
-from inspect import isabstract
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import final
 
 from alpa_lite.errors import PlanError
-from alpa_lite.schedule.tasks import MOST_MICROBATCHES, Task, TaskKind, TaskLists, peak_in_flight
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Schedule(ABC):
-    """An order of the tasks of a pipeline, for any number of stages and micro-batches."""
-
-    @property
-    @abstractmethod
-    def name(self) -> str:
-        """The name of the schedule in plans and on the command line."""
-
-    @property
-    def stages_per_processor(self) -> int:
-        """The number of stages that share one processor."""
-        return 1
-
-    @property
-    def overlaps_transfers(self) -> bool:
-        """Whether stages work on other micro-batches during a transfer, for any number of micro-batches."""
-        return False
-
-    def waiting_share(self, postponed: float) -> float:
-        """Return the share of the waiting under 1F1B at the beginning and at the end that remains.
-
-        With p equal stages of t seconds the makespan is (m + share*(p-1)) * t; see the module.
-
-        postponed: the share of both passes that are gradients of weights.
-        """
-        del postponed
-        return 1.0
-
-    def num_processors(self, num_stages: int) -> int:
-        """Return the number of processors for `num_stages` stages; stage i runs on processor i mod this number.
-
-        Raises PlanError if `num_stages` is not a positive multiple of `stages_per_processor`.
-        """
-        if num_stages < 1 or num_stages % self.stages_per_processor:
-            raise PlanError(
-                f"{self.name} runs {self.stages_per_processor} stages per group of devices, which {num_stages} stages"
-                f" are not. Ask for a multiple of {self.stages_per_processor}."
-            )
-        return num_stages // self.stages_per_processor
-
-    @abstractmethod
-    def tasks(self, num_stages: int, num_microbatches: int) -> TaskLists:
-        """Return the ordered tasks of each processor. Raises PlanError for numbers that the schedule cannot run."""
-
-    @abstractmethod
-    def in_flight(self, stage: int, num_stages: int, num_microbatches: int) -> int:
-        """Return the largest number of micro-batches whose activations `stage` (from 0) holds at one time."""
-
-    def __str__(self) -> str:
-        """Return text like `interleaved-1f1b(num_chunks=2)`."""
-        options = ", ".join(f"{key}={value}" for key, value in asdict(self).items())
-        return f"{self.name}({options})" if options else self.name
-
-    def to_json(self) -> dict[str, object]:
-        """Return a JSON-serialisable description, the input of `Schedule.from_json`."""
-        return {"name": self.name, **asdict(self)}
-
-    @staticmethod
-    def from_json(data: Mapping[str, object]) -> "Schedule":
-        """Return the schedule of `to_json`; raise PlanError for an unknown name or option, or another type of value."""
-        # Defaults stand for options that are not in the data, and tell the types of those that are.
-        default = schedule_named(str(data.get("name")))
-        if unknown := data.keys() - default.to_json().keys():
-            raise PlanError(f"The schedule {default.name!r} has no option named {', '.join(sorted(unknown))}.")
-        options = {key: value for key, value in data.items() if key != "name"}
-        for key, value in options.items():
-            # Compare exact types: `isinstance` would accept a bool where a number is needed.
-            if type(value) is not type(getattr(default, key)):
-                raise PlanError(f"The option {key} of the schedule {default.name!r} is {value!r}; give a number.")
-        return replace(default, **options)
+from alpa_lite.schedule.ordering import Schedule, check_numbers
+from alpa_lite.schedule.tasks import Task, TaskKind, TaskLists, peak_in_flight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +38,7 @@ class WarmupSchedule(Schedule):
         """Return the number of forwards that `stage` runs before it alternates."""
 
     def tasks(self, num_stages: int, num_microbatches: int) -> TaskLists:
-        _check_numbers(num_stages, num_microbatches)
+        check_numbers(num_stages, num_microbatches)
         lists: list[tuple[Task, ...]] = []
         for stage in range(num_stages):
             # With fewer micro-batches than warm-up forwards all forwards come first, as in GPipe.
@@ -224,7 +151,7 @@ class Interleaved1F1B(Schedule):
 
     def tasks(self, num_stages: int, num_microbatches: int) -> TaskLists:
         p = self.num_processors(num_stages)
-        _check_numbers(num_stages, num_microbatches)
+        check_numbers(num_stages, num_microbatches)
         if self.num_chunks > 1 and num_microbatches % p:
             raise PlanError(
                 f"{self.name} on {p} groups of devices runs {p} micro-batches at a time, so that it cannot run"
@@ -245,7 +172,7 @@ class Interleaved1F1B(Schedule):
 
     def in_flight(self, stage: int, num_stages: int, num_microbatches: int) -> int:
         # Counted in the list: chunks of one processor have different numbers of warm-up forwards.
-        tasks = self._tasks_on(stage % self.num_processors(num_stages), num_stages, num_microbatches)
+        tasks = self._tasks_on(self.processor_of(stage, num_stages), num_stages, num_microbatches)
         return peak_in_flight([task for task in tasks if task.stage == stage])
 
 
@@ -267,7 +194,7 @@ class ZeroBubbleH1(Schedule):
         return max(1 - 2 * postponed, 1 / 3)
 
     def tasks(self, num_stages: int, num_microbatches: int) -> TaskLists:
-        _check_numbers(num_stages, num_microbatches)
+        check_numbers(num_stages, num_microbatches)
         lists: list[tuple[Task, ...]] = []
         # The order of 1F1B, with each backward pass replaced by its input gradients and the weight gradients of an
         # earlier micro-batch: what is postponed at the end fills the time in which stages wait.
@@ -308,7 +235,7 @@ class Inference(Schedule):
         return True
 
     def tasks(self, num_stages: int, num_microbatches: int) -> TaskLists:
-        _check_numbers(num_stages, num_microbatches)
+        check_numbers(num_stages, num_microbatches)
         return tuple(
             tuple(Task(stage=stage, microbatch=b, kind=TaskKind.FORWARD) for b in range(num_microbatches))
             for stage in range(num_stages)
@@ -318,61 +245,8 @@ class Inference(Schedule):
         return 1
 
 
-def _check_numbers(num_stages: int, num_microbatches: int) -> None:
-    if num_stages < 1 or num_microbatches < 1:
-        raise PlanError(f"A pipeline needs stages and micro-batches, not {num_stages} and {num_microbatches}.")
-    # Before any task is made: a number far too large would fill the memory first.
-    if num_stages * num_microbatches > MOST_MICROBATCHES:
-        raise PlanError(
-            f"num_microbatches={num_microbatches} in {num_stages} stage(s) was asked for; a step runs at most"
-            f" {MOST_MICROBATCHES} micro-batches, those of all stages together. Use num_microbatches="
-            f"{max(1, MOST_MICROBATCHES // num_stages)} or fewer."
-        )
-
-
 def _warmed_up(forwards: Sequence[Task], backwards: Sequence[Task], warmup: int) -> tuple[Task, ...]:
     """Return `warmup` forwards, then forwards and backwards alternating, then the remaining backwards."""
     # After `warmup` forwards the n-th backward follows the forward `warmup + n`.
     steady = [task for pair in zip(forwards[warmup:], backwards, strict=False) for task in pair]
     return (*forwards[:warmup], *steady, *backwards[len(forwards) - warmup :])
-
-
-SCHEDULES: tuple[Schedule, ...] = (
-    Sequential(),
-    GPipe(),
-    OneFOneB(),
-    EagerOneFOneB(),
-    Interleaved1F1B(),
-    ZeroBubbleH1(),
-    Inference(),
-)
-
-
-def schedule_named(name: str) -> Schedule:
-    """Return the schedule of this name with default options: one of SCHEDULES, or one that the user defined.
-
-    Raises PlanError if there is no schedule of this name.
-    """
-    by_name = {schedule.name: schedule for schedule in SCHEDULES}
-    if name in by_name:
-        return by_name[name]
-    # Found by its class, so that a schedule of the user needs no registration.
-    own = next((schedule for schedule in (of() for of in _subclasses(Schedule)) if schedule.name == name), None)
-    if own is None:
-        raise PlanError(
-            f"There is no schedule named {name!r}. Choose one of: {', '.join(by_name)}; or import the module that"
-            " defines it first, in a class whose options have defaults."
-        )
-    return own
-
-
-def _subclasses(of: type[Schedule]) -> Iterator[type[Schedule]]:
-    """Yield the concrete subclasses that can be created without arguments, the latest first.
-
-    Running a notebook cell again defines the same class again, and the latest definition must take precedence.
-    """
-    for subclass in reversed(of.__subclasses__()):
-        yield from _subclasses(subclass)
-        needed = [f for f in fields(subclass) if f.default is MISSING and f.default_factory is MISSING]
-        if not isabstract(subclass) and not needed:
-            yield subclass

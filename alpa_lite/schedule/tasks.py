@@ -84,6 +84,14 @@ def kinds_of(tasks: Sequence[Task]) -> dict[int, frozenset[TaskKind]]:
     return {stage: frozenset(kinds) for stage, kinds in by_stage.items()}
 
 
+def processors_of(lists: Sequence[Sequence[Task]]) -> dict[int, int]:
+    """Return the number of the list that holds the tasks of each stage, by stage number.
+
+    A stage that several lists hold, which no valid schedule has, counts for the last of them.
+    """
+    return {task.stage: number for number, tasks in enumerate(lists) for task in tasks}
+
+
 def peak_in_flight(tasks: Sequence[Task]) -> int:
     """Return the peak number of micro-batches in flight on one processor; a micro-batch counts once per stage."""
     # With sizes of 1 the peak is a count.

@@ -12,7 +12,16 @@ import pytest
 
 import alpa_lite as al
 from alpa_lite.planners import Hybrid
-from alpa_lite.schedule import Interleaved1F1B, OneFOneB
+from alpa_lite.schedule import (
+    DualPipeV,
+    Interleaved1F1B,
+    OneFOneB,
+    Schedule,
+    Synthesised,
+    Wave,
+    ZeroBubbleH2,
+    ZeroBubbleV,
+)
 from tests.end_to_end.cases import MODELS, Training, assert_same, eager_cluster, make_batch, reference
 from tests.end_to_end.collectives import emitted, handed_over, planned
 
@@ -66,6 +75,34 @@ def test_five_steps_give_the_same_loss_gradients_and_state(case: tuple[str, int,
     compiled = _compiled(training, _interleaved(pipeline, chunks), num_microbatches)
     assert len(compiled.plan.stages) == pipeline * chunks
     assert_same(training.run(compiled), reference(training))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "model", "pipeline", "num_microbatches"),
+    [
+        (ZeroBubbleV(), "mlp", 2, 4),
+        (Wave(num_waves=2), "mlp", 2, 2),
+        pytest.param(ZeroBubbleV(), "gpt", 2, 4, marks=pytest.mark.slow),
+        pytest.param(ZeroBubbleV(memory=0.5), "mlp", 4, 4, marks=pytest.mark.long),
+        pytest.param(DualPipeV(), "gpt", 2, 4, marks=pytest.mark.long),
+        pytest.param(DualPipeV(), "mlp", 4, 8, marks=pytest.mark.long),
+        pytest.param(Wave(), "gpt", 2, 4, marks=pytest.mark.long),
+        pytest.param(ZeroBubbleH2(), "gpt", 4, 4, marks=pytest.mark.long),
+        pytest.param(Synthesised(forward=(1.0, 2.0), backward=(3.0, 1.0)), "mlp", 2, 4, marks=pytest.mark.slow),
+        pytest.param(Synthesised(processors=(0, 1, 1, 0)), "gpt", 2, 4, marks=pytest.mark.long),
+    ],
+    ids=lambda value: str(value),
+)
+def test_stages_that_go_back_and_forth_compute_the_same(
+    schedule: Schedule, model: str, pipeline: int, num_microbatches: int, devices: Any
+) -> None:
+    training = Training(model=model, optimizer="momentum+clip")
+    compiled = _compiled(training, Hybrid(pipeline=pipeline, schedule=schedule), num_microbatches)
+    plan, count = compiled.plan, pipeline * schedule.stages_per_processor
+    homes = [schedule.processor_of(stage, count) for stage in range(count)]
+    assert [stage.submesh.devices[0] * pipeline // 8 for stage in plan.stages] == homes
+    assert_same(training.run(compiled), reference(training))
+    assert al.Plan.from_json(plan.to_json()) == plan
 
 
 def test_stages_run_on_the_devices_that_the_schedule_deals_them(devices: Any) -> None:

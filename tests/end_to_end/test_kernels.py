@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -152,6 +153,13 @@ def test_steps_are_traced_where_the_kernels_of_mosaic_are_not_loaded(monkeypatch
     monkeypatch.delitem(sys.modules, attention_mgpu.__name__)
     with _jax.tracing_for_gpus():
         assert attention_mgpu.cuda_versions is None
+        # A step may be the first to import them.
+        loaded = importlib.import_module(attention_mgpu.__name__)
+        assert loaded is not attention_mgpu and loaded.cuda_versions is not None
+        with _jax.tracing_for_gpus():
+            pass
+        assert loaded.cuda_versions is not None
+    assert loaded.cuda_versions is None
     monkeypatch.undo()
     with _jax.tracing_for_gpus():
         assert attention_mgpu.cuda_versions is not None
@@ -195,6 +203,38 @@ def test_a_rule_of_one_line_splits_a_kernel(devices):
     np.testing.assert_array_equal(parallel(*args)[1], 2 * args[1])
     plan = parallel.last_plan
     assert plan is not None and not plan.opaque and not plan.prediction.collectives
+
+
+def column_sums(x: Any) -> Any:
+    def kernel(x_ref: Any, o_ref: Any) -> None:
+        @pl.when(pl.program_id(0) == 0)
+        def _() -> None:
+            o_ref[...] = jnp.zeros_like(o_ref)
+
+        o_ref[...] += jnp.sum(x_ref[...], 0)
+
+    rows, width = pl.BlockSpec((2, 4), lambda i: (i, 0)), pl.BlockSpec((4,), lambda i: (0,))
+    made = jax.ShapeDtypeStruct((4,), x.dtype)
+    return pl.pallas_call(
+        kernel, grid=(8,), in_specs=[rows], out_specs=width, out_shape=made, name="column_sums", interpret=True
+    )(x)
+
+
+@pytest.mark.usefixtures("own_rules")
+def test_an_axis_that_a_kernel_accumulates_over_is_split_where_a_rule_says_so(devices):
+    """That the kernel adds, and begins with zeros, is not proven."""
+    x = jax.random.normal(jax.random.key(0), (16, 4))
+    for known in (False, True):
+        if known:
+            al.register_rule("pallas_call:column_sums")(rule_from("rows width -> width", summed="rows", whole="width"))
+        step = al.parallelize(
+            lambda w, x: w - column_sums(x * w), planner=al.planners.DataParallel(), batch_argnums=1, cache=False
+        )
+        np.testing.assert_allclose(step(jnp.ones(4), x), 1.0 - jnp.sum(x, 0), rtol=1e-5, atol=1e-5)
+        assert step.last_plan is not None
+        assert {use.primitive for use in step.last_plan.opaque} == (set() if known else {"pallas_call"})
+        kinds = {c.kind for c in step.last_plan.prediction.collectives}
+        assert kinds == ({"all_reduce"} if known else {"all_gather"})
 
 
 @pytest.mark.usefixtures("own_rules")

@@ -198,3 +198,26 @@ def test_tables_whose_rows_do_not_divide_are_refused() -> None:
         al.errors.PlanError, match=r"token_embedding.*\[510, 256\].*\(vocab\), which they do not divide"
     ):
         plan(odd, Megatron(vocab_parallel=True))
+
+
+def test_updates_that_flatten_a_split_weight_may_be_split_by_price() -> None:
+    """As by L-BFGS: columns of a matrix are no run of the vector that it becomes."""
+
+    def step(params: Any, x: Any) -> Any:
+        def loss(params: Any) -> Any:
+            h = x
+            for w in params:
+                h = jnp.tanh(h @ w)
+            return jnp.mean(h**2)
+
+        grads = jax.grad(loss)(params)
+        slope = sum(jnp.vdot(p, g) for p, g in zip(params, grads, strict=True))
+        return [p - g / slope for p, g in zip(params, grads, strict=True)]
+
+    shape = jax.ShapeDtypeStruct
+    params = [shape((64, 64), jnp.float32)] * 4
+    traced = al.parallelize(step, batch_argnums=1).trace(params, shape((16, 64), jnp.float32))
+    options: Any = dict(cluster="p3.16xlarge", num_microbatches=1)
+    with pytest.raises(al.errors.PlanError, match=r"reshape cannot be run .* Megatron\(relaxed=True\) chooses"):
+        traced.plan(planner=Megatron(tensor=8), **options)
+    assert traced.plan(planner=Megatron(tensor=8, relaxed=True), **options).last_plan

@@ -111,8 +111,10 @@ def _boxes(plan: ServingPlan, corners: dict[str, tuple[float, float]]) -> Iterat
             lines[1] = "not used"
         ink = ' style="fill:#ffffff"' if name in served else ""
         price = "" if name in sources else f" {show_dollars(problem.worker(name).dollars_per_hour)} per hour"
+        # The outline of a box that is not filled is none of its letters.
+        group = f'<g class="{kind}">' if name in served else "<g>"
         yield (
-            f'<g class="{kind}"><title>{escape(name + price)}</title>'
+            f"{group}<title>{escape(name + price)}</title>"
             f'<rect class="{kind}" x="{x:.5g}" y="{y:.5g}" width="{_WIDTH:g}" height="{_HEIGHT:g}" rx="4"/>'
             f'<text x="{x + 8:.5g}" y="{y + 15:.5g}"{ink}>{escape(lines[0])}</text>'
             f'<text class="small" x="{x + 8:.5g}" y="{y + 28:.5g}"{ink}>{escape(lines[1])}</text></g>'
@@ -121,13 +123,16 @@ def _boxes(plan: ServingPlan, corners: dict[str, tuple[float, float]]) -> Iterat
 
 def _legend(plan: ServingPlan, y: float) -> str:
     marks: list[str] = []
+    x = 0.0
     for number, name in enumerate(plan.problem.order):
-        x, words = 250 * number, escape(f"{name}: {plan.variants[name]}")
+        words = f"{name}: {plan.variants[name]}"
         marks.append(
             f'<g class="device {stage_class(number)}"><rect class="device {stage_class(number)}" '
-            f'x="{x}" y="{y - 9:.5g}" width="10" height="10"/></g>'
-            f'<text class="small" x="{x + 15}" y="{y:.5g}">{words}</text>'
+            f'x="{x:g}" y="{y - 9:.5g}" width="10" height="10"/></g>'
+            f'<text class="small" x="{x + 15:g}" y="{y:.5g}">{escape(words)}</text>'
         )
+        # About 5 units per letter of this size, the mark, and a gap.
+        x += 5 * len(words) + 45
     return "".join(marks)
 
 
