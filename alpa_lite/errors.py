@@ -17,24 +17,14 @@
     ├── ExecutionError        the devices at hand cannot run the plan
     │   └── HangError         a step does not end
     ├── CheckError            a step by its plan does not give what jax.jit gives
-    └── CheckpointError       a state cannot be saved or restored
+    ├── CheckpointError       a state cannot be saved or restored
+    └── cost_models.checks.CostModelError
+        └── ClusterError      a description of hardware that cannot be used
 """
 
 from typing import Any, TypeVar
 
-from cost_models.checks import message
-
-
-class AlpaLiteError(Exception):
-    """Base class of all exceptions that alpa_lite raises deliberately."""
-
-    def __init__(self, *args: object) -> None:
-        """Store the arguments, with control characters escaped and the middle of long messages removed.
-
-        Messages quote user input, which may fill many screens or contain terminal escape sequences.
-        """
-        super().__init__(*(message(each) if isinstance(each, str) else each for each in args))
-
+from cost_models.checks import AlpaLiteError as AlpaLiteError
 
 Kept = TypeVar("Kept", bound=Exception)
 

@@ -1,6 +1,6 @@
 """Check what comes from outside: amounts and choices of callers, and untrusted text and JSON.
 
-ValueError
+AlpaLiteError               (`alpa_lite.errors`)
 └── CostModelError          a quantity that cannot be priced (negative bytes, an empty group, an unknown kind)
     └── ClusterError        a description of hardware that is incomplete, contradictory or unknown
 
@@ -125,12 +125,19 @@ def _check_strings(data: Any) -> None:
             raise ValueError(f"the text {ascii(value)[:40]} has characters that cannot be shown")
 
 
-class CostModelError(ValueError):
-    """Raised for a quantity that has no cost; the message states the given value, the requirement and a remedy."""
+class AlpaLiteError(Exception):
+    """Base class of all exceptions that alpa_lite raises deliberately."""
 
     def __init__(self, *args: object) -> None:
-        """Escape control characters in messages and truncate them, since they quote values from untrusted input."""
+        """Store the arguments, with control characters escaped and the middle of long messages removed.
+
+        Messages quote user input, which may fill many screens or contain terminal escape sequences.
+        """
         super().__init__(*(message(each) if isinstance(each, str) else each for each in args))
+
+
+class CostModelError(AlpaLiteError, ValueError):
+    """Raised for a quantity that has no cost; the message states the given value, the requirement and a remedy."""
 
 
 class ClusterError(CostModelError):

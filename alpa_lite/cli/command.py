@@ -26,7 +26,6 @@ from rich.console import Console
 
 from alpa_lite.cli.exit_codes import Exit, reader_left
 from alpa_lite.errors import AlpaLiteError, InfeasibleError
-from cost_models import CostModelError
 from cost_models.checks import message
 
 if TYPE_CHECKING:
@@ -157,7 +156,7 @@ def ended(name: str, run: Callable[[], int]) -> int:
     except InfeasibleError as error:
         complain(error)
         return Exit.INFEASIBLE
-    except (AlpaLiteError, CostModelError) as error:
+    except AlpaLiteError as error:
         complain(error)
         return Exit.ERROR
     except BrokenPipeError:

@@ -289,7 +289,11 @@ class Keeping:
         return kept
 
     def options(self, graph: Graph, op: Op, options: PlacementOptions) -> PlacementOptions:
-        """Return the placements of an op whose specs all satisfy their constraints. Raises PlanError if none do."""
+        """Return the placements of an op whose specs all satisfy their constraints.
+
+        An op that cannot read its operands as they lie, under any placement, reads them otherwise. Raises PlanError if
+        it cannot make its results as they are to lie.
+        """
         wanted = self._around(graph, op)
         if not any(wanted) or op.id in self.layout.exempt.get(graph, ()):
             return options
@@ -300,6 +304,9 @@ class Keeping:
             pairs = [(column, want) for column, want in zip(columns, wanted, strict=True) if want]
             # A column holds the specs of one operand or result under all placements; unconstrained ones are left out.
             fits = [all(agrees(c[i], w) for c, w in pairs) for i in range(len(options.placements))]
+            if not any(fits):
+                results = pairs[sum(map(bool, wanted[: len(op.operands)])) :]
+                fits = [all(agrees(c[i], w) for c, w in results) for i in range(len(options.placements))]
             if op.primitive == USER_SHARDING:  # what the user lays out is whole sums
                 fits = [fit and not result.partial for fit, result in zip(fits, options.results[0], strict=True)]
             if not any(fits):
@@ -327,6 +334,8 @@ class Keeping:
                 (agrees(spec, want) and not agrees(needed[i], want)) or any(_strays(c[i], w) for c, w in results)
                 for i, spec in enumerate(specs)
             ]
+            if all(misses):  # as in `options`
+                misses = [any(_strays(c[i], w) for c, w in results) for i in range(len(specs))]
             if all(misses):
                 raise PlanError(_refusal(graph, op, self))
             self._penalties[key] = options, frozen(np.where(misses, np.inf, 0.0))
