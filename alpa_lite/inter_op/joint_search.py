@@ -128,9 +128,8 @@ class JointSearch:
             if found or (seconds > SEARCH_SECONDS and self.at_most < math.inf):
                 break
             searches = searches.taking(seconds)
-            for better in self._found(searches, numbers):
-                plan = better if isinstance(better, Unplanned) else self._plan(better)
-                if isinstance(better, Found) and isinstance(plan, Plan):
+            for better, plan in self._found(searches, numbers):
+                if better is not None and isinstance(plan, Plan):
                     progress.expect("refine", len(better.stages))
                     found.append(better)
                     fastest = min(fastest, plan.prediction.step_seconds)
@@ -173,8 +172,13 @@ class JointSearch:
                             at_most = plan.prediction.step_seconds
                             yield plan
 
-    def _found(self, searches: SurveyedSearches, guesses: Mapping[int, Guess]) -> Iterator[Found | Unplanned]:
-        """Yield the best stages of numbers of micro-batches, as long as the guesses at further ones are better."""
+    def _found(
+        self, searches: SurveyedSearches, guesses: Mapping[int, Guess]
+    ) -> Iterator[tuple[Found | None, Plan | Unplanned]]:
+        """Yield the best stages of numbers of micro-batches with their plan, while guesses at further ones are better.
+
+        Without stages comes the reason.
+        """
         searched: Searched = Searched(at_most=self.at_most)
         known: dict[int, Guess] = self._tried(searches, guesses)
         open_, at_most, solved_at = set(guesses), self.at_most, self._batch / searches.survey.first_size
@@ -191,24 +195,42 @@ class JointSearch:
             open_.remove(number)
             try:
                 with self.request.progress.during("stages", f"stages at {number} micro-batches"):
-                    better, excess = self._best_at(number, searches, at_most * (1 + CLOSE), further)
+                    better, plan, excess = self._planned_at(number, searches, at_most * (1 + CLOSE), further)
             except (PlanError, NonAdditiveError, BatchError, TraceError) as error:
-                yield Unplanned(number, without_frames(error))
+                yield None, Unplanned(number, without_frames(error))
                 continue
             # What was learned holds for larger micro-batches too: the guesses at these are outdated.
             searches = searches.having_seen(number, excess)
             if isinstance(better, InfeasibleError):
-                yield Unplanned(number, without_frames(better))
+                yield None, Unplanned(number, without_frames(better))
                 continue
             searched = replace(searched, numbers={*searched.numbers, number})
             known = {n: other for n, other in known.items() if n > number}
-            if better is not None and better.trusted_seconds < at_most:
+            # Stages without memory for the arrays on the way between them bound nothing.
+            if better is not None and isinstance(plan, Plan) and better.trusted_seconds < at_most:
                 at_most = better.trusted_seconds
                 searched = replace(searched, best=number, at_most=at_most * (1 - RELATIVE_GAP), in_vain=0)
             elif searched.best is not None:
                 searched = replace(searched, in_vain=searched.in_vain + 1)
-            if better is not None:
-                yield better
+            if plan is not None:
+                yield better, plan
+
+    def _planned_at(
+        self, number: int, searches: SurveyedSearches, at_most: float, further: float
+    ) -> tuple[Found | InfeasibleError | None, Plan | Unplanned | None, NDArray[np.float64]]:
+        """Return what `_best_at` does, with the plan of the stages or why there is none.
+
+        Arrays on the way between stages may need more memory than any sharding leaves: then fewer stages are tried.
+        """
+        most: int | None = None
+        while True:
+            better, excess = self._best_at(number, searches, at_most, further, max_stages=most)
+            if not isinstance(better, Found):
+                return better, None, excess
+            plan = self._plan(better)
+            most = len(better.stages) - 1
+            if isinstance(plan, Plan) or self.num_stages is not None or not most:
+                return better, plan, excess
 
     def _tried(self, searches: SurveyedSearches, guesses: Mapping[int, Guess]) -> dict[int, Guess]:
         """Return the guesses, where those that memory alone makes unlikely are replaced by what a rough solution takes.
@@ -240,17 +262,27 @@ class JointSearch:
 
         The search sees stages one by one, without the arrays that are on the way between them.
         """
-        costs = found.costs
-        try:
+        costs, first, problems = found.costs, self.schedules[0], list[InfeasibleError]()
+        ways = [found]
+        if found.schedule != first and found.schedule.stages_per_processor == 1:
+            # The first schedule holds the fewest micro-batches.
+            ways.append(replace(Found.of(self.request, costs, found.stages, first), sum_seconds=found.sum_seconds))
+        for way in ways:
+            try:
+                return costs.recomputed.recorded_in(self._fitting(way))
+            except InfeasibleError as error:
+                problems.append(error)
+        return Unplanned(costs.step.num_microbatches, without_frames(problems[0]))
+
+    def _fitting(self, found: Found) -> Plan:
+        """Return the plan of some stages, solved with less memory as needed. Raises `InfeasibleError` if none fits."""
+        plan, limits = self._assembled(found), dict[int, float]()
+        for _ in range(MAX_ROUNDS):
+            if not (over := bytes_over(plan)):
+                return plan
+            found, limits = with_less_memory(found, over, limits)
             plan = self._assembled(found)
-            for _ in range(MAX_ROUNDS):
-                if not (over := bytes_over(plan)):
-                    return costs.recomputed.recorded_in(plan)
-                found = with_less_memory(found, over)
-                plan = self._assembled(found)
-            raise too_large(plan)
-        except InfeasibleError as error:
-            return Unplanned(costs.step.num_microbatches, without_frames(error))
+        raise too_large(plan)
 
     def _assembled(self, found: Found) -> Plan:
         costs = found.costs
@@ -384,7 +416,7 @@ class JointSearch:
     # ------------------------------------------------------------------------------------------------ one number
 
     def _best_at(
-        self, number: int, searches: SurveyedSearches, at_most: float, further: float
+        self, number: int, searches: SurveyedSearches, at_most: float, further: float, *, max_stages: int | None
     ) -> tuple[Found | InfeasibleError | None, NDArray[np.float64]]:
         """Return the best stages for a number of micro-batches by the stage DP, and what the last search learned
         (`StageSearch.excess`).
@@ -394,7 +426,7 @@ class JointSearch:
         """
         best, fits, refused, of_schedules = None, False, None, searches.at(number)
         for search in of_schedules:
-            choice = search.run(at_most, further=further)
+            choice = search.run(at_most, further=further, max_stages=max_stages)
             fits |= bool(choice.stages) and choice.seconds >= at_most
             # The DP is a little too low, and more so for more stages, which exchange more: fewer may be faster.
             while choice.stages and choice.seconds < at_most:

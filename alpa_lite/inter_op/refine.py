@@ -278,13 +278,19 @@ def fits(costs: StageCosts, stages: Sequence[PlacedStage], schedule: Schedule) -
     )
 
 
-def with_less_memory(found: Found, over: Mapping[int, float]) -> Found:
-    """Return the stages with so many bytes less, by number. Raises `InfeasibleError` if one cannot do with less."""
+def with_less_memory(
+    found: Found, over: Mapping[int, float], limits: Mapping[int, float]
+) -> tuple[Found, dict[int, float]]:
+    """Return the stages with so many bytes less, by number, and the limits within which they are solved.
+
+    `limits`: of stages that had to do with less before. Raises `InfeasibleError` if one cannot do with less.
+    """
     costs, lists = found.costs, found.schedule.tasks(len(found.stages), found.costs.step.num_microbatches)
     if len(lists) < len(found.stages):
         raise InfeasibleError(f"Stages that share devices do not fit under {found.schedule}.")
-    limits = {n: device_peak({n: found.stages[n].solution.cost}, lists[n]) - excess for n, excess in over.items()}
-    return replace(found, stages=tuple(_within(costs, found.stages, found.schedule, limits)))
+    lower = {n: device_peak({n: found.stages[n].solution.cost}, lists[n]) - excess for n, excess in over.items()}
+    within = {**limits, **lower}
+    return replace(found, stages=tuple(_within(costs, found.stages, found.schedule, within))), within
 
 
 def made_to_fit(costs: StageCosts, stages: Sequence[PlacedStage], schedule: Schedule) -> list[PlacedStage]:

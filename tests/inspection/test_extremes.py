@@ -72,7 +72,14 @@ def _check(extreme: Extreme, cluster: al.Cluster, planner: str, folder: Path) ->
     parse((folder / "simulated.html").read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("planner", PLANNERS)
+# These two make plans of `Hybrid`, and take long.
+_SEARCHERS = ("pipedream", "pipedream_2bw")
+
+
+@pytest.mark.parametrize(
+    "planner",
+    [pytest.param(name, marks=pytest.mark.long) if name in _SEARCHERS else name for name in PLANNERS],
+)
 @pytest.mark.parametrize("name", EXTREMES)
 def test_all_planners(name: str, planner: str, tmp_path: Path) -> None:
     for cluster in CLUSTERS.values() if planner in ("auto", "data_parallel") else [CLUSTERS["eight devices"]]:
