@@ -291,8 +291,8 @@ class Keeping:
     def options(self, graph: Graph, op: Op, options: PlacementOptions) -> PlacementOptions:
         """Return the placements of an op whose specs all satisfy their constraints.
 
-        An op that cannot read its operands as they lie, under any placement, reads them otherwise. Raises PlanError if
-        it cannot make its results as they are to lie.
+        If the layout says so, an op that cannot read its operands as they lie under any placement need only make its
+        results as they are to lie. Raises PlanError if it cannot.
         """
         wanted = self._around(graph, op)
         if not any(wanted) or op.id in self.layout.exempt.get(graph, ()):
@@ -304,7 +304,7 @@ class Keeping:
             pairs = [(column, want) for column, want in zip(columns, wanted, strict=True) if want]
             # A column holds the specs of one operand or result under all placements; unconstrained ones are left out.
             fits = [all(agrees(c[i], w) for c, w in pairs) for i in range(len(options.placements))]
-            if not any(fits):
+            if not any(fits) and self.layout.reads_otherwise:
                 results = pairs[sum(map(bool, wanted[: len(op.operands)])) :]
                 fits = [all(agrees(c[i], w) for c, w in results) for i in range(len(options.placements))]
             if op.primitive == USER_SHARDING:  # what the user lays out is whole sums
@@ -334,7 +334,7 @@ class Keeping:
                 (agrees(spec, want) and not agrees(needed[i], want)) or any(_strays(c[i], w) for c, w in results)
                 for i, spec in enumerate(specs)
             ]
-            if all(misses):  # as in `options`
+            if all(misses) and self.layout.reads_otherwise:
                 misses = [any(_strays(c[i], w) for c, w in results) for i in range(len(specs))]
             if all(misses):
                 raise PlanError(_refusal(graph, op, self))

@@ -33,11 +33,13 @@ class GivenLayout:
     """The layout constraints of all values of a step, loop bodies included.
 
     `values` holds one constraint per value id of a graph; `exempt` holds the ids of the ops that need not satisfy the
-    constraints of their operands and results. `advice` is what to do about an op that cannot, as a sentence.
+    constraints of their operands and results. With `reads_otherwise`, an op that cannot read operands as they lie reads
+    them otherwise. `advice` is what to do about an op that cannot satisfy its constraints, as a sentence.
     """
 
     values: Mapping[Graph, Sequence[Wanted]] = field(default_factory=dict[Graph, Sequence[Wanted]])
     exempt: Mapping[Graph, frozenset[int]] = field(default_factory=dict[Graph, frozenset[int]])
+    reads_otherwise: bool = False
     advice: str = "Leave one of the names that split it out of the layout."
 
     def of(self, graph: Graph, v: int) -> Wanted:

@@ -226,7 +226,9 @@ class Hybrid(Planner):
         splits = projections(step, self.tensor).splits if self.projections and self.tensor > 1 else ()
         weights = weights_layout(step, self.split, sizes, more=splits)
         if splits:
-            weights = replace(weights, advice="Megatron(relaxed=True) chooses the splits by price instead.")
+            weights = replace(
+                weights, reads_otherwise=True, advice="Megatron(relaxed=True) chooses the splits by price instead."
+            )
         if self.context == 1:
             return weights
         positions = positions_layout(step, self.context).values[step.graph]
