@@ -21,6 +21,7 @@ import tests.rules.cudnn_reference  # noqa: F401  (a lowering of cuDNN's attenti
 from alpa_lite import _jax
 from alpa_lite.errors import PlanError, RuleError
 from alpa_lite.rules import registry, rule_from
+from tests.end_to_end.cases import eager_cluster
 from tests.rules.rows_kernels import attention
 
 BATCH, LENGTH, HEADS, WIDTH = 16, 32, 8, 8
@@ -87,7 +88,7 @@ def test_products_of_blocks_of_eight_bits_are_split(devices):
     with _jax.tracing_for_gpus():
         expected = jax.jit(step)(*args)[1]
     for planner in (al.planners.DataParallel(), al.planners.OnMesh(axes={"x": 8}, pins={"w": (None, "x")})):
-        parallel = al.parallelize(step, planner=planner, batch_argnums=1)
+        parallel = al.parallelize(step, cluster=eager_cluster(), planner=planner, batch_argnums=1)
         np.testing.assert_allclose(parallel(*args)[1], expected, rtol=1e-5, atol=1e-4)
         plan = parallel.last_plan
         # Blocks of the contracted dim are summed over devices, whole samples are not.

@@ -131,7 +131,7 @@ def test_a_step_written_for_one_batch_size() -> None:
     def step(p: Any, x: Any, y: Any) -> Any:
         return _step(p, x + jnp.ones((16, 8)), y)
 
-    with _raises(errors.TraceError, "traced at 4 samples instead of 16", "num_microbatches=1"):
+    with _raises(errors.TraceError, "traced at 8 samples instead of 16", "num_microbatches=1"):
         _plan(step, num_microbatches=4)
 
 
