@@ -11,27 +11,17 @@ import pytest
 import alpa_lite as al
 from alpa_lite.inter_op import joint_search
 from alpa_lite.plan.plan import Plan
+from tests.inter_op.test_stage_costs import chain_step
 
 pytestmark = pytest.mark.slow
-
-
-def _step(params, batch):
-    def loss_fn(params):
-        x = batch["x"]
-        for w in params:
-            x = jnp.tanh(x @ w)
-        return jnp.mean((x - batch["y"]) ** 2)
-
-    loss, grads = jax.value_and_grad(loss_fn)(params)
-    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
 
 
 def _plan(planner: al.planners.Planner) -> Plan:
     shape = jax.ShapeDtypeStruct
     params, rows = [shape((4096, 4096), jnp.float32)] * 4, shape((4096, 4096), jnp.float32)
     cluster = replace(al.cluster("p3.16xlarge"), num_hosts=2, devices_per_host=2)
-    function = al.parallelize(_step, cluster=cluster, planner=planner, num_microbatches=4, cache=False)
-    plan = function.trace(params, {"x": rows, "y": rows}).plan().last_plan
+    function = al.parallelize(chain_step, cluster=cluster, planner=planner, num_microbatches=4, cache=False)
+    plan = function.trace(params, rows).plan().last_plan
     assert plan is not None
     return plan
 

@@ -9,17 +9,7 @@ import pytest
 
 import alpa_lite as al
 from alpa_lite.schedule import SCHEDULES, Inference, Synthesised
-
-
-def _step(params, batch):
-    def loss_fn(params):
-        x = batch["x"]
-        for w in params:
-            x = jnp.tanh(x @ w)
-        return jnp.mean((x - batch["y"]) ** 2)
-
-    loss, grads = jax.value_and_grad(loss_fn)(params)
-    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+from tests.inter_op.test_stage_costs import chain_step
 
 
 @pytest.mark.slow
@@ -28,8 +18,8 @@ def test_a_pipeline_that_waits_gets_a_better_order_than_1f1b() -> None:
     shape = jax.ShapeDtypeStruct
     widths = (4096, 8192, 4096, 16384, 4096, 12288, 4096, 4096, 8192)
     params = [shape((a, b), jnp.float32) for a, b in pairwise(widths)]
-    batch = {"x": shape((256, widths[0]), jnp.float32), "y": shape((256, widths[-1]), jnp.float32)}
-    traced = al.parallelize(_step, cache=False).trace(params, batch)
+    batch = shape((256, widths[0]), jnp.float32)
+    traced = al.parallelize(chain_step, cache=False).trace(params, batch)
     cluster = replace(al.cluster("p3.16xlarge"), num_hosts=4, devices_per_host=1)
 
     def seconds(planner: al.planners.Planner, num_microbatches: int) -> tuple[float, al.Plan]:
