@@ -7,7 +7,7 @@ from inspect import isabstract
 from typing import cast
 
 from alpa_lite.errors import PlanError
-from alpa_lite.schedule.tasks import MOST_MICROBATCHES, TaskLists
+from alpa_lite.schedule.tasks import MOST_MICROBATCHES, TaskLists, peak_in_flight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,9 +59,13 @@ class Schedule(ABC):
     def tasks(self, num_stages: int, num_microbatches: int) -> TaskLists:
         """Return the ordered tasks of each processor. Raises PlanError for numbers that the schedule cannot run."""
 
-    @abstractmethod
     def in_flight(self, stage: int, num_stages: int, num_microbatches: int) -> int:
-        """Return the largest number of micro-batches whose activations `stage` (from 0) holds at one time."""
+        """Return the largest number of micro-batches whose activations `stage` (from 0) holds at one time.
+
+        It is counted in the list of its processor; schedules with a formula need no list.
+        """
+        tasks = self.tasks(num_stages, num_microbatches)[self.processor_of(stage, num_stages)]
+        return peak_in_flight([task for task in tasks if task.stage == stage])
 
     def __str__(self) -> str:
         """Return text like `interleaved-1f1b(num_chunks=2)`."""

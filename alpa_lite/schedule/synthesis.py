@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import final
 
 from alpa_lite.errors import PlanError
@@ -87,10 +87,6 @@ class Synthesised(Schedule):
     def tasks(self, num_stages: int, num_microbatches: int) -> TaskLists:
         check_numbers(num_stages, num_microbatches)
         return _synthesised(self._work(num_stages, num_microbatches)).lists
-
-    def in_flight(self, stage: int, num_stages: int, num_microbatches: int) -> int:
-        tasks = self.tasks(num_stages, num_microbatches)[self.processor_of(stage, num_stages)]
-        return peak_in_flight([task for task in tasks if task.stage == stage])
 
     def bound(self, num_stages: int, num_microbatches: int) -> float:
         """Return seconds that no order of these tasks can go below."""
@@ -224,7 +220,7 @@ class _BranchAndBound:
     state: PartialOrder
     best: float
     lists: TaskLists = ()
-    nodes: int = field(default=0)
+    nodes: int = 0
 
     def branch(self, passed: dict[int, frozenset[Task]]) -> None:
         """Look at all orders with the beginning in `state`.

@@ -25,7 +25,7 @@ from typing import final
 from alpa_lite.errors import PlanError
 from alpa_lite.schedule.list_scheduling import StageTimes, Workload, list_scheduled
 from alpa_lite.schedule.ordering import Schedule, check_numbers
-from alpa_lite.schedule.tasks import Task, TaskKind, TaskLists, peak_in_flight
+from alpa_lite.schedule.tasks import Task, TaskKind, TaskLists
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,15 +60,6 @@ class ListSchedule(Schedule):
             most_held=tuple(self.most_held(processor, count) for processor in range(count)),
         )
         return list_scheduled(work)
-
-    def in_flight(self, stage: int, num_stages: int, num_microbatches: int) -> int:
-        return _held_by(self, stage, num_stages, num_microbatches)
-
-
-def _held_by(schedule: Schedule, stage: int, num_stages: int, num_microbatches: int) -> int:
-    """Return the most micro-batches that a stage holds, counted in its list."""
-    tasks = schedule.tasks(num_stages, num_microbatches)[schedule.processor_of(stage, num_stages)]
-    return peak_in_flight([task for task in tasks if task.stage == stage])
 
 
 def _there_and_back(stage: int, num_processors: int) -> int:
@@ -229,6 +220,3 @@ class DualPipeV(Schedule):
                     late.append(replace(task, kind=TaskKind.WEIGHT_GRADIENT))
                 yield task
         yield from late
-
-    def in_flight(self, stage: int, num_stages: int, num_microbatches: int) -> int:
-        return _held_by(self, stage, num_stages, num_microbatches)
