@@ -42,7 +42,7 @@ from alpa_lite.plan.parts import UserShardingUse as UserShardingUse
 from alpa_lite.program.identity import structure
 from alpa_lite.program.memo import memoized
 from alpa_lite.program.phases import StepGraph
-from alpa_lite.schedule import Schedule
+from alpa_lite.schedule import AsynchronousSchedule, Schedule
 from alpa_lite.schedule.tasks import MOST_MICROBATCHES, SpanLike
 from alpa_lite.sharding.meshes import sharing
 from alpa_lite.sharding.specs import Spec
@@ -175,6 +175,24 @@ class Plan:
             if policy is not Remat.NONE
         ]
         return ", ".join(shown)
+
+    @property
+    def update_every(self) -> int:
+        """The number of micro-batches that one update of the weights follows; 0: all those of a step."""
+        return self.schedule.microbatches_per_update(len(self.stages))
+
+    @property
+    def num_updates(self) -> int:
+        """The number of updates of the weights per step: several in an asynchronous pipeline."""
+        return max(1, self.num_microbatches // self.update_every) if self.update_every else 1
+
+    @property
+    def semantics(self) -> str:
+        """Whether results are those of the step on one device: `synchronous`, or `asynchronous, staleness <= 3`."""
+        if not isinstance(self.schedule, AsynchronousSchedule) or self.num_microbatches == 1:
+            return "synchronous"
+        count = len(self.stages)
+        return f"asynchronous, staleness <= {max(self.schedule.staleness(stage, count) for stage in range(count))}"
 
     @property
     def stages_together(self) -> tuple[tuple[int, ...], ...]:
@@ -354,7 +372,9 @@ def fingerprint(step: StepGraph) -> str:
     # Names of arguments and source lines are left out: they do not change what is computed.
     digest.update(repr([p.value for p in step.phases]).encode())
     averaged = ["averaged"] if step.loop_results.averaged else []
-    digest.update(repr((step.num_microbatches, step.batch.size, *averaged)).encode())
+    # An update per step leaves the digest as it was before steps could have several.
+    often = [f"{step.num_updates} updates"] if step.num_updates > 1 else []
+    digest.update(repr((step.num_microbatches, step.batch.size, *averaged, *often)).encode())
     return digest.hexdigest()
 
 

@@ -133,6 +133,7 @@ class Hybrid(Planner):
     def plan(self, request: PlanRequest) -> Plan:
         """Solve each stage under the fixed roles of its axes."""
         started = time.perf_counter()
+        request = request.under(self.schedule, self.num_stages)
         self._check_gathers()
         asked = user_mesh(request.step_at(1, 0), request.signature.user_shardings)
         user_axes = None if asked is None else self._user_axes(request, asked)

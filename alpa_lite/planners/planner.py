@@ -95,6 +95,6 @@ class Replay(Planner):
                 f"This plan is for {count} micro-batches, but num_microbatches={wanted} was given. "
                 "Leave it out, or make a new plan for that number."
             )
-        step = request.step_at(self.saved.num_microbatches, self.saved.loop_parts)
+        step = request.step_of(self.saved)
         self.saved.verify(step, request.cluster)
         return self.saved

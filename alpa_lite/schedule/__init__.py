@@ -13,11 +13,15 @@ chunks of an interleaved pipeline): `processor_of` says where each of p*v stages
     orders            1F1B and those like it, with chunks, and for inference
     list_scheduling   orders that follow from times and memory
     waves             schedules made so, above all those that go back and forth over the processors
+    asynchronous      orders in which weights are updated several times per step
     known_schedules   all of them
     synthesis         the shortest order that is found for given times, with a bound
     clock             validation, linearization and simulation of task lists
 """
 
+from alpa_lite.schedule.asynchronous import AsynchronousSchedule as AsynchronousSchedule
+from alpa_lite.schedule.asynchronous import PipeDream as PipeDream
+from alpa_lite.schedule.asynchronous import PipeDream2BW as PipeDream2BW
 from alpa_lite.schedule.clock import Span as Span
 from alpa_lite.schedule.clock import Timeline as Timeline
 from alpa_lite.schedule.clock import linearize as linearize
