@@ -126,10 +126,10 @@ class TracedFunction:
                 "mesh. Use al.planners.Auto(), Pipeline, OnMesh or Custom, or "
                 'user_shardings="hint", with which the plan lists the shardings.'
             )
-        if check_microbatches(wanted) not in ("auto", 1):
+        if check_microbatches(wanted) not in ("auto", 1) and not chosen.is_asynchronous:
             self.step(int(wanted))  # says what is wrong with the user's number before any search
         if given is None:
-            traced = self.step(1 if isinstance(wanted, str) else wanted)
+            traced = self.step(1 if isinstance(wanted, str) or chosen.is_asynchronous else wanted)
             check_platform(traced.step.graph, traced.equations, _jax.lowering_platform(jax.devices()[0]))
         request = self.request(target, wanted, advise=True)
         devices = show_count(target.num_devices, "device")

@@ -238,7 +238,7 @@ def _combined(step: StepGraph, value: int, old: jax.Array, new: jax.Array, micro
 
 
 def _part_of_mean(result: jax.Array, step: StepGraph) -> jax.Array:
-    """Return a micro-batch's addend to a mean over the micro-batches of an update; integers (counts) are added unscaled."""
+    """Return a micro-batch's addend to a mean over those of an update; integers (counts) are added unscaled."""
     inexact = jax.numpy.issubdtype(result.dtype, jax.numpy.inexact)
     return result * (1 / step.microbatches_per_update) if inexact else result
 

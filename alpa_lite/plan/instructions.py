@@ -294,7 +294,11 @@ class _ProgramBuilder:
         producer = graph.producer[value]
         if producer is None:
             version = self._version(task, microbatch) if value in self.next_of else 0
-            return self._state(value, spec, stage, version) if version else self._fetch_input(value, spec, stage, microbatch)
+            return (
+                self._state(value, spec, stage, version)
+                if version
+                else self._fetch_input(value, spec, stage, microbatch)
+            )
         is_update = task.kind is TaskRole.UPDATE
         place = self.slicer.place_of_value(value)
         origin = place.stage if place else stage
@@ -417,9 +421,7 @@ class _ProgramBuilder:
         joined = Buffer(value, stage)
         parts = tuple(Buffer(value, stage, i) for i in range(count))
         spec = self.sliced.output_spec(value)
-        self._emit(
-            Instruction(kind=InstructionKind.CONCAT, stage=stage, reads=parts, writes=(joined,), spec=spec)
-        )
+        self._emit(Instruction(kind=InstructionKind.CONCAT, stage=stage, reads=parts, writes=(joined,), spec=spec))
         return joined
 
     def _free(self, outputs: Iterable[Buffer]) -> None:

@@ -130,7 +130,7 @@ class Slicer:
         ]
 
     def stages_renewing(self, v: int) -> frozenset[int]:
-        """Return the stages that compute an invariant output: the first one, and where updates do not wait, its readers.
+        """Return the stages that compute an invariant output: the first one, and its readers if updates do not wait.
 
         A counter of steps is such a value, which the update of each stage needs before that of the first one has run.
         """

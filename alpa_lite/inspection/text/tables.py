@@ -115,7 +115,7 @@ def headline(plan: Plan) -> tuple[str, ...]:
     first = (
         f"{plan.function} on {cluster.name} ({used_devices(plan)}{shared}): {plan.name}, "
         f"{show_count(len(plan.stages), 'stage')} of {layers}, {show_count(plan.num_microbatches, 'micro-batch')}"
-        f"{', whose results are averaged' if plan.averaged else ''}, "
+        f"{_updates(plan)}, "
         f"schedule {plan.schedule}"
         + (f", rematerialised: {plan.recomputed}" if plan.recomputed else "")
         + (f", gradients in {len(plan.buckets)} buckets" if plan.buckets else "")
@@ -134,6 +134,13 @@ def headline(plan: Plan) -> tuple[str, ...]:
     )
     batch = () if plan.batch is None else (f"batch: {plan.batch}",)
     return (first, second, *batch, *(f"note: {note}" for note in plan.notes))
+
+
+def _updates(plan: Plan) -> str:
+    """Return how the results of micro-batches are used, if not as in the step on one device."""
+    if plan.num_updates > 1:
+        return f" with {plan.num_updates} updates ({plan.semantics})"
+    return ", whose results are averaged" if plan.averaged else ""
 
 
 def used_devices(plan: Plan) -> str:
@@ -362,6 +369,8 @@ def plan_summary(plan: Plan) -> dict[str, object]:
         "notes": list(plan.notes),
         "num_microbatches": plan.num_microbatches,
         "schedule": plan.schedule.name,
+        "semantics": plan.semantics,
+        "num_updates": plan.num_updates,
         "step_seconds": prediction.step_seconds,
         "bubble_fraction": prediction.bubble_fraction,
         "flops_per_device": prediction.flops_per_device,

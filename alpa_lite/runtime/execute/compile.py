@@ -15,12 +15,13 @@ A program needs executables for its tasks, for initialising accumulators, and fo
 
 from __future__ import annotations
 
+import operator
 import os
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -162,7 +163,7 @@ def _mean(*parts: jax.Array) -> jax.Array:
     """Return the mean of what several updates have returned; of integers (counts) the sum, of a key the last one."""
     if jax.numpy.issubdtype(parts[0].dtype, jax.dtypes.prng_key):
         return parts[-1]
-    total = sum(parts[1:], start=parts[0])
+    total = reduce(operator.add, parts)
     return total / len(parts) if jax.numpy.issubdtype(total.dtype, jax.numpy.inexact) else total.astype(parts[0].dtype)
 
 
