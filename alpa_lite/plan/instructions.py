@@ -392,6 +392,9 @@ class _ProgramBuilder:
     def _output(self, value: int) -> Buffer:
         """Return the buffer of a graph output at the end of the step, sent to its home stage if made elsewhere."""
         graph = self.graph
+        if self.often and value in self.next_of:
+            # As the last update finds it, like whatever an update computes.
+            return self._output_of_update(self.next_of[value], self.step.num_updates - 2)
         if graph.producer[value] is None:
             home = self.slicer.homes[value]
             if self.step.batch_dims[value] is not None or Buffer(value, home) not in self.written:
@@ -410,11 +413,17 @@ class _ProgramBuilder:
             # A loss: each update has its own, of its micro-batches.
             source = self._join(value, stage, self.step.num_updates)
         elif self.often:
-            last = self.step.num_updates - 1
-            source, target = Buffer(value, stage, last), Buffer(value, target.stage, last)
+            return self._output_of_update(value, self.step.num_updates - 1)
         if target not in self.written:
             self._send(source, target, self.sliced.output_spec(value))
         return target
+
+    def _output_of_update(self, value: int, update: int) -> Buffer:
+        """Return the buffer of what an update has computed, on its home stage."""
+        place = self.slicer.place_of_value(value)
+        source = Buffer(value, place.stage if place else 0, update)
+        target = Buffer(value, self.slicer.output_stage(value), update)
+        return target if target in self.written else self._send(source, target, self.sliced.output_spec(value))
 
     def _join(self, value: int, stage: int, count: int) -> Buffer:
         """Join the buffers of an output of `count` micro-batches or updates into one."""

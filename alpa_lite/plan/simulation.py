@@ -278,7 +278,8 @@ class _StepSimulation:
             start, end = self.run(instruction)
         elif instruction.kind == InstructionKind.SEND:
             start, end = self.send(instruction)
-        elif instruction.kind == InstructionKind.PLACE:  # overlaps with the task before the one that reads it
+        elif instruction.kind in (InstructionKind.PLACE, InstructionKind.ZEROS):
+            # It overlaps with the task before the one that reads it.
             start = end = self.free[self.row_of[instruction.stage]]
         else:
             start = end = max((self.ready[b] for b in instruction.reads), default=0.0)
