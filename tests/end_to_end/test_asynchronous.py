@@ -161,6 +161,22 @@ def test_old_weights_are_planned_and_freed(schedule):
         assert abs(peak - least - more) <= matrix
 
 
+def test_the_memory_of_old_weights_is_what_is_allocated():
+    def large(schedule):
+        state = jax.tree.map(lambda x: jnp.zeros((256, 256)) if x.ndim else x, state_of(2 * STAGES))
+        batch = {name: jnp.zeros((SAMPLES * 8, 256)) for name in "xy"}
+        return pipelined(schedule, 8, donate_argnums=0).compiled(state, batch)
+
+    compiled, flushed = large(PipeDream()), large(OneFOneB())
+    allocated = [each.peak_bytes for each in compiled.allocated()]
+    for stage, (peak, real) in enumerate(zip(compiled.plan.prediction.peak_bytes, allocated, strict=True)):
+        assert 0.7 < peak / real < 1.4, f"stage {stage}"
+    # The stages before the last one hold more than under 1F1B, in the prediction and for real.
+    for stage, real in enumerate(allocated[:-1]):
+        assert real > 1.1 * flushed.allocated()[stage].peak_bytes
+        assert compiled.plan.prediction.peak_bytes[stage] > 1.1 * flushed.plan.prediction.peak_bytes[stage]
+
+
 def most_versions(program, value: int, following: int) -> int:
     """The most versions of an argument that exist at one time, by going through all instructions."""
     alive, most = set(), 0
