@@ -20,9 +20,12 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -33,13 +36,13 @@ import alpa_lite as al
 from alpa_lite.api.doctor import virtual_cpu_environment
 from alpa_lite.cli.models.batches import load_text, text_batches
 from alpa_lite.cli.models.decoders import GPT
-from alpa_lite.cli.models.train import init_state, make_optimizer, make_train_step
+from alpa_lite.cli.models.train import TrainState, init_state, make_optimizer, make_train_step
 from alpa_lite.plan.instructions import TaskTime
 from alpa_lite.schedule import OneFOneB, PipeDream, PipeDream2BW, Schedule, simulate
 from benchmarks.charts import Series, lines_svg
 
 RESULTS = Path(__file__).parent / "results" / "asynchronous.json"
-STAGES, MICROBATCHES, UPDATES_PER_CALL = 4, 4, 16
+STAGES, MICROBATCHES, UPDATES_PER_CALL, ROUNDS = 4, 4, 16, 5
 
 # The output projection is a matrix of its own: stages of an asynchronous pipeline share no weights.
 _MODEL = GPT(num_layers=4, hidden=64, num_heads=4, seq_len=64, tied=False)
@@ -52,7 +55,7 @@ class Sizes:
     model: GPT = _MODEL
     batch_size: int = 16
     num_updates: int = 384
-    learning_rate: float = 3e-3
+    learning_rate: float = 1e-3
     window: int = 16
 
 
@@ -63,45 +66,67 @@ class Run:
     Attributes:
         schedule: its name, with its semantics in brackets.
         losses: the loss of each update; means over a call where a call returns one loss for several updates.
-        update_seconds: seconds per update on devices that work at the same time.
+        relative_seconds: time per update on devices that work at the same time, relative to synchronous 1F1B; the
+            median of rounds in which all were timed in turn.
         utilisation: the share of this time in which a device works.
     """
 
     schedule: str
     losses: tuple[float, ...]
-    update_seconds: float
+    relative_seconds: float
     utilisation: float
 
 
-def train(schedule: Schedule, sizes: Sizes) -> Run:
-    """Train by a schedule from the same state, on the same samples."""
-    often = schedule.microbatches_per_update(STAGES)
-    per_call = UPDATES_PER_CALL if often else 1
-    microbatches = per_call * (often or MICROBATCHES)
-    optimizer = make_optimizer(sizes.learning_rate)
-    step = al.parallelize(
-        make_train_step(sizes.model.loss_fn, optimizer),
-        planner=al.planners.Pipeline(pipeline=STAGES, schedule=schedule),
-        num_microbatches=microbatches,
-        donate_argnums=0,
-    )
-    state = init_state(jax.jit(sizes.model.init)(jax.random.key(0)), optimizer)
-    batches = list(text_batches(sizes.num_updates, sizes.batch_size, sizes.model.seq_len, text=load_text()))
-    losses = list[float]()
-    for first in range(0, sizes.num_updates, per_call):
-        group = batches[first : first + per_call]
-        state, metrics = step(state, {name: np.concatenate([b[name] for b in group]) for name in group[0]})
-        losses += [float(metrics["loss"])] * per_call
-    compiled = step.compiled(
-        state, {name: np.concatenate([b[name] for b in batches[:per_call]]) for name in batches[0]}
-    )
-    seconds, utilisation = _overlapped(compiled.measure(awaited=True), schedule, microbatches, per_call)
-    return Run(
-        schedule=f"{schedule.name} ({compiled.plan.semantics})",
-        losses=tuple(losses),
-        update_seconds=seconds,
-        utilisation=utilisation,
-    )
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Pipeline:
+    """The train step by a schedule, with how many updates and micro-batches a call has."""
+
+    schedule: Schedule
+    sizes: Sizes
+
+    @property
+    def updates(self) -> int:
+        """Updates per call."""
+        return UPDATES_PER_CALL if self.schedule.microbatches_per_update(STAGES) else 1
+
+    @property
+    def microbatches(self) -> int:
+        """Micro-batches per call."""
+        return self.updates * (self.schedule.microbatches_per_update(STAGES) or MICROBATCHES)
+
+    @cached_property
+    def step(self) -> Callable[..., Any]:
+        """The parallel step."""
+        return al.parallelize(
+            make_train_step(self.sizes.model.loss_fn, make_optimizer(self.sizes.learning_rate)),
+            planner=al.planners.Pipeline(pipeline=STAGES, schedule=self.schedule),
+            num_microbatches=self.microbatches,
+            donate_argnums=0,
+        )
+
+    def state(self) -> TrainState:
+        """Return the state before training, the same for all."""
+        return init_state(jax.jit(self.sizes.model.init)(jax.random.key(0)), make_optimizer(self.sizes.learning_rate))
+
+    def calls(self) -> Iterator[dict[str, np.ndarray]]:
+        """Yield the batches of all calls: mini-batches in the same order for all, several in a call."""
+        sizes = self.sizes
+        batches = text_batches(sizes.num_updates, sizes.batch_size, sizes.model.seq_len, text=load_text())
+        while group := list(islice(batches, self.updates)):
+            yield {name: np.concatenate([batch[name] for batch in group]) for name in group[0]}
+
+    def losses(self) -> list[float]:
+        """Train, and return the loss of each update."""
+        state, losses = self.state(), list[float]()
+        for batch in self.calls():
+            state, metrics = self.step(state, batch)
+            losses += [float(metrics["loss"])] * self.updates
+        return losses
+
+    def measured(self) -> tuple[float, float]:
+        """Return seconds per update and the utilisation, if stages work at the same time."""
+        times = self.step.compiled(self.state(), next(self.calls())).measure(awaited=True)
+        return _overlapped(times, self.schedule, self.microbatches, self.updates)
 
 
 def _overlapped(times: Sequence[TaskTime], schedule: Schedule, microbatches: int, updates: int) -> tuple[float, float]:
@@ -126,8 +151,20 @@ def _overlapped(times: Sequence[TaskTime], schedule: Schedule, microbatches: int
 
 
 def runs(sizes: Sizes) -> list[Run]:
-    """Return the runs of all schedules."""
-    return [train(schedule, sizes) for schedule in (OneFOneB(), PipeDream(), PipeDream2BW(accumulated=MICROBATCHES))]
+    """Return the runs of all schedules, timed in turn."""
+    schedules = (OneFOneB(), PipeDream(), PipeDream2BW(accumulated=MICROBATCHES))
+    pipelines = [Pipeline(schedule=schedule, sizes=sizes) for schedule in schedules]
+    losses = [pipeline.losses() for pipeline in pipelines]
+    rounds = [[pipeline.measured() for pipeline in pipelines] for _ in range(ROUNDS)]
+    return [
+        Run(
+            schedule=f"{pipeline.schedule.name} ({pipeline.step.last_plan.semantics})",
+            losses=tuple(losses[n]),
+            relative_seconds=statistics.median(each[n][0] / each[0][0] for each in rounds),
+            utilisation=statistics.median(each[n][1] for each in rounds),
+        )
+        for n, pipeline in enumerate(pipelines)
+    ]
 
 
 def kept() -> list[Run]:
@@ -153,11 +190,10 @@ def updates_svg(found: Sequence[Run] | None = None) -> str:
 def seconds_svg(found: Sequence[Run] | None = None) -> str:
     """Return the loss against the time on devices that work at the same time, in updates of synchronous 1F1B."""
     found = kept() if found is None else found
-    unit = found[0].update_seconds
     places = [16.0 * 2**i for i in range(8) if 16 * 2**i <= len(found[0].losses)]
 
     def at(run: Run, place: float) -> float | None:
-        update = int(place * unit / run.update_seconds)
+        update = int(place / run.relative_seconds)
         return smoothed(run, update) if Sizes().window <= update <= len(run.losses) else None
 
     series = [Series(name=run.schedule, values=tuple(at(run, place) for place in places)) for run in found]
@@ -177,9 +213,7 @@ def rendered(found: Sequence[Run]) -> Table:
         table.add_column(column, justify="left" if column == "schedule" else "right")
     for run in found:
         losses = (f"{smoothed(run, n):.3f}" for n in (total // 8, total // 2, total))
-        table.add_row(
-            run.schedule, *losses, f"{run.update_seconds / found[0].update_seconds:.2f}×", f"{run.utilisation:.0%}"
-        )
+        table.add_row(run.schedule, *losses, f"{run.relative_seconds:.2f}×", f"{run.utilisation:.0%}")
     return table
 
 

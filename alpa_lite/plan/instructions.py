@@ -293,12 +293,9 @@ class _ProgramBuilder:
         graph, stage = self.graph, task.stage
         producer = graph.producer[value]
         if producer is None:
-            version = self._version(task, microbatch) if value in self.next_of else 0
-            return (
-                self._state(value, spec, stage, version)
-                if version
-                else self._fetch_input(value, spec, stage, microbatch)
-            )
+            if version := self._version(task, microbatch) if value in self.next_of else 0:
+                return self._state(value, spec, stage, version)
+            return self._fetch_input(value, spec, stage, microbatch)
         is_update = task.kind is TaskRole.UPDATE
         place = self.slicer.place_of_value(value)
         origin = place.stage if place else stage

@@ -189,7 +189,8 @@ class Plan:
     @property
     def semantics(self) -> str:
         """Whether results are those of the step on one device: `synchronous`, or `asynchronous, staleness <= 3`."""
-        if not isinstance(self.schedule, AsynchronousSchedule) or self.num_microbatches == 1:
+        # With one update nothing has changed since the weights that it reads.
+        if not isinstance(self.schedule, AsynchronousSchedule) or self.num_updates == 1:
             return "synchronous"
         count = len(self.stages)
         return f"asynchronous, staleness <= {max(self.schedule.staleness(stage, count) for stage in range(count))}"

@@ -43,7 +43,7 @@ def test_the_kept_runs_are_those_that_the_page_speaks_of():
     last = len(flushed.losses)
     for run in (often, twice):
         assert len(run.losses) == last
-        assert run.update_seconds < flushed.update_seconds and run.utilisation > flushed.utilisation
-        # Old weights cost little here.
-        assert asynchronous.smoothed(run, last) < 1.1 * asynchronous.smoothed(flushed, last)
-        assert asynchronous.smoothed(run, last) < 0.8 * asynchronous.smoothed(run, last // 8)
+        assert run.relative_seconds < 1 and run.utilisation > flushed.utilisation
+        # Old weights cost updates: the loss falls, but less far.
+        assert asynchronous.smoothed(flushed, last) < asynchronous.smoothed(run, last)
+        assert asynchronous.smoothed(run, last) < 0.9 * asynchronous.smoothed(run, last // 8)

@@ -133,6 +133,33 @@ def test_with_a_rate_of_zero_all_versions_are_equal():
     close(metrics["loss"], loss_of(state_of()["w"], batch))
 
 
+def scanned(state, batch):
+    """The same model with its layers in one array, and a row of it on each stage."""
+
+    def loss_fn(weights):
+        out, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), batch["x"], weights)
+        return jnp.mean((out - batch["y"]) ** 2)
+
+    loss, grads = jax.value_and_grad(loss_fn)(state["w"])
+    return {"w": state["w"] - 0.1 * grads}, {"loss": loss}
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_scanned_layers_and_recomputation_see_one_version(remat):
+    planner = al.planners.Hybrid(pipeline=STAGES, schedule=PipeDream(), remat=remat)
+    fast = al.parallelize(scanned, planner=planner, num_microbatches=8)
+    start, batch = jnp.stack(state_of()["w"]), batch_of(8)
+    got, _ = fast({"w": start}, batch)
+    assert len(fast.last_plan.stages) == STAGES
+    versions = [list(start)]
+    for b in range(8):
+        seen = jnp.stack([versions[PipeDream().version(s, STAGES, b)][s] for s in range(STAGES)])
+        rows = jax.tree.map(lambda a, b=b: a[SAMPLES * b : SAMPLES * (b + 1)], batch)
+        change = scanned({"w": seen}, rows)[0]["w"] - seen
+        versions.append([w + d for w, d in zip(versions[-1], change, strict=True)])
+    close(got["w"], jnp.stack(versions[-1]))
+
+
 def lowered(schedule: Schedule, num_microbatches: int, width: int = 512):
     """The program of two layers on each stage."""
     shape = jax.ShapeDtypeStruct
@@ -279,7 +306,7 @@ def test_updates_that_need_all_stages_are_refused(function, message):
 
 
 def test_asynchronous_plans_are_not_compared_with_others():
-    with pytest.raises(PlanError, match="asynchronous, staleness <= 3.*is another optimiser"):
+    with pytest.raises(PlanError, match=r"asynchronous, staleness <= 3.*is another optimiser"):
         fast = pipelined(PipeDream(), 8)
         al.check(fast, state_of(), batch_of(8))
     inside = al.planners.Pipeline(pipeline=4, schedule=PipeDream())
