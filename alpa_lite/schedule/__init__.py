@@ -20,8 +20,8 @@ chunks of an interleaved pipeline): `processor_of` says where each of p*v stages
 """
 
 from alpa_lite.schedule.asynchronous import AsynchronousSchedule as AsynchronousSchedule
-from alpa_lite.schedule.asynchronous import PipeDream as PipeDream
-from alpa_lite.schedule.asynchronous import PipeDream2BW as PipeDream2BW
+from alpa_lite.schedule.asynchronous import PipeDream2BWSchedule as PipeDream2BW
+from alpa_lite.schedule.asynchronous import PipeDreamSchedule as PipeDream
 from alpa_lite.schedule.clock import Span as Span
 from alpa_lite.schedule.clock import Timeline as Timeline
 from alpa_lite.schedule.clock import linearize as linearize

@@ -1,4 +1,4 @@
-"""Asynchronous pipelines: the weights of each stage are updated several times per step, without waiting for the others.
+"""Asynchronous pipelines, `schedule.PipeDream` and `schedule.PipeDream2BW`: the weights of each stage are updated several times per step, without waiting for the others.
 
 A call of the step is one pass over its batch. Every group of g micro-batches is a mini-batch with an update of its
 own: stage s runs its part of update u right after its backward pass of the last micro-batch of group u, and version v
@@ -62,7 +62,7 @@ class AsynchronousSchedule(Schedule):
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PipeDream(AsynchronousSchedule):
+class PipeDreamSchedule(AsynchronousSchedule):
     """1F1B in which every micro-batch is a mini-batch with an update of its own; no stage waits for another's update.
 
     vertical_sync: whether a micro-batch runs with the same version on all stages, the one that it finds on the first.
@@ -84,7 +84,7 @@ class PipeDream(AsynchronousSchedule):
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PipeDream2BW(AsynchronousSchedule):
+class PipeDream2BWSchedule(AsynchronousSchedule):
     """1F1B with an update for every group of micro-batches, whose weights lack exactly one update on all stages.
 
     accumulated: micro-batches in a group, at least as many as stages; 0: as many as stages.

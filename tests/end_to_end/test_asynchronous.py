@@ -274,37 +274,6 @@ def test_steps_that_are_no_sum_need_no_permission():
     close(got, state)
 
 
-def clipped(state, batch):
-    loss, grads = jax.value_and_grad(loss_of)(state["w"], batch)
-    norm = jnp.sqrt(sum(jnp.sum(g**2) for g in grads))
-    return {**state, "w": [w - 0.1 * g / norm for w, g in zip(state["w"], grads, strict=True)]}, loss
-
-
-def tied(state, batch):
-    def loss_fn(weights):
-        return loss_of([*weights[:-1], weights[0]], batch)
-
-    loss, grads = jax.value_and_grad(loss_fn)(state["w"])
-    return {**state, "w": [w - 0.1 * g for w, g in zip(state["w"], grads, strict=True)]}, loss
-
-
-def untrained(state, batch):
-    return jax.grad(loss_of)(state["w"], batch)[0].sum()
-
-
-@pytest.mark.parametrize(
-    ("function", "message"),
-    [
-        (clipped, "in the update of stage . reads what stage . computes.*clipping by their global norm"),
-        (tied, "stage . computes|is updated on stage . and read on stage . too"),
-        (untrained, "returns none of its arguments updated"),
-    ],
-)
-def test_updates_that_need_all_stages_are_refused(function, message):
-    with pytest.raises(PlanError, match=message):
-        pipelined(PipeDream(), 8, function=function)(state_of(), batch_of(8))
-
-
 def test_asynchronous_plans_are_not_compared_with_others():
     with pytest.raises(PlanError, match=r"asynchronous, staleness <= 3.*is another optimiser"):
         fast = pipelined(PipeDream(), 8)
