@@ -348,7 +348,7 @@ def _colours(layers: Sequence[MatrixLayer]) -> dict[int, str]:
     return found
 
 
-class Exchange(NamedTuple):
+class GridCollective(NamedTuple):
     """A collective of a layer: its kind, its axis, the bytes of its buffer per device, and its number per step."""
 
     kind: str
@@ -357,9 +357,9 @@ class Exchange(NamedTuple):
     times: int
 
 
-def exchanges(planner: AxoNN, layers: MatrixLayers, grid: Grid) -> list[Exchange]:
+def exchanges(planner: AxoNN, layers: MatrixLayers, grid: Grid) -> list[GridCollective]:
     """Return the collectives of a step on a grid by the formulas of the module docstring."""
-    found, micro = list[Exchange](), layers.step.num_microbatches
+    found, micro = list[GridCollective](), layers.step.num_microbatches
     for layer in layers.found:
         summed, made = layers.axis(layer.summed, grid), layers.axis(layer.made, grid)
         # A dim without an axis is whole on all devices.
@@ -368,11 +368,11 @@ def exchanges(planner: AxoNN, layers: MatrixLayers, grid: Grid) -> list[Exchange
         samples, times = grid.data * grid.z, micro * layer.runs
         part = weight / (k * n)
         found += [
-            Exchange("all_gather", "z", part, times * (1 + planner.reshard_after_forward)),
-            Exchange("reduce_scatter", "z", part, times),
-            Exchange("all_reduce", "data", part / grid.z, layer.runs),
-            *([Exchange("all_reduce", summed, result / samples / n, times)] if summed else []),
-            *([Exchange("all_reduce", made, read / samples / k, times)] if made else []),
+            GridCollective("all_gather", "z", part, times * (1 + planner.reshard_after_forward)),
+            GridCollective("reduce_scatter", "z", part, times),
+            GridCollective("all_reduce", "data", part / grid.z, layer.runs),
+            *([GridCollective("all_reduce", summed, result / samples / n, times)] if summed else []),
+            *([GridCollective("all_reduce", made, read / samples / k, times)] if made else []),
         ]
     return [each for each in found if grid._asdict()[each.axis] > 1]
 

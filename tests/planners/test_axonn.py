@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import alpa_lite as al
 from alpa_lite.planners import FSDP, AxoNN, DataParallel, Megatron, Planner, PlanRequest, axonn
-from alpa_lite.planners.axonn import Exchange, Grid, MatrixLayer, MatrixLayers, exchanges, modelled_seconds
+from alpa_lite.planners.axonn import Grid, GridCollective, MatrixLayer, MatrixLayers, exchanges, modelled_seconds
 from cost_models.cluster import with_memory
 from tests.end_to_end.cases import assert_same, eager_cluster
 from tests.end_to_end.collectives import emitted, handed_over, planned
@@ -255,4 +255,7 @@ def test_an_exchange_counts_each_trip_of_a_loop() -> None:
     ws = jnp.stack([_draw(16, 16)] * 3)
     layers = _layers(_scanned, (ws, _draw(32, 16)))
     found = exchanges(AxoNN(), layers, Grid(1, 8, 1, 1))
-    assert found == [Exchange("all_gather", "z", 4.0 * 16 * 16, 3), Exchange("reduce_scatter", "z", 4.0 * 16 * 16, 3)]
+    assert found == [
+        GridCollective("all_gather", "z", 4.0 * 16 * 16, 3),
+        GridCollective("reduce_scatter", "z", 4.0 * 16 * 16, 3),
+    ]
