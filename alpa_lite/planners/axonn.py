@@ -235,19 +235,23 @@ class MatrixLayers:
         axis = self.axis_of[node]
         return axis if self.least[node] % grid._asdict()[axis] == 0 else None
 
+    def axes(self, layer: MatrixLayer, grid: Grid) -> tuple[str | None, str | None]:
+        """Return the axes of the dims that a layer sums over and makes; none where both would have the same axis."""
+        summed, made = self.axis(layer.summed, grid), self.axis(layer.made, grid)
+        return (None, None) if summed == made else (summed, made)
+
     def unsplit(self, grid: Grid) -> list[str]:
         """Return a clause about each weight that is not split over both x and y."""
         wide = {axis for axis in _EXCHANGED if grid._asdict()[axis] > 1}
         found = dict[str, None]()
         for layer in self.found:
-            summed, made = (self.axis(node, grid) for node in (layer.summed, layer.made))
-            if wide <= {summed, made} and (summed != made or not wide):
-                continue
-            if summed is not None and summed == made:
-                why = f"have two dims on {summed}, as no exchange of x and y reaches all layers"
-            else:
-                why = f"have no dim for {' and '.join(sorted(wide - {summed, made}))} that the devices divide"
-            found[f"{layer.description()} {why}"] = None
+            if lacking := sorted(wide.difference(self.axes(layer, grid))):
+                axis = self.axis(layer.summed, grid)
+                if axis is not None and axis == self.axis(layer.made, grid):
+                    why = f"have two dims on {axis}, as no exchange of x and y reaches all layers"
+                else:
+                    why = f"have no dim for {' and '.join(lacking)} that the devices divide"
+                found[f"{layer.description()} {why}"] = None
         return [*found]
 
     def layout(self, grid: Grid) -> GivenLayout:
@@ -361,7 +365,7 @@ def exchanges(planner: AxoNN, layers: MatrixLayers, grid: Grid) -> list[GridColl
     """Return the collectives of a step on a grid by the formulas of the module docstring."""
     found, micro = list[GridCollective](), layers.step.num_microbatches
     for layer in layers.found:
-        summed, made = layers.axis(layer.summed, grid), layers.axis(layer.made, grid)
+        summed, made = layers.axes(layer, grid)
         # A dim without an axis is whole on all devices.
         k, n = (grid._asdict()[axis] if axis else 1 for axis in (summed, made))
         weight, read, result = layer.sizes()
