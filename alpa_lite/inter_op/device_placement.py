@@ -155,10 +155,8 @@ def device_placements(request: PlanRequest, plans: Sequence[Plan], step: StepGra
     """
     cluster, model = request.cluster, request.cost_model
     program, dispatch = build_program(plans[0], step), dispatch_seconds(request.cluster)
-    prices = [
-        [price.seconds for price in prices_of_plan(program.tasks, step, plan, _pricers(plan, request))]
-        for plan in plans
-    ]
+    of_tasks = [prices_of_plan(program.tasks, step, plan, _pricers(plan, request)) for plan in plans]
+    prices = [[price.seconds for price in each] for each in of_tasks]
     firsts = [plan.stages[0].submesh.first_device for plan in plans]
     capacities = [plan.capacity_bytes(0) for plan in plans]
     kinds = [max(k for k, first in enumerate(firsts) if first <= d) for d in range(cluster.num_devices)]

@@ -100,12 +100,13 @@ class PlacementSamples:
     Attributes:
         devices: [samples, groups] the device of each group.
         log_probability: [samples] log p of each placement.
+        encoded, chosen: the steps of both LSTMs, which the gradient needs.
     """
 
     devices: NDArray[np.intp]
     log_probability: Floats
-    _encoded: list[_Cell] = field(repr=False)
-    _chosen: list[_Choice] = field(repr=False)
+    encoded: list[_Cell] = field(repr=False)
+    chosen: list[_Choice] = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -164,7 +165,7 @@ class PlacementPolicy:
             chosen.append(choice)
             devices.append(last)
         return PlacementSamples(
-            devices=np.stack(devices, axis=1), log_probability=total, _encoded=encoded, _chosen=chosen
+            devices=np.stack(devices, axis=1), log_probability=total, encoded=encoded, chosen=chosen
         )
 
     def _choose(self, memory: Floats, cell: _Cell, random: np.random.Generator, noise: float) -> _Choice:
@@ -180,12 +181,12 @@ class PlacementPolicy:
         """Return the gradient of Σ of_samples · log p with respect to the weights; `of_samples`: [samples]."""
         w, size = self.weights, self.shape.hidden
         grads = {name: np.zeros_like(value) for name, value in w.items()}
-        memory = np.concatenate([cell.new_h for cell in samples._encoded])
+        memory = np.concatenate([cell.new_h for cell in samples.encoded])
         dmemory, (count, groups) = np.zeros_like(memory), samples.devices.shape
         dh, dc = (np.zeros((count, size), memory.dtype) for _ in range(2))
         scale = self.shape.tanh_constant / self.shape.temperature
         for t in reversed(range(groups)):
-            choice = samples._chosen[t]
+            choice = samples.chosen[t]
             dlogits = -choice.probabilities
             dlogits[np.arange(count), samples.devices[:, t]] += 1
             dlogits = (scale * of_samples[:, None] * dlogits * (1 - choice.bounded**2)).astype(memory.dtype)
@@ -206,7 +207,7 @@ class PlacementPolicy:
             dmemory[t] += dx.sum(0)
         dh, dc = dh.sum(0, keepdims=True), dc.sum(0, keepdims=True)
         for t in reversed(range(groups)):
-            _, dh, dc = _lstm_back(w, grads, "encoder", samples._encoded[t], dh + dmemory[t], dc)
+            _, dh, dc = _lstm_back(w, grads, "encoder", samples.encoded[t], dh + dmemory[t], dc)
         return grads
 
 

@@ -7,7 +7,7 @@
     search       REINFORCE                                                                            `learn_placement`
     plan         every group is a stage on one device, without micro-batches; branches on different devices overlap
 
-The fastest placements by this simulation are priced like every plan, and the fastest of these that fits is the plan. The
+The fastest placements of the search are priced like every plan, and the fastest of these that fits is the plan. The
 placement on a single device is among them, so that a plan never takes longer than one device does, if that has room.
 
 Mirhoseini et al., Device Placement Optimization with Reinforcement Learning (ICML 2017).
@@ -24,7 +24,7 @@ from typing import Literal
 
 import numpy as np
 
-from alpa_lite.errors import InfeasibleError, PlanError
+from alpa_lite.errors import AlpaLiteError, InfeasibleError, PlanError
 from alpa_lite.inter_op.assembly import StagedStep, assembled, bytes_over, schedule_for, too_large
 from alpa_lite.inter_op.device_placement import Placement, device_placements
 from alpa_lite.inter_op.learned_placement import LearnedPlacement, Reinforce, RewardFunction, learn_placement
@@ -233,7 +233,7 @@ class _Placing:
             try:
                 return None if bytes_over(plan) else measure(plan)
             # Those of XLA too, such as for a lack of memory.
-            except RuntimeError:
+            except (AlpaLiteError, RuntimeError):
                 return None
 
         return seconds

@@ -101,8 +101,8 @@ def num_places(name: str, processors: Sequence[int], num_stages: int) -> int:
     """
     if len(processors) != num_stages or num_stages < 1:
         raise PlanError(
-            f"{name} was made for {len(processors)} stages, and {num_stages} are to be run. Give one processor for each "
-            "stage."
+            f"{name} was made for {len(processors)} stages, and {num_stages} are to be run. Give one processor for "
+            "each stage."
         )
     if {*processors} != {*range(len({*processors}))}:
         raise PlanError(f"{name} needs processors numbered from 0 without gaps, not processors={tuple(processors)}.")

@@ -136,6 +136,7 @@ class _Units:
     def __init__(
         self, step: StepGraph, order: Sequence[int], atoms: Mapping[int, int], label: Mapping[int, str]
     ) -> None:
+        """Begin with the groups of `atoms`, none of which reads another yet; `label`: the user's names of ops."""
         flops, number = op_flops(step), {atom: n for n, atom in enumerate(order)}
         self.ops: list[list[int]] = [[] for _ in order]
         for op, atom in atoms.items():
