@@ -99,8 +99,10 @@ def test_the_user_names_groups_by_arguments():
 
 
 def test_the_search_prices_placements_as_the_simulation_does():
-    for cluster in (al.cluster("p3.16xlarge", num_hosts=2), eager_cluster()):
-        request = _request(_arguments(256, 64, _shape, depth=1), cluster)
+    # In the second of each, arrays are on the way for longer than products take, and wait for each other.
+    clusters, sizes = (al.cluster("p3.16xlarge", num_hosts=2), eager_cluster()), ((256, 64), (32, 4096))
+    for cluster, size in itertools.product(clusters, sizes):
+        request = _request(_arguments(*size, _shape, depth=1), cluster)
         placing = _Placing.of(request, ColocRL()._groups(request))
         seconds, random = placing.simulated_seconds(), np.random.default_rng(0)
         for _ in range(10):
