@@ -56,6 +56,7 @@ PLANNERS: dict[str, tuple[p.Planner, int]] = {
     "Pipeline(schedule=Interleaved1F1B())": (p.Pipeline(pipeline=2, schedule=Interleaved1F1B(num_chunks=2)), 2),
     "TorchGPipe()": (p.TorchGPipe(pipeline=2), 2),
     "DeepSpeed3D(pipeline=2, tensor=2)": (p.DeepSpeed3D(pipeline=2, tensor=2), 2),
+    "ColocRL()": (p.ColocRL(steps=20), 1),
     "GridSearch()": (p.GridSearch(), 2),
 }
 
