@@ -19,9 +19,8 @@ chunks of an interleaved pipeline): `processor_of` says where each of p*v stages
     clock             validation, linearization and simulation of task lists
 """
 
+from alpa_lite.schedule import asynchronous as _asynchronous
 from alpa_lite.schedule.asynchronous import AsynchronousSchedule as AsynchronousSchedule
-from alpa_lite.schedule.asynchronous import PipeDream2BWSchedule as PipeDream2BW
-from alpa_lite.schedule.asynchronous import PipeDreamSchedule as PipeDream
 from alpa_lite.schedule.clock import Span as Span
 from alpa_lite.schedule.clock import Timeline as Timeline
 from alpa_lite.schedule.clock import linearize as linearize
@@ -53,3 +52,7 @@ from alpa_lite.schedule.waves import ListSchedule as ListSchedule
 from alpa_lite.schedule.waves import Wave as Wave
 from alpa_lite.schedule.waves import ZeroBubbleH2 as ZeroBubbleH2
 from alpa_lite.schedule.waves import ZeroBubbleV as ZeroBubbleV
+
+# Their planners have these names in `alpa_lite.planners`; a class has a name of its own.
+PipeDream = _asynchronous.PipeDreamSchedule
+PipeDream2BW = _asynchronous.PipeDream2BWSchedule

@@ -1,4 +1,6 @@
-"""Asynchronous pipelines, `schedule.PipeDream` and `schedule.PipeDream2BW`: the weights of each stage are updated several times per step, without waiting for the others.
+"""Asynchronous pipelines: the weights of each stage are updated several times per step, without waiting for the others.
+
+`schedule.PipeDream` and `schedule.PipeDream2BW` are the names of these classes outside of this package.
 
 A call of the step is one pass over its batch. Every group of g micro-batches is a mini-batch with an update of its
 own: stage s runs its part of update u right after its backward pass of the last micro-batch of group u, and version v

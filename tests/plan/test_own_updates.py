@@ -39,7 +39,7 @@ def untrained(weights, x):
 )
 def test_updates_that_need_other_stages_are_refused(function, message):
     shape = jax.ShapeDtypeStruct
-    weights, x = [shape((64, 64), jnp.float32)] * 4, shape((64, 64), jnp.float32)
+    weights, x = [shape((64, 64), jnp.float32)] * 4, shape((96, 64), jnp.float32)
     options = {"cluster": "p3.16xlarge", "num_microbatches": 8}
     planner = al.planners.Pipeline(pipeline=4, schedule=al.schedule.PipeDream())
     with pytest.raises(PlanError, match=message):
