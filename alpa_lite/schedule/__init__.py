@@ -55,4 +55,6 @@ from alpa_lite.schedule.waves import ZeroBubbleV as ZeroBubbleV
 
 # Their planners have these names in `alpa_lite.planners`; a class has a name of its own.
 PipeDream = _asynchronous.PipeDreamSchedule
+"""1F1B in which every micro-batch is a mini-batch with an update of its own; no stage waits for another's update."""
 PipeDream2BW = _asynchronous.PipeDream2BWSchedule
+"""1F1B with an update for every group of micro-batches, whose weights lack exactly one update on all stages."""
