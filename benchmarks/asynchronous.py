@@ -20,7 +20,7 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import islice
@@ -95,7 +95,7 @@ class Pipeline:
         return self.updates * (self.schedule.microbatches_per_update(STAGES) or MICROBATCHES)
 
     @cached_property
-    def step(self) -> Callable[..., Any]:
+    def step(self) -> Any:
         """The parallel step."""
         return al.parallelize(
             make_train_step(self.sizes.model.loss_fn, make_optimizer(self.sizes.learning_rate)),
