@@ -421,8 +421,9 @@ def _numbers(plan: Plan) -> Iterator[str]:
         yield f"it leaves {plan.idle_devices} devices idle, of which {plan.first_device} come first"
     if not 0 <= plan.loop_parts <= _MOST_PARTS:
         yield f"loops are cut into {plan.loop_parts} parts"
-    # Called for its error about a number of stages that the schedule cannot run.
+    # Called for their errors about a number of stages that the schedule cannot run.
     plan.schedule.num_processors(len(plan.stages))
+    plan.schedule.microbatches_per_update(len(plan.stages))
 
 
 def _layers(plan: Plan) -> Iterator[str]:
