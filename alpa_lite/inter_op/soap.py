@@ -14,7 +14,7 @@ Each device and link takes tasks first in, first out: by (ready, task).         
 
 Delta simulation: with the tasks that a move adds, removes or changes, of which none can be ready before t, all that was
 taken before t stays as it was. It is the same function of the state at t, so that both give equal times
-(`StrategySimulation.moved`). What does not fit costs 1e-6 ms per byte                                  `SoapProblem.cost`
+(`StrategySimulation.moved`). What does not fit costs 1e-6 ms per byte (`SoapProblem.cost`).
 
 Jia et al., Beyond Data and Model Parallelism for Deep Neural Networks (MLSys 2019), sections 4 and 5.
 """
@@ -179,6 +179,18 @@ class SoapProblem:
                 held[device] += size
         return sum(max(0.0, each - self.usable_bytes) for each in held)
 
+    def reads(self, edge: int, degrees: tuple[int, ...], others: tuple[int, ...]) -> list[_Read]:
+        """Return what the parts of an edge's target read of those of its source, at the degrees of both."""
+        key = (edge, degrees, others)
+        if key not in self._reads:
+            each = self.edges[edge]
+            self._reads[key] = _reads(each, self.ops[each.source], self.ops[each.target], (degrees, others))
+        return self._reads[key]
+
+    @cached_property
+    def _reads(self) -> dict[tuple[int, tuple[int, ...], tuple[int, ...]], list[_Read]]:
+        return {}
+
     @cached_property
     def around(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
         """For each operator the edges that lead to it, and those that lead away."""
@@ -208,9 +220,24 @@ Pairs = dict[int, tuple[_Pair, ...]]
 
 
 def _pairs(problem: SoapProblem, strategy: Strategy, number: int) -> Iterator[_Pair]:
-    edge, ops = problem.edges[number], problem.ops
+    edge = problem.edges[number]
     config, other = strategy[edge.source], strategy[edge.target]
+    for target, parts, size in problem.reads(number, config.degrees, other.degrees):
+        here = other.devices[target]
+        # Of several copies the one on the same device, else they take turns.
+        source = next((p for p in parts if config.devices[p] == here), parts[target % len(parts)])
+        yield _Pair(source, target, size, (config.devices[source], here))
 
+
+class _Read(NamedTuple):
+    """A part that reads bytes which each of some parts has."""
+
+    target: int
+    sources: tuple[int, ...]
+    bytes: float
+
+
+def _reads(edge: SoapEdge, source: SoapOp, target: SoapOp, degrees: tuple[Sequence[int], Sequence[int]]) -> list[_Read]:
     def blocks(op: SoapOp, degrees: Sequence[int]) -> tuple[list[int], list[tuple[int, ...]]]:
         """Return the degree of each dim of the array, and the block of each part along these."""
         place = {dim.key: n for n, dim in enumerate(op.dims)}
@@ -218,23 +245,20 @@ def _pairs(problem: SoapProblem, strategy: Strategy, number: int) -> Iterator[_P
         ways = [1 if n is None else degrees[n] for n in at]
         return ways, [tuple(0 if n is None else c[n] for n in at) for c in _coordinates(degrees)]
 
-    ways, made = blocks(ops[edge.source], config.degrees)
-    other_ways, read = blocks(ops[edge.target], other.degrees)
-    copies = dict[tuple[int, ...], list[int]]()
+    ways, made = blocks(source, degrees[0])
+    other_ways, read = blocks(target, degrees[1])
+    copies, found = dict[tuple[int, ...], list[int]](), list[_Read]()
     for part, block in enumerate(made):
         copies.setdefault(block, []).append(part)
-    for target, wanted in enumerate(read):
+    for number, wanted in enumerate(read):
         for block, parts in copies.items():
             share = 1.0
             for n, m, i, j in zip(ways, other_ways, block, wanted, strict=True):
-                share *= max(0.0, min((i + 1) / n, (j + 1) / m) - max(i / n, j / m))
-            # Differences of fractions leave rounding errors where blocks only touch.
-            if share * edge.bytes < 0.5 and share < 1e-9:
-                continue
-            here = other.devices[target]
-            # Of several copies the one on the same device, else they take turns.
-            source = next((p for p in parts if config.devices[p] == here), parts[target % len(parts)])
-            yield _Pair(source, target, share * edge.bytes, (config.devices[source], here))
+                # In whole numbers, so that blocks that only touch share nothing.
+                share *= max(0, min((i + 1) * m, (j + 1) * n) - max(i * m, j * n)) / (n * m)
+            if share:
+                found.append(_Read(number, tuple(parts), share * edge.bytes))
+    return found
 
 
 Key = tuple[int, ...]
@@ -379,7 +403,9 @@ class StrategySimulation:
         def ready(key: Key) -> float:
             """Return when a changed task can be ready at the earliest."""
             if key not in known:
-                ends = (ready(k) + changed[k].seconds if k in changed else self._ends[k].end for k in changed[key].after)
+                ends = (
+                    ready(k) + changed[k].seconds if k in changed else self._ends[k].end for k in changed[key].after
+                )
                 known[key] = max(ends, default=0.0)
             return known[key]
 

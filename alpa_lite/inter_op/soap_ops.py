@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from math import inf, prod
 
 from alpa_lite.inter_op.plan_request import PlanRequest
-from alpa_lite.inter_op.solved_stages import StagePlace
 from alpa_lite.inter_op.soap import OpSeconds, SoapDim, SoapEdge, SoapKind, SoapOp, SoapProblem
+from alpa_lite.inter_op.solved_stages import StagePlace
 from alpa_lite.inter_op.stage_costs import StageCosts
 from alpa_lite.plan.parts import StageCost
 from alpa_lite.plan.pricing import Pricer
@@ -122,9 +122,7 @@ def _lead(step: StepGraph, groups: ColocatedGroups, group: int) -> Op | None:
     )
 
 
-def _operator(
-    step: StepGraph, classes: DimClasses, groups: ColocatedGroups, group: int, about: _About
-) -> SoapOp:
+def _operator(step: StepGraph, classes: DimClasses, groups: ColocatedGroups, group: int, about: _About) -> SoapOp:
     graph, lead = step.graph, about.lead
     dims = list[SoapDim]()
     if lead is not None:
@@ -188,9 +186,9 @@ class _Seconds:
             )
         return self.known[degrees]
 
-    def _prices(self, degrees: tuple[int, ...]) -> Counter[Phase]:
+    def _prices(self, degrees: tuple[int, ...]) -> dict[Phase, float]:
         """Return the seconds of all ops of each phase."""
-        graph, found = self.step.graph, Counter[Phase]()
+        graph, found = self.step.graph, dict.fromkeys(Phase, 0.0)
         ways = dict(zip(self.keys, degrees, strict=True))
         for op in self.ops:
             if op.bodies:

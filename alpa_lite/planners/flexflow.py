@@ -21,7 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from itertools import pairwise
 from typing import Literal
 
 from alpa_lite.errors import AlpaLiteError, PlanError
@@ -54,11 +54,11 @@ class FlexFlow(Planner):
         seed: seed of all randomness; the same seed gives the same plan.
     """
 
-    budget: int = 2000
+    budget: int = 1000
     beta: float = 1.2
     variant: Literal["shipped", "paper"] = "shipped"
     starts: Literal["data_parallel", "random", "both"] = "both"
-    groups: int = 24
+    groups: int = 16
     seed: int = 0
 
     @property
@@ -131,9 +131,7 @@ class FlexFlow(Planner):
         constraints = MeshConstraints(restriction=Restriction(), layout=_layout(step, strategy, axes))
         return plan_on_mesh(self.name, request, axes, constraints)
 
-    def _about(
-        self, step: SoapStep, found: _Found, result: ChainResult
-    ) -> tuple[list[str], list[tuple[str, float]]]:
+    def _about(self, step: SoapStep, found: _Found, result: ChainResult) -> tuple[list[str], list[tuple[str, float]]]:
         """Return what to say of the search, and the alternatives that are priced alone."""
         moves = sum(each.num_moves for each in (*found.everywhere, *found.anywhere))
         kinds = Counter(_shown(step.problem, n, config) for n, config in enumerate(result.best.strategy))
@@ -180,9 +178,9 @@ def strategy_mesh(problem: SoapProblem, strategy: Strategy) -> dict[str, int] | 
             return None
         ends |= {math.prod(config.degrees[:n]) for n in range(len(config.degrees) + 1)}
     chain = sorted(ends)
-    if any(b % a for a, b in zip(chain, chain[1:], strict=False)) or len(chain) > MOST_AXES + 1:
+    if any(b % a for a, b in pairwise(chain)) or len(chain) > MOST_AXES + 1:
         return None
-    sizes = [b // a for a, b in zip(chain, chain[1:], strict=False)] or [1]
+    sizes = [b // a for a, b in pairwise(chain)] or [1]
     return {f"x{n}": size for n, size in enumerate(sizes)}
 
 
@@ -206,9 +204,9 @@ def _layout(step: SoapStep, strategy: Strategy, axes: Mapping[str, int]) -> Give
     )
 
 
-@cache
-def _axes_in_order(degrees: tuple[int, ...], axes: tuple[tuple[str, int], ...]) -> tuple[tuple[str, ...], ...]:
-    found, rest = list[tuple[str, ...]](), list(axes)
+def _axes_of(degrees: Sequence[int], axes: Mapping[str, int]) -> list[tuple[str, ...]]:
+    """Return the axes that split each dim: the next ones of the mesh, as many as its degree takes."""
+    found, rest = list[tuple[str, ...]](), list(axes.items())
     for degree in degrees:
         names, ways = list[str](), 1
         while ways < degree:
@@ -216,9 +214,4 @@ def _axes_in_order(degrees: tuple[int, ...], axes: tuple[tuple[str, int], ...]) 
             names.append(name)
             ways *= size
         found.append(tuple(names))
-    return tuple(found)
-
-
-def _axes_of(degrees: tuple[int, ...], axes: Mapping[str, int]) -> tuple[tuple[str, ...], ...]:
-    """Return the axes that split each dim."""
-    return _axes_in_order(degrees, tuple(axes.items()))
+    return found
