@@ -68,9 +68,9 @@ def random_strategy(problem: SoapProblem, chain: MarkovChain) -> Strategy:
 
 
 def _space(problem: SoapProblem, op: int, chain: MarkovChain) -> tuple[OpConfig, ...]:
-    """Return the configurations of an operator; where none has a part on each device, those on the first ones."""
+    """Return the configurations of an operator; where none has a part on each device, the whole on the first one."""
     found = problem.configs(op, all_devices=chain.all_devices)
-    return found or tuple(config for config in problem.configs(op) if config.devices[0] == 0)
+    return found or tuple(config for config in problem.configs(op) if config.devices == (0,))
 
 
 def search(
@@ -137,12 +137,11 @@ class _Walk:
             if not near:
                 return found
             op = self.drawn.choice(near)
-            dims = problem.ops[op].dims
-            degrees = tuple(ways.get(dim.key, 1) for dim in dims)
-            fits = all(dim.size % n == 0 for dim, n in zip(dims, degrees, strict=True))
-            if not fits or math.prod(degrees) != len(config.devices):
+            handed_on = OpConfig(tuple(ways.get(dim.key, 1) for dim in problem.ops[op].dims), config.devices)
+            # Other dims or sizes: it cannot have these degrees, or they are too few for these devices.
+            if handed_on not in _space(problem, op, self.chain):
                 return found
-            if strategy[op] != OpConfig(degrees, config.devices):
-                found[op] = OpConfig(degrees, config.devices)
+            if strategy[op] != handed_on:
+                found[op] = handed_on
             if self.drawn.random() < 0.5:
                 return found

@@ -281,6 +281,22 @@ class Plan:
         page = view(View.PLAN_PAGE, self, simulated=simulated, measured=measured, allocated_bytes=allocated_bytes)
         Path(path).write_text(page, encoding="utf-8")
 
+    def export(self, target: str, path: str | Path | None = None, **options: object) -> str:
+        """Return the plan in the form of another program, and write it to a file if a path is given.
+
+        Args:
+            target: "jax", a module of plain JAX. Further targets and their options: the page "Use a plan elsewhere".
+            path: path of the file to write.
+            options: options of the target; "jax" takes `step="module:function"`, where the step is imported from.
+
+        Raises:
+            PlanError: an unknown target, or a plan that cannot be said in this form; the sentence says why.
+        """
+        text = view(View.PLAN_EXPORT, self, target, **options)
+        if path is not None:
+            Path(path).write_text(text, encoding="utf-8")
+        return text
+
     def _repr_html_(self) -> str:
         return view(View.PLAN_FRAGMENT, self)
 
