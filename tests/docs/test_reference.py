@@ -57,7 +57,7 @@ def test_public_names() -> None:
         "parallelize plan register_rule".split()
     )
     assert set(_public(al.planners)) == set(
-        "Auto AxoNN ColocRL ConvolutionParallel Custom DataParallel DeepSpeed3D FSDP GShard GridSearch Hybrid "
+        "Auto AxoNN ColocRL ConvolutionParallel Custom DataParallel DeepSpeed3D FSDP FlexFlow GShard GridSearch Hybrid "
         "MANUAL_PLANNERS Megatron MeshTensorFlow OnMesh OneWeirdTrick PipeDream PipeDream2BW Pipeline PlanRequest "
         "Planner Replay TorchGPipe Zero".split()
     )
