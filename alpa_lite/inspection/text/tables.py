@@ -152,8 +152,8 @@ def needed_setting(plan: Plan) -> tuple[str, ...]:
     fraction = usable / (usable + plan.reserved_bytes(fullest))
     return (
         f"stage {fullest} is predicted to use {show_bytes(peaks[fullest])} of each device, of which JAX gives "
-        f"{show_bytes(room)} to a program by default: start it with XLA_CLIENT_MEM_FRACTION={fraction:.2g}, or plan for "
-        f"less with Auto(max_memory_bytes={room:.4g}).",
+        f"{show_bytes(room)} to a program by default: start it with XLA_CLIENT_MEM_FRACTION={fraction:.2g}, or plan "
+        f"for less with Auto(max_memory_bytes={room:.4g}).",
     )
 
 
