@@ -256,6 +256,15 @@ def test_a_saved_plan_runs_again(tmp_path):
     assert again.last_plan.num_updates == 2
 
 
+def test_a_smaller_batch_runs_by_the_same_plan_with_fewer_updates():
+    fast = pipelined(PipeDream(), 8)
+    state, _ = fast(state_of(), batch_of(8))
+    want, _ = reference(PipeDream(), jax.device_get(state), batch_of(4), STAGES, 4)
+    got, _ = fast(state, batch_of(4))
+    close(got, want)
+    assert fast.last_plan.num_updates == 4
+
+
 def test_steps_that_are_no_sum_need_no_permission():
     """Each micro-batch is a batch of its own, with the statistics of its own."""
 
