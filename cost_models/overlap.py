@@ -8,8 +8,8 @@
     loop of n    = T(2) + (n - 2) * (T(3) - T(2)), T(k) = k trips one after the other                   (loop_seconds)
 
 A kernel that can take a collective's result in parts, and a collective that can take a kernel's (`StreamTask.streams`:
-decomposed products, Wang et al., ASPLOS 2023), starts once the first of `NUM_PARTS` parts is there, and not so early that
-it would wait for the last.
+decomposed products, Wang et al., ASPLOS 2023), starts once the first of `NUM_PARTS` parts is there, and not so early
+that it would wait for the last.
 
 Over the trips of a loop the second trip's collectives on what does not depend on the first (weights to be gathered) may
 run during the first, but not earlier: that is prefetching one trip ahead.

@@ -12,8 +12,8 @@ a few per cent of the bytes.
 
 Attention as one kernel (Dao et al., NeurIPS 2022, arXiv 2205.14135) never writes the scores to memory. `on_chip`
 returns the arrays that such a kernel would not write: results of products that are larger than their operands, and
-everything computed from them element by element or by row, until other products make it small again. Only a softmax, or
-its derivative, between the products makes it attention: other batched products, as of experts, are kernels of their own.
+everything computed from them element by element or by row, until other products make it small again. Only a softmax,
+or its derivative, between the products makes it attention: other batched products, as of experts, are no such kernel.
 """
 
 from __future__ import annotations

@@ -39,6 +39,7 @@ _USUAL_LINK = (
     ("b200", "nvlink5"),
     ("b300", "nvlink5"),
     ("gb", "nvlink5"),
+    ("mi35", "infinity-fabric4"),
     ("mi", "infinity-fabric3"),
 )
 #: JAX devices of one chip, where these are several; tables count chips.

@@ -37,7 +37,7 @@ def sharding_of(row: Row) -> Sharding:
 
 
 def scatters_sums(row: Row) -> bool:
-    """Whether sums over tensor devices stay scattered between products: as stated, and always where XLA for TPUs does."""
+    """Whether sums over tensor devices stay scattered between products: as stated, and always with XLA for TPUs."""
     return row.sequence_parallel or device_name(row.hardware).startswith("tpu")
 
 

@@ -109,8 +109,8 @@ class Predictor:
 
     def _traced_step(self, row: Row) -> TracedFunction:
         segments = loops_of(row)
-        key = (row.family, row.layers, row.hidden, computed_length(row), row.batch_size, row.precision, row.recompute, row.heads,
-               row.vocab, row.width, row.inner, row.experts, row.attention, segments)  # fmt: skip
+        key = (row.family, row.layers, row.hidden, computed_length(row), row.batch_size, row.precision, row.recompute,
+               row.heads, row.vocab, row.width, row.inner, row.experts, row.attention, segments)  # fmt: skip
         if key not in self._traced:
             self._traced.clear()
             training = training_of(row, num_segments=segments)

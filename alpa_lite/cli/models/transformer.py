@@ -182,7 +182,8 @@ class Transformer(Model):
         stacks = [self.num_layers, *([] if self.encoder is None else [self.encoder.num_layers])]
         if any(layers % self.period for layers in stacks):
             raise ValueError(
-                f"With experts or other attention in one of every {self.period} layers, the layers must be a multiple of it; got "
+                f"With experts or global attention in one of every {self.period} layers, the layers must be a multiple "
+                f"of it; got "
                 f"{' and an encoder of '.join(map(str, stacks))}."
             )
         if not 1 <= self.computation.num_segments <= min(stacks) // self.period:
