@@ -271,6 +271,13 @@ _NAMES = (
 _read_others, _read_names = attrgetter(*_OTHERS), attrgetter(*_NAMES)
 
 
+def allocatable_bytes(device: Device) -> float | None:
+    """Return the bytes that the allocator of a device may give to programs; None where it states no limit."""
+    # The CPU's states what one process has used so far.
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    return float(stats["bytes_limit"]) if stats and "bytes_limit" in stats else None
+
+
 def configuration() -> Configuration:
     """Return the parts of JAX's configuration on which a traced and compiled function depends, for comparison.
 

@@ -44,7 +44,7 @@ from alpa_lite.schedule import (
 )
 from alpa_lite.serving import JellyBean, read_serving_problem
 from alpa_lite.sharding.specs import Spec
-from benchmarks import statements, tutorial
+from benchmarks import matrix_products, statements, tutorial
 
 FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
 
@@ -109,6 +109,7 @@ CHARTS: Mapping[str, Callable[[], str]] = {
     "gpipe-amoebanet": statements.amoebanet_svg,
     "megatron": statements.megatron_svg,
     "experts": statements.experts_svg,
+    "matrix-products": matrix_products.chart,
     "three-dimensions": statements.three_dimensions_svg,
     "tutorial-simulated": partial(tutorial.timeline_svg, "simulated"),
     "tutorial-measured": partial(tutorial.timeline_svg, "measured"),

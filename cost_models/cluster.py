@@ -290,6 +290,7 @@ def slowest_device(devices: Sequence[Device]) -> Device:
         name=" | ".join(sorted({device.name for device in devices})),
         memory_bytes=tightest.memory_bytes,
         memory_reserve=tightest.memory_reserve,
+        default_memory_fraction=tightest.default_memory_fraction,
         memory_bandwidth=min(device.memory_bandwidth for device in devices),
         # The entry "float32" is the rate of the vector units; as a matrix format float32 would be read as TF32.
         peak_flops={
@@ -481,7 +482,7 @@ def with_bandwidth(cluster: Cluster, scale: float) -> Cluster:
 
 
 def _with_usable(device: Device, usable_bytes: float) -> Device:
-    return replace(device, memory_bytes=float(usable_bytes), memory_reserve=0.0)
+    return replace(device, memory_bytes=float(usable_bytes), memory_reserve=0.0, default_memory_fraction=1.0)
 
 
 def _with_devices(cluster: Cluster, changed: Callable[[Device], Device]) -> Cluster:

@@ -73,10 +73,12 @@ class Device:
         contention: relative slowdown of kernels and collectives while both run.
         memory_reserve: fraction of the memory that no plan uses, of at least 0 and below 1: what the allocator of the
             backend does not give to programs, and what it loses to fragmentation.
+        default_memory_fraction: fraction of the memory that the backend gives to programs unless the process is started
+            with a setting for more; plans may use more than that, and then say which setting they need.
 
     Raises:
         ClusterError: a rate that is not above 0, a time below 0, an efficiency outside (0, 1], a reserve outside
-            [0, 1), or no float32 rate.
+            [0, 1), a default fraction of memory outside (0, 1], or no float32 rate.
     """
 
     name: str
@@ -95,6 +97,7 @@ class Device:
     memory_efficiency: float = 0.8
     contention: float = 0.0
     memory_reserve: float = MEMORY_RESERVE
+    default_memory_fraction: float = 1.0
 
     def __post_init__(self) -> None:
         label = f"The device {self.name!r}:"
@@ -112,6 +115,8 @@ class Device:
         require_amount(f"{label} memory_reserve", reserve, advice=advice, error=ClusterError)
         if reserve >= 1:
             raise ClusterError(f"{label} memory_reserve is {reserve!r}, but it is a part below 1: {advice}.")
+        advice = "give the part of the memory that the backend gives to programs by itself, 1 for all"
+        _check_part(f"{label} default_memory_fraction", self.default_memory_fraction, advice)
         for what in ("launch_seconds", "dispatch_seconds"):
             require_amount(f"{label} {what}", getattr(self, what), advice="give it in seconds", error=ClusterError)
         for dtype, rate in pairs:
@@ -137,10 +142,7 @@ class Device:
         if self.ported_attention_efficiency is not None:
             parts["ported_attention_efficiency"] = self.ported_attention_efficiency
         for what, part in parts.items():
-            advice = "give the part of the rate that is reached"
-            require_amount(f"{label} {what}", part, advice=advice, positive=True, error=ClusterError)
-            if part > 1:
-                raise ClusterError(f"{label} {what} is {part!r}, but it is a part of at most 1: {advice}.")
+            _check_part(f"{label} {what}", part, "give the part of the rate that is reached")
 
     @property
     def usable_bytes(self) -> float:
@@ -151,6 +153,11 @@ class Device:
     def reserved_bytes(self) -> float:
         """Bytes of the memory that are kept for the allocator."""
         return float(self.memory_bytes) * self.memory_reserve
+
+    @property
+    def default_bytes(self) -> float:
+        """Bytes of the memory that a program gets from the backend without any setting."""
+        return float(self.memory_bytes) * self.default_memory_fraction
 
     @property
     def words(self) -> str:
@@ -313,7 +320,7 @@ class Link:
             object.__setattr__(self, name, tuple(sorted(known.items())))
             parts |= {f"{name}[{key}]": part for key, part in _written(known).items()}
         for key, part in parts.items():
-            _check_part(f"Link.{key}", part)
+            _check_part(f"Link.{key}", part, "give a measured fraction, or leave it at 1")
         for size in self.torus:
             require_count("Link.torus", size, advice="count the devices along each ring", error=ClusterError)
         # The value may come from a file, where a text such as "false" would count as true.
@@ -418,8 +425,7 @@ def _lie(name: str, key: int | str | tuple[int, int]) -> tuple[int, int]:
     return int(members), int(stride or 1)
 
 
-def _check_part(what: str, part: object) -> None:
-    advice = "give a measured fraction, or leave it at 1"
+def _check_part(what: str, part: object, advice: str) -> None:
     require_amount(what, part, advice=advice, positive=True, error=ClusterError)
     if isinstance(part, (int, float)) and part > 1:
         raise ClusterError(f"{what} is {part!r}, but it is a fraction of at most 1: {advice}.")

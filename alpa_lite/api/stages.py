@@ -43,7 +43,7 @@ from alpa_lite.runtime.execute.function import (
     CompiledFunction,
     with_own_constants,
 )
-from alpa_lite.runtime.execute.measure import step_seconds
+from alpa_lite.runtime.execute.measure import short_of_memory, step_seconds
 from alpa_lite.runtime.job.activity import busy
 from alpa_lite.step.split import StepPrograms, TracedStep
 from alpa_lite.text import View, one_line, show_count, show_seconds, view
@@ -351,6 +351,8 @@ class LoweredFunction:
             )
             step = with_own_constants(self.step, executor, len(traced.inputs.leaves))
         _logger.info("%s: compiled in %s", traced.name, show_seconds(time.perf_counter() - started))
+        for sentence in short_of_memory(self.planned.last_plan, executor.meshes):
+            _logger.warning("%s: %s", traced.name, sentence)
         return CompiledFunction(traced=traced, plan=self.planned.last_plan, step=step, executor=executor)
 
     def _compiling(self) -> Callable[[str, int, int], None]:

@@ -80,12 +80,15 @@ class Restriction:
     parameters          whether values that the loop reads are stored split over these axes (ZeRO 3, FSDP)
     scatter_sums        whether partial sums over TENSOR, MODEL and ANY axes may be left scattered over them: with
                         TENSOR axes, this is Megatron's sequence parallelism
+    state_minor         whether BATCH and CONTEXT axes come last where several axes split one dim: an all_gather of
+                        state over them then gives the blocks of the other axes, and a reduce_scatter divides these
     """
 
     roles: Mapping[str, AxisRole] = field(default_factory=dict[str, AxisRole])
     optimizer: BatchSplit = BatchSplit.NEVER
     parameters: BatchSplit = BatchSplit.NEVER
     scatter_sums: bool = True
+    state_minor: bool = False
 
     def role(self, axis: str) -> AxisRole:
         """Return the role of an axis; ANY when none is given."""
@@ -94,11 +97,13 @@ class Restriction:
     def orders(self, axes: Sequence[str], sizes: Mapping[str, int]) -> Iterable[tuple[str, ...]]:
         """Return the orders in which axes may split one dim, major first: mesh order, or both orders of two ANY axes.
 
+        With `state_minor` axes that split state follow the others.
         With more axes the number of strategies would explode, and axes with a role hardly ever split one dim together.
         """
         if len(sizes) == 2 and all(self.role(axis) is AxisRole.ANY for axis in axes):
             return permutations(axes)
-        return (tuple(axes),)
+        # A stable sort: all else stays in mesh order.
+        return (tuple(sorted(axes, key=self.state_axes.__contains__) if self.state_minor else axes),)
 
     def may_scatter(self, axis: str) -> bool:
         """Return True if a partial sum over this axis may be left scattered over it."""

@@ -156,6 +156,10 @@ class Plan:
         """Return the bytes of each device of a stage that are kept for the allocator."""
         return self._device(stage).reserved_bytes
 
+    def default_bytes(self, stage: int) -> float:
+        """Return the bytes of each device of a stage that the backend gives to a program without any setting."""
+        return self._device(stage).default_bytes
+
     def _device(self, stage: int) -> Device:
         submesh = self.stages[stage].submesh
         return self.cluster.at(submesh.first_device, submesh.num_devices).device

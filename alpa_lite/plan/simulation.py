@@ -155,7 +155,7 @@ def simulate_program(
     not lie on the devices of their stages are brought there before the program, and back after it (`stacked_cost`).
     """
     pricers, model = [pricer_of(plan, n, cost_model_for) for n in range(len(plan.stages))], cost_model_for(plan.cluster)
-    given = _prices_of_plan if prices is Prices.OF_PLAN else prices_of
+    given = prices_of_plan if prices is Prices.OF_PLAN else prices_of
     clock = _StepSimulation(
         program=program, plan=plan, prices=given(program.tasks, step, plan, pricers), pricers=pricers, model=model
     )
@@ -206,7 +206,7 @@ def prices_of(
     return tuple(found[number] for number in range(len(tasks)))
 
 
-def _prices_of_plan(
+def prices_of_plan(
     tasks: Sequence[TaskSpec], step: StepGraph, plan: Plan, pricers: Sequence[Pricer]
 ) -> tuple[TaskPrice, ...]:
     """Return the prices of tasks by the costs of their stages, without the part of their kernels."""

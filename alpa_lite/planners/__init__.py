@@ -6,6 +6,8 @@ Read `planner` first, then `auto` (the search) and `hybrid`, of which most manua
 
 from alpa_lite.inter_op.plan_request import PlanRequest as PlanRequest
 from alpa_lite.planners.auto import Auto as Auto
+from alpa_lite.planners.axonn import AxoNN as AxoNN
+from alpa_lite.planners.coloc_rl import ColocRL as ColocRL
 from alpa_lite.planners.convolution_parallel import ConvolutionParallel as ConvolutionParallel
 from alpa_lite.planners.convolution_parallel import OneWeirdTrick as OneWeirdTrick
 from alpa_lite.planners.data_parallel import FSDP as FSDP

@@ -9,6 +9,8 @@ from typing import Literal, get_args, get_origin, get_type_hints
 
 from alpa_lite.errors import PlanError
 from alpa_lite.planners.auto import Auto
+from alpa_lite.planners.axonn import AxoNN
+from alpa_lite.planners.coloc_rl import ColocRL
 from alpa_lite.planners.convolution_parallel import ConvolutionParallel, OneWeirdTrick
 from alpa_lite.planners.data_parallel import FSDP, DataParallel, GShard, Zero
 from alpa_lite.planners.grid_search import GridSearch
@@ -31,11 +33,13 @@ PLANNERS: Mapping[str, type[Planner]] = {
     "torchgpipe": TorchGPipe,
     "pipedream": PipeDream,
     "pipedream_2bw": PipeDream2BW,
+    "coloc_rl": ColocRL,
     "hybrid": Hybrid,
     "deepspeed_3d": DeepSpeed3D,
     "grid_search": GridSearch,
     "gshard": GShard,
     "mesh_tensorflow": MeshTensorFlow,
+    "axonn": AxoNN,
     "one_weird_trick": OneWeirdTrick,
     "convolution_parallel": ConvolutionParallel,
     "on_mesh": OnMesh,

@@ -40,10 +40,10 @@ from alpa_lite.plan.plan import Plan
 from alpa_lite.planners.hybrid import check_batch
 from alpa_lite.planners.on_mesh import MeshConstraints, plan_on_mesh
 from alpa_lite.planners.planner import Planner
-from alpa_lite.planners.weights import WeightSplit, layout_of_kinds, named_kinds
+from alpa_lite.planners.weights import WeightSplit, layout_of_kinds, named_kinds, unsplittable_ops
 from alpa_lite.program.ir import Graph
 from alpa_lite.program.phases import StepGraph
-from alpa_lite.rules.dims import Contraction, DimClasses, batch_dims_of, contractions, dim_names, major_factor
+from alpa_lite.rules.dims import Contraction, DimClasses, batch_dims_of, contractions, dim_names
 from alpa_lite.rules.op_info import rule_of_op
 from alpa_lite.text import show_usable
 
@@ -115,7 +115,7 @@ def _layout(step: StepGraph, sizes: Mapping[str, int]) -> GivenLayout:
     values = layout_of_kinds(step, classes, kinds)
     # Values with samples are split in space; ops that cannot be split so, and their results, are left to the solver.
     space = {axis: size for axis, size in sizes.items() if axis in names}
-    exempt = {graph: _exempt(graph, classes, names, space) for graph in classes.graphs}
+    exempt = {graph: unsplittable_ops(graph, classes, names, space) for graph in classes.graphs}
     for graph in classes.graphs:
         whole = {r for o in exempt[graph] for r in graph.ops[o].results}
         for v, batch in zip(graph.values, batch_dims_of(step, graph), strict=True):
@@ -142,25 +142,6 @@ def _spatial(
     found = ((axis, [d for d, node in enumerate(nodes) if node in names[axis]]) for axis in sizes)
     # An axis cannot split two dims of one value.
     return tuple((axis, dims[0]) for axis, dims in found if len(dims) == 1 and shape[dims[0]] % sizes[axis] == 0)
-
-
-def _exempt(
-    graph: Graph, classes: DimClasses, names: Mapping[str, frozenset[int]], sizes: Mapping[str, int]
-) -> frozenset[int]:
-    """Return the ops with a spatial dim that cannot be split: windows that do not step over all of it, odd sizes."""
-    found = set[int]()
-    for op in graph.ops:
-        if op.bodies:
-            continue
-        # Ops with bodies have no rule; the ops of their bodies are examined with the graphs of these.
-        rule = rule_of_op(graph, op.id)
-        for v, dims in zip((*op.operands, *op.results), (*rule.operands, *rule.results), strict=True):
-            for node, factors in zip(classes.of_value(graph, v), dims, strict=True):
-                factor = major_factor(rule, factors)
-                axes = [axis for axis in sizes if node in names[axis]]
-                if factor is not None and any(not rule.splits_into(factor, sizes[axis]) for axis in axes):
-                    found.add(op.id)
-    return frozenset(found)
 
 
 _AXIS = "x"

@@ -96,12 +96,14 @@ class MeshConstraints:
         restriction: the use of each axis.
         pins, outputs: as in `OnMesh`.
         layout: constraints on the values of `request.best_step((1,), loop_parts=0)` (`intra_op.stage`).
+        keeps_gathered: whether parameters that the forward pass gathers stay gathered for the backward pass.
     """
 
     restriction: Restriction
     pins: Pins = field(default_factory=dict[str, Pin])
     outputs: Pins = field(default_factory=dict[str, Pin])
     layout: GivenLayout = NO_LAYOUT
+    keeps_gathered: bool = False
 
     def on(self, request: PlanRequest, step: StepGraph, axes: Mapping[str, int]) -> StageConstraints:
         """Return the constraints on the values of a step. Raises `PlanError` for pins that do not fit."""
@@ -111,7 +113,13 @@ class MeshConstraints:
             pins = {**argument_pins(step, request.signature.user_shardings), **pins}
             layout = user_layout(step, request.signature.user_shardings, axes) if layout is NO_LAYOUT else layout
         pinned = with_results(step, request.signature.results, pins_on_mesh(step, pins, axes), self.outputs, axes)
-        return StageConstraints(restriction=self.restriction, pins=pinned.inputs, outputs=pinned.outputs, layout=layout)
+        return StageConstraints(
+            restriction=self.restriction,
+            pins=pinned.inputs,
+            outputs=pinned.outputs,
+            keeps_gathered=self.keeps_gathered,
+            layout=layout,
+        )
 
 
 def plan_on_mesh(name: str, request: PlanRequest, axes: Mapping[str, int], constraints: MeshConstraints) -> Plan:

@@ -86,7 +86,7 @@ def projections(step: StepGraph, count: int) -> Projections:
     """
     classes, splits, unsplit = DimClasses(step), dict[WeightSplit, None](), dict[str, None]()
     inner = {node: name for name, nodes in dim_names(step, classes).items() if name in _INNER for node in nodes}
-    least = _least_sizes(classes)
+    least = least_sizes(classes)
     for each in contractions(step):
         if rule_of_op(each.graph, each.op.id).work_kind == "convolution":
             continue
@@ -119,7 +119,7 @@ def _unsplit(shape: tuple[int, ...], nodes: tuple[int, ...], inner: Mapping[int,
     return ""
 
 
-def _least_sizes(classes: DimClasses) -> dict[int, int]:
+def least_sizes(classes: DimClasses) -> dict[int, int]:
     """Return the least size of a dim of each class: of a dim with several parts, the size of the outermost one."""
     found = dict[int, int]()
     for graph in classes.graphs:
@@ -215,3 +215,25 @@ def layout_of_kinds(step: StepGraph, classes: DimClasses, kinds: Iterable[Weight
         ]
         for graph in classes.graphs
     }
+
+
+def unsplittable_ops(
+    graph: Graph, classes: DimClasses, split: Mapping[str, frozenset[int]], sizes: Mapping[str, int]
+) -> frozenset[int]:
+    """Return the ops with a dim of the classes that `split` gives to an axis which that axis cannot split.
+
+    Windows that do not step over all of a dim, sorts along it, and sizes that the devices do not divide are such.
+    """
+    found = set[int]()
+    for op in graph.ops:
+        if op.bodies:
+            continue
+        # Ops with bodies have no rule; the ops of their bodies are examined with the graphs of these.
+        rule = rule_of_op(graph, op.id)
+        for v, dims in zip((*op.operands, *op.results), (*rule.operands, *rule.results), strict=True):
+            for node, factors in zip(classes.of_value(graph, v), dims, strict=True):
+                factor = major_factor(rule, factors)
+                axes = [axis for axis in sizes if node in split[axis]]
+                if factor is not None and any(not rule.splits_into(factor, sizes[axis]) for axis in axes):
+                    found.add(op.id)
+    return frozenset(found)

@@ -1,7 +1,7 @@
 """The base class of schedules, and schedules by name."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from inspect import isabstract
 from typing import cast
@@ -92,6 +92,21 @@ class Schedule(ABC):
             elif type(value) is not type(wanted):
                 raise PlanError(f"The option {key} of the schedule {default.name!r} is {value!r}; give a number.")
         return replace(default, **options)
+
+
+def num_places(name: str, processors: Sequence[int], num_stages: int) -> int:
+    """Return the number of processors that the stages of a schedule are given, one for each stage.
+
+    Raises PlanError for other numbers of stages, and for processors that are not numbered from 0 without gaps.
+    """
+    if len(processors) != num_stages or num_stages < 1:
+        raise PlanError(
+            f"{name} was made for {len(processors)} stages, and {num_stages} are to be run. Give one processor for "
+            "each stage."
+        )
+    if {*processors} != {*range(len({*processors}))}:
+        raise PlanError(f"{name} needs processors numbered from 0 without gaps, not processors={tuple(processors)}.")
+    return len({*processors})
 
 
 def check_numbers(num_stages: int, num_microbatches: int) -> None:

@@ -2,7 +2,7 @@
 
 With p equal processors s = 0..p-1, m micro-batches, and tf and tb seconds per forward and backward of a micro-batch:
 
-    Sequential  makespan m*p*(tf+tb),     warm-up 0        `Sequential.num_warmup`
+    Sequential  makespan m*p*(tf+tb) if stages follow each other, one micro-batch in flight     `Sequential`
     GPipe       makespan (m+p-1)*(tf+tb), warm-up m        `GPipe.num_warmup`     (Huang et al., NeurIPS'19)
     1F1B        makespan (m+p-1)*(tf+tb), warm-up p-s-1    `OneFOneB.num_warmup`  (Narayanan et al., SC'21)
     micro-batches in flight on stage s = min(warm-up + 1, m)      `WarmupSchedule.in_flight`
@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import final
 
 from alpa_lite.errors import PlanError
-from alpa_lite.schedule.ordering import Schedule, check_numbers
+from alpa_lite.schedule.ordering import Schedule, check_numbers, num_places
 from alpa_lite.schedule.tasks import Task, TaskKind, TaskLists, peak_in_flight
 
 
@@ -55,15 +55,48 @@ class WarmupSchedule(Schedule):
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sequential(WarmupSchedule):
-    """Naive model parallelism: a micro-batch runs through all stages, forward and backward, before the next starts."""
+class Sequential(Schedule):
+    """Naive model parallelism: a micro-batch runs through all stages, forward and backward, before the next starts.
+
+    Several stages may be placed on one processor. Stages on different processors run at the same time where neither
+    reads what the other makes, as the branches of a network do.
+
+    Attributes:
+        processors: the processor of each stage, numbered from 0 without gaps; () for one of its own.
+    """
+
+    processors: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
         return "sequential"
 
-    def num_warmup(self, stage: int, num_stages: int, num_microbatches: int) -> int:
-        return 0
+    def __str__(self) -> str:
+        return f"{self.name} on given devices" if self.processors else self.name
+
+    @property
+    def stages_per_processor(self) -> int:
+        return max(map(self.processors.count, self.processors), default=1)
+
+    def num_processors(self, num_stages: int) -> int:
+        return num_places(self.name, self.processors or range(num_stages), num_stages)
+
+    def processor_of(self, stage: int, num_stages: int) -> int:
+        self.num_processors(num_stages)
+        return int(self.processors[stage]) if self.processors else stage
+
+    def tasks(self, num_stages: int, num_microbatches: int) -> TaskLists:
+        check_numbers(num_stages, num_microbatches)
+        lists: list[list[Task]] = [[] for _ in range(self.num_processors(num_stages))]
+        places = [*enumerate(map(int, self.processors) if self.processors else range(num_stages))]
+        for b in range(num_microbatches):
+            for kind, order in ((TaskKind.FORWARD, places), (TaskKind.BACKWARD, reversed(places))):
+                for stage, processor in order:
+                    lists[processor].append(Task(stage=stage, microbatch=b, kind=kind))
+        return tuple(map(tuple, lists))
+
+    def in_flight(self, stage: int, num_stages: int, num_microbatches: int) -> int:
+        return 1
 
 
 @final

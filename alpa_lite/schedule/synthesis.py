@@ -22,7 +22,7 @@ from alpa_lite.program.memo import memoized
 from alpa_lite.schedule.clock import simulate
 from alpa_lite.schedule.known_schedules import SCHEDULES
 from alpa_lite.schedule.list_scheduling import PartialOrder, StageTimes, Workload, list_scheduled
-from alpa_lite.schedule.ordering import Schedule, check_numbers
+from alpa_lite.schedule.ordering import Schedule, check_numbers, num_places
 from alpa_lite.schedule.orders import Interleaved1F1B
 from alpa_lite.schedule.tasks import Task, TaskKind, TaskLists, peak_in_flight
 from alpa_lite.schedule.waves import Wave
@@ -65,20 +65,19 @@ class Synthesised(Schedule):
         return max(map(self.processors.count, self.processors), default=1)
 
     def num_processors(self, num_stages: int) -> int:
-        given = (self.forward, self.backward, self.weight, self.processors)
+        given = (self.forward, self.backward, self.weight)
         wrong = next((len(each) for each in given if each and len(each) != num_stages), None)
         if wrong is not None or len(self.transfer) not in (0, num_stages - 1) or num_stages < 1:
             raise PlanError(
                 f"{self.name} was made for {wrong or len(self.transfer) + 1} stages, and {num_stages} are to be run. "
                 "Give as many times and processors as there are stages, and one transfer fewer."
             )
-        used = {*self.processors} or {*range(num_stages)}
-        if used != {*range(len(used))} or len(self.most_held) not in (0, len(used)):
+        used = num_places(self.name, self.processors or range(num_stages), num_stages)
+        if len(self.most_held) not in (0, used):
             raise PlanError(
-                f"{self.name} needs processors numbered from 0 without gaps, and most_held for each of them, not "
-                f"processors={self.processors} and most_held={self.most_held}."
+                f"{self.name} has {used} processors, and most_held={self.most_held}. Give a number for each of them."
             )
-        return len(used)
+        return used
 
     def processor_of(self, stage: int, num_stages: int) -> int:
         self.num_processors(num_stages)

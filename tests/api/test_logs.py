@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 
 import alpa_lite as al
+from alpa_lite import _jax
 from alpa_lite.inspection.text.log_lines import plan_line, plan_warnings
 from alpa_lite.planners import FSDP, DataParallel
+from alpa_lite.runtime.execute.measure import short_of_memory
 from cost_models.cluster import with_memory
 from tests.end_to_end.cases import eager_cluster
 from tests.runtime.pipelines import arguments, step_with
@@ -91,6 +93,37 @@ def test_memory_that_is_nearly_full_is_warned_about() -> None:
     kept = replace(full.cluster.device, memory_bytes=2 * full.capacity_bytes(0), memory_reserve=0.5)
     # As full, with as much again for the allocator.
     assert "predicted to use" not in plan_warnings(replace(full, cluster=replace(full.cluster, device=kept)))
+
+
+def test_memory_that_needs_a_setting_is_warned_about_and_noted() -> None:
+    plan = _wide(9 * ARRAY_BYTES, DataParallel())
+    (peak,) = plan.prediction.peak_bytes
+    device = replace(plan.cluster.device, memory_bytes=peak / 0.8, memory_reserve=0.1)
+    more, less = (
+        replace(plan, cluster=replace(plan.cluster, device=replace(device, default_memory_fraction=fraction)))
+        for fraction in (0.79, 0.81)
+    )
+    needed = "start it with XLA_CLIENT_MEM_FRACTION=0.9, or plan for less with Auto(max_memory_bytes="
+    assert needed in plan_warnings(more) and needed in " ".join(str(more).split())
+    assert "MEM_FRACTION" not in plan_warnings(less) + str(less)
+
+
+def test_allocators_with_less_than_a_plan_needs_are_warned_about(
+    devices: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    plan = _wide(9 * ARRAY_BYTES, DataParallel())
+    (peak,) = plan.prediction.peak_bytes
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices()), ("x",))
+    last = jax.devices()[-1]
+    for limit, told in ((0.99 * peak, True), (1.01 * peak, False)):
+        monkeypatch.setattr(_jax, "allocatable_bytes", lambda device, limit=limit: limit if device == last else None)
+        sentences = [*short_of_memory(plan, [mesh])]
+        assert bool(sentences) == told and all(f"on {last}" in sentence for sentence in sentences)
+    monkeypatch.setattr(_jax, "allocatable_bytes", lambda device: 1.0)
+    weights, x = arguments(4)
+    with caplog.at_level(logging.WARNING, logger="alpa_lite"):
+        al.parallelize(STEP, cluster=CLUSTER, planner=DataParallel()).trace(weights, x).plan().lower().compile()
+    assert any("JAX's allocator has 1 B on" in message for message in _messages(caplog, logging.WARNING))
 
 
 def test_idle_devices_are_warned_about(caplog: pytest.LogCaptureFixture) -> None:

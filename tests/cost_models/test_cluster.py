@@ -252,7 +252,7 @@ def test_a_description_without_a_reserve_has_the_default_one(cluster: Cluster):
     assert data["device"].pop("memory_reserve") == MEMORY_RESERVE
     assert Cluster.from_json(data) == cluster
     gpu, tpu = (load_cluster(name).device for name in ("p4d.24xlarge", "tpu-v4"))
-    assert (gpu.usable_bytes, tpu.usable_bytes) == pytest.approx((30e9, 30.4e9))
+    assert (gpu.usable_bytes, tpu.usable_bytes) == pytest.approx((36e9, 30.4e9))
 
 
 def test_the_slowest_of_a_range_is_slowest_in_every_respect(cluster: Cluster):
@@ -365,7 +365,7 @@ def test_a_limit_is_one_of_every_group() -> None:
     few, many = (replace(NODES.device, memory_bytes=size) for size in (16e9, 80e9))
     groups = tuple(HostGroup(num_hosts=1, device=device, intra_host=NODES.intra_host) for device in (few, many))
     found = with_memory_limit(replace(mixed(NODES), device=few, groups=groups), 40e9)
-    assert [group.device.usable_bytes for group in found.groups] == [12e9, 40e9]
+    assert [group.device.usable_bytes for group in found.groups] == [14.4e9, 40e9]
     # A limit above what is usable changes nothing.
     assert found.groups[0].device == found.device == few and found.groups[1].device.reserved_bytes == 0
 

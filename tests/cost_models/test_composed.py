@@ -177,7 +177,7 @@ def test_attention_kernels_of_an_earlier_generation(cluster: Cluster):
     assert ComposedCostModel(stated, ported).compute_seconds(WORK) == ComposedCostModel(stated).compute_seconds(WORK)
     unstated = ComposedCostModel(cluster, ported).compute_seconds(attention)
     assert unstated == ComposedCostModel(cluster).compute_seconds(attention)
-    with pytest.raises(ClusterError, match=r"ported_attention_efficiency is 1\.5, but it is a part of at most 1"):
+    with pytest.raises(ClusterError, match=r"ported_attention_efficiency is 1\.5, but it is a fraction of at most 1"):
         replace(device, ported_attention_efficiency=1.5)
 
 

@@ -67,6 +67,14 @@ def test_a_reserve_is_a_part_of_the_memory(cluster: Cluster):
             replace(device, memory_reserve=share)
 
 
+def test_the_memory_that_is_given_by_default_is_a_part_of_it(cluster: Cluster):
+    device = replace(cluster.device, memory_bytes=8e9, memory_reserve=0.1, default_memory_fraction=0.75)
+    assert (device.usable_bytes, device.default_bytes) == (7.2e9, 6e9)
+    for share in (1.1, 0.0, float("nan")):
+        with pytest.raises(ClusterError, match="default_memory_fraction is"):
+            replace(device, default_memory_fraction=share)
+
+
 amounts = st.floats(1e-3, 1e15)
 rates = st.floats(1e3, 1e13)
 ramps = st.floats(0, 1)

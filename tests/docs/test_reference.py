@@ -57,9 +57,9 @@ def test_public_names() -> None:
         "parallelize plan register_rule".split()
     )
     assert set(_public(al.planners)) == set(
-        "Auto ConvolutionParallel Custom DataParallel DeepSpeed3D FSDP GShard GridSearch Hybrid MANUAL_PLANNERS "
-        "Megatron MeshTensorFlow OnMesh OneWeirdTrick PipeDream PipeDream2BW Pipeline PlanRequest Planner Replay "
-        "TorchGPipe Zero".split()
+        "Auto AxoNN ColocRL ConvolutionParallel Custom DataParallel DeepSpeed3D FSDP GShard GridSearch Hybrid "
+        "MANUAL_PLANNERS Megatron MeshTensorFlow OnMesh OneWeirdTrick PipeDream PipeDream2BW Pipeline PlanRequest "
+        "Planner Replay TorchGPipe Zero".split()
     )
     assert set(_public(al.serving)) == set(
         "AccuracySample Allocation BestAccuracy CloudOnly EdgeFirst EveryAssignment Exact JellyBean MessageSource "

@@ -46,6 +46,9 @@ PLANNERS: dict[str, tuple[p.Planner, int]] = {
         1,
     ),
     "MeshTensorFlow(auto)": (p.MeshTensorFlow(layout="auto", mesh={"rows": 2, "cols": 4}), 1),
+    "AxoNN()": (p.AxoNN(), 1),
+    "AxoNN(gx=2, gy=2, gz=2)": (p.AxoNN(gx=2, gy=2, gz=2), 1),
+    "AxoNN(gx=2, gy=2, gdata=2), 2 micro-batches": (p.AxoNN(gx=2, gy=2, gdata=2), 2),
     "OneWeirdTrick()": (p.OneWeirdTrick(), 1),
     "ConvolutionParallel(sample=2, height=2, filter=2)": (p.ConvolutionParallel(sample=2, height=2, filter=2), 1),
     "GShard(expert=4)": (p.GShard(expert=4), 1),
@@ -53,6 +56,7 @@ PLANNERS: dict[str, tuple[p.Planner, int]] = {
     "Pipeline(schedule=Interleaved1F1B())": (p.Pipeline(pipeline=2, schedule=Interleaved1F1B(num_chunks=2)), 2),
     "TorchGPipe()": (p.TorchGPipe(pipeline=2), 2),
     "DeepSpeed3D(pipeline=2, tensor=2)": (p.DeepSpeed3D(pipeline=2, tensor=2), 2),
+    "ColocRL()": (p.ColocRL(steps=20), 1),
     "GridSearch()": (p.GridSearch(), 2),
 }
 

@@ -16,6 +16,7 @@ QUICK = {
     "Megatron(tensor=2, pipeline=2)": "GPT, written out",
     "MeshTensorFlow(batch:rows;heads,d_ff:cols)": "mixture of experts",
     "OneWeirdTrick()": "CNN",
+    "AxoNN(gx=2, gy=2, gz=2)": "CNN",
     "GShard(expert=4)": "mixture of experts",
     "TorchGPipe()": "transformer, scanned",
     "DeepSpeed3D(pipeline=2, tensor=2)": "transformer, scanned",

@@ -72,8 +72,8 @@ def _check(extreme: Extreme, cluster: al.Cluster, planner: str, folder: Path) ->
     parse((folder / "simulated.html").read_text(encoding="utf-8"))
 
 
-# These two make plans of `Hybrid`, and take long.
-_SEARCHERS = ("pipedream", "pipedream_2bw")
+# These make many plans, and take long.
+_SEARCHERS = ("coloc_rl", "pipedream", "pipedream_2bw")
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def test_where_a_mixed_cluster_has_too_little_its_growth_is_proposed() -> None:
         _plan_on_mixed_memory(Auto(max_memory_bytes=2e6), 1024)
     with pytest.raises(
         InfeasibleError,
-        match=r"V100 SXM2 16GB has 11\.2 GiB usable|roomy has 55\.9 GiB usable, 18\.6 GiB kept for the allocator",
+        match=r"V100 SXM2 16GB has 13\.4 GiB usable|roomy has 67\.1 GiB usable, 7\.45 GiB kept for the allocator",
     ):
         _plan_on_mixed_memory(Pipeline(pipeline=2), 40960)
 
@@ -48,10 +48,10 @@ def test_where_a_mixed_cluster_has_too_little_its_growth_is_proposed() -> None:
 def test_memory_is_told_of_the_devices_of_each_stage() -> None:
     plan = _plan_on_mixed_memory(Pipeline(pipeline=2), 8192)
     capacities = {stage.submesh.first_device: plan.capacity_bytes(n) for n, stage in enumerate(plan.stages)}
-    assert capacities == {0: 12e9, 8: 60e9}
+    assert capacities == {0: 14.4e9, 8: 72e9}
     shares = [peak / plan.capacity_bytes(n) for n, peak in enumerate(plan.prediction.peak_bytes)]
     assert shares[plan.fullest_stage] == max(shares)
-    assert "of 11.2 GiB usable, 3.73 GiB kept for the allocator to 55.9 GiB usable" in str(plan)
+    assert "of 13.4 GiB usable, 1.49 GiB kept for the allocator to 67.1 GiB usable" in str(plan)
 
 
 def test_a_manual_stage_is_priced_by_the_devices_that_it_runs_on() -> None:

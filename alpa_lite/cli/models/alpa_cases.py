@@ -59,8 +59,6 @@ FAMILIES: tuple[Family, ...] = get_args(Family)
 
 #: The hosts of the evaluation.
 _HOST = "p3.16xlarge"
-#: Alpa let XLA have nine tenths of each GPU (`global_config.xla_client_mem_fraction`), more than XLA takes by itself.
-_RESERVE = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,8 +86,6 @@ class Case:
         """The cluster: whole hosts, or a part of one."""
         # Cases of fewer devices than a host has use a part of one host, with its links.
         host = al.cluster(self.host, num_hosts=1)
-        if self.host == _HOST:
-            host = replace(host, device=replace(host.device, memory_reserve=_RESERVE))
         per_host = min(self.num_devices, host.devices_per_host)
         return replace(host, devices_per_host=per_host, num_hosts=self.num_devices // per_host)
 

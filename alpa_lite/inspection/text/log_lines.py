@@ -3,6 +3,7 @@
 idle         devices that the plan does not use
 replicated   arrays that every device of a stage holds whole, where together they take much of its memory
 tight        memory that is used to more than `TIGHT`, where a small error of the prediction means that it runs out
+setting      memory that the backend gives to a program only with a setting
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from alpa_lite.inspection.text.groups import arguments_of
-from alpa_lite.inspection.text.tables import used_devices
+from alpa_lite.inspection.text.tables import needed_setting, used_devices
 from alpa_lite.plan.plan import Plan
 from alpa_lite.text import show_bytes, show_count, show_first, show_percent, show_seconds
 
@@ -64,6 +65,7 @@ def _warnings(plan: Plan) -> Iterator[str]:
             f"({show_bytes(peak)} of {show_bytes(capacity)}), and may run out of it. "
             "Auto(max_memory_bytes=…) plans for less."
         )
+    yield from (f"{sentence[0].upper()}{sentence[1:]}" for sentence in needed_setting(plan))
 
 
 @dataclass(frozen=True, kw_only=True)

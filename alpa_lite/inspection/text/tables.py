@@ -133,7 +133,28 @@ def headline(plan: Plan) -> tuple[str, ...]:
         f"solution {solver.status}, found in {show_seconds(solver.seconds)}"
     )
     batch = () if plan.batch is None else (f"batch: {plan.batch}",)
-    return (first, second, *batch, *(f"note: {note}" for note in plan.notes))
+    return (first, second, *batch, *(f"note: {note}" for note in plan_notes(plan)))
+
+
+def plan_notes(plan: Plan) -> tuple[str, ...]:
+    """Return the sentences on the choice of a plan, and on the setting of the backend that it needs, if it does."""
+    return (*plan.notes, *needed_setting(plan))
+
+
+def needed_setting(plan: Plan) -> tuple[str, ...]:
+    """Return a sentence if a plan needs more memory than the backend gives to a program by default."""
+    peaks = plan.prediction.peak_bytes
+    lacking = [number for number, peak in enumerate(peaks) if peak > plan.default_bytes(number)]
+    if not lacking:
+        return ()
+    fullest = max(lacking, key=lambda number: peaks[number] / plan.default_bytes(number))
+    room, usable = plan.default_bytes(fullest), plan.capacity_bytes(fullest)
+    fraction = usable / (usable + plan.reserved_bytes(fullest))
+    return (
+        f"stage {fullest} is predicted to use {show_bytes(peaks[fullest])} of each device, of which JAX gives "
+        f"{show_bytes(room)} to a program by default: start it with XLA_CLIENT_MEM_FRACTION={fraction:.2g}, or plan for "
+        f"less with Auto(max_memory_bytes={room:.4g}).",
+    )
 
 
 def used_devices(plan: Plan) -> str:
@@ -359,7 +380,7 @@ def plan_summary(plan: Plan) -> dict[str, object]:
         "num_devices": plan.cluster.num_devices,
         "first_device": plan.first_device,
         "idle_devices": plan.idle_devices,
-        "notes": list(plan.notes),
+        "notes": list(plan_notes(plan)),
         "num_microbatches": plan.num_microbatches,
         "schedule": plan.schedule.name,
         "step_seconds": prediction.step_seconds,

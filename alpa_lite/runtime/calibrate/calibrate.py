@@ -391,10 +391,10 @@ class _Memory(NamedTuple):
 
 def _memory(device: _jax.Device, sharers: int) -> _Memory:
     """Return the bytes of a device, and the part of them that is kept for the allocator."""
-    stats = device.memory_stats() if device.platform != "cpu" else None
-    if stats and "bytes_limit" in stats:
+    limit = _jax.allocatable_bytes(device)
+    if limit is not None:
         # The limit is what the allocator has for programs, so that only fragmentation has to be provided for.
-        return _Memory(float(stats["bytes_limit"]), 0.05)
+        return _Memory(limit, 0.05)
     # XLA's CPU devices allocate from the system, which needs a part for itself and for the process's own arrays.
     return _Memory(float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) / sharers, 0.2)
 

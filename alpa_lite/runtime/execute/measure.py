@@ -9,13 +9,15 @@ memory of the process and fragmentation by the device allocator are not counted.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from alpa_lite import _jax
 from alpa_lite._jax import TreeLeaf
@@ -25,6 +27,7 @@ from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.pricing import local_bytes
 from alpa_lite.runtime.execute.execute import Executor
 from alpa_lite.sharding.specs import Spec, replicated
+from alpa_lite.text import show_bytes
 
 Inputs = Callable[[Sequence[TreeLeaf]], list[TreeLeaf]]
 
@@ -74,6 +77,20 @@ def typical_times(
         steps.append(record)
     # All spans are of one step, so that they fit together as medians of each span would not.
     return tuple(sorted(steps[1:], key=lambda step: max(span.end_seconds for span in step))[NUM_STEPS // 2])
+
+
+def short_of_memory(plan: Plan, meshes: Sequence[Mesh]) -> Iterator[str]:
+    """Yield a sentence for each stage that is predicted to use more than the allocators of its devices have."""
+    for number, (peak, mesh) in enumerate(zip(plan.prediction.peak_bytes, meshes, strict=True)):
+        here = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
+        limits = [(limit, device) for device in here if (limit := _jax.allocatable_bytes(device)) is not None]
+        limit, device = min(limits, key=lambda found: found[0], default=(math.inf, None))
+        if peak > limit:
+            yield (
+                f"stage {number} is predicted to use {show_bytes(peak)} of each of its devices, but JAX's allocator has "
+                f"{show_bytes(limit)} on {device}, and may run out of it. On a GPU, start the process with "
+                "XLA_CLIENT_MEM_FRACTION=0.9 or more; or plan for the devices of this process, without a cluster."
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
