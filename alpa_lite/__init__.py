@@ -7,6 +7,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from alpa_lite.export import register as _register_export
 from alpa_lite.inspection import register as _register_views
 
 if TYPE_CHECKING:  # type checkers and editors see the public names here; `__getattr__` imports them at run time
@@ -120,3 +121,4 @@ class _Package(ModuleType):
 
 sys.modules[__name__].__class__ = _Package
 _register_views()
+_register_export()

@@ -179,6 +179,7 @@ class View(Enum):
     PAIR_PAGE = auto()
     PAIR_FRAGMENT = auto()
     PLAN_SHARDING_COSTS = auto()
+    PLAN_EXPORT = auto()
     SERVING_TEXT = auto()
     SERVING_HTML = auto()
     SERVING_PAGE = auto()

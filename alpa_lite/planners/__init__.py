@@ -14,6 +14,7 @@ from alpa_lite.planners.data_parallel import FSDP as FSDP
 from alpa_lite.planners.data_parallel import DataParallel as DataParallel
 from alpa_lite.planners.data_parallel import GShard as GShard
 from alpa_lite.planners.data_parallel import Zero as Zero
+from alpa_lite.planners.flexflow import FlexFlow as FlexFlow
 from alpa_lite.planners.grid_search import GridSearch as GridSearch
 from alpa_lite.planners.hybrid import Hybrid as Hybrid
 from alpa_lite.planners.manual import MANUAL_PLANNERS as MANUAL_PLANNERS

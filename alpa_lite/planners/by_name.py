@@ -13,6 +13,7 @@ from alpa_lite.planners.axonn import AxoNN
 from alpa_lite.planners.coloc_rl import ColocRL
 from alpa_lite.planners.convolution_parallel import ConvolutionParallel, OneWeirdTrick
 from alpa_lite.planners.data_parallel import FSDP, DataParallel, GShard, Zero
+from alpa_lite.planners.flexflow import FlexFlow
 from alpa_lite.planners.grid_search import GridSearch
 from alpa_lite.planners.hybrid import Hybrid
 from alpa_lite.planners.megatron import DeepSpeed3D, Megatron
@@ -34,6 +35,7 @@ PLANNERS: Mapping[str, type[Planner]] = {
     "pipedream": PipeDream,
     "pipedream_2bw": PipeDream2BW,
     "coloc_rl": ColocRL,
+    "flexflow": FlexFlow,
     "hybrid": Hybrid,
     "deepspeed_3d": DeepSpeed3D,
     "grid_search": GridSearch,

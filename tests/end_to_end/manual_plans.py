@@ -57,6 +57,7 @@ PLANNERS: dict[str, tuple[p.Planner, int]] = {
     "TorchGPipe()": (p.TorchGPipe(pipeline=2), 2),
     "DeepSpeed3D(pipeline=2, tensor=2)": (p.DeepSpeed3D(pipeline=2, tensor=2), 2),
     "ColocRL()": (p.ColocRL(steps=20), 1),
+    "FlexFlow()": (p.FlexFlow(budget=100), 1),
     "GridSearch()": (p.GridSearch(), 2),
 }
 

@@ -73,7 +73,7 @@ def _check(extreme: Extreme, cluster: al.Cluster, planner: str, folder: Path) ->
 
 
 # These make many plans, and take long.
-_SEARCHERS = ("coloc_rl", "pipedream", "pipedream_2bw")
+_SEARCHERS = ("coloc_rl", "flexflow", "pipedream", "pipedream_2bw")
 
 
 @pytest.mark.parametrize(
