@@ -231,7 +231,7 @@ class ParallelFunction(Generic[P, R]):
 
     def _planned_for_fewer(self, traced: TracedFunction, full: Plan) -> PlannedFunction:
         """Plan for fewer samples than a plan has: by that plan, or anew where it does not fit them."""
-        step_at = functools.partial(traced.step, loop_parts=full.loop_parts)
+        step_at = functools.partial(traced.step, loop_parts=full.loop_parts, update_every=full.update_every)
         plan = plan_for_smaller_batch(full, traced.request(full.cluster), step_at)
         if plan is None:
             return self._planned_in_place(traced, full)

@@ -218,7 +218,7 @@ def _load(folder: Path, key: str, request: PlanRequest) -> Plan | None:
         if (data.pop(_MARK), data.pop(_KEY)) != (_WORDS, key):
             return None
         plan = Plan.from_json(data)
-        plan.verify(request.step_at(plan.num_microbatches, plan.loop_parts), request.cluster)
+        plan.verify(request.step_of(plan), request.cluster)
         # The time of change stands for the last use, by which `_make_room` orders files.
         os.utime(path)
     except Exception:  # a file that was damaged may fail in any way, and is written anew

@@ -53,7 +53,7 @@ def _with_microbatches(full: Plan, request: PlanRequest, traced: TracedStep) -> 
     Raises `MismatchError` or `TraceError` if it is another step, or one to which the plan cannot be applied.
     """
     started, plan = time.perf_counter(), replace(full, num_microbatches=traced.step.num_microbatches)
-    planned_for: StepGraph = full.request.step_at(full.num_microbatches, full.loop_parts)
+    planned_for: StepGraph = full.request.step_of(full)
     # The plan names ops by number, but some steps look at their batch.
     check_same_structure(planned_for.graph, traced.step.graph)
     if traced.step.phases != planned_for.phases:

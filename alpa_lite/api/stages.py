@@ -63,9 +63,12 @@ class TracedFunction:
     traced: Traced
     options: Options
 
-    def step(self, num_microbatches: int = 1, *, loop_parts: int = 0) -> TracedStep:
-        """Return the step split into phases at `num_microbatches` micro-batches; see `StepPrograms.with_equations`."""
-        return self.programs.with_equations(num_microbatches, loop_parts)
+    def step(self, num_microbatches: int = 1, *, loop_parts: int = 0, update_every: int = 0) -> TracedStep:
+        """Return the step split into phases at `num_microbatches` micro-batches; see `StepPrograms.with_equations`.
+
+        update_every: micro-batches that one update of the weights follows, in asynchronous pipelines.
+        """
+        return self.programs.updated_every(update_every).with_equations(num_microbatches, loop_parts)
 
     @cached_property
     def programs(self) -> StepPrograms:
@@ -123,10 +126,10 @@ class TracedFunction:
                 "mesh. Use al.planners.Auto(), Pipeline, OnMesh or Custom, or "
                 'user_shardings="hint", with which the plan lists the shardings.'
             )
-        if check_microbatches(wanted) not in ("auto", 1):
+        if check_microbatches(wanted) not in ("auto", 1) and not chosen.is_asynchronous:
             self.step(int(wanted))  # says what is wrong with the user's number before any search
         if given is None:
-            traced = self.step(1 if isinstance(wanted, str) else wanted)
+            traced = self.step(1 if isinstance(wanted, str) or chosen.is_asynchronous else wanted)
             check_platform(traced.step.graph, traced.equations, _jax.lowering_platform(jax.devices()[0]))
         request = self.request(target, wanted, advise=True)
         devices = show_count(target.num_devices, "device")
@@ -250,7 +253,7 @@ class PlannedFunction:
     def lower(self) -> LoweredFunction:
         """Lower the plan to a program of instructions. Raises `MismatchError` if the plan belongs to another step."""
         plan = self.last_plan
-        step = self.function.step(plan.num_microbatches, loop_parts=plan.loop_parts)
+        step = self.function.step(plan.num_microbatches, loop_parts=plan.loop_parts, update_every=plan.update_every)
         with _jax.no_mesh(), busy("lowering"), self.function.options.progress.during("lower"):
             plan.verify(step.step)
             step = as_planned(step, plan)
@@ -268,7 +271,8 @@ class PlannedFunction:
         """
         files, plan = PassFiles(Path(folder)), self.last_plan
         driver = PassDriver(record=files.write)
-        step = self.function._programs(driver).with_equations(plan.num_microbatches, plan.loop_parts)
+        programs = self.function._programs(driver).updated_every(plan.update_every)
+        step = programs.with_equations(plan.num_microbatches, plan.loop_parts)
         as_planned(step, plan, driver)
         return files.write_index(f"{plan.function}: {plan.name}")
 

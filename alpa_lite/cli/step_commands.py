@@ -20,6 +20,7 @@ from alpa_lite.cli.command import Command, answer, check_writable, complain, pos
 from alpa_lite.cli.exit_codes import Exit
 from alpa_lite.cli.user_files import PinFile, load_example, make_planner, read_pins
 from alpa_lite.errors import AlpaLiteError, CheckError, InfeasibleError, PlanError
+from alpa_lite.export.targets import TARGETS, target_of_name
 from alpa_lite.inspection.text.diff import Candidate, ClusterComparison, PinsCost, varied
 from alpa_lite.inspection.text.tables import plan_summary, whole_plan_text
 from alpa_lite.planners.by_name import PLANNERS, options_of
@@ -59,6 +60,10 @@ def run_plan(given: argparse.Namespace) -> int:
     """Run `alpa_lite.plan` and return the exit code. Ctrl-C ends the search with the best plan so far, if any."""
     # Before the search, which may take minutes.
     check_writable(given.output)
+    if given.export is not None:
+        target, path = given.export
+        target_of_name(target)
+        check_writable(path)
     step, args, kwargs = load_example(given.step)
     clusters = _clusters(given)
     asked = _PlanArguments(
@@ -118,7 +123,7 @@ def _with_pins(planner: al.planners.Planner | al.Plan, file: PinFile, name: str)
 
 
 def _plan_for_each(given: argparse.Namespace, asked: _PlanArguments, clusters: Sequence[Cluster]) -> int:
-    for option in ("output", "pins", "dump_passes"):
+    for option in ("output", "pins", "dump_passes", "export"):
         if getattr(given, option) is not None:
             name = f"--{option.replace('_', '-')}"
             raise PlanError(f"{name} is for one plan, but --cluster was given {len(clusters)} times. Leave one out.")
@@ -153,6 +158,10 @@ def _save(given: argparse.Namespace, found: PlannedFunction) -> None:
     if given.dump_passes is not None:
         with writing(given.dump_passes):
             found.dump_passes(given.dump_passes)
+    if given.export is not None:
+        target, path = given.export
+        with writing(path):
+            found.last_plan.export(target, path)
 
 
 def _count_or_auto(text: str) -> int | str:
@@ -160,6 +169,13 @@ def _count_or_auto(text: str) -> int | str:
     if text != "auto" and not text.lstrip("-").isdecimal():
         raise argparse.ArgumentTypeError(f'{text!r} was given; it must be a whole number or "auto"')
     return text if text == "auto" else int(text)
+
+
+def _export(text: str) -> tuple[str, Path]:
+    target, _, path = text.partition("=")
+    if not path:
+        raise argparse.ArgumentTypeError(f"{text!r} names no file: write TARGET=FILE, such as jax=parallel_train.py")
+    return target, Path(path)
 
 
 def _memory(text: str) -> float:
@@ -230,6 +246,12 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-cache", action="store_true", help="plan anew even if this plan was made before")
     parser.add_argument("--all", action="store_true", help="print all rows of all tables")
     parser.add_argument("--output", type=Path, metavar="PLAN.json", help="save the plan")
+    parser.add_argument(
+        "--export",
+        type=_export,
+        metavar="TARGET=FILE",
+        help=f"write the plan as another program takes it: {', '.join(TARGETS)}",
+    )
     parser.add_argument(
         "--dump-passes", type=Path, metavar="DIR", help="write the program after each pass as text, with their seconds"
     )

@@ -20,12 +20,13 @@ from importlib.resources import files
 
 from alpa_lite import _jax
 from alpa_lite.errors import PlanError
+from alpa_lite.export.degrees import programs_of
 from alpa_lite.lower.plan_fits import as_planned
 from alpa_lite.plan.instructions import build_program
 from alpa_lite.plan.plan import OpPlacement, Plan
 from alpa_lite.program.ir import Graph
 from alpa_lite.sharding.specs import Spec, replicated
-from alpa_lite.step.split import StepPrograms, TracedStep
+from alpa_lite.step.split import TracedStep
 from alpa_lite.trace.trace import Traced
 
 _Shapes = tuple[tuple[int, ...], ...]
@@ -46,7 +47,7 @@ def plain_jax(plan: Plan, *, step: str | None = None) -> str:
         PlanError: the plan has several stages or micro-batches, or comes from a file and was not replayed; or the step
             takes static or keyword arguments.
     """
-    programs = _programs(plan)
+    programs = programs_of(plan)
     traced = programs.traced
     _check(plan, traced)
     made = as_planned(programs.with_equations(1, plan.loop_parts), plan)
@@ -76,16 +77,6 @@ def plain_jax(plan: Plan, *, step: str | None = None) -> str:
     for name, text in filled.items():
         template = template.replace(f"@{name}@", text)
     return template
-
-
-def _programs(plan: Plan) -> StepPrograms:
-    programs = getattr(plan.request, "steps", None)
-    if not isinstance(programs, StepPrograms):
-        raise PlanError(
-            f"{plan!r} is from a file, which holds no step: shardings by path are not enough for a module of JAX. "
-            "Replay the plan first, al.plan(step, *args, planner=plan), and export what that returns."
-        )
-    return programs
 
 
 def _check(plan: Plan, traced: Traced) -> None:

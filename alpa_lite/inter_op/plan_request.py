@@ -13,7 +13,7 @@ searched. On a mesh of the user's own (`OnMesh`, `Custom`) they are the user's, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cached_property
 from typing import Literal, NamedTuple, Protocol
@@ -26,6 +26,7 @@ from alpa_lite.plan.progress import Progress
 from alpa_lite.program.ir import Value
 from alpa_lite.program.phases import StepGraph
 from alpa_lite.program.user_shardings import NO_USER_SHARDINGS, UserShardings
+from alpa_lite.schedule import Schedule
 from alpa_lite.sharding.specs import Spec, divides
 from cost_models.checks import printable
 from cost_models.cluster import Cluster
@@ -67,6 +68,10 @@ class Steps(Protocol):
         """Return the steps in which the shardings of the user's code are demands."""
         ...
 
+    def updated_every(self, num_microbatches: int) -> Steps:
+        """Return the steps whose weights are updated after so many micro-batches each; 0: after all of them."""
+        ...
+
 
 @dataclass(frozen=True, kw_only=True)
 class SentSteps:
@@ -85,6 +90,12 @@ class SentSteps:
     def pinned(self) -> Steps:
         """Raise `LookupError`: the step that was sent has no demands."""
         raise LookupError("the step with the shardings of the user's code as demands")
+
+    def updated_every(self, num_microbatches: int) -> Steps:
+        """Return the steps as they are, if they are updated once; raise `LookupError` otherwise."""
+        if num_microbatches:
+            raise LookupError("the step with several updates")
+        return self
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +143,15 @@ class PlanRequest:
     def cost_model(self) -> CostModel:
         """The cost model of the cluster to plan for."""
         return self.cost_model_for(self.cluster)
+
+    def under(self, schedule: Schedule, num_stages: int) -> PlanRequest:
+        """Return the request for the step as a schedule runs it: with several updates if it is asynchronous."""
+        return replace(self, steps=self.steps.updated_every(schedule.microbatches_per_update(num_stages)))
+
+    def step_of(self, plan: Plan) -> StepGraph:
+        """Return the step that a plan was made for, without recomputation."""
+        request = self.under(plan.schedule, len(plan.stages))
+        return request.step_at(plan.num_microbatches, plan.loop_parts)
 
     def step_at(self, num_microbatches: int, loop_parts: int) -> StepGraph:
         """Return the step cut into phases; see `Steps.at`."""

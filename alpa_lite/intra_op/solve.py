@@ -155,7 +155,7 @@ def _memory(view: StageView, pricer: Pricer, choice: Choice) -> tuple[float, flo
     )
     sums = 0.0
     # With one micro-batch nothing is accumulated: gradients are temporaries.
-    if step.num_microbatches > 1:
+    if step.accumulates:
         sums = sum(local_bytes(graph.values[v], a.stored, sizes) for v, a in choice.accumulators.items())
     backend = pricer.cost_model.backend
     lives = lives_of(view, fusion=backend.fusion, fused_attention=backend.fused_attention)

@@ -95,8 +95,9 @@ class StageView:
         graph, of_op, free = self.graph, self.layers.of_op, free_ops(self.graph)
         chosen = set(chain.from_iterable(map(self.layers.ops_of, range(self.first, self.last + 1))))
         waiting = [v for op_id in chosen for v in graph.ops[op_id].operands]
-        if self.first == 0:
-            # Outputs that depend on nothing but inputs (step counters, new keys) are made by the first stage.
+        if self.first == 0 or self.step.num_updates > 1:
+            # Outputs that depend on nothing but inputs (step counters, new keys) are made by the first stage, and by
+            # all that read them where stages do not wait for each other's updates.
             waiting += [v for v in graph.outputs if self.is_invariant_value(v)]
         while waiting:
             maker = graph.producer[waiting.pop()]
@@ -187,7 +188,7 @@ class StageView:
         """Return how often an op runs per step here; invariant ops run as often as their most frequent reader."""
         if self.step.phases[op.id] is not Phase.INVARIANT:
             return self.step.runs_of(op)
-        return self.step.num_microbatches if op.id in self._invariant_in_loop else 1
+        return self.step.num_microbatches if op.id in self._invariant_in_loop else self.step.num_updates
 
     @cached_property
     def _invariant_in_loop(self) -> frozenset[int]:
@@ -226,7 +227,8 @@ class StageView:
         pins += (self.keeps_gathered,)
         # A value that other stages read is kept in memory, and is not recomputed by its readers.
         leaves = tuple(sorted(local(v) for v in self.leaves))
-        return (tuple(rows), outer, aliases, leaves, self.step.num_microbatches, pins, self._layout_signature(number))
+        runs = self.step.num_microbatches, self.step.num_updates
+        return (tuple(rows), outer, aliases, leaves, runs, pins, self._layout_signature(number))
 
     def _layout_signature(self, number: Mapping[int, int]) -> tuple[object, ...]:
         """Return the layout constraints of values with these numbers, and of those inside the loops of this stage."""

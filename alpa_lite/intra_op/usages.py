@@ -86,7 +86,7 @@ class _Collector:
         self.layout, self.arrays, self.in_flight = layout, arrays, in_flight
         self.catalogue = layout.catalogue
         self.lives = stage_lives(layout.view, layout.catalogue)
-        self.accumulates = layout.view.step.num_microbatches > 1
+        self.accumulates = layout.view.step.accumulates
         self.held: set[tuple[Key, frozenset[Spec]]] = set()  # gathered copies of parameters charged to an earlier op
 
     def collect(self) -> Iterator[UsageOf]:

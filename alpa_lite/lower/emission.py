@@ -220,7 +220,7 @@ def result_order(placed: PlacedTask) -> tuple[int, ...]:
 
 def accumulates(task: TaskSpec, step: StepGraph) -> bool:
     """Return True if a task adds to sums over micro-batches that are passed in."""
-    return step.num_microbatches > 1 and bool(task.sums)
+    return step.accumulates and bool(task.sums)
 
 
 def _combined(step: StepGraph, value: int, old: jax.Array, new: jax.Array, microbatch: jax.Array | int) -> jax.Array:
@@ -238,9 +238,9 @@ def _combined(step: StepGraph, value: int, old: jax.Array, new: jax.Array, micro
 
 
 def _part_of_mean(result: jax.Array, step: StepGraph) -> jax.Array:
-    """Return a micro-batch's addend to a mean over micro-batches; integers (counts) are added unscaled."""
+    """Return a micro-batch's addend to a mean over those of an update; integers (counts) are added unscaled."""
     inexact = jax.numpy.issubdtype(result.dtype, jax.numpy.inexact)
-    return result * (1 / step.num_microbatches) if inexact else result
+    return result * (1 / step.microbatches_per_update) if inexact else result
 
 
 def _is_positional(op: Op) -> bool:
@@ -279,7 +279,8 @@ def task_form(placed: PlacedTask, sizes: Mapping[str, int]) -> Hashable:
     ports = (inputs, form.ports(task.outputs), form.ports(task.sums), resolved, buckets)
     parts = tuple([(part.phase, len(part.ops)) for part in task.parts])
     returned = placed.donated, result_order(placed)
-    return tuple(sizes.items()), step.num_microbatches, returned, bool(task.kept), parts, ports, tuple(form.ops)
+    runs = step.num_microbatches, step.num_updates
+    return tuple(sizes.items()), runs, returned, bool(task.kept), parts, ports, tuple(form.ops)
 
 
 class _Form:

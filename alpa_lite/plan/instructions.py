@@ -4,6 +4,10 @@ An instruction places an input, runs a task, sends a value, or makes, joins or f
 buffer is named by value, stage and micro-batch (None: once per step). The order of the list is the dispatch order; it
 respects every dependency, because it comes from the linearised schedule.
 
+In an asynchronous pipeline (`schedule.asynchronous`) the update of a stage runs once for each group of micro-batches,
+in the loop. Its results are then named by the number of the update: version v of a state that `out` replaces is the
+buffer of the argument for v = 0, and else that of `out` by update v - 1. A version lives until its last reader has run.
+
 A `TaskTime` says when one instruction ran; simulation and measurement both return one per instruction.
 """
 
@@ -14,32 +18,41 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from alpa_lite.errors import MismatchError, VerificationError
+from alpa_lite.errors import MismatchError, PlanError, VerificationError
+from alpa_lite.plan.own_updates import check_own_updates
 from alpa_lite.plan.parts import TaskRole
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.slices import SlicedStages
 from alpa_lite.plan.task_specs import TaskSpec
 from alpa_lite.program.ir import Value, item_bytes
 from alpa_lite.program.phases import StepGraph
-from alpa_lite.schedule import linearize, validate
+from alpa_lite.schedule import AsynchronousSchedule, linearize, validate
 from alpa_lite.sharding.specs import Spec
 from alpa_lite.sharding.transfer import ArrayForm, Placement, PlannedTransfer, plan_transfer
 from alpa_lite.text import View, one_line, show_count, view
 
 SUM = -1
-"""The "micro-batch" in the name of an accumulator's buffer."""
+"""The "micro-batch" in the name of an accumulator's buffer: of the first update; that of update u is SUM - u."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Buffer:
-    """Name of an array during a step; `microbatch` is None for arrays that exist once per step."""
+    """Name of an array during a step; `microbatch` is None for arrays that exist once per step.
+
+    It is the number of the update for what one of several updates makes, and below 0 for accumulators (`SUM`).
+    """
 
     value: int
     stage: int
     microbatch: int | None = None
 
     def __str__(self) -> str:
-        part = "" if self.microbatch is None else " sum" if self.microbatch == SUM else f" mb{self.microbatch}"
+        if self.microbatch is None:
+            part = ""
+        elif self.microbatch > SUM:
+            part = f" mb{self.microbatch}"
+        else:
+            part = " sum" + (f" {SUM - self.microbatch}" if self.microbatch < SUM else "")
         return f"%{self.value}@{self.stage}{part}"
 
 
@@ -50,7 +63,7 @@ class InstructionKind(StrEnum):
     RUN       run a task of a stage
     SEND      send a value from one stage to another, into the spec that the receiver reads
     ZEROS     make fresh accumulators of a stage
-    CONCAT    join the micro-batches of an output
+    CONCAT    join the micro-batches of an output, or average it over several updates
     FREE      free buffers that no later instruction reads
     """
 
@@ -154,20 +167,23 @@ class _ProgramBuilder:
         self.instructions: list[Instruction] = []
         self.written: dict[Buffer, Spec] = {}
         self.batched = self.step.num_microbatches > 1
+        self.often = self.step.num_updates > 1
+        self.next_of = {old: new for new, old in self.step.aliases.items()}
 
     def build(self) -> Program:
         loop = [t for t in self.tasks if t.kind.in_loop]
+        if self.often:
+            check_own_updates(self.slicer, self.plan)
         # With one micro-batch there is nothing to add up: tasks return their sums as outputs.
-        if self.batched:
+        elif self.step.accumulates:
             for number, task in enumerate(self.tasks):
-                if task.sums:
-                    sums = tuple(Buffer(p.value, task.stage, SUM) for p in task.sums)
-                    self._emit(Instruction(kind=InstructionKind.ZEROS, stage=task.stage, task=number, writes=sums))
+                self._zeros(number, task, 0)
         if loop:
             self._loop()
-        for number, task in enumerate(self.tasks):
-            if not task.kind.in_loop:
-                self._run(number, task, None)
+        if not self.often:
+            for number, task in enumerate(self.tasks):
+                if not task.kind.in_loop:
+                    self._run(number, task, None)
         outputs = tuple(self._output(v) for v in self.graph.outputs)
         specs = tuple(self._output_spec(v) for v in self.graph.outputs)
         self._free(outputs)
@@ -199,8 +215,21 @@ class _ProgramBuilder:
             # empty.
             if number is None and slot.kind.sends_back:
                 number = numbers.get((slot.stage, TaskRole.FORWARD_BACKWARD))
+            update, left = divmod(slot.microbatch, self.step.microbatches_per_update)
             if number is not None:
+                if self.often and self.step.accumulates and left == 0:
+                    self._zeros(number, self.tasks[number], update)
                 self._run(number, self.tasks[number], slot.microbatch)
+            if self.often and slot.kind.is_last and left == self.step.microbatches_per_update - 1:
+                for other, task in enumerate(self.tasks):
+                    if task.stage == slot.stage and not task.kind.in_loop:
+                        self._run(other, task, update)
+
+    def _zeros(self, number: int, task: TaskSpec, update: int) -> None:
+        """Make the accumulators of a task for an update."""
+        if task.sums:
+            sums = tuple(Buffer(p.value, task.stage, SUM - update) for p in task.sums)
+            self._emit(Instruction(kind=InstructionKind.ZEROS, stage=task.stage, task=number, writes=sums))
 
     def _emit(self, instruction: Instruction) -> None:
         for buffer in instruction.reads:
@@ -218,9 +247,10 @@ class _ProgramBuilder:
         return [port.spec for port in (*outputs, *task.sums)]
 
     def _run(self, number: int, task: TaskSpec, microbatch: int | None) -> None:
+        """Run a task, of the loop on a micro-batch, or the update of this number if there are several."""
         reads = tuple(self._fetch(p.value, p.spec, task, microbatch) for p in task.inputs)
         # Accumulators are updated in place: the task reads and writes them under one name.
-        sums = tuple(Buffer(p.value, task.stage, SUM if self.batched else None) for p in task.sums)
+        sums = tuple(self._sum(p.value, task, microbatch) for p in task.sums)
         outputs = tuple(Buffer(p.value, task.stage, self._index(p.value, microbatch)) for p in task.outputs)
         self._emit(
             Instruction(
@@ -228,14 +258,26 @@ class _ProgramBuilder:
                 stage=task.stage,
                 task=number,
                 microbatch=microbatch,
-                reads=reads + (sums if self.batched else ()),
+                reads=reads + (sums if self.step.accumulates else ()),
                 writes=outputs + sums,
             )
         )
 
     def _index(self, value: int, microbatch: int | None) -> int | None:
         """Return the micro-batch in a buffer's name: only values that differ between micro-batches have one."""
-        return microbatch if self._varies(value) else None
+        return microbatch if self._varies(value) or (self.often and self._is_updated(value)) else None
+
+    def _is_updated(self, value: int) -> bool:
+        """Return True for what an update computes."""
+        producer = self.graph.producer[value]
+        return producer is not None and not self.step.phases[producer].in_loop
+
+    def _sum(self, value: int, task: TaskSpec, number: int | None) -> Buffer:
+        """Return the buffer of a sum, for a task of the loop on a micro-batch or for an update."""
+        if not self.step.accumulates:
+            return Buffer(value, task.stage, number if self.batched else None)
+        update = (number or 0) // (self.step.microbatches_per_update if task.kind.in_loop else 1)
+        return Buffer(value, task.stage, SUM - update)
 
     def _varies(self, value: int) -> bool:
         """Return True for values that differ between micro-batches."""
@@ -251,12 +293,16 @@ class _ProgramBuilder:
         graph, stage = self.graph, task.stage
         producer = graph.producer[value]
         if producer is None:
+            if version := self._version(task, microbatch) if value in self.next_of else 0:
+                return self._state(value, spec, stage, version)
             return self._fetch_input(value, spec, stage, microbatch)
         is_update = task.kind is TaskRole.UPDATE
         place = self.slicer.place_of_value(value)
         origin = place.stage if place else stage
         # The update reads a value of the loop as its sum: resolved by an earlier update (None), or still an accumulator
         # (SUM).
+        if is_update and self.often and self._varies(value):
+            return self._sum(value, task, microbatch)
         if is_update and self.batched and self._varies(value):
             local = Buffer(value, stage, None)
             if local in self.written:
@@ -269,6 +315,25 @@ class _ProgramBuilder:
             return target
         # One copy per stage serves all of its tasks: the plan gives one spec for each value that comes in.
         return self._send(Buffer(value, origin, target.microbatch), target, spec)
+
+    def _version(self, task: TaskSpec, number: int | None) -> int:
+        """Return how many updates are in the state that a task reads, on a micro-batch or as the update of a number."""
+        schedule = self.plan.schedule
+        if not self.often or number is None or not isinstance(schedule, AsynchronousSchedule):
+            return 0
+        # An update changes the newest version, whichever one the gradients are of.
+        return schedule.version(task.stage, len(self.plan.stages), number) if task.kind.in_loop else number
+
+    def _state(self, value: int, spec: Spec, stage: int, version: int) -> Buffer:
+        """Return the buffer of an argument after some updates, which the update of this stage has written."""
+        buffer = Buffer(self.next_of[value], stage, version - 1)
+        if self.written.get(buffer) != spec:
+            raise PlanError(
+                f"Version {version} of {self.graph.values[value].name} leaves the update of stage {stage} in the spec "
+                f"{self.written.get(buffer)}, but is read in {spec}. Leave out the pins of results, or use a "
+                "synchronous schedule."
+            )
+        return buffer
 
     def _fetch_input(self, value: int, spec: Spec, stage: int, microbatch: int | None) -> Buffer:
         home, home_spec = self.slicer.homes[value], self._home_input_spec(value)
@@ -324,6 +389,9 @@ class _ProgramBuilder:
     def _output(self, value: int) -> Buffer:
         """Return the buffer of a graph output at the end of the step, sent to its home stage if made elsewhere."""
         graph = self.graph
+        if self.often and value in self.next_of:
+            # As the last update finds it, like whatever an update computes.
+            return self._output_of_update(self.next_of[value], self.step.num_updates - 2)
         if graph.producer[value] is None:
             home = self.slicer.homes[value]
             if self.step.batch_dims[value] is not None or Buffer(value, home) not in self.written:
@@ -336,22 +404,31 @@ class _ProgramBuilder:
         place = self.slicer.place_of_value(value)
         stage = place.stage if place else 0
         if self.batched and self._varies(value) and self.step.batch_dims[value] is not None:
-            parts = tuple(Buffer(value, stage, i) for i in range(self.step.num_microbatches))
-            target = Buffer(value, stage, None)
-            self._emit(
-                Instruction(
-                    kind=InstructionKind.CONCAT,
-                    stage=stage,
-                    reads=parts,
-                    writes=(target,),
-                    spec=self.sliced.output_spec(value),
-                )
-            )
-            return target
+            return self._join(value, stage, self.step.num_microbatches)
         source, target = Buffer(value, stage), Buffer(value, self.slicer.output_stage(value))
+        if self.often and self.slicer.is_sum(value) and value not in self.step.aliases:
+            # A loss: each update has its own, of its micro-batches.
+            source = self._join(value, stage, self.step.num_updates)
+        elif self.often:
+            return self._output_of_update(value, self.step.num_updates - 1)
         if target not in self.written:
             self._send(source, target, self.sliced.output_spec(value))
         return target
+
+    def _output_of_update(self, value: int, update: int) -> Buffer:
+        """Return the buffer of what an update has computed, on its home stage."""
+        place = self.slicer.place_of_value(value)
+        source = Buffer(value, place.stage if place else 0, update)
+        target = Buffer(value, self.slicer.output_stage(value), update)
+        return target if target in self.written else self._send(source, target, self.sliced.output_spec(value))
+
+    def _join(self, value: int, stage: int, count: int) -> Buffer:
+        """Join the buffers of an output of `count` micro-batches or updates into one."""
+        joined = Buffer(value, stage)
+        parts = tuple(Buffer(value, stage, i) for i in range(count))
+        spec = self.sliced.output_spec(value)
+        self._emit(Instruction(kind=InstructionKind.CONCAT, stage=stage, reads=parts, writes=(joined,), spec=spec))
+        return joined
 
     def _free(self, outputs: Iterable[Buffer]) -> None:
         """Insert a FREE after the last use of every buffer that is not returned."""

@@ -229,9 +229,9 @@ class StageCost:
         """The memory that is in use throughout the step: state and sums over micro-batches."""
         return self.state_bytes + self.accumulator_bytes
 
-    def step_seconds(self, num_microbatches: int) -> float:
-        """Return the time that a step of `num_microbatches` micro-batches keeps the stage busy."""
-        return num_microbatches * self.loop_seconds + self.update_seconds
+    def step_seconds(self, num_microbatches: int, num_updates: int = 1) -> float:
+        """Return the time that a step of so many micro-batches and updates keeps the stage busy."""
+        return num_microbatches * self.loop_seconds + num_updates * self.update_seconds
 
     def bytes_in_flight(self, num_microbatches: int) -> float:
         """Return the peak memory while `num_microbatches` micro-batches are in flight."""

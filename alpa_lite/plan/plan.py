@@ -42,7 +42,7 @@ from alpa_lite.plan.parts import UserShardingUse as UserShardingUse
 from alpa_lite.program.identity import structure
 from alpa_lite.program.memo import memoized
 from alpa_lite.program.phases import StepGraph
-from alpa_lite.schedule import Schedule
+from alpa_lite.schedule import AsynchronousSchedule, Schedule
 from alpa_lite.schedule.tasks import MOST_MICROBATCHES, SpanLike
 from alpa_lite.sharding.meshes import sharing
 from alpa_lite.sharding.specs import Spec
@@ -181,6 +181,25 @@ class Plan:
         return ", ".join(shown)
 
     @property
+    def update_every(self) -> int:
+        """The number of micro-batches that one update of the weights follows; 0: all those of a step."""
+        return self.schedule.microbatches_per_update(len(self.stages))
+
+    @property
+    def num_updates(self) -> int:
+        """The number of updates of the weights per step: several in an asynchronous pipeline."""
+        return max(1, self.num_microbatches // self.update_every) if self.update_every else 1
+
+    @property
+    def semantics(self) -> str:
+        """Whether results are those of the step on one device: `synchronous`, or `asynchronous, staleness <= 3`."""
+        # With one update nothing has changed since the weights that it reads.
+        if not isinstance(self.schedule, AsynchronousSchedule) or self.num_updates == 1:
+            return "synchronous"
+        count = len(self.stages)
+        return f"asynchronous, staleness <= {max(self.schedule.staleness(stage, count) for stage in range(count))}"
+
+    @property
     def stages_together(self) -> tuple[tuple[int, ...], ...]:
         """The numbers of the stages on each submesh; several where a schedule interleaves stages."""
         return sharing([stage.submesh for stage in self.stages])
@@ -285,7 +304,8 @@ class Plan:
         """Return the plan in the form of another program, and write it to a file if a path is given.
 
         Args:
-            target: "jax", a module of plain JAX. Further targets and their options: the page "Use a plan elsewhere".
+            target: "jax" for a module of plain JAX; "megatron", "torchtitan" or "deepspeed" for options of these
+                trainers.
             path: path of the file to write.
             options: options of the target; "jax" takes `step="module:function"`, where the step is imported from.
 
@@ -374,7 +394,9 @@ def fingerprint(step: StepGraph) -> str:
     # Names of arguments and source lines are left out: they do not change what is computed.
     digest.update(repr([p.value for p in step.phases]).encode())
     averaged = ["averaged"] if step.loop_results.averaged else []
-    digest.update(repr((step.num_microbatches, step.batch.size, *averaged)).encode())
+    # An update per step leaves the digest as it was before steps could have several.
+    often = [f"{step.num_updates} updates"] if step.num_updates > 1 else []
+    digest.update(repr((step.num_microbatches, step.batch.size, *averaged, *often)).encode())
     return digest.hexdigest()
 
 
@@ -400,8 +422,9 @@ def _numbers(plan: Plan) -> Iterator[str]:
         yield f"it leaves {plan.idle_devices} devices idle, of which {plan.first_device} come first"
     if not 0 <= plan.loop_parts <= _MOST_PARTS:
         yield f"loops are cut into {plan.loop_parts} parts"
-    # Called for its error about a number of stages that the schedule cannot run.
+    # Called for their errors about a number of stages that the schedule cannot run.
     plan.schedule.num_processors(len(plan.stages))
+    plan.schedule.microbatches_per_update(len(plan.stages))
 
 
 def _layers(plan: Plan) -> Iterator[str]:

@@ -11,7 +11,8 @@
                         the instruction that made its input                                              `StageUse`
     bubble              waiting for anything else
     peak                state + max over time of buffers between their first writer and their last reader
-                        + what the running task needs in addition                                         `_held`
+                        + what the running task needs in addition; state of which there are several versions
+                        counts as buffers                                                                 `_held`
 
 The instructions are those that `execute` runs; PLACE, ZEROS and CONCAT take no time here.
 """
@@ -277,7 +278,8 @@ class _StepSimulation:
             start, end = self.run(instruction)
         elif instruction.kind == InstructionKind.SEND:
             start, end = self.send(instruction)
-        elif instruction.kind == InstructionKind.PLACE:  # overlaps with the task before the one that reads it
+        elif instruction.kind in (InstructionKind.PLACE, InstructionKind.ZEROS):
+            # It overlaps with the task before the one that reads it.
             start = end = self.free[self.row_of[instruction.stage]]
         else:
             start = end = max((self.ready[b] for b in instruction.reads), default=0.0)
@@ -401,6 +403,8 @@ def _held(program: Program, plan: Plan, step: StepGraph, clock: _StepSimulation)
     sizes = _sizes(program, plan, step, resident)
     changes: list[list[tuple[float, float]]] = [[] for _ in plan.stages_together]
     last: dict[Buffer, float] = {}
+    # Of state that is updated several times, each version has its own life, and the first one begins with the step.
+    given = {Buffer(v, program.homes[v][0]) for v in _versioned(step)}
     following = (*program.instructions[1:], None)  # one item too long for an empty program
     for instruction, after, time in zip(program.instructions, following, clock.times, strict=False):
         row = clock.row_of[instruction.stage]
@@ -408,7 +412,8 @@ def _held(program: Program, plan: Plan, step: StepGraph, clock: _StepSimulation)
         for buffer in instruction.writes:
             # The first writer allocates; later ones, as of a gradient sum, write into the same memory.
             if buffer not in last:
-                start = time.end_seconds if buffer in taken_over else time.start_seconds
+                start = -1.0 if buffer in given else time.start_seconds
+                start = time.end_seconds if buffer in taken_over else start
                 changes[clock.row_of[buffer.stage]].append((start, sizes.get(buffer, 0.0)))
         for buffer in (*instruction.reads, *instruction.writes):
             last[buffer] = max(last.get(buffer, 0.0), time.end_seconds)
@@ -453,20 +458,27 @@ def _work(plan: Plan, instruction: Instruction, task: TaskSpec, sizes: Mapping[B
 
 
 def _resident(program: Program, plan: Plan, step: StepGraph) -> dict[Buffer, float]:
-    """Return the bytes per device of state, which is in memory all the time."""
+    """Return the bytes per device of state that is in memory all the time."""
+    versioned = _versioned(step)
     return {
         Buffer(v, home): local_bytes(step.graph.values[v], spec, plan.stages[home].mesh_shape.axis_sizes)
         for v, (home, spec) in program.homes.items()
-        if step.batch_dims[v] is None
+        if step.batch_dims[v] is None and v not in versioned
     }
+
+
+def _versioned(step: StepGraph) -> frozenset[int]:
+    """Return the state of which there are several versions in a step."""
+    return frozenset(step.aliases.values()) if step.num_updates > 1 else frozenset()
 
 
 def _sizes(program: Program, plan: Plan, step: StepGraph, resident: Iterable[Buffer]) -> dict[Buffer, float]:
     """Return the bytes per device of each buffer: 0 for state, for its replacement, and for arrays already in place."""
     nothing = set(resident)
+    replaced = {buffer.value for buffer in nothing}
     for buffer, spec in zip(program.outputs, program.output_specs, strict=True):
         target = step.aliases.get(buffer.value)
-        if target is not None and program.homes[target] == (buffer.stage, spec):
+        if target is not None and target in replaced and program.homes[target] == (buffer.stage, spec):
             nothing.add(buffer)
     bytes_of: dict[Buffer, float] = {}
     for instruction in program.instructions:

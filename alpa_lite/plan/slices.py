@@ -83,7 +83,8 @@ class Slicer:
                 members.setdefault(OpPlace(stage=self.stage_of_value(v), kind=TaskRole.UPDATE), [])
             # Any stage could return a value that all can compute: the first one does.
             elif self._is_invariant(v):
-                members.setdefault(OpPlace(stage=0, kind=TaskRole.STEP if self.whole else TaskRole.UPDATE), [])
+                for stage in self.stages_renewing(v):
+                    members.setdefault(OpPlace(stage=stage, kind=TaskRole.STEP if self.whole else TaskRole.UPDATE), [])
         chosen = (place for place in members if only in (None, place.stage))
         return tuple(self._task(place, members[place]) for place in sorted(chosen, key=lambda place: place.order))
 
@@ -127,6 +128,36 @@ class Slicer:
             if any(place.kind is TaskRole.UPDATE and place.stage != self.stage_of_value(v) for place in readers)
             and self.is_sum(v)
         ]
+
+    def stages_renewing(self, v: int) -> frozenset[int]:
+        """Return the stages that compute an invariant output: the first one, and its readers if updates do not wait.
+
+        A counter of steps is such a value, which the update of each stage needs before that of the first one has run.
+        """
+        if self.step.num_updates == 1 or v not in self.step.aliases:
+            return frozenset((0,))
+        return self.stages_reading[self.step.aliases[v]] | {0}
+
+    @cached_property
+    def stages_reading(self) -> Mapping[int, frozenset[int]]:
+        """For each input that the step replaces, the stages that read it, or compute for themselves what follows it."""
+        found = {
+            v: frozenset(place.stage for place in self._readers[v])
+            for v in self.graph.inputs
+            if self.step.batch_dims[v] is None
+        }
+        while True:
+            before = dict(found)
+            for out, replaced in self.step.aliases.items():
+                for v in self._origins(out) if self._is_invariant(out) else ():
+                    found[v] |= found[replaced] | {0}
+            if found == before:
+                return found
+
+    def _origins(self, v: int) -> list[int]:
+        """Return the inputs from which an invariant value is computed."""
+        _, external = self._with_repeated([], [v])
+        return [origin for origin in external if self.graph.producer[origin] is None]
 
     def output_stage(self, v: int) -> int:
         """Return the stage on which a graph output is returned."""
@@ -212,8 +243,10 @@ class Slicer:
         return [*dict.fromkeys(sums), *self._invariant_outputs(place), *self._free_outputs(place)]
 
     def _invariant_outputs(self, place: OpPlace) -> list[int]:
-        wanted = place.kind is TaskRole.STEP or (place.kind is TaskRole.UPDATE and place.stage == 0 and place.wave == 0)
-        return [v for v in dict.fromkeys(self.graph.outputs) if wanted and self._is_invariant(v)]
+        if place.kind not in (TaskRole.STEP, TaskRole.UPDATE) or place.wave:
+            return []
+        outputs = (v for v in dict.fromkeys(self.graph.outputs) if self._is_invariant(v))
+        return [v for v in outputs if place.stage in self.stages_renewing(v)]
 
     def _free_outputs(self, place: OpPlace) -> list[int]:
         """Return the free values that the caller receives (a dropout mask); the task of their op computes them."""
@@ -224,7 +257,7 @@ class Slicer:
         if v not in self.returned:
             return False
         if self._is_invariant(v):
-            return place.stage == 0 and place.wave == 0
+            return place.stage in self.stages_renewing(v) and place.wave == 0
         return self.is_sum(v) and self.stage_of_value(v) == place.stage and place.wave == 0
 
     @cached_property

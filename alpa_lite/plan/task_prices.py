@@ -35,7 +35,7 @@ def estimate(
         # What an earlier part made is an input here; its work is priced in that part.
         for by_spec in walk.arrays.values():
             by_spec.update(dict.fromkeys(by_spec, Estimator.NOTHING))
-        runs = step.num_microbatches if phase.in_loop else 1
+        runs = step.num_microbatches if phase.in_loop else step.num_updates
         parts.append(Estimator(pricer, stage=task.stage, phase=phase.value, runs=runs))
         walk.machine = machine_of(parts[-1])
 

@@ -35,7 +35,7 @@ from alpa_lite.planners.fewer_devices import AS_FAST, on_fewer_devices
 from alpa_lite.planners.hybrid import Hybrid
 from alpa_lite.planners.manual import MANUAL_PLANNERS, ManualPlans, NoPlan
 from alpa_lite.planners.on_mesh import OnMesh
-from alpa_lite.planners.planner import Planner, renamed_options
+from alpa_lite.planners.planner import Planner, check_synchronous, renamed_options
 from alpa_lite.program.collector import rare_collection
 from alpa_lite.schedule import EagerOneFOneB, GPipe, OneFOneB, Schedule, ZeroBubbleH1
 from alpa_lite.step.recomputation import Remat
@@ -204,6 +204,7 @@ class Auto(Planner):
         return replace(plan, name=f"{self.name} (shardings of the user)", cluster=request.cluster)
 
     def _check(self) -> None:
+        check_synchronous(self.name, self, *self.manual)
         if self.schedule is not None and self.schedule.stages_per_processor > 1:
             raise PlanError(
                 f"The search gives each stage devices of its own, but {self.schedule} runs"

@@ -7,8 +7,9 @@
     search       REINFORCE                                                                            `learn_placement`
     plan         every group is a stage on one device, without micro-batches; branches on different devices overlap
 
-The fastest placements of the search are priced like every plan, and the fastest of these that fits is the plan. The
-placement on a single device is among them, so that a plan never takes longer than one device does, if that has room.
+The fastest placements of the search are priced like every plan, and the fastest of these that fits is the plan. Those
+on a single device of each kind are among them, so that a plan never takes longer than one device does, if that has
+room. Of measured placements the fastest is the plan, whatever its price.
 
 Mirhoseini et al., Device Placement Optimization with Reinforcement Learning (ICML 2017).
 """
@@ -93,22 +94,24 @@ class ColocRL(Planner):
         search = _Placing.of(request, self._groups(request))
         learned = self._learned(request, search)
         plans, error = list[Plan](), None
-        one_device = (0,) * len(set(search.groups.together))
-        tried = dict.fromkeys((one_device, *(placement for placement, _ in learned.ranked)))
-        for placement in [*tried][: MOST_PRICED + 1]:
+        # What was measured is not compared with prices.
+        firsts = search.first_devices if self.reward == "simulated" else ()
+        one_device = [(first,) * search.num_sets for first in firsts]
+        tried = dict.fromkeys((*one_device, *(placement for placement, _ in learned.ranked)))
+        for placement in [*tried][: MOST_PRICED + len(one_device)]:
             plan = search.plan(self.name, placement, started)
             if not bytes_over(plan):
                 plans.append(plan)
             else:
                 error = error or too_large(plan)
-            if len(plans) > PRICED:
+            if len(plans) == PRICED + len(one_device):
                 break
         if not plans:
             raise InfeasibleError(
                 f"{self.name} does not fit: {show_count(learned.num_failed, 'placement')} that were tried need more "
                 f"memory than a device has. {error} Ask for more groups, or use al.planners.FSDP."
             )
-        best = min(plans, key=lambda plan: plan.prediction.step_seconds)
+        best = plans[0] if self.reward == "measured" else min(plans, key=lambda plan: plan.prediction.step_seconds)
         return replace(best, notes=(*best.notes, *self._notes(learned, search, best)))
 
     def _check(self, request: PlanRequest) -> None:

@@ -65,7 +65,7 @@ class DataParallel(Planner):
         plan = replace(Hybrid(data=request.cluster.num_devices).plan(request), name=self.name)
         if self.bucket_bytes is None:
             return plan
-        step = request.step_at(plan.num_microbatches, plan.loop_parts)
+        step = request.step_of(plan)
         # The default of the first bucket may exceed a small bucket size that the user gives.
         first = min(self.first_bucket_bytes, self.bucket_bytes)
         return replace(plan, buckets=buckets(_gradients(step, plan), first, self.bucket_bytes))

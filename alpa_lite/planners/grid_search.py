@@ -23,7 +23,7 @@ from alpa_lite.inter_op.microbatch_counts import divisors
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.plan.plan import Plan
 from alpa_lite.planners.hybrid import Hybrid
-from alpa_lite.planners.planner import Planner, renamed_options
+from alpa_lite.planners.planner import Planner, check_synchronous, renamed_options
 from alpa_lite.schedule import OneFOneB, Schedule
 
 
@@ -87,6 +87,7 @@ class GridSearch(Planner):
 
     def plan(self, request: PlanRequest) -> Plan:
         """Return the fastest plan. Raises `InfeasibleError` of the first that does not fit, else `PlanError`."""
+        check_synchronous(self.name, self)
         started = time.perf_counter()
         found, failed = list[Plan](), dict[str, AlpaLiteError]()
         # Advice for each point of the grid would take many more plans, and nobody would read it.

@@ -44,7 +44,7 @@ from alpa_lite.inter_op.what_would_fit import (
 from alpa_lite.intra_op.stage import GivenLayout, StageSolution
 from alpa_lite.intra_op.strategies import FREE_CHOICE, AxisRole, BatchSplit, Restriction
 from alpa_lite.plan.plan import Plan
-from alpa_lite.planners.planner import Planner, renamed_options
+from alpa_lite.planners.planner import Planner, marked, renamed_options
 from alpa_lite.planners.weights import positions_layout, projections, weights_layout
 from alpa_lite.program.phases import StepGraph
 from alpa_lite.schedule import OneFOneB, Schedule, Task, peak_in_flight, splits_backward
@@ -123,7 +123,7 @@ class Hybrid(Planner):
         parts += [f"dp{self.data}" if self.data else "", f"zero{self.zero}" if self.zero else ""]
         parts += ["" if self.reshard_after_forward else "kept gathered"]
         parts += [f"{self.remat} remat" if self.remat != "none" else ""]
-        return " × ".join(filter(None, parts)) or "hybrid"
+        return marked(" × ".join(filter(None, parts)) or "hybrid", self.schedule)
 
     @property
     def num_stages(self) -> int:
@@ -133,6 +133,7 @@ class Hybrid(Planner):
     def plan(self, request: PlanRequest) -> Plan:
         """Solve each stage under the fixed roles of its axes."""
         started = time.perf_counter()
+        request = request.under(self.schedule, self.num_stages)
         self._check_gathers()
         asked = user_mesh(request.step_at(1, 0), request.signature.user_shardings)
         user_axes = None if asked is None else self._user_axes(request, asked)

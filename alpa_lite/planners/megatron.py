@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.plan.plan import Plan
 from alpa_lite.planners.hybrid import Hybrid
-from alpa_lite.planners.planner import Planner, renamed_options
+from alpa_lite.planners.planner import Planner, marked, renamed_options
 from alpa_lite.schedule import OneFOneB, Schedule
 
 
@@ -62,11 +62,8 @@ class Megatron(Planner):
         """Name for tables."""
         degrees = {"tp": self.tensor, "pp": self.pipeline if self.pipeline > 1 else None, "dp": self.data}
         shown = [f"{name}{degree}" for name, degree in degrees.items() if degree]
-        return (
-            "Megatron tensor parallel"
-            + (", relaxed" if self.relaxed else "")
-            + (f" ({' × '.join(shown)})" if shown else "")
-        )
+        degrees_shown = f" ({' × '.join(shown)})" if shown else ""
+        return marked(f"Megatron tensor parallel{', relaxed' if self.relaxed else ''}{degrees_shown}", self.schedule)
 
     def plan(self, request: PlanRequest) -> Plan:
         """Return the plan. Raises `PlanError` if the degrees do not divide the cluster, or tables cannot be split."""

@@ -4,11 +4,11 @@ Narayanan et al., PipeDream (SOSP 2019). The planner (`inter_op/replicated_stage
 compute seconds, activations and parameters from the cost model (`layer_profile`), and the devices of a host and the
 hosts as levels. What it finds becomes a `Hybrid` with these stages, which is priced like every plan.
 
-Its runtime keeps several versions of weights, and trains with old ones; here stages run one step after the other under
-a synchronous schedule, so that results stay those of one device. The unit of the profile is therefore a step: what the
-planner takes as the exchange of gradients for every mini-batch happens once in it. Replicas share each micro-batch,
-where PipeDream's take turns: their numbers divide the batch. Replicas of a stage lie beside one another, where
-PipeDream's may lie in the same place of several hosts.
+Its runtime keeps several versions of weights, and trains with old ones: `schedule=al.schedule.PipeDream()`. By default
+stages run one step after the other under a synchronous schedule, so that results stay those of one device. The unit of
+the profile is a step: what the planner takes as the exchange of gradients for every mini-batch happens once in it.
+Replicas share each micro-batch, where PipeDream's take turns: their numbers divide the batch. Replicas of a stage lie
+beside one another, where PipeDream's may lie in the same place of several hosts.
 
 Narayanan et al., Memory-Efficient Pipeline-Parallel DNN Training (ICML 2021), plans without replicating stages
 unequally: `PipeDream2BW` tries widths w, depths d with w d devices, micro-batches, and recomputation, and takes the
@@ -37,7 +37,7 @@ from alpa_lite.inter_op.stage_costs import StageCosts
 from alpa_lite.plan.plan import Plan
 from alpa_lite.planners.grid_search import GridSearch
 from alpa_lite.planners.hybrid import Hybrid
-from alpa_lite.planners.planner import Planner
+from alpa_lite.planners.planner import Planner, marked
 from alpa_lite.program.phases import Phase
 from alpa_lite.schedule import OneFOneB, Schedule
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh
@@ -45,7 +45,7 @@ from alpa_lite.sharding.meshes import LogicalMesh, Submesh
 
 @dataclass(frozen=True, kw_only=True)
 class PipeDream(Planner):
-    """Stages of different layers and numbers of replicas, by PipeDream's planner; gradients are those of one device.
+    """Stages of different layers and numbers of replicas, by PipeDream's planner.
 
     Attributes:
         formula: "repo", as the published code prices stages, or "paper".
@@ -58,7 +58,7 @@ class PipeDream(Planner):
     @property
     def name(self) -> str:
         """Name for tables."""
-        return "PipeDream" + (" (paper)" if self.formula == "paper" else "")
+        return marked("PipeDream" + (" (paper)" if self.formula == "paper" else ""), self.schedule)
 
     def stages(self, request: PlanRequest) -> ReplicatedStages:
         """Return the stages of the planner, whose layers are natural layers of the step."""
@@ -96,8 +96,8 @@ class PipeDream(Planner):
 class PipeDream2BW(Planner):
     """Equal stages with equally many replicas: the width, depth, micro-batches and recomputation that are the fastest.
 
-    The published runtime holds two versions of the weights; here the pipeline is flushed in every step
-    (PipeDream-Flush), so that gradients are those of one device.
+    The published runtime holds two versions of the weights (`schedule.PipeDream2BW`); here the pipeline is flushed in
+    every step (PipeDream-Flush), so that gradients are those of one device.
 
     Attributes:
         max_depth: the largest number of stages to try; None: the number of devices.

@@ -16,7 +16,7 @@ from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.inter_op.work_floor import pipeline_slowdown
 from alpa_lite.plan.plan import Plan
 from alpa_lite.planners.hybrid import Hybrid
-from alpa_lite.planners.planner import Planner, renamed_options
+from alpa_lite.planners.planner import Planner, marked, renamed_options
 from alpa_lite.schedule import GPipe, OneFOneB, Schedule, splits_backward
 
 
@@ -40,7 +40,8 @@ class Pipeline(Planner):
     @property
     def name(self) -> str:
         """Name for tables."""
-        return f"{self.pipeline}-stage pipeline" + (f" × tp{self.tensor}" if self.tensor > 1 else "")
+        name = f"{self.pipeline}-stage pipeline" + (f" × tp{self.tensor}" if self.tensor > 1 else "")
+        return marked(name, self.schedule)
 
     def slowdown(self, num_microbatches: int) -> float:
         """Return the least slowdown by the waiting at the beginning and at the end of the pipeline."""

@@ -9,9 +9,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
-from alpa_lite.errors import MismatchError
+from alpa_lite.errors import MismatchError, PlanError
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.plan.plan import Plan
+from alpa_lite.schedule import AsynchronousSchedule, Schedule
 
 PlannerClass = TypeVar("PlannerClass", bound=type)
 
@@ -43,6 +44,11 @@ def renamed_options(**names: str) -> Callable[[PlannerClass], PlannerClass]:
     return decorate
 
 
+def marked(name: str, schedule: Schedule) -> str:
+    """Return the name of a planner for tables, in which asynchronous pipelines must not look like the others."""
+    return f"{name}, asynchronous" if isinstance(schedule, AsynchronousSchedule) else name
+
+
 class Planner(ABC):
     """A method that makes a plan. Implementations are frozen dataclasses whose fields are the user's options."""
 
@@ -57,6 +63,11 @@ class Planner(ABC):
     def name(self) -> str:
         """Short name for tables."""
 
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether plans update weights several times per step, so that micro-batches need not add up to the batch."""
+        return isinstance(getattr(self, "schedule", None), AsynchronousSchedule)
+
     def slowdown(self, num_microbatches: int) -> float:
         """Return a lower bound on the time of the loop over micro-batches, relative to its work over all devices.
 
@@ -68,6 +79,17 @@ class Planner(ABC):
     @abstractmethod
     def plan(self, request: PlanRequest) -> Plan:
         """Return the plan for a request. Raises `PlanError` (or a subclass) if there is none."""
+
+
+def check_synchronous(name: str, *planners: Planner) -> None:
+    """Raise `PlanError` for asynchronous planners, on behalf of one that compares plans of the same results."""
+    for planner in planners:
+        if planner.is_asynchronous:
+            raise PlanError(
+                f"{name} compares plans that give the same results, but an asynchronous schedule trains with old "
+                "weights, which is another optimiser. Ask for it by itself, as in "
+                "al.planners.Pipeline(pipeline=4, schedule=al.schedule.PipeDream())."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +109,11 @@ class Replay(Planner):
         """Name for tables."""
         return f"replay of {self.saved.name}"
 
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether the saved plan is asynchronous."""
+        return self.saved.num_updates > 1
+
     def plan(self, request: PlanRequest) -> Plan:
         """Return the plan. Raises `MismatchError` for another function, other shapes or another number of devices."""
         wanted, count = request.num_microbatches, self.saved.num_microbatches
@@ -95,6 +122,6 @@ class Replay(Planner):
                 f"This plan is for {count} micro-batches, but num_microbatches={wanted} was given. "
                 "Leave it out, or make a new plan for that number."
             )
-        step = request.step_at(self.saved.num_microbatches, self.saved.loop_parts)
+        step = request.step_of(self.saved)
         self.saved.verify(step, request.cluster)
         return self.saved

@@ -112,6 +112,8 @@ class StepGraph:
     aliases           graph output value → graph input value that it replaces in the next step (updated state)
     loop_parts        minimum number of parts into which loops over layers were split; 0 if they were not split
     loop_results      how the results of the micro-batches are combined
+    num_updates       how often the update runs per step, each time for equally many micro-batches; above 1 in
+                      asynchronous pipelines alone
     """
 
     graph: Graph
@@ -126,6 +128,17 @@ class StepGraph:
     aliases: Mapping[int, int]
     loop_parts: int = 0
     loop_results: LoopResults = field(default_factory=LoopResults)
+    num_updates: int = 1
+
+    @property
+    def microbatches_per_update(self) -> int:
+        """The number of micro-batches whose sums one update reads."""
+        return self.num_microbatches // self.num_updates
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether sums over micro-batches are added up: an update reads those of more than one."""
+        return self.microbatches_per_update > 1
 
     def argument_paths(self) -> dict[int, str]:
         """Return the path of the argument of each input of the graph; rows of a stacked argument have one path."""
@@ -137,7 +150,7 @@ class StepGraph:
 
     def runs_of(self, op: Op) -> int:
         """Return the number of times that an op runs per step."""
-        return self.num_microbatches if self.phases[op.id].in_loop else 1
+        return self.num_microbatches if self.phases[op.id].in_loop else self.num_updates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,7 +32,7 @@ import numpy as np
 
 from alpa_lite import _jax
 from alpa_lite._jax import AnyJaxpr, Device, Jaxpr, Literal, Tree, TreeLeaf, Var
-from alpa_lite.errors import CheckError, ExecutionError
+from alpa_lite.errors import CheckError, ExecutionError, PlanError
 from alpa_lite.runtime.check_report import MAX_LOW_STEPS, MAX_STEPS, CheckedLeaf, CheckReport
 from alpa_lite.runtime.execute.function import CompiledFunction
 from alpa_lite.trace.batch import is_key
@@ -54,9 +54,16 @@ def check_compiled(compiled: CompiledFunction, args: Sequence[Tree], kwargs: Map
 
     Raises:
         CheckError: they differ by more than rounding; it carries the report.
+        PlanError: the plan is asynchronous, so that they differ by definition.
         ExecutionError: this process is one of several.
     """
     check_one_process()
+    if compiled.plan.num_updates > 1:
+        raise PlanError(
+            f"{compiled.plan.name} is {compiled.plan.semantics}: it updates the weights {compiled.plan.num_updates} "
+            "times per step, with old gradients, which is another optimiser than the step under jax.jit. Check the "
+            "step under a synchronous schedule, such as al.schedule.OneFOneB()."
+        )
     report = _StepComparison(compiled=compiled, args=tuple(args), kwargs=dict(kwargs)).report()
     if not report.ok:
         raise CheckError(f"{report.verdict} {_advice(compiled)}", report)

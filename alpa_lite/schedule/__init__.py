@@ -13,11 +13,14 @@ chunks of an interleaved pipeline): `processor_of` says where each of p*v stages
     orders            1F1B and those like it, with chunks, and for inference
     list_scheduling   orders that follow from times and memory
     waves             schedules made so, above all those that go back and forth over the processors
+    asynchronous      orders in which weights are updated several times per step
     known_schedules   all of them
     synthesis         the shortest order that is found for given times, with a bound
     clock             validation, linearization and simulation of task lists
 """
 
+from alpa_lite.schedule import asynchronous as _asynchronous
+from alpa_lite.schedule.asynchronous import AsynchronousSchedule as AsynchronousSchedule
 from alpa_lite.schedule.clock import Span as Span
 from alpa_lite.schedule.clock import Timeline as Timeline
 from alpa_lite.schedule.clock import linearize as linearize
@@ -49,3 +52,9 @@ from alpa_lite.schedule.waves import ListSchedule as ListSchedule
 from alpa_lite.schedule.waves import Wave as Wave
 from alpa_lite.schedule.waves import ZeroBubbleH2 as ZeroBubbleH2
 from alpa_lite.schedule.waves import ZeroBubbleV as ZeroBubbleV
+
+# Their planners have these names in `alpa_lite.planners`; a class has a name of its own.
+PipeDream = _asynchronous.PipeDreamSchedule
+"""1F1B in which every micro-batch is a mini-batch with an update of its own; no stage waits for another's update."""
+PipeDream2BW = _asynchronous.PipeDream2BWSchedule
+"""1F1B with an update for every group of micro-batches, whose weights lack exactly one update on all stages."""

@@ -1,5 +1,6 @@
 """All schedules of this package, with their default options."""
 
+from alpa_lite.schedule.asynchronous import PipeDream2BWSchedule, PipeDreamSchedule
 from alpa_lite.schedule.ordering import Schedule
 from alpa_lite.schedule.orders import (
     EagerOneFOneB,
@@ -23,5 +24,7 @@ SCHEDULES: tuple[Schedule, ...] = (
     ZeroBubbleV(),
     DualPipeV(),
     Wave(),
+    PipeDreamSchedule(),
+    PipeDream2BWSchedule(),
     Inference(),
 )

@@ -39,6 +39,11 @@ class Schedule(ABC):
         del postponed
         return 1.0
 
+    def microbatches_per_update(self, num_stages: int) -> int:
+        """Return the number of micro-batches that one update of the weights follows; 0: all those of a step."""
+        del num_stages
+        return 0
+
     def num_processors(self, num_stages: int) -> int:
         """Return the number of processors for `num_stages` stages.
 

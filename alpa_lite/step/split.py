@@ -8,6 +8,8 @@ The merged program has the ops that touch the batch at the size of a micro-batch
 
 The user may accept a step that is no sum: with on_non_additive="mean_of_means" each micro-batch runs the step of its
 own size, literals included, and the update receives the mean over micro-batches of floats, and the sum of counts.
+The same holds for the micro-batches of asynchronous pipelines, each group of which is a batch with an update of its own
+(`updated_every`).
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from alpa_lite.program.passes import PassDriver
 from alpa_lite.program.phases import (
     Combination,
     LoopResults,
+    Phase,
     StepBatch,
     StepGraph,
     assign_phases,
@@ -115,14 +118,16 @@ class StepPrograms:
         on_non_additive: what to do if micro-batches would change the meaning of the step.
         driver: runs the passes.
         around: `around()` is the context in which a step is made.
+        update_every: number of micro-batches that one update follows; 0: all those of the step.
     """
 
     traced: Traced
     on_non_additive: OnNonAdditive = "refuse"
     driver: PassDriver = field(default_factory=PassDriver)
     around: Callable[[], AbstractContextManager[None]] = nullcontext
-    # By number of micro-batches and number of loop parts.
-    _steps: dict[tuple[int, int], TracedStep] = field(default_factory=dict[tuple[int, int], TracedStep])
+    update_every: int = 0
+    # By number of micro-batches, number of loop parts, and micro-batches per update.
+    _steps: dict[tuple[int, int, int], TracedStep] = field(default_factory=dict[tuple[int, int, int], TracedStep])
     _programs: dict[int, SizedPrograms] = field(default_factory=dict[int, SizedPrograms])
 
     def at(self, num_microbatches: int, loop_parts: int = 0) -> StepGraph:
@@ -133,6 +138,10 @@ class StepPrograms:
         """Return the steps in which the shardings of the user's code are demands."""
         # With demands the jaxpr has further equations, so that no step of this trace can be reused.
         return replace(self, traced=self.traced.pinned(), _steps={}, _programs={})
+
+    def updated_every(self, num_microbatches: int) -> StepPrograms:
+        """Return the steps whose weights are updated after so many micro-batches each; 0: after all of them."""
+        return replace(self, update_every=num_microbatches)
 
     def with_equations(self, num_microbatches: int, loop_parts: int = 0) -> TracedStep:
         """Return the step with its phases for `num_microbatches` micro-batches.
@@ -147,7 +156,7 @@ class StepPrograms:
             NonAdditiveError: micro-batches would change the meaning of the step.
             TraceError: the step cannot be traced at the size of a micro-batch.
         """
-        key = (num_microbatches, loop_parts)
+        key = (num_microbatches, loop_parts, self.update_every)
         if key not in self._steps:
             with _jax.no_mesh(), self.around(), rare_collection():
                 self._steps[key] = self._split(num_microbatches, loop_parts)
@@ -166,6 +175,12 @@ class StepPrograms:
             except TraceError as error:
                 return _at_one_size(sized, f"The batch was lost: {error}")
         size = _microbatch_size(traced, num_microbatches)
+        if self.update_every:
+            # Nothing is added up over the whole batch, so that nothing has to be proven.
+            alone = _cut(sized, sized.with_own_numbers(size), num_microbatches)
+            # Without gradients there is nothing to update.
+            if Phase.BACKWARD in alone.step.phases:
+                return _updated_often(alone, self.update_every)
         try:
             return _proven(sized, size, num_microbatches)
         except NonAdditiveError:
@@ -180,6 +195,17 @@ class StepPrograms:
             made = SizedPrograms(traced=self.traced, loop_parts=loop_parts, driver=self.driver)
             self._programs[loop_parts] = made
         return self._programs[loop_parts]
+
+
+def _updated_often(traced: TracedStep, update_every: int) -> TracedStep:
+    """Return the step with an update for every so many micro-batches. Raises `BatchError` if these do not divide it."""
+    count = traced.step.num_microbatches
+    if count % update_every:
+        raise BatchError(
+            f"num_microbatches={count} was asked for, with an update of the weights for every {update_every} of them. "
+            f"Use a multiple of {update_every}."
+        )
+    return replace(traced, step=replace(traced.step, num_updates=count // update_every))
 
 
 def _at_one_size(sized: SizedPrograms, problem: str) -> TracedStep:

@@ -158,6 +158,18 @@ def test_passes_are_written_to_a_folder_of_one_plan(capsys, tmp_path):
     assert code == Exit.ERROR and "--dump-passes is for one plan" in err and not (tmp_path / "more").exists()
 
 
+def test_a_plan_is_exported_for_one_cluster(capsys, tmp_path):
+    plan = ("--cluster", "p3.16xlarge", *DATA, "--export")
+    run_json(capsys, *plan, f"megatron={tmp_path / 'flags'}")
+    assert "--global-batch-size 256\n" in (tmp_path / "flags").read_text()
+    run_json(capsys, *plan, f"jax={tmp_path / 'parallel.py'}", "--num-microbatches", "1")
+    assert "def parallel(step" in (tmp_path / "parallel.py").read_text()
+    code, _, err = run(capsys, *plan, f"jx={tmp_path / 'other'}")
+    assert code == Exit.ERROR and "Did you mean 'jax'?" in err and not (tmp_path / "other").exists()
+    with pytest.raises(SystemExit):
+        run(capsys, *plan, "jax")
+
+
 def test_the_plan_is_that_of_the_library(capsys):
     from alpa_lite.cli.user_files import load_example
 

@@ -68,7 +68,8 @@ def test_public_names() -> None:
         "random_serving_problem read_serving_problem variant_of_plans write_serving_problem".split()
     )
     assert set(_public(al.schedule)) == set(
-        "DualPipeV EagerOneFOneB GPipe Inference Interleaved1F1B ListSchedule OneFOneB SCHEDULES Schedule Sequential "
+        "AsynchronousSchedule DualPipeV EagerOneFOneB GPipe Inference Interleaved1F1B ListSchedule OneFOneB PipeDream "
+        "PipeDream2BW SCHEDULES Schedule Sequential "
         "Span Synthesised Task TaskKind TaskLists Timeline WarmupSchedule Wave ZeroBubbleH1 ZeroBubbleH2 ZeroBubbleV "
         "kinds_of linearize passes_of peak_held peak_in_flight processors_of schedule_named simulate splits_backward "
         "validate".split()

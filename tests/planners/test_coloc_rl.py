@@ -18,6 +18,7 @@ from alpa_lite.planners.coloc_rl import _Placing
 from alpa_lite.program.phases import Phase
 from alpa_lite.schedule import Sequential
 from alpa_lite.step.colocation import colocated_groups
+from cost_models import HostGroup
 from tests.end_to_end.cases import eager_cluster
 
 QUICK = ColocRL(steps=30, samples=6, hidden=16)
@@ -179,6 +180,17 @@ def test_placements_run_as_on_one_device(devices, reward):
         np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6)
 
 
+def test_of_measured_placements_the_fastest_is_the_plan():
+    # As if a step took the longer, the fewer devices it has.
+    request = _request(_arguments(64, 16, _shape, depth=1), _two())
+    request = replace(request, measure=lambda plan: 1.0 / len({stage.submesh for stage in plan.stages}))
+    plan = replace(QUICK, reward="measured", steps=3).plan(request)
+    assert len({stage.submesh for stage in plan.stages}) == 2
+    request = replace(request, measure=lambda plan: float(len({stage.submesh for stage in plan.stages})))
+    plan = replace(QUICK, reward="measured", steps=3, samples=16).plan(request)
+    assert len({stage.submesh for stage in plan.stages}) == 1
+
+
 def test_any_placement_runs_as_on_one_device(devices):
     keys = iter(jax.random.split(jax.random.key(0), 20))
     arguments = _arguments(16, 8, lambda dims: jax.random.normal(next(keys), dims), depth=2)
@@ -203,3 +215,18 @@ def test_a_step_without_gradients_is_placed_too(devices):
     plan = placing.plan("", (0, 1, 0), time.perf_counter())
     found = al.parallelize(forward, planner=plan, cluster=eager_cluster())(*arguments)
     np.testing.assert_allclose(found, jax.jit(forward)(*arguments), rtol=2e-5, atol=2e-6)
+
+
+def test_groups_go_to_the_faster_devices_of_a_mixed_cluster():
+    host, fast = al.cluster("p3.16xlarge").part(0, 2), al.cluster("dgx-a100").device
+    groups = tuple(HostGroup(num_hosts=1, device=each, intra_host=host.intra_host) for each in (host.device, fast))
+    cluster = replace(host, num_hosts=2, groups=groups)
+    arguments = _arguments(1024, 1024, _shape, depth=1)
+    request = _request(arguments, cluster)
+    placing = _Placing.of(request, ColocRL()._groups(request))
+    seconds = placing.simulated_seconds()
+    for placement in [(0, 1, 2, 3), (2, 2, 2, 2), (3, 0, 1, 3)]:
+        plan = placing.plan("", placement, time.perf_counter())
+        assert seconds(placement) == pytest.approx(plan.prediction.step_seconds, rel=1e-9)
+    plan = replace(QUICK, steps=60).plan(request)
+    assert all(stage.submesh.first_device >= 2 for stage in plan.stages)

@@ -47,7 +47,9 @@ def forward(stage: int, microbatch: int) -> Task:
 def sizes(schedule: Schedule, p: int, m: int) -> tuple[int, int]:
     """Numbers of stages and micro-batches that a schedule can run, for p processors."""
     chunks = schedule.stages_per_processor
-    return p * chunks, m if chunks == 1 else (2 + m % 2) * p
+    # Asynchronous schedules update after whole groups of micro-batches.
+    groups = m * max(1, schedule.microbatches_per_update(p))
+    return p * chunks, groups if chunks == 1 else (2 + m % 2) * p
 
 
 def home_of(schedule: Schedule, n: int) -> list[int]:

@@ -116,7 +116,8 @@ def _cards(plan: Plan) -> list[str]:
         _card(
             "bubble",
             show_percent(prediction.bubble_fraction),
-            f"{plan.schedule}, {show_count(plan.num_microbatches, 'micro-batch')}",
+            f"{plan.schedule}, {show_count(plan.num_microbatches, 'micro-batch')}"
+            + (f", {plan.semantics}" if plan.num_updates > 1 else ""),
         ),
         _card(
             "peak memory",

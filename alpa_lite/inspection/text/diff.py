@@ -110,9 +110,10 @@ def compare(plan: Plan, other: Plan) -> PlanDiff:
 def _different_steps(plan: Plan, other: Plan) -> bool:
     """Return True if the plans certainly belong to different code or shapes.
 
-    The fingerprint covers the step at its number of micro-batches, so it tells nothing if these numbers differ.
+    The fingerprint covers the step at its numbers of micro-batches and updates, so it tells nothing if these differ.
     """
-    alike = (plan.num_microbatches, plan.loop_parts) == (other.num_microbatches, other.loop_parts)
+    sizes = [(each.num_microbatches, each.loop_parts, each.update_every) for each in (plan, other)]
+    alike = sizes[0] == sizes[1]
     return alike and plan.fingerprint != other.fingerprint
 
 
@@ -122,6 +123,7 @@ def _decisions(plan: Plan, other: Plan) -> tuple[Difference, ...]:
         ("cluster", _cluster(plan), _cluster(other)),
         ("micro-batches", str(plan.num_microbatches), str(other.num_microbatches)),
         ("schedule", str(plan.schedule), str(other.schedule)),
+        ("semantics", plan.semantics, other.semantics),
         ("rematerialised", plan.recomputed or "nothing", other.recomputed or "nothing"),
         ("stages", str(len(plan.stages)), str(len(other.stages))),
     ]

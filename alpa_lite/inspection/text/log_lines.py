@@ -31,6 +31,7 @@ def plan_line(plan: Plan) -> str:
     return (
         f"{plan.name}: {show_count(len(plan.stages), 'stage')} on {used_devices(plan)}, "
         f"{show_count(plan.num_microbatches, 'micro-batch')}, "
+        f"{f'{plan.semantics}, ' if plan.num_updates > 1 else ''}"
         f"predicted step {show_seconds(plan.prediction.step_seconds)}, "
         f"memory {show_bytes(plan.prediction.peak_bytes[fullest])} of {show_bytes(plan.capacity_bytes(fullest))}, "
         f"gap {show_percent(plan.solver.gap)}"

@@ -115,7 +115,7 @@ def headline(plan: Plan) -> tuple[str, ...]:
     first = (
         f"{plan.function} on {cluster.name} ({used_devices(plan)}{shared}): {plan.name}, "
         f"{show_count(len(plan.stages), 'stage')} of {layers}, {show_count(plan.num_microbatches, 'micro-batch')}"
-        f"{', whose results are averaged' if plan.averaged else ''}, "
+        f"{_updates(plan)}, "
         f"schedule {plan.schedule}"
         + (f", rematerialised: {plan.recomputed}" if plan.recomputed else "")
         + (f", gradients in {len(plan.buckets)} buckets" if plan.buckets else "")
@@ -152,9 +152,16 @@ def needed_setting(plan: Plan) -> tuple[str, ...]:
     fraction = usable / (usable + plan.reserved_bytes(fullest))
     return (
         f"stage {fullest} is predicted to use {show_bytes(peaks[fullest])} of each device, of which JAX gives "
-        f"{show_bytes(room)} to a program by default: start it with XLA_CLIENT_MEM_FRACTION={fraction:.2g}, or plan for "
-        f"less with Auto(max_memory_bytes={room:.4g}).",
+        f"{show_bytes(room)} to a program by default: start it with XLA_CLIENT_MEM_FRACTION={fraction:.2g}, or plan "
+        f"for less with Auto(max_memory_bytes={room:.4g}).",
     )
+
+
+def _updates(plan: Plan) -> str:
+    """Return how the results of micro-batches are used, if not as in the step on one device."""
+    if plan.num_updates > 1:
+        return f" with {plan.num_updates} updates ({plan.semantics})"
+    return ", whose results are averaged" if plan.averaged else ""
 
 
 def used_devices(plan: Plan) -> str:
@@ -383,6 +390,8 @@ def plan_summary(plan: Plan) -> dict[str, object]:
         "notes": list(plan_notes(plan)),
         "num_microbatches": plan.num_microbatches,
         "schedule": plan.schedule.name,
+        "semantics": plan.semantics,
+        "num_updates": plan.num_updates,
         "step_seconds": prediction.step_seconds,
         "bubble_fraction": prediction.bubble_fraction,
         "flops_per_device": prediction.flops_per_device,

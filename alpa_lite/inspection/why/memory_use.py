@@ -87,10 +87,11 @@ class StageMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryUse:
-    """The peaks of all stages."""
+    """The peaks of all stages; whether these include old versions of weights, as asynchronous pipelines hold them."""
 
     plan: str
     stages: tuple[StageMemory, ...]
+    has_old_weights: bool = False
 
     def __str__(self) -> str:
         columns = ("stage", "peak", "of the usable memory", "arguments", "gradient sums", "saved", "temporaries")
@@ -111,7 +112,8 @@ class MemoryUse:
             columns=columns,
             rows=rows,
             numeric=frozenset(columns[1:]),
-            note="saved: micro-batches in flight × what each keeps for its backward pass",
+            note="saved: micro-batches in flight × what each keeps for its backward pass"
+            + ("; the peak includes the old weights of micro-batches in flight" if self.has_old_weights else ""),
         )
         # By their share: where devices differ, the largest number of bytes need not fill the most of its device.
         fullest = sorted(self.stages, key=lambda each: -each.peak_bytes / each.capacity_bytes)
@@ -199,7 +201,11 @@ def memory_use(plan: Plan) -> MemoryUse:
                 alive=alive,
             )
         )
-    return MemoryUse(plan=f"{plan.function} on {plan.cluster.name}, {plan.name}", stages=tuple(found))
+    return MemoryUse(
+        plan=f"{plan.function} on {plan.cluster.name}, {plan.name}",
+        stages=tuple(found),
+        has_old_weights=plan.num_updates > 1,
+    )
 
 
 def _at_peak(stage: StageProblem) -> tuple[str, tuple[LiveValues, ...]]:
@@ -245,8 +251,8 @@ def _kind(stage: StageProblem, key: Key, saved: set[int]) -> str:
     if scope:
         return "temporary"
     if v in stage.builder.crossings:
-        # With one micro-batch nothing is summed.
-        return "gradient sum" if step.num_microbatches > 1 else "gradient"
+        # With one micro-batch per update nothing is summed.
+        return "gradient sum" if step.accumulates else "gradient"
     if step.graph.producer[v] is None:
         # Inputs with a dim of samples; without one they are state.
         if step.batch_dims[v] is not None:

@@ -118,7 +118,7 @@ class Repricing:
         ends = time.monotonic() + seconds
         layers = Layers(num_layers=plan.num_layers, of_op=plan.op_layers, of_input=plan.input_layers)
         own = replace(request, cluster=plan.cluster)
-        traced = own.step_at(plan.num_microbatches, plan.loop_parts)
+        traced = own.step_of(plan)
         step = planned_step(traced, plan.layers_as_traced, plan.remat).step
         return Repricing(plan=plan, request=own, step=step, layers=layers, ends=ends)
 

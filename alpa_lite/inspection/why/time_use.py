@@ -276,7 +276,7 @@ def time_use(plan: Plan) -> TimeUse:
     # By its share of the devices, so that the rows of an average device add up over stages.
     weights = [stage.submesh.num_devices / plan.cluster.num_devices for stage in plan.stages]
     busy = sum(
-        weight * stage.cost.step_seconds(plan.num_microbatches)
+        weight * stage.cost.step_seconds(plan.num_microbatches, plan.num_updates)
         for weight, stage in zip(weights, plan.stages, strict=True)
     )
     collectives = _collectives(plan, weights)
@@ -346,7 +346,7 @@ def _compute_of_phases(plan: Plan, weights: Sequence[float]) -> list[TimeItem]:
         parts = (
             ("forward", runs * stage.cost.forward_seconds),
             ("backward", runs * stage.cost.backward_seconds),
-            ("update", stage.cost.update_seconds),
+            ("update", plan.num_updates * stage.cost.update_seconds),
         )
         for phase, seconds in parts:
             found.append(

@@ -25,7 +25,7 @@ from jax.sharding import NamedSharding
 
 from alpa_lite._jax import TreeLeaf
 from alpa_lite.lower.emission import Executable
-from alpa_lite.plan.instructions import SUM, Buffer, Instruction, InstructionKind, Program
+from alpa_lite.plan.instructions import Buffer, Instruction, InstructionKind, Program
 from alpa_lite.program.phases import StepGraph
 from alpa_lite.runtime.execute.crossing import Transfer
 from alpa_lite.runtime.execute.placing import Placing, Windows
@@ -198,7 +198,7 @@ class Binder:
         sharding = self.sharding(instruction.stage, instruction.spec)
         source, target = self.input_slot[buffer.value], self.slot[buffer]
         placing = self.placing
-        if buffer.microbatch is None or buffer.microbatch == SUM:
+        if buffer.microbatch is None:
 
             def place(slots: Slots) -> None:
                 slots[target] = placing.put(slots[source], sharding)

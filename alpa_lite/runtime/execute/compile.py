@@ -15,12 +15,13 @@ A program needs executables for its tasks, for initialising accumulators, and fo
 
 from __future__ import annotations
 
+import operator
 import os
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -134,7 +135,7 @@ def _zeros(layout: BoundaryArray) -> jax.Array:
 
 
 def concat_units(program: Program, step: StepGraph, meshes: Sequence[Mesh]) -> dict[Buffer, CompileUnit]:
-    """Return the units that concatenate the micro-batches of each output with a batch dim, by its buffer."""
+    """Return the units that join the micro-batches of outputs, by buffer; those without a batch dim are averaged."""
     specs: dict[Buffer, PartitionSpec] = {}
     for instruction in program.instructions:
         if instruction.kind == InstructionKind.RUN:
@@ -149,13 +150,21 @@ def concat_units(program: Program, step: StepGraph, meshes: Sequence[Mesh]) -> d
             (buffer,) = instruction.writes
             value, mesh = step.graph.values[buffer.value], meshes[buffer.stage]
             ins = tuple(BoundaryArray(shape=value.shape, dtype=value.dtype, spec=specs[b]) for b in instruction.reads)
-            dim = step.batch_dims[buffer.value] or 0
+            dim = step.batch_dims[buffer.value]
             runs = step.loop_results.runs.get(buffer.value, 1)
-            join = partial(_join, dim, runs)
+            join = _mean if dim is None else partial(_join, dim, runs)
             emit = partial(_emit, join, mesh, ins, specs[buffer])
             form = ("concat", ins, dim, runs, specs[buffer])
             units[buffer] = CompileUnit(name=f"output {buffer}", mesh=mesh, form=form, emit=emit)
     return units
+
+
+def _mean(*parts: jax.Array) -> jax.Array:
+    """Return the mean of what several updates have returned; of integers (counts) the sum, of a key the last one."""
+    if jax.numpy.issubdtype(parts[0].dtype, jax.dtypes.prng_key):
+        return parts[-1]
+    total = reduce(operator.add, parts)
+    return total / len(parts) if jax.numpy.issubdtype(total.dtype, jax.numpy.inexact) else total.astype(parts[0].dtype)
 
 
 def _join(dim: int, runs: int, *parts: jax.Array) -> jax.Array:

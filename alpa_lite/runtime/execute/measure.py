@@ -87,8 +87,8 @@ def short_of_memory(plan: Plan, meshes: Sequence[Mesh]) -> Iterator[str]:
         limit, device = min(limits, key=lambda found: found[0], default=(math.inf, None))
         if peak > limit:
             yield (
-                f"stage {number} is predicted to use {show_bytes(peak)} of each of its devices, but JAX's allocator has "
-                f"{show_bytes(limit)} on {device}, and may run out of it. On a GPU, start the process with "
+                f"stage {number} is predicted to use {show_bytes(peak)} of each of its devices, but JAX's allocator "
+                f"has {show_bytes(limit)} on {device}, and may run out of it. On a GPU, start the process with "
                 "XLA_CLIENT_MEM_FRACTION=0.9 or more; or plan for the devices of this process, without a cluster."
             )
 

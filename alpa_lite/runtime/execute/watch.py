@@ -204,7 +204,7 @@ def _name(step: StepGraph, buffer: Buffer) -> str:
     if producer is None:
         return graph.values[buffer.value].name or f"argument {graph.inputs.index(buffer.value)}"
     op = graph.ops[producer]
-    kind = "the sum of what" if buffer.microbatch == SUM else "what"
+    kind = "the sum of what" if buffer.microbatch is not None and buffer.microbatch <= SUM else "what"
     return f"{kind} {op.primitive} gives" + (f" at {op.source}" if op.source else "")
 
 

@@ -1,0 +1,192 @@
+"""The degrees of a plan: what each axis of its meshes splits, as trainers with fixed forms of parallelism count it.
+
+A trainer of this kind knows data, tensor, pipeline, context and expert parallelism, with one degree of each for the
+whole model. The degrees of a plan are read off its specs, whoever chose them (`degrees_of`). An axis stands for the
+first of these that holds:
+
+    expert     it is the axis "expert" of `Hybrid`
+    data       it splits arguments along their samples
+    context    it splits arguments of the batch along another dim
+    tensor     it splits weights
+
+ZeRO is what the data axes split besides samples: optimizer state (1), sums of gradients (2), weights (3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+from alpa_lite.errors import PlanError
+from alpa_lite.lower.plan_fits import as_planned
+from alpa_lite.plan.parts import StagePlan
+from alpa_lite.plan.plan import Plan
+from alpa_lite.program.phases import StepGraph
+from alpa_lite.sharding.specs import Spec
+from alpa_lite.step.recomputation import Remat
+from alpa_lite.step.split import StepPrograms
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelDegrees:
+    """What all stages of a plan have in common.
+
+    Attributes:
+        pipeline: groups of devices, each with one stage or, in an interleaved schedule, `chunks` of them.
+        chunks: stages of each group.
+        replicas: groups of data-parallel devices that hold whole copies of what `zero` splits within them.
+        data: data-parallel devices of a group of replicas.
+        tensor, context, expert: devices that share weights, positions, and experts.
+        zero: the stage of ZeRO, 0 to 3.
+        sequence_parallel: whether sums over tensor-parallel devices are scattered.
+        recompute: policy of recomputation in the backward pass: "none", "selective" or "full".
+        schedule: name of the schedule of the pipeline.
+        num_microbatches: micro-batches of a step.
+        batch_size: samples of a step.
+    """
+
+    pipeline: int
+    chunks: int
+    replicas: int
+    data: int
+    tensor: int
+    context: int
+    expert: int
+    zero: int
+    sequence_parallel: bool
+    recompute: str
+    schedule: str
+    num_microbatches: int
+    batch_size: int
+
+    @property
+    def ways(self) -> int:
+        """The number of parts into which the samples of a micro-batch are split."""
+        return self.replicas * self.data * self.expert
+
+    @property
+    def microbatch_samples(self) -> int:
+        """The samples of a micro-batch on one data-parallel device."""
+        return self.batch_size // (self.num_microbatches * self.ways)
+
+
+def programs_of(plan: Plan) -> StepPrograms:
+    """Return the step that a plan was made for. Raises `PlanError` for a plan from a file."""
+    programs = getattr(plan.request, "steps", None)
+    if not isinstance(programs, StepPrograms):
+        raise PlanError(
+            f"{plan!r} is from a file, which holds no step: its shardings by path do not suffice. Replay the plan "
+            "first, al.plan(step, *args, planner=plan), and export what that returns."
+        )
+    return programs
+
+
+def degrees_of(plan: Plan) -> ParallelDegrees:
+    """Return the degrees of a plan. Raises `PlanError` if its stages are not split alike, or not as any degree says."""
+    first = plan.stages[0]
+    sizes = first.mesh_shape.axis_sizes
+    if any(dict(stage.mesh_shape.axis_sizes) != dict(sizes) for stage in plan.stages):
+        raise PlanError(
+            f"The stages of {plan.name} lie on different meshes: {', '.join(str(s.mesh_shape) for s in plan.stages)}. "
+            "Trainers with one degree for the whole model take plans of equal stages: al.planners.GridSearch()."
+        )
+    if plan.batch is None:
+        raise PlanError(f"{plan.name} knows no batch, of which degrees of data parallelism split the samples.")
+    step = as_planned(programs_of(plan).with_equations(plan.num_microbatches, plan.loop_parts), plan).step
+    splits = _Splits.of(plan, step)
+    roles = {axis: splits.role(axis) for axis, size in sizes.items() if size > 1}
+    of_role = {role: [axis for axis in roles if roles[axis] == role] for role in (*_ROLES, "")}
+    if of_role[""]:
+        raise PlanError(
+            f"The axes {', '.join(of_role[''])} of {plan.name} split neither samples nor weights of the step, which no "
+            "degree of a trainer stands for."
+        )
+    zero = splits.zero(of_role["data"])
+    # What is split over the inner axes and whole along the outer ones is held once per group of replicas.
+    within = [axis for axis in of_role["data"] if not zero or splits.zero([axis])]
+    schedule, count = plan.schedule, len(plan.stages)
+    return ParallelDegrees(
+        pipeline=len({schedule.processor_of(stage, count) for stage in range(count)}),
+        chunks=schedule.stages_per_processor,
+        replicas=prod(sizes[axis] for axis in of_role["data"] if axis not in within),
+        data=prod(sizes[axis] for axis in within),
+        tensor=prod(sizes[axis] for axis in of_role["tensor"]),
+        context=prod(sizes[axis] for axis in of_role["context"]),
+        expert=prod(sizes[axis] for axis in of_role["expert"]),
+        zero=zero,
+        sequence_parallel=any(
+            use.kind == "reduce_scatter" and set(use.axis.split("·")) <= set(of_role["tensor"])
+            for use in plan.prediction.collectives
+        ),
+        recompute=_recompute(plan),
+        schedule=schedule.name if count > 1 else "",
+        num_microbatches=plan.num_microbatches,
+        batch_size=plan.batch.size,
+    )
+
+
+_ROLES = ("data", "context", "expert", "tensor")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Splits:
+    """The mesh axes that split each kind of array."""
+
+    samples: frozenset[str]
+    positions: frozenset[str]
+    weights: frozenset[str]
+    state: frozenset[str]
+    sums: frozenset[str]
+
+    @staticmethod
+    def of(plan: Plan, step: StepGraph) -> _Splits:
+        """Collect the axes from the specs of the inputs and sums of all stages."""
+        found: dict[str, set[str]] = {name: set() for name in ("samples", "positions", "weights", "state", "sums")}
+        for stage in plan.stages:
+            for name, axes in _axes_by_kind(stage, step):
+                found[name] |= axes
+        return _Splits(**{name: frozenset(axes) for name, axes in found.items()})
+
+    def role(self, axis: str) -> str:
+        """Return the form of parallelism that an axis stands for; "" if it splits nothing of the step."""
+        if axis == "expert":
+            return "expert"
+        for role, split in (("data", self.samples), ("context", self.positions), ("tensor", self.weights | self.state)):
+            if axis in split:
+                return role
+        return ""
+
+    def zero(self, axes: list[str]) -> int:
+        """Return the stage of ZeRO that data-parallel axes stand for."""
+        split = set(axes)
+        if split & self.weights:
+            return 3
+        return 0 if not split & self.state else 2 if split & self.sums else 1
+
+
+def _axes_by_kind(stage: StagePlan, step: StepGraph) -> Iterator[tuple[str, frozenset[str]]]:
+    """Yield the kind of each array that a stage holds after a task, with the axes that split it."""
+    graph = step.graph
+    in_loop = {v for op in graph.ops if step.phases[op.id].in_loop for v in op.operands}
+    for value, spec in stage.inputs.items():
+        if graph.producer[value] is not None:
+            continue
+        dim = step.batch_dims[value]
+        if dim is not None:
+            yield "samples", frozenset(spec.dims[dim])
+            yield "positions", Spec((*spec.dims[:dim], *spec.dims[dim + 1 :])).axes
+        else:
+            yield "weights" if value in in_loop else "state", spec.axes
+    for sums in stage.accumulators.values():
+        yield "sums", Spec(sums.stored.dims).axes
+
+
+def _recompute(plan: Plan) -> str:
+    policies = {policy for policy in plan.remat if policy is not Remat.NONE}
+    if len(policies) > 1:
+        raise PlanError(
+            f"Layers of {plan.name} recompute by different policies ({plan.recomputed}), and trainers have one for "
+            "all. Plan with Hybrid(remat=…)."
+        )
+    return str(policies.pop()) if policies else "none"

@@ -1,0 +1,167 @@
+"""Plans as options of trainers with fixed forms of parallelism, against options written by hand."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import alpa_lite as al
+from alpa_lite.errors import PlanError
+from alpa_lite.planners import FSDP, DataParallel, Hybrid, Megatron, Zero
+from alpa_lite.schedule import EagerOneFOneB, Interleaved1F1B, ZeroBubbleV
+
+WIDTH, LAYERS, SAMPLES = 32, 4, 32
+
+
+def step(state: Any, batch: Any) -> Any:
+    """Layers in a loop, with momentum."""
+    params, momentum = state
+
+    def loss(params):
+        def layer(x, weights):
+            return x + jax.nn.relu(x @ weights["up"]) @ weights["down"], None
+
+        x, _ = jax.lax.scan(layer, batch["x"] @ params["in"], params["layers"])
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(params)
+    momentum = jax.tree.map(lambda m, g: 0.9 * m + g, momentum, grads)
+    return (jax.tree.map(lambda p, m: p - 0.1 * m, params, momentum), momentum), value
+
+
+def _shaped(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+PARAMS = {
+    "in": _shaped(WIDTH, WIDTH),
+    "layers": {"up": _shaped(LAYERS, WIDTH, 4 * WIDTH), "down": _shaped(LAYERS, 4 * WIDTH, WIDTH)},
+}
+BATCH = {name: _shaped(SAMPLES, WIDTH) for name in "xy"}
+
+
+def _plan(planner: Any, num_microbatches: int, fun: Callable[..., Any] = step, *args: Any) -> al.Plan:
+    given = args or ((PARAMS, PARAMS), BATCH)
+    return al.plan(fun, *given, cluster="dgx-1", planner=planner, num_microbatches=num_microbatches)
+
+
+def _flags(text: str) -> dict[str, str]:
+    return {name: value for name, _, value in (line.removeprefix("--").partition(" ") for line in text.splitlines())}
+
+
+@pytest.mark.parametrize(
+    ("planner", "num_microbatches", "tensor", "pipeline", "samples", "others"),
+    [
+        (DataParallel(), 1, 1, 1, 4, {}),
+        (DataParallel(), 2, 1, 1, 2, {}),
+        (Zero(stage=1), 2, 1, 1, 2, {"use-distributed-optimizer": ""}),
+        (Megatron(tensor=4, data=2, sequence_parallel=False), 2, 4, 1, 8, {}),
+        (Hybrid(pipeline=2, tensor=2, data=2, sequence_parallel=False), 4, 2, 2, 4, {}),
+        (
+            Hybrid(pipeline=2, data=4, schedule=Interleaved1F1B(num_chunks=2)),
+            4,
+            1,
+            2,
+            2,
+            {"num-virtual-stages-per-pipeline-rank": "2"},
+        ),
+        (
+            Hybrid(data=8, remat="full"),
+            1,
+            1,
+            1,
+            4,
+            {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": "1"},
+        ),
+    ],
+)
+def test_flags_of_megatron(
+    planner: Any, num_microbatches: int, tensor: int, pipeline: int, samples: int, others: dict[str, str]
+) -> None:
+    found = _flags(_plan(planner, num_microbatches).export("megatron"))
+    # Recomputation that a plan found to be of no use is none of its decisions.
+    if not _plan(planner, num_microbatches).recomputed:
+        others = {name: value for name, value in others.items() if not name.startswith("recompute")}
+    assert found == {
+        "tensor-model-parallel-size": str(tensor),
+        "pipeline-model-parallel-size": str(pipeline),
+        "context-parallel-size": "1",
+        "expert-model-parallel-size": "1",
+        "micro-batch-size": str(samples),
+        "global-batch-size": str(SAMPLES),
+        **others,
+    }
+
+
+def test_sections_of_torchtitan() -> None:
+    found = tomllib.loads(_plan(Hybrid(replicas=2, zero=3), 2).export("torchtitan"))
+    assert found["parallelism"] == {
+        "data_parallel_replicate_degree": 2,
+        "data_parallel_shard_degree": 4,
+        "tensor_parallel_degree": 1,
+        "context_parallel_degree": 1,
+        "expert_parallel_degree": 1,
+        "pipeline_parallel_degree": 1,
+    }
+    # Two steps of gradient accumulation.
+    assert found["training"] == {"local_batch_size": 2, "global_batch_size": SAMPLES}
+    assert found["activation_checkpoint"] == {"mode": "none"}
+    piped = tomllib.loads(_plan(Hybrid(pipeline=2, data=4, schedule=ZeroBubbleV()), 4).export("torchtitan"))
+    assert piped["parallelism"]["pipeline_parallel_schedule"] == "ZBVZeroBubble"
+    assert piped["parallelism"]["pipeline_parallel_microbatch_size"] == 2
+    assert piped["training"]["local_batch_size"] == 8
+
+
+def test_configuration_of_deepspeed() -> None:
+    assert json.loads(_plan(FSDP(), 2).export("deepspeed")) == {
+        "train_batch_size": SAMPLES,
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "zero_optimization": {"stage": 3},
+    }
+    piped = json.loads(_plan(Hybrid(pipeline=2, tensor=2, data=2, zero=1), 4).export("deepspeed"))
+    assert (piped["pipeline"], piped["tensor_parallel"]) == ({"stages": 2}, {"autotp_size": 2})
+    assert piped["zero_optimization"] == {"stage": 1}
+
+
+def test_experts_and_positions_have_degrees_of_their_own() -> None:
+    def mixture(params: Any, batch: Any) -> Any:
+        def loss(params):
+            x = batch["x"]
+            gates = jax.nn.softmax(x @ params["gate"])
+            hidden = jnp.einsum("bsd,edh->besh", x, params["up"])
+            out = jnp.einsum("besh,ehd->besd", jax.nn.relu(hidden), params["down"])
+            return jnp.mean((jnp.einsum("bse,besd->bsd", gates, out) - x) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    params = {"gate": _shaped(WIDTH, 8), "up": _shaped(8, WIDTH, 64), "down": _shaped(8, 64, WIDTH)}
+    batch = {"x": _shaped(SAMPLES, 16, WIDTH)}
+    experts = _flags(_plan(Hybrid(expert=4), 1, mixture, params, batch).export("megatron"))
+    assert (experts["expert-model-parallel-size"], experts["micro-batch-size"]) == ("4", "4")
+    positions = _flags(_plan(Hybrid(context=4, data=2), 1, mixture, params, batch).export("megatron"))
+    assert (positions["context-parallel-size"], positions["micro-batch-size"]) == ("4", "16")
+
+
+def test_what_a_trainer_does_not_have_is_refused() -> None:
+    refused = {
+        ("megatron", FSDP(), 1): r"parameters split over data-parallel devices \(ZeRO-3\)",
+        ("megatron", Hybrid(pipeline=2, data=4, schedule=EagerOneFOneB()), 4): "schedule eager-1f1b",
+        ("torchtitan", Zero(stage=1), 1): "ZeRO-1",
+        ("deepspeed", Hybrid(replicas=2, zero=3), 1): "replica",
+        ("megatron", Hybrid(pipeline=2, devices=(2, 6)), 4): "lie on different meshes: data=2, data=6",
+    }
+    batch = {name: _shaped(48, WIDTH) for name in "xy"}
+    for (target, planner, number), why in refused.items():
+        plan = _plan(planner, number, step, (PARAMS, PARAMS), batch)
+        with pytest.raises(PlanError, match=why):
+            plan.export(target)
+    with pytest.raises(PlanError, match="has no option 'step'; it has none"):
+        _plan(DataParallel(), 1).export("megatron", step="train:step")
