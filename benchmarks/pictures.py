@@ -44,7 +44,7 @@ from alpa_lite.schedule import (
 )
 from alpa_lite.serving import JellyBean, read_serving_problem
 from alpa_lite.sharding.specs import Spec
-from benchmarks import asynchronous, matrix_products, statements, tutorial
+from benchmarks import asynchronous, matrix_products, searchers, statements, tutorial
 
 FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
 
@@ -110,6 +110,7 @@ CHARTS: Mapping[str, Callable[[], str]] = {
     "megatron": statements.megatron_svg,
     "experts": statements.experts_svg,
     "matrix-products": matrix_products.chart,
+    "searchers": searchers.chart,
     "three-dimensions": statements.three_dimensions_svg,
     "asynchronous-updates": asynchronous.updates_svg,
     "asynchronous-seconds": asynchronous.seconds_svg,

@@ -37,6 +37,7 @@ _MATRIX_FALLBACKS: dict[str, tuple[str, ...]] = {
     "bfloat16": ("bfloat16", "float16"),
     "float16": ("float16", "bfloat16"),
     "float8": ("float8", "bfloat16", "float16"),
+    "float4": ("float4", "float8", "bfloat16", "float16"),
 }
 
 PeakFlops = Mapping[str, float] | tuple[tuple[str, float], ...]
@@ -55,8 +56,8 @@ class Device:
         memory_bytes: capacity of this device (its share, on a shared processor).
         memory_bandwidth: bytes per second between memory and compute units, data-sheet value.
         peak_flops: dense FLOP/s by dtype name, data-sheet values. "float32" is needed (the last fallback, and the rate
-            of elementwise work); "tensorfloat32" and "float8" stand for those formats. Give a mapping; it is stored as
-            pairs sorted by name, so that a device can be hashed.
+            of elementwise work); "tensorfloat32", "float8" and "float4" stand for those formats. Give
+            a mapping; it is stored as pairs sorted by name, so that a device can be hashed.
         launch_seconds: seconds before a kernel reaches its full rate, per kernel.
         dispatch_seconds: host seconds to launch one compiled program.
         num_units: number of units that process blocks of a matrix product in parallel (streaming multiprocessors,
@@ -190,11 +191,11 @@ class Device:
     def format(self, dtype: str, *, matrix: bool = True) -> str:
         """Return the number format, a key of `peaks`, in which kernels run on operands of `dtype`.
 
-        A missing 16-bit type uses the other one; float8 uses the 16-bit types; everything else float32. Vector units
-        (`matrix=False`) run at the float32 rate, except for float64 where the device states it.
+        A missing 16-bit type uses the other one; float8 uses the 16-bit types, float4 float8; everything else float32.
+        Vector units (`matrix=False`) run at the float32 rate, except for float64 where the device states it.
         """
-        # The variants of float8 (e4m3fn, e5m2, …) run at one rate.
-        family = "float8" if dtype.startswith("float8") else dtype
+        # The variants of float8 (e4m3fn, e5m2, …) run at one rate, and so do those of float4.
+        family = dtype[:6] if dtype.startswith(("float8", "float4")) else dtype
         names = _MATRIX_FALLBACKS.get(family, (family,)) if matrix or family == "float64" else ()
         return next((name for name in names if name in self.peaks), "float32")
 
@@ -228,7 +229,8 @@ class Backend:
         overlap: whether collectives run concurrently with kernels that do not depend on them.
         overlap_gradients: whether gradients are reduced during the last backward pass, and state that was updated in
             parts is gathered during the next forward pass, instead of between the two.
-        overlap_products: whether products consume the results of collectives in parts, so that the two overlap.
+        overlap_products: whether products consume the results of collectives in parts, and collectives scatter the
+            sums of products in parts, so that the two overlap.
         call_seconds: host seconds to issue one kernel or collective, where the host issues each individually; devices
             wait for it when their kernels are shorter. 0 for compiled programs, which are issued as a whole.
     """

@@ -7,8 +7,9 @@
                    hidden = min(all buckets but the last, the work)                              (exposed_seconds)
     loop of n    = T(2) + (n - 2) * (T(3) - T(2)), T(k) = k trips one after the other                   (loop_seconds)
 
-A kernel that can take a collective's result in parts (`Task.streams`: decomposed products, Wang et al., ASPLOS 2023)
-starts once the first of `NUM_PARTS` parts is there, and not so early that it would wait for the last.
+A kernel that can take a collective's result in parts, and a collective that can take a kernel's (`StreamTask.streams`:
+decomposed products, Wang et al., ASPLOS 2023), starts once the first of `NUM_PARTS` parts is there, and not so early
+that it would wait for the last.
 
 Over the trips of a loop the second trip's collectives on what does not depend on the first (weights to be gathered) may
 run during the first, but not earlier: that is prefetching one trip ahead.
@@ -25,7 +26,7 @@ Stream = Literal["compute", "communication", "both"]
 
 #: Number of buckets in which gradients are reduced, or weights gathered, during other work.
 NUM_BUCKETS = 32
-#: Number of parts in which a product consumes the result of a collective.
+#: Number of parts in which a product consumes the result of a collective, or a collective that of a product.
 NUM_PARTS = 4
 
 
@@ -37,7 +38,7 @@ class StreamTask:
         seconds: duration in seconds without contention.
         stream: "compute", "communication", or "both" (a loop that uses the two).
         needs: indices of the tasks that must end before this one starts; all precede it in the list.
-        streams: whether the task consumes the results of collectives in parts.
+        streams: whether the task consumes in parts what tasks of the other stream produce.
     """
 
     seconds: float
@@ -250,14 +251,14 @@ class _OverlapState:
         seconds = self.tasks[number].seconds
         self.starts[number] = self.now
         self.running[stream] = (number, seconds)
-        if stream == "communication":
-            self._announce(number, seconds)
+        if stream != "both":
+            self._announce(number, seconds, "compute" if stream == "communication" else "communication")
 
-    def _announce(self, number: int, seconds: float) -> None:
-        """Schedule early starts of readers that take the result in parts and depend on no other running task."""
+    def _announce(self, number: int, seconds: float, other: Stream) -> None:
+        """Schedule early starts of readers on the other stream that take the result in parts and need no other task."""
         for reader in self.readers[number]:
             task = self.tasks[reader]
-            if task.streams and self.missing[reader] == 1 and task.seconds > 0:
+            if task.streams and task.stream == other and self.missing[reader] == 1 and task.seconds > 0:
                 # The mark keeps `_end` from entering the reader a second time when the collective ends.
                 self.missing[reader] = -1
                 beside = task.seconds * (1 - 1 / NUM_PARTS)

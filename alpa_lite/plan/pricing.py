@@ -43,7 +43,7 @@ class PriceClass:
     Attributes:
         op: class of the op.
         access: operands and results that it reads and writes in memory, after fusion.
-        in_attention: whether it is a product inside a fused attention kernel.
+        in_attention: whether it runs inside a fused attention kernel.
         half_masked: whether that kernel skips half of the product because of a causal mask.
     """
 
@@ -63,7 +63,8 @@ def price_classes(graph: Graph, fusion: Fusion = "all", fused_attention: bool = 
         (_class_of if op.bodies else _class)(
             op_class(graph, op.id),
             access,
-            kernels is not None and op.id in kernels.products,
+            # The softmax between the products is a part of their rate (`composed`, head loss), not work beside it.
+            kernels is not None and not kernels.values.isdisjoint((*op.operands, *op.results)),
             kernels is not None and op.id in kernels.half_masked,
         )
         for op, access in zip(graph.ops, table, strict=True)
@@ -367,7 +368,9 @@ class Estimator:
         )
         # The host launches a collective as it launches a kernel.
         self.calls += self.trips
-        return self._add(seconds, "communication", needs)
+        # A product makes the parts of its sum one after the other.
+        streams = kind == "reduce_scatter" and self.pricer.cost_model.backend.overlap_products
+        return self._add(seconds, "communication", needs, streams=streams)
 
     def _add(self, seconds: float, stream: Stream, needs: Sequence[int], *, streams: bool = False) -> int:
         """Append a stream task that waits for the tasks `needs` and return its number."""

@@ -192,8 +192,9 @@ class MatrixLayer(NamedTuple):
     def sizes(self) -> tuple[int, int, int]:
         """Return the bytes of the weight, of the other operand and of the result."""
         graph, op = self.contraction.graph, self.contraction.op
-        other = op.operands[1 - self.weight]
-        return tuple(graph.values[v].bytes for v in (op.operands[self.weight], other, op.results[0]))  # type: ignore[return-value]
+        operands = op.operands[self.weight], op.operands[1 - self.weight]
+        weight, other, result = (graph.values[v].bytes for v in (*operands, op.results[0]))
+        return weight, other, result
 
     def description(self) -> str:
         """Return the shape of the weight and the line of the product."""

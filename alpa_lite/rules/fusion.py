@@ -12,7 +12,8 @@ a few per cent of the bytes.
 
 Attention as one kernel (Dao et al., NeurIPS 2022, arXiv 2205.14135) never writes the scores to memory. `on_chip`
 returns the arrays that such a kernel would not write: results of products that are larger than their operands, and
-everything computed from them element by element or by row, until other products make it small again.
+everything computed from them element by element or by row, until other products make it small again. Only a softmax,
+or its derivative, between the products makes it attention: other batched products, as of experts, are no such kernel.
 """
 
 from __future__ import annotations
@@ -362,11 +363,16 @@ def on_chip(graph: Graph) -> OnChip:
             region.update(op.results)
     # Small values of the region, such as the sums of rows, may be written: they cost little.
     large = {v for v in region if any(graph.values[v].num_elements >= graph.values[s].num_elements for s in scores)}
+    softmax = set[int]().union(*(_of_softmax(op) for op in graph.ops))
     # A value that is needed outside of the kernel is written; then the values that it is computed from may no longer
     # stay on chip either.
     while escaping := {v for v in large if not _stays(graph, v, large)}:
         large -= escaping
-    masked = _masked_by_pairs(graph, large)
+    kernels = _kernels(graph, large)
+    # Experts and other batched products make large results too; a softmax of the scores is what makes it attention.
+    kernels = [kernel for kernel in kernels if kernel & softmax]
+    large = set[int]().union(*kernels)
+    masked = _masked_by_pairs(graph, large, kernels)
     inside, halves = (
         frozenset(op.id for op in graph.ops if _is_product(graph, op) and values & {*op.operands, *op.results})
         for values in (large, masked)
@@ -374,22 +380,33 @@ def on_chip(graph: Graph) -> OnChip:
     return OnChip(values=frozenset(large), products=inside, half_masked=halves)
 
 
-def _masked_by_pairs(graph: Graph, large: set[int]) -> set[int]:
-    """Return the values of the kernels in which a mask over pairs of positions hides half of the scores."""
+def _of_softmax(op: Op) -> set[int]:
+    """Return the values of an op that a softmax, or its derivative, has: exponentials, and what rows are summed of."""
+    if op.primitive in ("exp", "exp2"):
+        return set(op.results)
+    return set(op.operands) if op.primitive in ("reduce_sum", "reduce_max") else set()
+
+
+def _kernels(graph: Graph, large: set[int]) -> list[set[int]]:
+    """Return the values on chip by kernel: those that an op reads or makes together belong to one."""
     import networkx as nx
 
-    # Values of one op belong to one kernel, so that a mask holds for its whole connected component.
     kernels: nx.Graph[int] = nx.Graph()
     for op in graph.ops:
         held = [v for v in (*op.operands, *op.results) if v in large]
         kernels.add_nodes_from(held)
         kernels.add_edges_from(pairwise(held))
-    hidden = [
+    return list(nx.connected_components(kernels))
+
+
+def _masked_by_pairs(graph: Graph, large: set[int], kernels: Sequence[set[int]]) -> set[int]:
+    """Return the values of the kernels in which a mask over pairs of positions hides half of the scores."""
+    hidden = {
         op.results[0]
         for op in graph.ops
         if op.primitive == "select_n" and op.results[0] in large and _is_pair_mask(graph, op.operands[0])
-    ]
-    return set[int]().union(*(nx.node_connected_component(kernels, v) for v in hidden))
+    }
+    return set[int]().union(*(kernel for kernel in kernels if kernel & hidden))
 
 
 def _is_product(graph: Graph, op: Op) -> bool:

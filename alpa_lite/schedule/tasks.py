@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal, Protocol
 
-MOST_MICROBATCHES = 2**15
+MOST_MICROBATCHES = 2**17
 """The largest number of stages × micro-batches in a step: each task is listed, simulated, drawn and run individually,
 so time and memory grow with their number."""
 

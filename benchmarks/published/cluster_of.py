@@ -39,14 +39,20 @@ _USUAL_LINK = (
     ("b200", "nvlink5"),
     ("b300", "nvlink5"),
     ("gb", "nvlink5"),
+    ("mi35", "infinity-fabric4"),
     ("mi", "infinity-fabric3"),
 )
+#: JAX devices of one chip, where these are several; tables count chips.
+_DEVICES_PER_CHIP = {"tpu-v2": 2, "tpu-v3": 2, "tpu7x": 2}
 
 
 def cluster_of(row: Row) -> Cluster:
     """Return the hosts, devices and links of a run. Raises `RowError` for an unknown accelerator."""
     name = device_name(row.hardware)
-    device = replace(load_device(name), memory_bytes=UNLIMITED_BYTES)
+    device = replace(_chip(load_device(name), _DEVICES_PER_CHIP.get(name, 1)), memory_bytes=UNLIMITED_BYTES)
+    if "fp4" in row.precision and "float4" in device.peaks:
+        # Models are traced with products in eight bits, which then run in four.
+        device = replace(device, peak_flops={**device.peaks, "float8": device.peaks["float4"]})
     per_host = min(row.devices_per_host, row.num_devices)
     num_hosts = -(-row.num_devices // per_host)
     common = {"name": row.id, "device": device, "num_hosts": num_hosts, "devices_per_host": per_host}
@@ -61,6 +67,16 @@ def cluster_of(row: Row) -> Cluster:
         inter_host=network,
         hosts_per_domain=max(1, min(domain, row.num_devices) // per_host),
         algorithms=("ring", "double_tree"),
+    )
+
+
+def _chip(device: Device, count: int) -> Device:
+    """Return `count` devices of one chip as a device."""
+    return replace(
+        device,
+        memory_bandwidth=count * device.memory_bandwidth,
+        peak_flops={dtype: count * rate for dtype, rate in device.peaks.items()},
+        num_units=count * device.num_units,
     )
 
 
@@ -144,6 +160,10 @@ def _network(row: Row, device: str, per_host: int) -> Link:
     name = "infiniband"
     if "efa" in text:
         name = "efa-v2"
+    elif re.search(r"omni-?path", text):
+        name = "omni-path"
+    elif "tcpx" in text or "a3 (high)" in text or "a3-highgpu" in text:
+        name = "gpudirect-tcpx"
     elif stated.bits_per_second <= 50e9 or "tcp" in text:
         name = "ethernet"
     link = link_from_json({"link": name, "bandwidth_bytes_per_second": stated.bits_per_second / 8}, "inter_host")
@@ -172,6 +192,12 @@ def _slices(row: Row, name: str, device: Device, num_hosts: int, per_host: int, 
     """Return TPU slices: all chips of a slice on one torus, slices on the data-centre network."""
     generation = name.removeprefix("tpu-").removeprefix("tpu")
     link = link_from_json(f"ici-{generation}", "intra_host")
+    count = _DEVICES_PER_CHIP.get(name, 1)
+    link = replace(
+        link,
+        bandwidth_bytes_per_second=count * link.bandwidth_bytes_per_second,
+        torus=(link.torus[0] // count, *link.torus[1:]) if link.torus else (),
+    )
     per_slice = _slice_size(row)
     torus = link.torus or (16, 16)
     sides = [int(n) for n in re.findall(r"(\d+)\s*x\s*(\d+)", row.intra_link)[0]] if "x" in row.intra_link else []

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from alpa_lite.cli.models.skip_networks import ResNet
 from alpa_lite.cli.models.train import Adam, TrainStep, init_state, make_train_step
 from alpa_lite.cli.models.transformer import Architecture, Computation, Encoder, Transformer
-from alpa_lite.cli.models.transformer_layers import Experts
-from benchmarks.published.plan_of import is_recent, recompute_of
+from alpa_lite.cli.models.transformer_layers import Experts, Latent
+from benchmarks.published.plan_of import computed_length, is_recent, recompute_of, window_of
 from benchmarks.published.row import Row, RowError
 
-_DTYPES = {"fp16": jnp.float16, "bf16": jnp.bfloat16, "fp8": jnp.bfloat16, "fp32": jnp.float32, "tf32": jnp.float32}
+_DTYPES = {"fp16": jnp.float16, "bf16": jnp.bfloat16, "fp32": jnp.float32, "tf32": jnp.float32}
 #: Share of the tokens that the masked-language task predicts (Devlin et al. 2019, section 3.1).
 _MASKED_SHARE = 0.15
 #: Dropout rate of the models of the time before bfloat16 (Devlin et al. 2019; Shoeybi et al. 2019).
@@ -57,10 +57,7 @@ def model_of(row: Row, *, num_segments: int = 1) -> Transformer | ResNet:
     Tables seldom say whether layers are gated and embeddings tied, and some count widths in their own way. Of the usual
     forms of a family, the one is built whose number of parameters comes closest to the stated one.
     """
-    precision = row.precision.split("-")[0]
-    if precision not in _DTYPES:
-        raise RowError(f"precision is {row.precision!r}: known are {', '.join(_DTYPES)}.")
-    dtype = _DTYPES[precision]
+    dtype = _dtype(row)
     if row.family == "wresnet":
         return _residual(row, dtype)
     usual = _transformer(row, dtype, num_segments)
@@ -84,16 +81,17 @@ def _transformer(row: Row, dtype: Any, num_segments: int) -> Transformer:
     """Return the usual form of a family."""
     # Experts are gated, norms without means and projections without biases since Mixtral (2023) at the latest.
     plain = row.family in ("llama", "t5") or (row.family == "moe" and is_recent(row))
-    recompute = recompute_of(row)
+    recompute, window = recompute_of(row), window_of(row)
+    latent = re.search(r"\bMLA\b", row.attention) is not None
     return Transformer(
         vocab_size=row.vocab,
         num_layers=row.layers,
         hidden=row.hidden,
         num_heads=row.heads,
         inner=row.inner,
-        seq_len=row.seq_len,
+        seq_len=computed_length(row),
         architecture=Architecture(
-            num_kv_heads=row.kv_heads,
+            num_kv_heads=row.heads if latent else row.kv_heads,
             head_dim=_head_dim(row),
             activation="silu" if row.family == "llama" else "gelu",
             gated=plain,
@@ -101,6 +99,9 @@ def _transformer(row: Row, dtype: Any, num_segments: int) -> Transformer:
             bias=not plain and row.family != "moe",
             positions="rotary" if row.family == "llama" else "relative" if row.family == "t5" else "learned",
             tied=row.family in ("gpt", "bert"),
+            window=window.size,
+            global_every=window.global_every,
+            latent=Latent() if latent else None,
         ),
         num_masked=round(_MASKED_SHARE * row.seq_len) if row.family == "bert" else None,
         experts=_experts(row),
@@ -118,13 +119,26 @@ def _transformer(row: Row, dtype: Any, num_segments: int) -> Transformer:
 
 
 def precision_is_narrow(row: Row) -> bool:
-    """Whether projections compute in eight bits."""
-    return row.precision.startswith("fp8")
+    """Whether projections compute in eight bits or less, in whatever blocks their scales hold for."""
+    return re.search(r"fp8|float8|fp4|float4|tensorwise|rowwise|blockwise", row.precision) is not None
+
+
+def _dtype(row: Row) -> Any:
+    if precision_is_narrow(row):
+        return jnp.bfloat16
+    stated = re.match(r"(?:mixed[- ])?(bf16|fp16|tf32|fp32)", row.precision)
+    if not stated:
+        known = (*_DTYPES, "fp8", "mxfp8", "nvfp4", "tensorwise", "rowwise")
+        raise RowError(f"precision is {row.precision!r}: known are {', '.join(known)}.")
+    return _DTYPES[stated[1]]
 
 
 def _head_dim(row: Row) -> int:
     stated = re.search(r"head dim(?:ension)? (\d+)", row.notes)
-    return int(stated[1]) if stated else row.hidden // row.heads
+    if stated:
+        return int(stated[1])
+    # Latent attention has heads of 128 at any width (DeepSeek-AI 2024).
+    return 128 if re.search(r"\bMLA\b", row.attention) else row.hidden // row.heads
 
 
 def _experts(row: Row) -> Experts | None:
@@ -139,6 +153,8 @@ def _experts(row: Row) -> Experts | None:
         capacity_factor=1.0 if row.experts.group else 1.25,
         group_size=min(group, row.seq_len),
         every=row.experts.every,
+        shared=row.experts.shared,
+        dense_inner=row.experts.dense_inner,
     )
 
 

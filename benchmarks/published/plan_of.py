@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from math import gcd, lcm
 
 from alpa_lite.cli.models.transformer import Recompute
 from alpa_lite.schedule import Interleaved1F1B, OneFOneB, Schedule
@@ -35,10 +36,21 @@ def sharding_of(row: Row) -> Sharding:
     return Sharding(stage=0)
 
 
+def scatters_sums(row: Row) -> bool:
+    """Whether sums over tensor devices stay scattered between products: as stated, and always with XLA for TPUs."""
+    return row.sequence_parallel or device_name(row.hardware).startswith("tpu")
+
+
 def expert_devices(row: Row) -> int:
-    """Return the number of data-parallel devices that may hold different experts; a searched sharding may use all."""
+    """Return the number of data-parallel devices that may hold different experts; a searched sharding may use all.
+
+    Experts on more devices than there are replicas are folded over the tensor devices too (Megatron-Core): the
+    replicas hold different experts, and the tensor axis splits what each of them holds.
+    """
     searched = "ilp" in row.sharding.lower() or not row.sharding
-    return row.data if row.experts is not None and row.expert == 1 and searched else row.expert
+    if row.experts is not None and row.expert == 1 and searched:
+        return row.data
+    return gcd(row.expert, row.data)
 
 
 def is_recent(row: Row) -> bool:
@@ -91,25 +103,59 @@ def call_seconds(row: Row) -> float:
     return _CALL_SECONDS["calls" if runs_eagerly(row) else "all"]
 
 
+#: Mean tokens of Wikipedia's sequences where 512 fit: half of them (Krell et al. 2021, arXiv 2107.02027, which counts
+#: 50 % of padding), and half a bin of 64 that a batch of sequences of like length is padded by.
+_READ_TOKENS = 288
+
+
+def computed_length(row: Row) -> int:
+    """Return the mean tokens per sequence that a run computes.
+
+    Masked models read sequences of any length up to the stated one. Compilers, and frameworks that cut layers among
+    devices, pad them to one shape; others sort them by length and compute little padding.
+    """
+    one_shape = not call_seconds(row) or row.model * row.pipeline > 1 or sharding_of(row).stage > 0
+    return row.seq_len if row.family != "bert" or one_shape else min(row.seq_len, _READ_TOKENS)
+
+
 def backend_of(row: Row) -> Backend:
     """Return what the run's software overlaps and fuses."""
-    recent = is_recent(row)
+    recent, tpu = is_recent(row), device_name(row.hardware).startswith("tpu")
     return Backend(
         fused_attention=fuses_attention(row),
         ported_attention=is_torch(row),
         fusion="calls" if runs_eagerly(row) else "all",
         # Collectives took turns with kernels before: XLA's on GPUs were synchronous, and so were Megatron's but for
         # those that came with sequence parallelism (Korthikanti et al. 2022).
-        overlap=recent or row.sequence_parallel or device_name(row.hardware).startswith("tpu"),
-        overlap_gradients=recent,
-        overlap_products=recent and row.sequence_parallel,
+        overlap=recent or row.sequence_parallel or tpu,
+        # Frameworks reduce buckets of gradients during the backward pass; XLA on GPUs does so within loops alone.
+        overlap_gradients=recent and (tpu or call_seconds(row) > 0),
+        # Products that take parts of what is gathered came with Transformer Engine for Hopper; XLA has them on TPUs.
+        overlap_products=fuses_attention(row) and scatters_sums(row),
         call_seconds=call_seconds(row),
     )
 
 
 def periods_of(row: Row) -> int:
-    """Return the number of periods of layers: if one layer in several has experts, these layers make a period."""
-    return row.layers // (row.experts.every if row.experts is not None else 1)
+    """Return the number of periods of layers: until one with experts, or one that attends to all positions, repeats."""
+    every = row.experts.every if row.experts is not None else 1
+    return row.layers // lcm(every, window_of(row).global_every or 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The positions that a local layer attends to, and every how many layers one attends to all (0: never)."""
+
+    size: int | None = None
+    global_every: int = 0
+
+
+def window_of(row: Row) -> Window:
+    """Return the sliding window from notes like "5:1 sliding window 1024": five local layers, then one that is not."""
+    found = re.search(r"(?:(\d+):1 )?sliding[- ]window (?:of |attention )?(\d+)", row.notes.lower())
+    if not found or int(found[2]) >= row.seq_len:
+        return Window()
+    return Window(int(found[2]), int(found[1]) + 1 if found[1] else 0)
 
 
 def chunks_of(row: Row) -> int:
@@ -147,6 +193,8 @@ def loops_of(row: Row) -> int:
     Stages of convolutional models differ, and so do those that cut between a layer of experts and its neighbour.
     """
     count = row.pipeline * schedule_of(row).stages_per_processor
+    if row.blocks and row.family != "wresnet" and periods_of(row) % sum(row.blocks) == 0:
+        return sum(row.blocks)
     return 1 if row.family == "wresnet" or count > periods_of(row) else count
 
 
@@ -156,7 +204,8 @@ def recompute_of(row: Row) -> Recompute:
     Fused attention computes its scores again in any case.
     """
     text = row.recompute.lower()
-    if text.startswith("full"):
+    # `jax.checkpoint` ("remat") saves nothing unless a policy is given.
+    if text.startswith(("full", "remat")):
         return "full"
     if "save_dot_with_no_batch_dim" in text:
         return "dots_without_batch"

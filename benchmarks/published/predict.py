@@ -15,9 +15,11 @@ from benchmarks.published.cluster_of import cluster_of
 from benchmarks.published.model_of import training_of
 from benchmarks.published.plan_of import (
     backend_of,
+    computed_length,
     devices_of_stages,
     expert_devices,
     loops_of,
+    scatters_sums,
     schedule_of,
     sharding_of,
 )
@@ -94,9 +96,9 @@ class Predictor:
             expert=expert_devices(row),
             zero=sharding.stage,
             replicas=sharding.replicas,
-            sequence_parallel=row.sequence_parallel,
+            sequence_parallel=scatters_sums(row),
             schedule=schedule_of(row),
-            equal="loops" if loops_of(row) > 1 else "flops",
+            equal="loops" if loops_of(row) > 1 and not row.blocks else "flops",
             shares=row.blocks or devices,
             devices=devices,
         )
@@ -107,8 +109,8 @@ class Predictor:
 
     def _traced_step(self, row: Row) -> TracedFunction:
         segments = loops_of(row)
-        key = (row.family, row.layers, row.hidden, row.seq_len, row.batch_size, row.precision, row.recompute, row.heads,
-               row.vocab, row.width, row.inner, row.experts, segments)  # fmt: skip
+        key = (row.family, row.layers, row.hidden, computed_length(row), row.batch_size, row.precision, row.recompute,
+               row.heads, row.vocab, row.width, row.inner, row.experts, row.attention, segments)  # fmt: skip
         if key not in self._traced:
             self._traced.clear()
             training = training_of(row, num_segments=segments)

@@ -21,12 +21,16 @@ class RowError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """A mixture of experts: their number, how many each token visits, one layer in every `every`, tokens per group."""
+    """A mixture of experts: their number, how many each token visits, one layer in every `every`, tokens per group;
+    experts that all tokens visit, and the width of the layers between, where it is another one.
+    """
 
     count: int
     top_k: int
     every: int = 1
     group: int | None = None
+    shared: int = 0
+    dense_inner: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +38,7 @@ class Row:
     """The description of a run; docs/cost-model.md says what the columns of a table are.
 
     Attributes:
+        attention: the words in which tables say what kind of attention it is, if they do.
         parameters: as the table states them; None where it does not.
         encoder_layers, encoder_seq_len: of an encoder beside the decoder; 0 without.
         num_microbatches: of one data-parallel replica; None where the table does not say.
@@ -77,6 +82,7 @@ class Row:
     blocks: tuple[int, ...]
     stage_devices: tuple[int, ...]
     stated_microbatches: int | None
+    attention: str
     notes: str
     measured_seconds: float | None
 
@@ -160,6 +166,7 @@ def parse_row(cells: Mapping[str, str]) -> Row:
         blocks=blocks,
         stage_devices=stage_devices,
         stated_microbatches=int(microbatches[1]) if microbatches else None,
+        attention=cells.get("experts_topk", "") + " " + notes,
         notes=notes,
         measured_seconds=measured_seconds(cells),
     )
@@ -205,11 +212,15 @@ def _pair(cells: Mapping[str, str], column: str, *, order: str = "last") -> tupl
 
 
 def _stages(notes: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Parse blocks and devices of each stage from text like "3 stages 8/5/3 blocks on 2,1,1 GPUs"; () if none."""
-    found = re.search(r"stages ([\d/]+) blocks(?: on ([\d,]+) GPUs)?", notes)
+    """Parse blocks and devices of each stage; () if none.
+
+    Texts are like "3 stages 8/5/3 blocks on 2,1,1 GPUs" and "3 stages 2+2+4 of 8 groups on 2,2,4 GPUs".
+    """
+    found = re.search(r"stages ([\d/+]+) (?:blocks|of \d+ groups)(?: on ([\d,]+) GPUs)?", notes)
+    found = found or re.search(r"stages (\d+(?:\+\d+)+)(?: on ([\d,]+) GPUs)?", notes)
     if not found:
         return (), ()
-    return tuple(map(int, found[1].split("/"))), tuple(map(int, (found[2] or "").replace(",", " ").split()))
+    return tuple(map(int, re.findall(r"\d+", found[1]))), tuple(map(int, re.findall(r"\d+", found[2] or "")))
 
 
 def _experts(text: str) -> Experts | None:
@@ -219,9 +230,14 @@ def _experts(text: str) -> Experts | None:
         return None
     every = re.search(r"every (\d+)", text)
     group = re.search(r"group(?: size)? (\d+)", text)
+    shared = re.search(r"\+\s*(\d+) shared", text)
+    # A first few dense layers ("3 dense layers ffn 18432") are as much work as the experts of a token, and become such.
+    dense = re.search(r"\(dense ffn (\d+)\)", text) if every else None
     return Experts(
         count=int(found[1]),
         top_k=int(found[2]),
         every=int(every[1]) if every else 1,
         group=int(group[1]) if group else None,
+        shared=int(shared[1]) if shared else 0,
+        dense_inner=int(dense[1]) if dense else None,
     )

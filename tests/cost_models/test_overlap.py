@@ -136,3 +136,15 @@ def test_the_order_is_close_to_the_best():
         assert best - 1e-9 <= found <= 1.25 * best + 1e-9
         exact += found <= best + 1e-9
     assert exact >= 0.9 * cases
+
+
+def test_a_collective_scatters_the_sums_of_a_kernel_in_parts():
+    """It starts with the first part, and not so early that it waits for the last."""
+
+    def scatters(seconds: float) -> list[StreamTask]:
+        return [kernel(8), StreamTask(seconds=seconds, stream="communication", needs=(0,), streams=True)]
+
+    assert simulate(scatters(4)).seconds == pytest.approx(8 + 4 / NUM_PARTS)
+    assert simulate(scatters(16)).seconds == pytest.approx(8 / NUM_PARTS + 16)
+    # A kernel reads whole results of kernels.
+    assert simulate([kernel(8), kernel(4, 0, streams=True)]).seconds == 12

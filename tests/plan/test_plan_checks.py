@@ -214,8 +214,8 @@ def test_a_plan_that_contradicts_itself_is_refused(sentence: str) -> None:
 @pytest.mark.parametrize(
     ("planner", "number", "said"),
     [
-        (al.planners.DataParallel(), 2**16, r"num_microbatches=65536 was given.*from 1 to 32768"),
-        (al.planners.Hybrid(pipeline=2), 2**15, r"in 2 stage\(s\) was asked for.*num_microbatches=16384 or fewer"),
+        (al.planners.DataParallel(), 2**18, r"num_microbatches=262144 was given.*from 1 to 131072"),
+        (al.planners.Hybrid(pipeline=2), 2**17, r"in 2 stage\(s\) was asked for.*num_microbatches=65536 or fewer"),
     ],
 )
 def test_no_plan_is_made_that_could_not_be_loaded(planner: al.planners.Planner, number: int, said: str) -> None:

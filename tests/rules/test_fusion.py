@@ -409,3 +409,15 @@ def test_scores_that_are_kept_for_the_backward_pass_are_written_by_the_forward_p
 def test_plain_layers_have_no_attention() -> None:
     wide = graph_of(lambda x, w: jax.nn.gelu(x @ w) @ w.T, (BATCH, SEQ, DIM), (DIM, 4 * DIM))
     assert on_chip(wide).values == frozenset() == on_chip(wide).products
+
+
+def test_experts_are_no_attention() -> None:
+    """Their products are batched and make large results too, but no softmax stands between them."""
+
+    def experts(x: Any, up: Any, down: Any) -> Any:
+        inner = jax.nn.silu(jnp.einsum("egch,ehi->egci", x, up))
+        return jnp.einsum("egci,eih->egch", inner, down).sum()
+
+    graph = graph_of(jax.grad(experts, (1, 2)), (2, 4, 16, 8), (2, 8, 32), (2, 32, 8))
+    found = on_chip(graph)
+    assert not found.products and not found.values

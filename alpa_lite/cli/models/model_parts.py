@@ -51,7 +51,7 @@ def draw_weights(key: jax.Array, shapes: Shapes, dtype: DTypeLike, num_segments:
 
     def one(path: tuple[Hashable, ...], shape: tuple[int, ...]) -> jax.Array:
         name, leaf_key = jax.tree_util.keystr(path[-1:], simple=True), next(keys)
-        if name == "scale":
+        if name == "scale" or name.startswith("scale_"):
             return jnp.ones(shape, dtype)
         if name in ("bias", "b", "vocab_bias") or name.startswith("b_"):
             return jnp.zeros(shape, dtype)

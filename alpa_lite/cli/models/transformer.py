@@ -14,6 +14,9 @@ Which options make which published model (`architecture` unless said otherwise):
 - Grok-1, Mixtral: Llama's, and for the model ``experts=Experts(num_experts=8, top_k=2)``.
 - GShard and the MoE of Alpa: for the model ``experts=Experts(num_experts=E, top_k=2, group_size=S, every=2)``. Alpa's
   `inner` is eight times `hidden` (benchmark/alpa of alpa-projects/alpa, ``intermediate_size=hidden_size * 8``).
+- DeepSeek-V3: ``Architecture(latent=Latent(), head_dim=128, …)`` and ``experts=Experts(num_experts=256, top_k=8,
+  shared=1)``; its first three layers, whose MLPs are as wide as nine experts, have experts here.
+- Gemma 3: ``window=1024, global_every=6``.
 - BERT: for the model ``num_masked``, the predictions per sequence. Norms stand before attention and MLP as in the
   others, not behind; the work is the same.
 - T5 1.1: ``gated=True, norm="rms", positions="relative", bias=False, tied=False``, for the model ``encoder=Encoder(
@@ -24,7 +27,9 @@ between them; the loops share one body, which JAX traces once. What the backward
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from math import lcm
 from typing import Literal, NamedTuple
 
 import jax
@@ -48,6 +53,7 @@ from alpa_lite.cli.models.transformer_layers import (
     Attention,
     Experts,
     FeedForward,
+    Latent,
     distance_buckets,
     narrow_einsum,
 )
@@ -92,6 +98,9 @@ class Architecture:
         positions: learned embeddings, rotary, biases by relative distance (T5), or none.
         rotary_base: base of the frequencies of rotary positions.
         tied: use the token embedding, transposed, as the output projection.
+        window: positions that a local layer attends to, itself included; None makes no layer local.
+        global_every: the last of every so many layers attends to all positions in spite of `window`; 0: none does.
+        latent: latent attention, with as many heads of keys as of queries.
     """
 
     num_kv_heads: int | None = None
@@ -103,6 +112,9 @@ class Architecture:
     positions: Literal["learned", "rotary", "relative", "none"] = "learned"
     rotary_base: float = 500000.0
     tied: bool = True
+    window: int | None = None
+    global_every: int = 0
+    latent: Latent | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,7 +182,8 @@ class Transformer(Model):
         stacks = [self.num_layers, *([] if self.encoder is None else [self.encoder.num_layers])]
         if any(layers % self.period for layers in stacks):
             raise ValueError(
-                f"With experts in one of every {self.period} layers, the layers must be a multiple of it; got "
+                f"With experts or global attention in one of every {self.period} layers, the layers must be a multiple "
+                f"of it; got "
                 f"{' and an encoder of '.join(map(str, stacks))}."
             )
         if not 1 <= self.computation.num_segments <= min(stacks) // self.period:
@@ -184,7 +197,8 @@ class Transformer(Model):
     @property
     def period(self) -> int:
         """The number of layers until the kinds of layers repeat."""
-        return 1 if self.experts is None else self.experts.every
+        every = 1 if self.experts is None else self.experts.every
+        return lcm(every, self.architecture.global_every or 1)
 
     def init(self, key: jax.Array) -> Params:
         """Draw the weights: normal(0.02); norms start at one, biases at zero. They do not depend on `num_segments`."""
@@ -284,12 +298,16 @@ class Transformer(Model):
             x = drop(x, embedding_key, self.dropout)
             # For all layers at once, so that the masks do not depend on the number of segments.
             layer_keys = jax.random.split(layers_key, (sum(sizes), self.period, 5))
-        context = _Context(causal=causal, bias=bias, memory=memory)
-        layer = self._recomputed(lambda x, weights, keys: self._layer(x, weights, keys, context))
+        context = _Context(causal=causal, bias=bias, memory=memory, local=False)
+        local, whole = (
+            self._recomputed(partial(self._layer, context=context._replace(local=is_local)))
+            for is_local in (True, False)
+        )
 
         def period(x: jax.Array, scanned: tuple[list[Params], jax.Array | None]) -> tuple[jax.Array, None]:
             layers, keys = scanned
             for i, weights in enumerate(layers):
+                layer = local if self._is_local(i) else whole
                 x = layer(x, weights, None if keys is None else keys[i])
             return x, None
 
@@ -319,7 +337,7 @@ class Transformer(Model):
         """Apply one layer, ``[batch, seq, hidden] -> same``."""
         # Inside the recomputed function: the backward pass converts again instead of keeping the narrow weights.
         weights = _cast(layer, self.computation.dtype)
-        attend = self._attention(causal=context.causal)
+        attend = self._attention(causal=context.causal, local=context.local)
         # In order: attention's branch, cross attention's branch, feed-forward's, and the weights of either attention.
         drops = (None,) * 5 if keys is None else tuple(keys)
         attended = attend.apply(self._norm(x, weights["norm1"]), weights["attention"], bias=context.bias, key=drops[3])
@@ -331,8 +349,11 @@ class Transformer(Model):
         normed, mlp = self._norm(x, weights["norm2"]), self._feed_forward()
         # Only the last layer of a period has experts, as its weights say.
         if self.experts is not None and "experts" in weights:
-            return x + drop(self.experts.apply(normed, weights["experts"], mlp), drops[2], self.dropout)
-        return x + drop(mlp.apply(normed, weights["mlp"]), drops[2], self.dropout)
+            mixed = self.experts.apply(normed, weights["experts"], mlp)
+            if self.experts.shared:
+                mixed = mixed + self._shared_feed_forward().apply(normed, weights["shared"])
+            return x + drop(mixed, drops[2], self.dropout)
+        return x + drop(self._dense_feed_forward().apply(normed, weights["mlp"]), drops[2], self.dropout)
 
     @jax.named_scope("norm")
     def _norm(self, x: jax.Array, weights: Mapping[str, jax.Array]) -> jax.Array:
@@ -345,7 +366,12 @@ class Transformer(Model):
         scaled = normed.astype(x.dtype) * weights["scale"]
         return scaled + weights["bias"] if "bias" in weights else scaled
 
-    def _attention(self, *, causal: bool, cross: bool = False) -> Attention:
+    def _is_local(self, index: int) -> bool:
+        """Whether layer number `index` of a period attends to a window alone."""
+        kind = self.architecture
+        return kind.window is not None and not (kind.global_every and (index + 1) % kind.global_every == 0)
+
+    def _attention(self, *, causal: bool, cross: bool = False, local: bool = False) -> Attention:
         kind = self.architecture
         return Attention(
             hidden=self.hidden,
@@ -361,7 +387,20 @@ class Transformer(Model):
             recompute_core=self.computation.recompute == "selective",
             dropout=self.dropout,
             einsum=narrow_einsum if self.computation.narrow else jnp.einsum,
+            window=kind.window if local else None,
+            latent=None if cross else kind.latent,
         )
+
+    def _dense_feed_forward(self) -> FeedForward:
+        """Return the MLP of layers without experts."""
+        mlp = self._feed_forward()
+        inner = None if self.experts is None else self.experts.dense_inner
+        return mlp if inner is None else replace(mlp, inner=inner)
+
+    def _shared_feed_forward(self) -> FeedForward:
+        """Return the MLP of the shared experts, side by side."""
+        shared = 0 if self.experts is None else self.experts.shared
+        return replace(self._feed_forward(), inner=shared * self.inner)
 
     def _feed_forward(self) -> FeedForward:
         kind = self.architecture
@@ -419,9 +458,10 @@ class Transformer(Model):
         shapes: Params = {"norm1": norm, "attention": self._attention(causal=False).shapes(), "norm2": norm}
         if decoder and self.encoder is not None:
             shapes |= {"norm_cross": norm, "cross": self._attention(causal=False, cross=True).shapes()}
-        if self.experts is not None and index == self.period - 1:
-            return shapes | {"experts": self.experts.shapes(mlp)}
-        return shapes | {"mlp": mlp.shapes()}
+        if self.experts is not None and (index + 1) % self.experts.every == 0:
+            shared = {"shared": self._shared_feed_forward().shapes()} if self.experts.shared else {}
+            return shapes | {"experts": self.experts.shapes(mlp), **shared}
+        return shapes | {"mlp": self._dense_feed_forward().shapes()}
 
     def _norm_shapes(self) -> dict[str, tuple[int, ...]]:
         # The rms norm never has a bias.
@@ -430,11 +470,12 @@ class Transformer(Model):
 
 
 class _Context(NamedTuple):
-    """What all layers of a stack share: the mask, the bias of attention by distance, and the encoder's output."""
+    """What layers of a stack share: the mask, the bias of attention by distance, the encoder's output, the window."""
 
     causal: bool
     bias: jax.Array | None
     memory: jax.Array | None
+    local: bool
 
 
 def _cast(weights: Tree, dtype: DTypeLike) -> Tree:

@@ -81,6 +81,21 @@ MAX_DISTANCE = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Latent:
+    """Sizes of latent attention (DeepSeek-AI 2024, arXiv 2405.04434, section 2.1); the defaults are theirs.
+
+    Attributes:
+        query_rank: width of the vector that the queries of a position are made from.
+        key_rank: width of the vector that its keys and values are made from.
+        rotary_dim: width of the rotary part of queries and keys, behind their `head_dim`; keys of all heads share it.
+    """
+
+    query_rank: int = 1536
+    key_rank: int = 512
+    rotary_dim: int = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
     """Sizes and options of one attention.
 
@@ -93,6 +108,9 @@ class Attention:
         recompute_core: compute scores and softmax again in the backward pass instead of saving them.
         dropout: rate at which attention weights are zeroed; only if `apply` is given a key.
         einsum: the contraction of the projections (`narrow_einsum` in a narrow format).
+        window: positions of a block; a position attends to those of its own block and of the one before, causally,
+            as far as `window` back. None attends to all. The sequence is a multiple of it, or shorter.
+        latent: queries, keys and values by way of two narrow vectors; `num_kv_heads` is `num_heads` then.
     """
 
     hidden: int
@@ -106,10 +124,24 @@ class Attention:
     recompute_core: bool
     dropout: float = 0.0
     einsum: Einsum = jnp.einsum
+    window: int | None = None
+    latent: Latent | None = None
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the weights by name; ``w_*`` are matrices (with heads as dims), ``b_*`` biases."""
         group, ratio, dim = self.num_kv_heads, self.num_heads // self.num_kv_heads, self.head_dim
+        if self.latent is not None:
+            queries, keys, rotary = self.latent.query_rank, self.latent.key_rank, self.latent.rotary_dim
+            return {
+                "w_query_latent": (self.hidden, queries),
+                "scale_query": (queries,),
+                "w_q": (queries, group, ratio, dim + rotary),
+                "w_key_latent": (self.hidden, keys + rotary),
+                "scale_key": (keys,),
+                "w_k": (keys, group, dim),
+                "w_v": (keys, group, dim),
+                "w_out": (group, ratio, dim, self.hidden),
+            }
         parts = {"qkv": (group, ratio + 2, dim)} if self.fused else {"q": (group, ratio, dim)}
         parts |= {} if self.fused else {"k": (group, dim), "v": (group, dim)}
         shapes: dict[str, tuple[int, ...]] = {f"w_{name}": (self.hidden, *shape) for name, shape in parts.items()}
@@ -135,15 +167,42 @@ class Attention:
             bias: added to the scores, ``[g, seq, r, keys]``.
             key: draws the dropout mask; None means no dropout.
         """
-        projected = self._project(x, x if memory is None else memory, weights)
-        if self.rotary_base is not None:
-            query, keys = rotate(projected.query, self.rotary_base), rotate(projected.keys, self.rotary_base)
-            projected = projected._replace(query=query, keys=keys)
-        # `causal` and the rate are Python values that decide what is traced.
-        core = jax.checkpoint(attention_core, static_argnums=(2, 4)) if self.recompute_core else attention_core
-        mixed = checkpoint_name(core(projected, bias, self.causal, key, self.dropout), "core")
+        if self.latent is not None:
+            projected = self._project_latent(x, weights, self.latent)
+        else:
+            projected = self._project(x, x if memory is None else memory, weights)
+            if self.rotary_base is not None:
+                query, keys = rotate(projected.query, self.rotary_base), rotate(projected.keys, self.rotary_base)
+                projected = projected._replace(query=query, keys=keys)
+        if self.window is not None and self.window < x.shape[1]:
+            window = self.window
+            core = jax.checkpoint(windowed_core, static_argnums=(1,)) if self.recompute_core else windowed_core
+            mixed = checkpoint_name(core(projected, window), "core")
+        else:
+            # `causal` and the rate are Python values that decide what is traced.
+            core = jax.checkpoint(attention_core, static_argnums=(2, 4)) if self.recompute_core else attention_core
+            mixed = checkpoint_name(core(projected, bias, self.causal, key, self.dropout), "core")
         out = self.einsum("bgqrd,grdh->bqh", mixed, weights["w_out"])
         return checkpoint_name(out + weights["b_out"] if self.bias else out, "attention_out")
+
+    def _project_latent(self, x: jax.Array, weights: Weights, latent: Latent) -> "Projected":
+        """Return queries, keys and values of `x`, made from its two latent vectors."""
+        low = scaled_rms(self.einsum("bsh,hc->bsc", x, weights["w_query_latent"]), weights["scale_query"])
+        query = self.einsum("bsc,cgrd->bsgrd", low, weights["w_q"])
+        both = self.einsum("bsh,hc->bsc", x, weights["w_key_latent"])
+        low = scaled_rms(both[..., : latent.key_rank], weights["scale_key"])
+        keys, value = (self.einsum("bsc,cgd->bsgd", low, weights[name]) for name in ("w_k", "w_v"))
+        shared = both[:, :, None, latent.key_rank :]
+        if self.rotary_base is not None:
+            turned = rotate(query[..., self.head_dim :], self.rotary_base)
+            query = jnp.concatenate([query[..., : self.head_dim], turned], axis=-1)
+            shared = rotate(shared, self.rotary_base)
+        shared = jnp.broadcast_to(shared, (*keys.shape[:-1], latent.rotary_dim))
+        return Projected(
+            query=checkpoint_name(query, "query"),
+            keys=checkpoint_name(jnp.concatenate([keys, shared], axis=-1), "key"),
+            value=checkpoint_name(value, "value"),
+        )
 
     def _project(self, x: jax.Array, memory: jax.Array, weights: Weights) -> "Projected":
         """Return the queries of `x`, and the keys and values of `memory`."""
@@ -200,6 +259,46 @@ def attention_core(
         scores = jnp.where(visible[:, None], scores, jnp.finfo(jnp.float32).min)
     shares = drop(jax.nn.softmax(scores, axis=-1).astype(value.dtype), key, dropout)
     return jnp.einsum("bgqrk,bkgd->bgqrd", shares, value)
+
+
+def windowed_core(projected: Projected, window: int) -> jax.Array:
+    """Return what `attention_core` returns where each position sees itself and the ``window - 1`` before it.
+
+    Queries of a block of `window` positions meet the keys of their own block and of the one before, so that the work
+    grows with ``2 window seq`` and not with ``seq^2`` (Beltagy et al. 2020, arXiv 2004.05150, section 3.1).
+    """
+    query, keys, value = projected
+    batch, seq, group, ratio, dim = query.shape
+    if seq % window:
+        raise ValueError(f"A window divides the sequence; got a window of {window} for {seq} positions.")
+    blocks = seq // window
+    query = query.reshape(batch * blocks, window, group, ratio, dim)
+    keys, value = (_with_block_before(each, window) for each in (keys, value))
+    scores = jnp.einsum("bqgrd,bkgd->bgqrk", query, keys).astype(jnp.float32) * dim**-0.5
+    distance = jnp.arange(window)[:, None] + window - jnp.arange(2 * window)
+    visible = (distance >= 0) & (distance < window)
+    scores = jnp.where(visible[:, None], scores, jnp.finfo(jnp.float32).min)
+    # What stands before the first block is padding.
+    first = jnp.arange(batch * blocks) % blocks == 0
+    padding = first[:, None, None, None, None] & (jnp.arange(2 * window) < window)
+    scores = jnp.where(padding, jnp.finfo(jnp.float32).min, scores)
+    shares = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
+    mixed = jnp.einsum("bgqrk,bkgd->bgqrd", shares, value).reshape(batch, blocks, group, window, ratio, -1)
+    return mixed.swapaxes(1, 2).reshape(batch, group, seq, ratio, -1)
+
+
+def _with_block_before(x: jax.Array, window: int) -> jax.Array:
+    """Return blocks of `window` positions, each behind the one before it: ``[batch blocks, 2 window, g, dim]``."""
+    batch, seq, *rest = x.shape
+    blocks = x.reshape(batch, seq // window, window, *rest)
+    before = jnp.pad(blocks[:, :-1], ((0, 0), (1, 0), *((0, 0),) * (blocks.ndim - 2)))
+    return jnp.concatenate([before, blocks], axis=2).reshape(-1, 2 * window, *rest)
+
+
+def scaled_rms(x: jax.Array, scale: jax.Array) -> jax.Array:
+    """Divide the last dim by its root mean square, in float32, and multiply by `scale` (Zhang and Sennrich 2019)."""
+    x32 = x.astype(jnp.float32)
+    return (x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + 1e-5)).astype(x.dtype) * scale
 
 
 def rotate(x: jax.Array, base: float) -> jax.Array:
@@ -294,6 +393,8 @@ class Experts:
         capacity_factor: room of an expert, in units of what it gets when all experts get the same.
         group_size: tokens that are routed together; divides a sequence, or holds whole ones.
         every: the last of every so many layers has experts, the others one MLP.
+        shared: MLPs of the width of an expert that every token visits besides (DeepSeek-AI 2024, arXiv 2401.06066).
+        dense_inner: width of the MLP of layers without experts; None for that of an expert.
     """
 
     num_experts: int
@@ -301,6 +402,8 @@ class Experts:
     capacity_factor: float = 1.0
     group_size: int = 256
     every: int = 1
+    shared: int = 0
+    dense_inner: int | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.top_k <= self.num_experts:

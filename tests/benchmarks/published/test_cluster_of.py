@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks.published.cluster_of import cluster_of, device_name
 from benchmarks.published.row import RowError
+from cost_models.catalogue import link_from_json, load_device
 from tests.benchmarks.published.runs import row
 
 
@@ -42,6 +43,14 @@ from tests.benchmarks.published.runs import row
         ("L4", "l4"),
         ("L40S", "l40s"),
         ("Trainium2", "trainium2"),
+        ("GH200 96GB", "gh200-96gb"),
+        ("NVIDIA GH200 144GB HBM3e", "gh200-144gb"),
+        ("MI355X", "mi355x"),
+        ("AMD Instinct MI350X", "mi350x"),
+        ("H20", "h20-96gb"),
+        ("H800-SXM-80GB", "h800-sxm-80gb"),
+        ("A800 80GB", "a800-sxm-80gb"),
+        ("TPU7x (Ironwood)", "tpu7x"),
     ],
 )
 def test_devices(text: str, name: str) -> None:
@@ -93,6 +102,7 @@ def test_kinds_of_networks_have_latencies_of_their_own() -> None:
         ("A100-SXM-80GB", "300 GB/s", 300),
         ("H100-SXM-80GB", "", 450),
         ("MI300X", "", 448),
+        ("MI355X", "", 537.6),
     ],
 )
 def test_links_inside_a_host_count_one_direction(hardware: str, text: str, gigabytes: float) -> None:
@@ -122,6 +132,30 @@ def test_slices_of_tpus() -> None:
         )
     )
     assert found.intra_host.torus == (16, 16) and found.hosts_per_domain == 64 and found.num_devices == 512
+
+
+def test_chips_of_several_devices_are_counted_as_chips() -> None:
+    chip = cluster_of(row(hardware="TPU7x", n_devices=64, devices_per_node=4, intra_link="ICI 3D torus"))
+    core = load_device("tpu7x")
+    assert chip.num_devices == 64 and chip.intra_host.torus == (4, 4, 4)
+    assert chip.intra_host.bandwidth_bytes_per_second == 600e9
+    assert chip.device.peaks["bfloat16"] == 2 * core.peaks["bfloat16"]
+    assert chip.device.memory_bandwidth == 2 * core.memory_bandwidth
+
+
+def test_products_in_four_bits_run_at_their_rate_where_there_is_one() -> None:
+    four, eight = (cluster_of(row(hardware="B200", precision=p)).device.peak("float8") for p in ("nvfp4", "mxfp8"))
+    assert four == 2 * eight == load_device("b200-180gb").peak("float4_e2m1fn")
+    assert cluster_of(row(hardware="H100", precision="nvfp4")).device.peak("float8") == 1979e12
+
+
+@pytest.mark.parametrize(
+    ("text", "link"), [("4x Omni-Path 100 Gb/s per node", "omni-path"), ("GCP A3 (High): 1000 Gb/s", "gpudirect-tcpx")]
+)
+def test_networks_with_links_of_their_own(text: str, link: str) -> None:
+    known = link_from_json({"link": link, "bandwidth_bytes_per_second": 5e10}, "inter_host")
+    found = cluster_of(row(inter_link=text)).inter_host
+    assert (found.latency_seconds, found.efficiency) == (known.latency_seconds, known.efficiency)
 
 
 def test_every_shipped_device_makes_a_cluster() -> None:

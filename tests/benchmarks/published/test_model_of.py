@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from alpa_lite.cli.models.transformer import Architecture, Encoder, Transformer
+from alpa_lite.cli.models.transformer_layers import Latent
 from benchmarks.published.model_of import model_of, training_of
 from benchmarks.published.row import RowError
 from tests.benchmarks.published.runs import row
@@ -69,3 +70,18 @@ def test_dropout_belongs_to_float16() -> None:
 def test_unknown_precision_is_refused() -> None:
     with pytest.raises(RowError, match="precision is 'int4': known are fp16"):
         model_of(row(precision="int4"))
+
+
+@pytest.mark.parametrize(
+    "precision", ["fp8", "fp8-te", "mxfp8", "nvfp4", "tensorwise", "float8 rowwise", "fp8_blockwise"]
+)
+def test_every_eight_bit_recipe_is_narrow(precision: str) -> None:
+    model = transformer(precision=precision)
+    assert model.computation.narrow and model.computation.dtype == jnp.bfloat16
+
+
+def test_latent_attention_shared_experts_and_windows_are_built_as_stated() -> None:
+    model = transformer(family="moe", experts_topk="8/2 +1 shared; MLA", notes="1:1 sliding window 32", layers=4)
+    assert model.architecture.latent == Latent() and model.architecture.head_dim == 128
+    assert model.experts is not None and model.experts.shared == 1
+    assert (model.architecture.window, model.architecture.global_every, model.period) == (32, 2, 2)

@@ -57,6 +57,11 @@ def test_encoders_stand_in_front_of_the_plus() -> None:
             Experts(count=16, top_k=2, every=2, group=2048),
         ),
         ("32 / 1 (every 4th layer, group 1024)", Experts(count=32, top_k=1, every=4, group=1024)),
+        ("256/8 +1 shared; 3 dense layers ffn 18432; MLA", Experts(count=256, top_k=8, shared=1)),
+        (
+            "128/1 +1 shared; MoE every 2nd layer (dense ffn 16384)",
+            Experts(count=128, top_k=1, every=2, shared=1, dense_inner=16384),
+        ),
     ],
 )
 def test_experts(text: str, experts: Experts | None) -> None:

@@ -10,8 +10,10 @@ import pytest
 from alpa_lite.cli.models.transformer_layers import (
     MAX_DISTANCE,
     NUM_BUCKETS,
+    Attention,
     Experts,
     FeedForward,
+    Latent,
     Projected,
     activation_function,
     attention_core,
@@ -19,6 +21,7 @@ from alpa_lite.cli.models.transformer_layers import (
     distance_buckets,
     rotate,
     route,
+    windowed_core,
 )
 
 
@@ -173,3 +176,42 @@ def test_activations():
     assert activation_function("squared_relu")(x).tolist() == [0.0, 9.0]
     with pytest.raises(ValueError, match="got 'elu'"):
         activation_function("elu")  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("window", [2, 4])
+def test_a_window_is_attention_with_a_mask(window):
+    keys = jax.random.split(make_key(5), 3)
+    query = jax.random.normal(keys[0], (2, 8, 3, 2, 4))
+    key, value = (jax.random.normal(k, (2, 8, 3, 4)) for k in keys[1:])
+    distance = jnp.arange(8)[:, None] - jnp.arange(8)
+    bias = jnp.where((distance >= 0) & (distance < window), 0.0, -jnp.inf)[None, :, None]
+    expected = attention_core(Projected(query, key, value), bias, False)
+    np.testing.assert_allclose(windowed_core(Projected(query, key, value), window), expected, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match="A window divides"):
+        windowed_core(Projected(query, key, value), 3)
+
+
+def test_latent_attention_is_attention_on_what_its_latents_make():
+    latent = Latent(query_rank=6, key_rank=5, rotary_dim=2)
+    attend = Attention(hidden=8, num_heads=3, num_kv_heads=3, head_dim=4, causal=True, rotary_base=100.0, bias=False,
+                       fused=True, recompute_core=False, latent=latent)  # fmt: skip
+    keys = iter(jax.random.split(make_key(6), 9))
+    weights = {name: jax.random.normal(next(keys), shape) for name, shape in attend.shapes().items()}
+    x = jax.random.normal(next(keys), (2, 7, 8))
+
+    def normed(low, scale):
+        return low / np.sqrt(np.mean(np.square(low), -1, keepdims=True) + 1e-5) * scale
+
+    low = normed(x @ weights["w_query_latent"], weights["scale_query"])
+    query = np.einsum("bsc,cgd->bsgd", low, weights["w_q"][:, :, 0])
+    query = np.concatenate([query[..., :4], rotate(jnp.asarray(query[..., 4:]), 100.0)], -1)
+    both = x @ weights["w_key_latent"]
+    low, turned = normed(both[..., :5], weights["scale_key"]), rotate(both[:, :, None, 5:], 100.0)
+    key = np.concatenate(
+        [np.einsum("bsc,cgd->bsgd", low, weights["w_k"]), np.broadcast_to(turned, (2, 7, 3, 2))], axis=-1
+    )
+    value = np.einsum("bsc,cgd->bsgd", low, weights["w_v"])
+    padded = np.pad(value, ((0, 0), (0, 0), (0, 0), (0, 2)))
+    mixed = jax.nn.dot_product_attention(jnp.asarray(query), jnp.asarray(key), jnp.asarray(padded), is_causal=True)
+    expected = np.einsum("bsgd,gdh->bsh", mixed[..., :4], weights["w_out"][:, 0])
+    np.testing.assert_allclose(attend.apply(x, weights), expected, rtol=1e-4, atol=1e-4)
