@@ -40,6 +40,7 @@ from alpa_lite.program.phases import Phase, StepGraph
 from alpa_lite.schedule import Sequential
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh
 from alpa_lite.step.colocation import ColocatedGroups, colocated_groups
+from alpa_lite.step.planned_step import planned_step
 from alpa_lite.text import show_count, show_seconds
 
 PRICED = 4
@@ -130,7 +131,10 @@ class ColocRL(Planner):
         cut = natural_layers(request, (1,), range(1, request.cluster.num_devices + 1))
         most, names = (self.groups, ()) if isinstance(self.groups, int) else (ColocRL.groups, self.groups)
         assert isinstance(most, int)
-        return cut.step, colocated_groups(cut.step, most, names)
+        groups = colocated_groups(cut.step, most, names)
+        # Groups that run `jax.checkpoint` read values that they compute again themselves.
+        planned = planned_step(cut.step, groups.layers.of_op, ())
+        return planned.step, replace(groups, layers=replace(groups.layers, of_op=planned.of_op))
 
     def _learned(self, request: PlanRequest, search: _Placing) -> LearnedPlacement:
         options = Reinforce(

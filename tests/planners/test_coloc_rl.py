@@ -217,6 +217,30 @@ def test_a_step_without_gradients_is_placed_too(devices):
     np.testing.assert_allclose(found, jax.jit(forward)(*arguments), rtol=2e-5, atol=2e-6)
 
 
+def test_groups_of_a_step_that_recomputes_values_run_as_on_one_device(devices):
+    """A block whose ops are in several groups: the recomputation of one reads what others recompute."""
+
+    @jax.checkpoint
+    def block(x, weights):
+        gates = jax.nn.softmax(x @ weights["gate"])
+        return x + jnp.tanh((gates > 0.1) * gates @ weights["up"]) @ weights["down"]
+
+    def step(params, x):
+        loss, grads = jax.value_and_grad(lambda p: jnp.mean(block(block(x, p[0]), p[1]) ** 2))(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+    keys = iter(jax.random.split(jax.random.key(0), 8))
+    shapes = {"gate": (16, 8), "up": (8, 16), "down": (16, 16)}
+    params = [{name: jax.random.normal(next(keys), dims) for name, dims in shapes.items()} for _ in range(2)]
+    arguments = params, jax.random.normal(next(keys), (8, 16))
+    request = al.parallelize(step).trace(*arguments).request(eager_cluster())
+    placing = _Placing.of(request, ColocRL()._groups(request))
+    plan = placing.plan("", tuple(n % 4 for n in range(placing.num_sets)), time.perf_counter())
+    found = al.parallelize(step, planner=plan, cluster=eager_cluster())(*arguments)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(jax.jit(step)(*arguments)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6)
+
+
 def test_groups_go_to_the_faster_devices_of_a_mixed_cluster():
     host, fast = al.cluster("p3.16xlarge").part(0, 2), al.cluster("dgx-a100").device
     groups = tuple(HostGroup(num_hosts=1, device=each, intra_host=host.intra_host) for each in (host.device, fast))
