@@ -263,6 +263,6 @@ def make_planner(name: str, options: Sequence[str]) -> al.planners.Planner | al.
 
     Raises `PlanError` for an unknown name or option.
     """
-    if name.endswith(".json"):
+    if name.endswith(".json") and ":" not in name:
         return al.Plan.load(name)
     return planner_by_name(name, options)

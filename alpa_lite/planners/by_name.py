@@ -22,6 +22,7 @@ from alpa_lite.planners.on_mesh import OnMesh
 from alpa_lite.planners.pipedream import PipeDream, PipeDream2BW
 from alpa_lite.planners.pipeline import Pipeline, TorchGPipe
 from alpa_lite.planners.planner import Planner
+from alpa_lite.planners.trainer_settings import TrainerConfiguration, settings_of
 from alpa_lite.text import did_you_mean
 
 PLANNERS: Mapping[str, type[Planner]] = {
@@ -77,7 +78,18 @@ def planner_of_name(name: str) -> type[Planner]:
 
 
 def planner_by_name(name: str, options: Sequence[str]) -> Planner:
-    """Return a planner by name with `name=value` options. Raises `PlanError` for unknown names and options."""
+    """Return a planner by name with `name=value` options, or one of `TRAINER:SETTINGS` (`TrainerConfiguration`).
+
+    Raises `PlanError` for unknown names and options.
+    """
+    trainer, has_settings, settings = name.partition(":")
+    if has_settings:
+        if options:
+            raise PlanError(
+                f"Settings of {trainer} take no options: they say all that they decide. Leave out --option."
+            )
+        settings_of(trainer, settings)
+        return TrainerConfiguration(trainer=trainer, settings=settings)
     planner = planner_of_name(name)
     hints, known = get_type_hints(planner), options_of(planner)
     values: dict[str, object] = {}
