@@ -59,7 +59,7 @@ def tiny(monkeypatch: Any) -> None:
 def test_a_search_is_interrupted_when_its_budget_is_over(tiny: None) -> None:
     late = search("tiny", "grid search", 0.001)
     assert late.step_seconds is None and late.plan == "not within the budget"
-    assert late.planning_seconds < 5.0
+    assert late.planning_seconds == 0.001
 
 
 def test_a_search_within_its_budget_gives_the_plan_of_the_planner(tiny: None) -> None:
