@@ -8,20 +8,14 @@ refused.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 
 from alpa_lite.errors import PlanError
 from alpa_lite.export.degrees import degrees_of
 from alpa_lite.plan.plan import Plan
+from alpa_lite.planners.trainer_settings import TORCHTITAN_SCHEDULES
 
-_TORCHTITAN_SCHEDULES: Mapping[str, str] = {
-    "gpipe": "GPipe",
-    "1f1b": "1F1B",
-    "interleaved-1f1b": "Interleaved1F1B",
-    "zero-bubble-v": "ZBVZeroBubble",
-    "dualpipe-v": "DualPipeV",
-}
-"""The name that torchtitan has for a schedule (`pipeline_parallel_schedule`)."""
+_TORCHTITAN_NAMES = {schedule().name: name for name, schedule in TORCHTITAN_SCHEDULES.items()}
+"""The name that torchtitan has for a schedule, by ours."""
 
 
 def megatron(plan: Plan) -> str:
@@ -63,7 +57,10 @@ def torchtitan(plan: Plan) -> str:
     """
     found = degrees_of(plan)
     _require(plan, "torchtitan", found.zero in (0, 3), f"ZeRO-{found.zero}: it splits state with the parameters or not")
-    _require(plan, "torchtitan", found.schedule in ("", *_TORCHTITAN_SCHEDULES), f"schedule {found.schedule}")
+    _require(plan, "torchtitan", found.schedule in ("", *_TORCHTITAN_NAMES), f"schedule {found.schedule}")
+    _require(
+        plan, "torchtitan", found.chunks <= 2, f"{found.chunks} stages of each group unless it is told where to cut"
+    )
     shards = found.data * found.expert if found.zero == 3 else found.expert
     parallelism: dict[str, object] = {
         "data_parallel_replicate_degree": found.ways // shards,
@@ -75,7 +72,7 @@ def torchtitan(plan: Plan) -> str:
     }
     local = found.microbatch_samples
     if found.pipeline > 1:
-        parallelism["pipeline_parallel_schedule"] = _TORCHTITAN_SCHEDULES[found.schedule]
+        parallelism["pipeline_parallel_schedule"] = _TORCHTITAN_NAMES[found.schedule]
         parallelism["pipeline_parallel_microbatch_size"] = found.microbatch_samples
         # Without a pipeline micro-batches are steps of gradient accumulation; with one they are parts of a local batch.
         local *= found.num_microbatches

@@ -188,13 +188,14 @@ def _megatron(text: str) -> TrainerSettings:
     )
 
 
-_TORCHTITAN_SCHEDULES: Mapping[str, Callable[[], Schedule]] = {
+TORCHTITAN_SCHEDULES: Mapping[str, Callable[[], Schedule]] = {
     "GPipe": GPipe,
     "1F1B": OneFOneB,
     "Interleaved1F1B": lambda: Interleaved1F1B(num_chunks=2),
     "ZBVZeroBubble": ZeroBubbleV,
     "DualPipeV": DualPipeV,
 }
+"""The schedules of torchtitan (`pipeline_parallel_schedule`) that there are here; two stages per group, if several."""
 
 
 def _torchtitan(text: str) -> TrainerSettings:
@@ -207,9 +208,9 @@ def _torchtitan(text: str) -> TrainerSettings:
     schedule: Schedule = OneFOneB()
     if pipeline > 1:
         name = str(parallelism.get("pipeline_parallel_schedule", "1F1B"))
-        if name not in _TORCHTITAN_SCHEDULES:
-            raise ValueError(f"the schedule {name!r} is none of {', '.join(_TORCHTITAN_SCHEDULES)}")
-        schedule = _TORCHTITAN_SCHEDULES[name]()
+        if name not in TORCHTITAN_SCHEDULES:
+            raise ValueError(f"the schedule {name!r} is none of {', '.join(TORCHTITAN_SCHEDULES)}")
+        schedule = TORCHTITAN_SCHEDULES[name]()
         samples = int(parallelism.get("pipeline_parallel_microbatch_size", 1))
         number = local // samples
     return TrainerSettings(

@@ -155,6 +155,7 @@ def test_what_a_trainer_does_not_have_is_refused() -> None:
         ("megatron", FSDP(), 1): r"parameters split over data-parallel devices \(ZeRO-3\)",
         ("megatron", Hybrid(pipeline=2, data=4, schedule=EagerOneFOneB()), 4): "schedule eager-1f1b",
         ("torchtitan", Zero(stage=1), 1): "ZeRO-1",
+        ("torchtitan", Hybrid(pipeline=2, data=4, schedule=Interleaved1F1B(num_chunks=4)), 4): "4 stages of each group",
         ("deepspeed", Hybrid(replicas=2, zero=3), 1): "replica",
         ("megatron", Hybrid(pipeline=2, devices=(2, 6)), 4): "lie on different meshes: data=2, data=6",
     }
