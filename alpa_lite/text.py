@@ -66,6 +66,17 @@ def show_seconds(seconds: float) -> str:
     return "0 s" if seconds == 0 else f"{seconds * 1e6:.2f} µs"
 
 
+def show_likely(seconds: float, low: float, high: float) -> str:
+    """Return a time with the range that it may lie in, in its unit: `72.0 s (64.5–81.2)`."""
+    shown = show_seconds(seconds)
+    number, _, unit = shown.partition(" ")
+    per_unit = float(number) / seconds if seconds and unit else 0.0
+    if not per_unit:
+        return shown
+    ends = (f"{end * per_unit:.{_decimals(end * per_unit)}f}" for end in (low, high))
+    return f"{shown} ({'–'.join(ends)})"
+
+
 def show_about(seconds: float) -> str:
     """Return an estimated time, rounded coarsely as the estimate deserves: `43.2` → `45 s`."""
     # From 57.5 s on, multiples of five would round to 60 s, which is a minute.

@@ -50,6 +50,7 @@ from alpa_lite.step.recomputation import Remat
 from alpa_lite.text import View, one_line, show_count, show_seconds, view
 from cost_models.cluster import MOST_DEVICES, Cluster
 from cost_models.hardware import Device
+from cost_models.uncertainty import LikelyRange, likely_range
 
 FORMAT = 5
 """Version of the plan file format."""
@@ -147,6 +148,21 @@ class Plan:
     def stage_of_layer(self, layer: int) -> int:
         """Return the number of the stage that contains a layer."""
         return next(i for i, s in enumerate(self.stages) if s.layers[0] <= layer <= s.layers[1])
+
+    @property
+    def likely_seconds(self) -> LikelyRange | None:
+        """The seconds between which a step lies in four of five cases (`cost_models.uncertainty`).
+
+        None on virtual devices that share a processor, of which no runs are known.
+        """
+        if self.cluster.shared_processor:
+            return None
+        prediction = self.prediction
+        return likely_range(
+            prediction.step_seconds,
+            collective_seconds=prediction.collective_seconds / len(self.stages),
+            num_devices=self.cluster.num_devices,
+        )
 
     def capacity_bytes(self, stage: int) -> float:
         """Return the bytes that a plan may use of each device of a stage; the minimum, where devices differ."""

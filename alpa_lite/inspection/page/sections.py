@@ -97,12 +97,14 @@ def _cards(plan: Plan) -> list[str]:
     moved = sum(use.bytes * use.count for use in prediction.collectives)
     rate = _rate(prediction.flops_per_device, step)
     transfers = prediction.transfer_seconds
+    ends = [show_seconds(end) for end in plan.likely_seconds or ()]
+    likely = f"{' to '.join(ends)} in four of five cases; " if ends else ""
     cards = [
         _card(
             "step, predicted",
             show_seconds(step),
-            f"no plan below {show_seconds(solver.bound)}, gap {show_percent(solver.gap)}; {solver.status}, found in "
-            f"{found_in}",
+            f"{likely}no plan below {show_seconds(solver.bound)}, gap {show_percent(solver.gap)}; {solver.status}, "
+            f"found in {found_in}",
         ),
         # Plans of earlier versions have no utilisation.
         _card(

@@ -49,6 +49,7 @@ class PlanDiff:
     specs              differences in the specs of arguments
     collectives        differences in the collectives per step, by kind
     different_steps    whether the plans were certainly made for different steps
+    indistinguishable  whether each predicted step lies within the range of the other (`Plan.likely_seconds`)
     """
 
     before: str
@@ -59,6 +60,7 @@ class PlanDiff:
     specs: tuple[Difference, ...]
     collectives: tuple[Difference, ...]
     different_steps: bool
+    indistinguishable: bool
 
     def __str__(self) -> str:
         # Another mesh changes every spec: a screenful is enough, and `to_json` has all.
@@ -77,6 +79,11 @@ class PlanDiff:
     def summary(self) -> tuple[str, ...]:
         """Return the effect on time and memory in sentences."""
         lines = [f"From {self.before} to {self.after}:", f"  {_buys(*self.seconds)} {_memory(*self.peak_bytes)}"]
+        if self.indistinguishable and self.decisions:
+            lines.append(
+                "  The prediction cannot tell which is faster: each of the two lies in the range in which the other is "
+                "likely to be."
+            )
         if self.different_steps:
             lines.append("  The plans were made for different steps: other code, or arguments of other shapes.")
         if not (self.decisions or self.specs or self.collectives):
@@ -104,7 +111,16 @@ def compare(plan: Plan, other: Plan) -> PlanDiff:
         specs=_specs(plan, other),
         collectives=_collectives(plan.prediction.collectives, other.prediction.collectives),
         different_steps=_different_steps(plan, other),
+        indistinguishable=_indistinguishable(plan, other),
     )
+
+
+def _indistinguishable(plan: Plan, other: Plan) -> bool:
+    """Return whether each predicted step lies within the range of the other."""
+    mine, theirs = plan.likely_seconds, other.likely_seconds
+    if mine is None or theirs is None:
+        return False
+    return mine.contains(other.prediction.step_seconds) and theirs.contains(plan.prediction.step_seconds)
 
 
 def _different_steps(plan: Plan, other: Plan) -> bool:

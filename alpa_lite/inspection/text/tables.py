@@ -30,6 +30,7 @@ from alpa_lite.text import (
     short_source,
     show_bytes,
     show_count,
+    show_likely,
     show_milliseconds,
     show_number,
     show_numbers,
@@ -126,7 +127,7 @@ def headline(plan: Plan) -> tuple[str, ...]:
     # Plans of earlier versions have no utilisation.
     rate = f"MFU {show_percent(prediction.mfu)} · " if prediction.mfu else ""
     second = (
-        f"predicted step {show_seconds(prediction.step_seconds)} · {rate}"
+        f"predicted step {show_step(plan)} · {rate}"
         f"bubble {show_percent(prediction.bubble_fraction)} · "
         f"peak {show_bytes(prediction.peak_bytes[fullest])} of {usable} · "
         f"no plan below {show_seconds(solver.bound)}, gap {show_percent(solver.gap)} · "
@@ -134,6 +135,12 @@ def headline(plan: Plan) -> tuple[str, ...]:
     )
     batch = () if plan.batch is None else (f"batch: {plan.batch}",)
     return (first, second, *batch, *(f"note: {note}" for note in plan_notes(plan)))
+
+
+def show_step(plan: Plan) -> str:
+    """Return the predicted seconds of a step, with the range in which they lie in four of five cases."""
+    likely, seconds = plan.likely_seconds, plan.prediction.step_seconds
+    return show_seconds(seconds) if likely is None else show_likely(seconds, *likely)
 
 
 def plan_notes(plan: Plan) -> tuple[str, ...]:
@@ -393,6 +400,7 @@ def plan_summary(plan: Plan) -> dict[str, object]:
         "semantics": plan.semantics,
         "num_updates": plan.num_updates,
         "step_seconds": prediction.step_seconds,
+        "likely_seconds": plan.likely_seconds and list(plan.likely_seconds),
         "bubble_fraction": prediction.bubble_fraction,
         "flops_per_device": prediction.flops_per_device,
         "mfu": prediction.mfu,

@@ -36,6 +36,21 @@ def test_it_says_what_it_buys(tensor_plan):
     assert "2.00× slower" in diff(better, tensor_plan)
 
 
+def test_plans_that_the_prediction_cannot_tell_apart_are_said(tensor_plan):
+    def slower(factor):
+        prediction = tensor_plan.prediction
+        changed = replace(prediction, step_seconds=factor * prediction.step_seconds)
+        return replace(tensor_plan, prediction=changed, num_microbatches=2)
+
+    low, high = tensor_plan.likely_seconds
+    assert low < tensor_plan.prediction.step_seconds < high
+    near, far = compare(tensor_plan, slower(1.01)), compare(tensor_plan, slower(3.0))
+    assert near.indistinguishable and "cannot tell which is faster" in str(near)
+    assert not far.indistinguishable and "cannot tell" not in str(far)
+    shared = replace(tensor_plan, cluster=replace(tensor_plan.cluster, shared_processor=True))
+    assert shared.likely_seconds is None and not compare(shared, shared).indistinguishable
+
+
 def test_other_code_is_said(tensor_plan):
     assert "different steps" in diff(tensor_plan, replace(tensor_plan, fingerprint="0" * 64))
 
