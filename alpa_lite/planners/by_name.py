@@ -47,8 +47,8 @@ PLANNERS: Mapping[str, type[Planner]] = {
     "convolution_parallel": ConvolutionParallel,
     "on_mesh": OnMesh,
 }
-"""Planners by their name on the command line. `Custom` takes objects of JAX, and has none; `TrainerConfiguration` has the
-name of a trainer, a colon and its settings."""
+"""Planners by their name on the command line. `Custom` takes objects of JAX, and has none; `TrainerConfiguration` has
+the name of a trainer, a colon and its settings."""
 
 
 _NUMBER = re.compile(r"\d+(\.\d*)?(e[+-]?\d+)?", re.IGNORECASE)
