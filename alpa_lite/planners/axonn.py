@@ -398,9 +398,9 @@ def modelled_seconds(planner: AxoNN, request: PlanRequest, layers: MatrixLayers,
 def _product_seconds(request: PlanRequest, layers: MatrixLayers, layer: MatrixLayer, grid: Grid) -> float:
     """Return the seconds of the local product of a layer and of its two transposes, all runs of a step."""
     graph, op = layer.contraction.graph, layer.contraction.op
-    weight, read, result = (
-        graph.values[v].num_elements for v in (op.operands[layer.weight], op.operands[1 - layer.weight], op.results[0])
-    )
+    three = op.operands[layer.weight], op.operands[1 - layer.weight], op.results[0]
+    # At least 1: arrays may have no elements.
+    weight, read, result = (max(1, graph.values[v].num_elements) for v in three)
     k, n = (
         grid._asdict()[axis] if axis else 1 for axis in (layers.axis(layer.summed, grid), layers.axis(layer.made, grid))
     )
@@ -409,7 +409,7 @@ def _product_seconds(request: PlanRequest, layers: MatrixLayers, layer: MatrixLa
     depth, columns = max(1.0, (read * weight / result) ** 0.5 / k), max(1.0, (result * weight / read) ** 0.5 / n)
     shape = Product(rows=rows, columns=columns, depth=depth)
     value = graph.values[op.operands[layer.weight]]
-    item = value.bytes / value.num_elements
+    item = value.bytes / weight
     work = Work(
         flops=shape.flops,
         bytes=item * (rows * depth + depth * columns + rows * columns),
