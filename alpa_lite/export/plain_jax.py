@@ -121,12 +121,16 @@ def _place(traced: Traced, given: str | None) -> tuple[str, str] | None:
     """Return the module and the name of the step; None if no other program can import it."""
     if given is not None:
         module, _, name = given.partition(":")
-        if not all(part.isidentifier() for part in module.split(".")) or not name.isidentifier():
+        if not _is_path(module) or not name.isidentifier():
             raise PlanError(f"step = {given!r} was given; it must be MODULE:FUNCTION, such as 'train:train_step'.")
         return module, name
-    module, name = getattr(traced.fun, "__module__", None), getattr(traced.fun, "__qualname__", "")
-    importable = isinstance(module, str) and module != "__main__" and name.isidentifier()
-    return (str(module), name) if importable else None
+    # A file that a command has run is in no module that another program could import.
+    module, name = str(getattr(traced.fun, "__module__", "")), str(getattr(traced.fun, "__qualname__", ""))
+    return (module, name) if _is_path(module) and module != "__main__" and name.isidentifier() else None
+
+
+def _is_path(module: str) -> bool:
+    return all(part.isidentifier() for part in module.split("."))
 
 
 def _import(traced: Traced, given: str | None) -> str:

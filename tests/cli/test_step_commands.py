@@ -163,7 +163,9 @@ def test_a_plan_is_exported_for_one_cluster(capsys, tmp_path):
     run_json(capsys, *plan, f"megatron={tmp_path / 'flags'}")
     assert "--global-batch-size 256\n" in (tmp_path / "flags").read_text()
     run_json(capsys, *plan, f"jax={tmp_path / 'parallel.py'}", "--num-microbatches", "1")
-    assert "def parallel(step" in (tmp_path / "parallel.py").read_text()
+    text = (tmp_path / "parallel.py").read_text()
+    compile(text, "parallel.py", "exec")
+    assert "def parallel(step, *args" in text
     code, _, err = run(capsys, *plan, f"jx={tmp_path / 'other'}")
     assert code == Exit.ERROR and "Did you mean 'jax'?" in err and not (tmp_path / "other").exists()
     with pytest.raises(SystemExit):
