@@ -58,23 +58,25 @@ def read_bytes(text: str) -> float:
 
 def show_seconds(seconds: float) -> str:
     """Return a time with a unit: `0.0123` → `12.3 ms`."""
+    scale, unit = _unit_of(seconds)
+    if seconds == 0:
+        return "0 s"
+    size = seconds / scale
+    return f"{size:.{_decimals(size) if abs(seconds) >= 0.9995 * scale else 2}f} {unit}"
+
+
+def _unit_of(seconds: float) -> tuple[float, str]:
+    """Return the seconds of the unit in which a time is shown, and its name."""
     # 0.9995 and not 1: from there on three digits round up to the next unit, and 999.6 ms would read `1000 ms`.
-    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
-        if abs(seconds) >= 0.9995 * scale:
-            size = seconds / scale
-            return f"{size:.{_decimals(size)}f} {unit}"
-    return "0 s" if seconds == 0 else f"{seconds * 1e6:.2f} µs"
+    units = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+    return next((unit for unit in units if abs(seconds) >= 0.9995 * unit[0]), units[-1])
 
 
 def show_likely(seconds: float, low: float, high: float) -> str:
     """Return a time with the range that it may lie in, in its unit: `72.0 s (64.5–81.2)`."""
-    shown = show_seconds(seconds)
-    number, _, unit = shown.partition(" ")
-    per_unit = float(number) / seconds if seconds and unit else 0.0
-    if not per_unit:
-        return shown
-    ends = (f"{end * per_unit:.{_decimals(end * per_unit)}f}" for end in (low, high))
-    return f"{shown} ({'–'.join(ends)})"
+    scale, _ = _unit_of(seconds)
+    ends = (f"{end / scale:.{_decimals(end / scale)}f}" for end in (low, high))
+    return f"{show_seconds(seconds)} ({'–'.join(ends)})" if seconds else show_seconds(seconds)
 
 
 def show_about(seconds: float) -> str:

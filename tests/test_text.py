@@ -9,6 +9,7 @@ from alpa_lite.text import (
     show_about,
     show_bytes,
     show_count,
+    show_likely,
     show_numbers,
     show_range,
     show_seconds,
@@ -42,6 +43,14 @@ def test_usable_memory_names_its_reserve():
 )
 def test_seconds(seconds, text):
     assert show_seconds(seconds) == text
+
+
+def test_a_range_is_in_the_unit_of_its_time_and_exact():
+    assert show_likely(72.0, 64.46, 81.24) == "72.0 s (64.5–81.2)"
+    # What is rounded in the time is not rounded in the range.
+    assert show_likely(1.004, 0.9004, 1.1004) == "1.00 s (0.90–1.10)"
+    assert show_likely(0.9, 0.5, 1.2) == "900 ms (500–1200)"
+    assert show_likely(0.0, 0.0, 0.0) == "0 s"
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,12 @@ Input: a plan, and for a module of JAX the step that it was made for. Output: te
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from alpa_lite.text import View, register_views
+
+if TYPE_CHECKING:
+    from alpa_lite.plan.plan import Plan
 
 
 def register() -> None:
@@ -14,8 +19,8 @@ def register() -> None:
     register_views({View.PLAN_EXPORT: _exported})
 
 
-def _exported(*arguments: object, **options: object) -> str:
+def _exported(plan: Plan, target: str, **options: object) -> str:
     # Imported when it is first called: planning and running do without.
     from alpa_lite.export.targets import exported
 
-    return exported(*arguments, **options)  # type: ignore[arg-type]  # a view takes any value
+    return exported(plan, target, **options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -56,10 +57,23 @@ def tiny(monkeypatch: Any) -> None:
     monkeypatch.setattr(searchers, "TASKS", {"tiny": TINY})
 
 
-def test_a_search_is_interrupted_when_its_budget_is_over(tiny: None) -> None:
+def test_a_search_is_interrupted_when_its_budget_is_over(tiny: None, monkeypatch: Any) -> None:
+    ended = list[bool]()
+
+    class Endless:
+        """A planner that would take a minute."""
+
+        def plan(self, request: Any) -> Any:
+            stop = time.perf_counter() + 60
+            while time.perf_counter() < stop:
+                pass
+            ended.append(True)
+
+    monkeypatch.setattr(searchers, "planner_by_name", lambda *_: Endless())
     late = search("tiny", "grid search", 0.001)
     assert late.step_seconds is None and late.plan == "not within the budget"
-    assert late.planning_seconds == 0.001
+    assert late.planning_seconds == late.budget_seconds == 0.001
+    assert not ended, "the search ran on after its budget"
 
 
 def test_a_search_within_its_budget_gives_the_plan_of_the_planner(tiny: None) -> None:
