@@ -363,14 +363,13 @@ def on_chip(graph: Graph) -> OnChip:
             region.update(op.results)
     # Small values of the region, such as the sums of rows, may be written: they cost little.
     large = {v for v in region if any(graph.values[v].num_elements >= graph.values[s].num_elements for s in scores)}
-    softmax = set[int]().union(*(_of_softmax(op) for op in graph.ops))
     # A value that is needed outside of the kernel is written; then the values that it is computed from may no longer
     # stay on chip either.
     while escaping := {v for v in large if not _stays(graph, v, large)}:
         large -= escaping
-    kernels = _kernels(graph, large)
     # Experts and other batched products make large results too; a softmax of the scores is what makes it attention.
-    kernels = [kernel for kernel in kernels if kernel & softmax]
+    softmax = {op.operands[0] for op in graph.ops if op.operands and _is_of_softmax(graph, op, large)}
+    kernels = [kernel for kernel in _kernels(graph, large) if kernel & softmax]
     large = set[int]().union(*kernels)
     masked = _masked_by_pairs(graph, large, kernels)
     inside, halves = (
@@ -380,11 +379,28 @@ def on_chip(graph: Graph) -> OnChip:
     return OnChip(values=frozenset(large), products=inside, half_masked=halves)
 
 
-def _of_softmax(op: Op) -> set[int]:
-    """Return the values of an op that a softmax, or its derivative, has: exponentials, and what rows are summed of."""
-    if op.primitive in ("exp", "exp2"):
-        return set(op.results)
-    return set(op.operands) if op.primitive in ("reduce_sum", "reduce_max") else set()
+def _is_of_softmax(graph: Graph, op: Op, large: Set[int]) -> bool:
+    """Return True for a reduction of a softmax or of its derivative.
+
+    It sums exponentials, or what it reduces is computed with the result: less its maximum, or less its sum times a
+    probability. Sums for the gradient of a bias are of neither kind.
+    """
+    if op.primitive not in ("reduce_sum", "reduce_max"):
+        return False
+    maker = graph.producer[op.operands[0]]
+    if maker is not None and graph.ops[maker].primitive in ("exp", "exp2"):
+        return True
+    reached, ahead = set(op.results), list(op.results)
+    while ahead:
+        for reader in graph.consumers[ahead.pop()]:
+            if not is_fusible(graph, graph.ops[reader]):
+                continue
+            results = set(graph.ops[reader].results)
+            if results & large:
+                return True
+            ahead += results - reached
+            reached |= results
+    return False
 
 
 def _kernels(graph: Graph, large: set[int]) -> list[set[int]]:

@@ -421,3 +421,24 @@ def test_experts_are_no_attention() -> None:
     graph = graph_of(jax.grad(experts, (1, 2)), (2, 4, 16, 8), (2, 8, 32), (2, 32, 8))
     found = on_chip(graph)
     assert not found.products and not found.values
+
+
+@pytest.mark.parametrize("activation", [jax.nn.gelu, jax.nn.softplus, jax.nn.silu])
+def test_experts_with_biases_are_no_attention(activation: Any) -> None:
+    """The gradients of biases sum large values, but nothing is computed with these sums and the values."""
+
+    def experts(x: Any, up: Any, down: Any, shift: Any, offset: Any) -> Any:
+        inner = activation(jnp.einsum("egch,ehi->egci", x, up) + shift[:, None, None])
+        return ((jnp.einsum("egci,eih->egch", inner, down) + offset[:, None, None]) ** 2).sum()
+
+    shapes = (2, 4, 16, 8), (2, 8, 32), (2, 32, 8), (2, 32), (2, 8)
+    found = on_chip(graph_of(jax.grad(experts, (1, 2, 3, 4)), *shapes))
+    assert not found.products and not found.values
+
+
+def test_attention_that_divides_after_its_second_product_is_attention() -> None:
+    def mixed(query: Any, key: Any, value: Any) -> Any:
+        shares = jnp.exp(jnp.einsum("bqd,bkd->bqk", query, key))
+        return jnp.einsum("bqk,bkd->bqd", shares, value) / shares.sum(-1, keepdims=True)
+
+    assert len(on_chip(graph_of(mixed, (2, 64, 8), (2, 64, 8), (2, 64, 8))).products) == 2
