@@ -30,7 +30,7 @@ and then with a close gap.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
@@ -472,8 +472,8 @@ class Builders:
     def __init__(self, catalogue: Catalogue) -> None:
         """Start without any builder."""
         self.catalogue = catalogue
-        self._recent: Recent[StageView, Builder] = Recent(_NUM_BUILDERS)
+        self._recent: Recent[Hashable, Builder] = Recent(_NUM_BUILDERS)
 
     def of(self, view: StageView) -> Builder:
         """Return the builder of a stage, from the cache if it is among the last few."""
-        return self._recent(view, lambda: Builder(view, self.catalogue))
+        return self._recent(view.key, lambda: Builder(view, self.catalogue))

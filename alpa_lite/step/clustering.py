@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 
 from alpa_lite.errors import PlanError
 from alpa_lite.program.ir import Graph, Op, parts_of
+from alpa_lite.program.memo import memoized
 from alpa_lite.program.phases import Phase, StepGraph
 from alpa_lite.rules.op_info import flops_of, free_values
 from alpa_lite.step.layers import (
@@ -275,14 +276,20 @@ def make_layers(
     Raises:
         PlanError: there are fewer forward ops than layers.
     """
+    num_forward = step.phases.count(Phase.FORWARD)
+    count = default_num_layers(step) if num_layers is None else num_layers
+    if count > max(1, num_forward):
+        raise PlanError(
+            f"{count} layers were asked for, but the forward pass has only {num_forward} operations. "
+            f"Ask for at most {max(1, num_forward)} layers or stages."
+        )
+    return _layers(step, count, imbalance, equal, tuple(shares))
+
+
+@memoized
+def _layers(step: StepGraph, count: int, imbalance: float, equal: LayerBalance, shares: tuple[float, ...]) -> Layers:
     graph = step.graph
     forward = [op for op in graph.ops if step.phases[op.id] is Phase.FORWARD]
-    count = default_num_layers(step) if num_layers is None else num_layers
-    if count > max(1, len(forward)):
-        raise PlanError(
-            f"{count} layers were asked for, but the forward pass has only {len(forward)} operations. "
-            f"Ask for at most {max(1, len(forward))} layers or stages."
-        )
     of_op: list[int | None] = [None] * len(graph.ops)
     if equal == "operators":
         for place, op in enumerate(forward):
