@@ -5,7 +5,7 @@ Communication-aware clustering of a sequence of ops into layers (Alpa, OSDI'22, 
 Ops 0..K-1 are cut into L runs. A value that leaves its layer is paid once in each layer that reads it.
 
     places  = the ops before which some layer of a cut within the limit may begin; those between
-              two places are one block, so that K below is the number of blocks                   `_places`
+              two places are one block, so that K below is the number of blocks                   `possible_places`
     C(i,k)  = bytes of the values of ops before i that any of ops i..k reads                      `_inflow_bytes`
     limit   = (1 + imbalance) * total FLOPs / L, relaxed in steps until L runs can satisfy it      `_flops_limit`
     G(k,r)  = min over i of  max(G(i-1,r-1), C(i,k)),  least <= FLOPs of i..k <= limit            `_least_bottleneck`
@@ -97,7 +97,7 @@ def cluster_contiguous(
         return (0,) * num_ops
     ends = np.concatenate([[0.0], np.cumsum(flops, dtype=float)])
     limit = _flops_limit(ends, num_layers, imbalance)
-    places = _places(ends, num_layers, limit)
+    places = possible_places(ends, num_layers, limit)
     block_of = np.searchsorted(places, np.arange(num_ops), side="right") - 1
     inflow = _inflow_bytes(len(places) - 1, _between_blocks(flows, block_of.tolist()))
     runs = _Runs.of(inflow, ends[places], limit)
@@ -110,7 +110,7 @@ def cluster_contiguous(
     return tuple((np.searchsorted(firsts, block_of, side="right") - 1).tolist())
 
 
-def _places(ends: NDArray[np.float64], num_layers: int, limit: float) -> NDArray[np.int64]:
+def possible_places(ends: NDArray[np.float64], num_layers: int, limit: float) -> NDArray[np.int64]:
     """Return the ops at which a layer of at most `limit` FLOPs may begin, and the end of all ops, ascending.
 
     With l layers before it, the ops before such a place have at most l limits of FLOPs, and the others L - l.
