@@ -61,6 +61,21 @@ class ParallelDegrees:
     batch_size: int
 
     @property
+    def words(self) -> str:
+        """The degrees above 1 and ZeRO, such as `4 pipeline × 2 tensor × 8 data, ZeRO-1`."""
+        degrees = {
+            "pipeline": self.pipeline,
+            "chunks": self.chunks,
+            "tensor": self.tensor,
+            "context": self.context,
+            "expert": self.expert,
+            "data": self.data,
+            "replicas": self.replicas,
+        }
+        shown = " × ".join(f"{degree} {name}" for name, degree in degrees.items() if degree > 1) or "no parallelism"
+        return shown + (f", ZeRO-{self.zero}" if self.zero else "") + (", sequence" if self.sequence_parallel else "")
+
+    @property
     def ways(self) -> int:
         """The number of parts into which the samples of a micro-batch are split."""
         return self.replicas * self.data * self.expert

@@ -69,11 +69,15 @@ class TrainerConfiguration(Planner):
     Attributes:
         trainer: "megatron", "torchtitan" or "deepspeed".
         settings: the flags of Megatron-LM, the TOML of torchtitan or the JSON of DeepSpeed, or the path of a file with
-            them.
+            them, which is read at once.
     """
 
     trainer: str
     settings: str
+
+    def __post_init__(self) -> None:
+        """Read the file that is named, so that an edited file makes another planner: cached plans go by its value."""
+        object.__setattr__(self, "settings", _written(self.settings))
 
     @property
     def name(self) -> str:
@@ -146,15 +150,23 @@ def settings_of(trainer: str, text: str) -> TrainerSettings:
             f"There is no reader for settings of {trainer!r}.{did_you_mean(trainer, READERS)} "
             f"Choose one of {', '.join(READERS)}."
         )
-    path = Path(text.strip())
     try:
-        # No file has a name of several lines, or one as long as settings may be.
-        is_name = "\n" not in text.strip() and len(text) < 256
-        written = path.read_text(encoding="utf-8") if is_name and path.is_file() else text
-        return read(written)
+        return read(_written(text))
     # Parsers and the conversions of numbers raise errors of several classes, all of these kinds.
-    except (ValueError, TypeError, AttributeError, OSError) as error:
+    except (ValueError, TypeError, AttributeError) as error:
         raise PlanError(f"The {trainer} settings {text[:60]!r} cannot be read: {error}.") from error
+
+
+def _written(text: str) -> str:
+    """Return the content of the file of that name, or the text. Raises `PlanError` if the file cannot be read."""
+    path = Path(text.strip())
+    # No file has a name of several lines, or one as long as settings may be.
+    if "\n" in text.strip() or len(text) >= 256 or not path.is_file():
+        return text
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"The settings {str(path)!r} cannot be read: {error}.") from error
 
 
 def _megatron(text: str) -> TrainerSettings:
@@ -165,6 +177,9 @@ def _megatron(text: str) -> TrainerSettings:
             name, has_value, value = word[2:].partition("=")
             following = words[place + 1] if place + 1 < len(words) else "--"
             flags[name.replace("_", "-")] = value if has_value else "" if following.startswith("--") else following
+    # A name of a file that is not there would otherwise stand for the defaults of all flags.
+    if not flags:
+        raise ValueError("it has no flag such as --tensor-model-parallel-size, and there is no file of that name")
     pipeline = int(flags.get("pipeline-model-parallel-size", 1))
     chunks = int(flags.get("num-virtual-stages-per-pipeline-rank", 1))
     if "num-layers-per-virtual-pipeline-stage" in flags:

@@ -95,6 +95,18 @@ def test_flags_of_a_launch_script_are_read(tmp_path: Path) -> None:
     assert (default.zero, default.remat, default.shards, default.samples) == (3, "selective", None, 4)
 
 
+def test_an_edited_file_is_another_planner(tmp_path: Path) -> None:
+    file = tmp_path / "flags.sh"
+    found = []
+    for size in (1, 2):
+        file.write_text(f"--micro-batch-size {size}")
+        found.append(planner_by_name(f"megatron:{file}", ()))
+    # Cached plans go by the planner's value.
+    assert found[0] != found[1] and found[0] == TrainerConfiguration(
+        trainer="megatron", settings="--micro-batch-size 1"
+    )
+
+
 def test_the_name_on_the_command_line_holds_the_settings() -> None:
     planner = planner_by_name("megatron:--tensor-model-parallel-size 2 --micro-batch-size 4", ())
     plan = _plan(planner)
@@ -116,6 +128,7 @@ def test_the_name_on_the_command_line_holds_the_settings() -> None:
         ("torchtitan:[parallelism", "cannot be read"),
         ("torchtitan:[parallelism]\ndata_parallel_shard_degree = 4", "say 1 × 4 data-parallel devices"),
         ('deepspeed:{"train_micro_batch_size_per_gpu": "auto"}', "needed, as a number"),
+        ("megatron:flags.sh", "no file of that name"),
         ("megatronn:--micro-batch-size 4", "Did you mean 'megatron'"),
     ],
 )
