@@ -1,7 +1,7 @@
 """Planners side by side on one step and cluster: is a configuration good, and what would be better?
 
-A planner may be the settings of another trainer (`planners.trainer_settings`), or a saved plan. All are priced by the
-same cost model (`compare`); nothing runs. Two plans of which each is predicted within the likely range of the other
+A planner may be the settings of another trainer (`planners.trainer_configuration`), or a saved plan. All are priced by
+the same cost model (`compare`); nothing runs. Two plans of which each is predicted within the likely range of the other
 cannot be told apart (`PlanDiff.indistinguishable`), and the comparison says so. What plans decide is said in the words
 of trainers where a plan has such a form (`export.degrees`), else by its meshes.
 """

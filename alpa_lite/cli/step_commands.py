@@ -26,7 +26,7 @@ from alpa_lite.export.targets import TARGETS, target_of_name
 from alpa_lite.inspection.text.diff import Candidate, ClusterComparison, PinsCost, varied
 from alpa_lite.inspection.text.tables import plan_summary, whole_plan_text
 from alpa_lite.planners.by_name import PLANNERS, options_of
-from alpa_lite.planners.trainer_settings import READERS
+from alpa_lite.planners.trainer_configuration import READERS
 from alpa_lite.program.user_shardings import Mode
 from alpa_lite.text import read_bytes
 from cost_models.cluster import Cluster, known_clusters

@@ -25,7 +25,7 @@ from alpa_lite.planners.on_mesh import OnMesh
 from alpa_lite.planners.pipedream import PipeDream, PipeDream2BW
 from alpa_lite.planners.pipeline import Pipeline, TorchGPipe
 from alpa_lite.planners.planner import Planner
-from alpa_lite.planners.trainer_settings import READERS, TrainerConfiguration, settings_of
+from alpa_lite.planners.trainer_configuration import READERS, TrainerConfiguration, settings_of
 from alpa_lite.text import did_you_mean
 
 PLANNERS: Mapping[str, type[Planner]] = {
@@ -71,12 +71,12 @@ def options_of(planner: type[Planner]) -> frozenset[str]:
     return frozenset(field.name for field in fields(planner))  # type: ignore[arg-type]  # all are dataclasses
 
 
-def is_option_list(text: str) -> bool:
-    """Return whether what follows the name of a planner are options, and not the settings of a trainer.
+def is_settings(name: str, text: str) -> bool:
+    """Return whether what follows a name are the settings of a trainer, and not the options of a planner.
 
-    Some names are both: `megatron:tensor=4` and `megatron:--tensor-model-parallel-size 4`.
+    A name may be both: `megatron:tensor=4` and `megatron:--tensor-model-parallel-size 4`.
     """
-    return _OPTION.match(text) is not None
+    return name not in PLANNERS or (name in READERS and _OPTION.match(text) is None)
 
 
 def planner_of_name(name: str) -> type[Planner]:
@@ -97,9 +97,9 @@ def planner_by_name(name: str, options: Sequence[str]) -> Planner:
     Raises `PlanError` for unknown names and options.
     """
     name, has_more, settings = name.partition(":")
-    if is_option_list(settings) or (has_more and name in PLANNERS and name not in READERS):
-        options, has_more = [*_NEXT_OPTION.split(settings), *options], ""
-    if has_more:
+    if has_more and not is_settings(name.replace("-", "_"), settings):
+        options = [*_NEXT_OPTION.split(settings), *options]
+    elif has_more:
         trainer = name
         if options:
             raise PlanError(

@@ -33,9 +33,9 @@ from alpa_lite.cli.models.transformer_layers import Experts
 from alpa_lite.cli.user_files import load_example, make_planner
 from alpa_lite.errors import AlpaLiteError, PlanError
 from alpa_lite.planners import Auto, Planner
-from alpa_lite.planners.by_name import PLANNERS, is_option_list
+from alpa_lite.planners.by_name import PLANNERS, is_settings
 from alpa_lite.planners.planner import Replay
-from alpa_lite.planners.trainer_settings import READERS
+from alpa_lite.planners.trainer_configuration import READERS
 from alpa_lite.text import did_you_mean
 from cost_models.cluster import Cluster, known_clusters
 
@@ -245,7 +245,7 @@ def _names(text: str) -> Iterator[str]:
     """Yield the names of a list. Settings of a trainer have commas of their own: they run to the end of the list."""
     first, comma, rest = text.partition(",")
     name, colon, settings = first.partition(":")
-    if colon and name in READERS and not is_option_list(settings):
+    if colon and name in READERS and is_settings(name, settings):
         yield text
         return
     yield first
