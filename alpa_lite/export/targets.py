@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from inspect import signature
 
 from alpa_lite.errors import PlanError
+from alpa_lite.export.maxtext import maxtext
 from alpa_lite.export.plain_jax import plain_jax
 from alpa_lite.export.trainers import deepspeed, megatron, torchtitan
 from alpa_lite.plan.plan import Plan
@@ -16,6 +17,7 @@ TARGETS: Mapping[str, Callable[..., str]] = {
     "megatron": megatron,
     "torchtitan": torchtitan,
     "deepspeed": deepspeed,
+    "maxtext": maxtext,
 }
 """The function of each target; its keyword arguments are the options of the target."""
 

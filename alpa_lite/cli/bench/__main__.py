@@ -31,12 +31,12 @@ from cost_models.cluster import Cluster
 class Request:
     """The options of a comparison.
 
-    planners    names of planners, or "all"
+    planners    lists of names of planners, or "all"
     counts      numbers of micro-batches, or "auto"
     rounds      steps of each plan to measure; 0 only predicts
     """
 
-    planners: str = "all"
+    planners: tuple[str, ...] = ("all",)
     counts: tuple[int | str, ...] = ("auto",)
     rounds: int = 0
 
@@ -117,7 +117,7 @@ def _run(arguments: Sequence[str], given: argparse.Namespace) -> int:
     for target, here_too in zip(targets, local, strict=True):
         # What is planned for another cluster cannot be measured here.
         rounds = given.steps if here_too and not given.simulate else 0
-        request = Request(planners=given.planners, counts=counts, rounds=rounds)
+        request = Request(planners=tuple(given.planners or ("all",)), counts=counts, rounds=rounds)
         cluster = described or (machine if here_too else target.cluster)
         if cluster is not None:
             rows += compare(target, cluster, request, progress, tell)

@@ -40,7 +40,7 @@ def test_a_planner_that_does_not_apply_is_a_row_with_the_reason(entries):
 
 def test_a_plan_that_does_not_fit_is_a_row_with_the_reason(target):
     device = replace(CLUSTER.device, memory_bytes=2e4)
-    contenders = named_contenders("data_parallel", CLUSTER)
+    contenders = named_contenders(["data_parallel"], CLUSTER)
     small = replace(CLUSTER, device=device)
     (entry,) = planned_entries(contest_of(target, small), contenders, ["auto"], lambda _: None)
     assert "does not fit" in entry.row.reason and entry.plan is None
@@ -110,7 +110,7 @@ def test_where_no_number_works_the_reason_is_that_of_the_planners_own(entries, t
 
 
 def test_a_search_may_run_its_plans(target, devices):
-    contenders = named_contenders("auto:measure_top=2:pipeline=1", CLUSTER)
+    contenders = named_contenders(["auto:measure_top=2:pipeline=1"], CLUSTER)
     (entry,) = planned_entries(contest_of(target, CLUSTER), contenders, [1], lambda _: None)
     assert not entry.row.reason and entry.row.auto and entry.row.planner == "auto, best of 2 measured, 1 micro-batch"
 
@@ -193,7 +193,7 @@ def test_a_hook_may_name_one_array_twice(devices):
 
     arguments = [w, w], jnp.ones((16, 16))
     target = BenchTarget(name="twice", step=step, arguments=arguments, values=lambda: arguments)
-    contenders = named_contenders("data_parallel,pipeline", CLUSTER)
+    contenders = named_contenders(["data_parallel,pipeline"], CLUSTER)
     entries = list(planned_entries(contest_of(target, CLUSTER), contenders, [1], lambda _: None))
     rows = measured_rows(target, entries, 2, lambda _: None)
     assert all(len(row.run.samples) == 2 for row in rows)
