@@ -99,4 +99,4 @@ def _numbered(name: str) -> Iterator[str]:
 
 
 def _axes(axes: _Axes) -> str:
-    return repr(None if not axes else axes[0] if len(axes) == 1 else axes)
+    return repr(axes[0] if len(axes) == 1 else axes or None)
