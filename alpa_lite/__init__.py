@@ -13,6 +13,7 @@ from alpa_lite.inspection import register as _register_views
 if TYPE_CHECKING:  # type checkers and editors see the public names here; `__getattr__` imports them at run time
     from alpa_lite import errors, planners, schedule, serving
     from alpa_lite.api.check import check
+    from alpa_lite.api.comparison import PlannerComparison, compare
     from alpa_lite.api.parallelize import ParallelFunction, cluster, parallelize, plan
     from alpa_lite.api.stages import LoweredFunction, PlannedFunction, TracedFunction
     from alpa_lite.errors import AlpaLiteError
@@ -38,12 +39,14 @@ __all__ = [
     "ParallelFunction",
     "Plan",
     "PlannedFunction",
+    "PlannerComparison",
     "TracedFunction",
     "__version__",
     "batch_sharding",
     "calibrate",
     "check",
     "cluster",
+    "compare",
     "errors",
     "figures",
     "init_sharded",
@@ -67,11 +70,13 @@ _SOURCES = {
     "ParallelFunction": "api.parallelize",
     "Plan": "plan.plan",
     "PlannedFunction": "api.stages",
+    "PlannerComparison": "api.comparison",
     "TracedFunction": "api.stages",
     "batch_sharding": "runtime.job.processes",
     "calibrate": "runtime.calibrate.calibrate",
     "check": "api.check",
     "cluster": "api.parallelize",
+    "compare": "api.comparison",
     "init_sharded": "runtime.execute.function",
     "initialize": "runtime.job.start",
     "local_cluster": "runtime.calibrate.calibrate",

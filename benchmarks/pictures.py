@@ -1,8 +1,8 @@
-"""Draw the pictures of the documentation: `python -m benchmarks.pictures` writes docs/pictures/*.svg.
+"""Draw the pictures of the documentation: `python -m benchmarks.pictures` writes docs/pictures and docs/pages.
 
-Drawings of plans are of one small perceptron on the eight devices of one p3.16xlarge, planned by hand, so that they are
-the same wherever they are drawn; charts are of numbers on pages and in kept results (`benchmarks.statements`).
-A test compares the files with what this draws.
+Drawings of plans are of one small perceptron on the eight devices of one p3.16xlarge, or of the tutorial's model there,
+planned by hand, so that they are the same wherever they are drawn; charts are of numbers on pages and in kept results
+(`benchmarks.statements`). A test compares the files with what this draws.
 """
 
 from __future__ import annotations
@@ -109,6 +109,9 @@ CHARTS: Mapping[str, Callable[[], str]] = {
     "gpipe-amoebanet": statements.amoebanet_svg,
     "megatron": statements.megatron_svg,
     "experts": statements.experts_svg,
+    "alpa-gpt": partial(statements.alpa_svg, "gpt"),
+    "alpa-moe": partial(statements.alpa_svg, "moe"),
+    "alpa-wrn": partial(statements.alpa_svg, "wrn"),
     "matrix-products": matrix_products.chart,
     "searchers": searchers.chart,
     "three-dimensions": statements.three_dimensions_svg,
@@ -129,6 +132,7 @@ PICTURES: Mapping[str, Callable[[], str]] = {
     "zero-bubble-v": partial(_drawn, timeline_svg, ZeroBubbleV()),
     "dualpipe-v": partial(_drawn, timeline_svg, DualPipeV()),
     "wave": partial(_drawn, timeline_svg, Wave()),
+    "tutorial-plan": lambda: _file(timeline_svg(tutorial.described_plan())),
     "devices": partial(_drawn, cluster_svg, OneFOneB()),
     "layers": partial(_drawn, layers_svg, OneFOneB()),
     "blocks": lambda: _file(blocks()),
@@ -137,10 +141,11 @@ PICTURES: Mapping[str, Callable[[], str]] = {
 
 
 def main() -> None:
-    """Write all pictures."""
+    """Write all pictures, and the page of a plan that the tutorial shows."""
     FOLDER.mkdir(exist_ok=True)
     for name, draw in PICTURES.items():
         (FOLDER / f"{name}.svg").write_text(draw(), encoding="utf-8")
+    tutorial.PLAN_PAGE.write_text(tutorial.plan_page(), encoding="utf-8")
 
 
 if __name__ == "__main__":

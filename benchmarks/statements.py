@@ -1,5 +1,7 @@
 """The tables and charts of `docs/lecture.md` and `docs/accelerators.md`, from kept results and from printed numbers.
 
+Alpa's evaluation is kept as the table of `docs/cost-model.md` (`python -m benchmarks.alpa_paper`).
+
 What the page prints stands on it, and the tests of pages compare it with what its Python computes; charts of such
 numbers are drawn from the page. Tables of larger runs come from `benchmarks/results`:
 
@@ -11,6 +13,7 @@ numbers are drawn from the page. Tables of larger runs come from `benchmarks/res
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Sequence
@@ -18,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from alpa_lite.cli.models.alpa_cases import CASES
+from alpa_lite.text import show_count
 from benchmarks.charts import Series, bars_svg, lines_svg, shares_svg
 
 _ROOT = Path(__file__).parents[1]
@@ -156,6 +161,86 @@ def experts_svg() -> str:
     return shares_svg(rows, ("at work", "communication", "idle"))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlpaRow:
+    """A model of Alpa's evaluation, in TFLOPS per device; a plan of others as predicted and as measured.
+
+    Attributes:
+        case: such as "gpt-350M".
+        ours: predicted for the plan of this project's search.
+        alpa: Alpa's own plan; the first figure is predicted as it ran, the second measured, None where it was not.
+        rival: the plan of the system that Alpa was compared with; both None without one.
+    """
+
+    case: str
+    ours: float
+    alpa: tuple[float, float | None]
+    rival: tuple[float | None, float | None]
+
+
+def alpa_rows() -> list[AlpaRow]:
+    """Return Alpa's evaluation as it is kept in the table of the page on the cost model."""
+    text = (_ROOT / "docs" / "cost-model.md").read_text(encoding="utf-8")
+    _, _, table = text.partition("\n| case | ours | Alpa |")
+    # After the rest of the head and the line below it.
+    lines = itertools.takewhile(lambda line: line.startswith("|"), table.splitlines()[2:])
+    rows = list[AlpaRow]()
+    for line in lines:
+        case, ours, alpa, rival, *_ = (cell.strip() for cell in line.strip("|").split("|"))
+        predicted, measured = _pair(alpa)
+        assert predicted is not None, f"a plan of Alpa for {case}"
+        figure = float(ours.partition(" ")[0])
+        rows.append(AlpaRow(case=case, ours=figure, alpa=(predicted, measured), rival=_pair(rival)))
+    return rows
+
+
+def _pair(cell: str) -> tuple[float | None, float | None]:
+    """Return what a cell says was predicted, and what was measured."""
+    predicted, _, measured = cell.partition(" / ")
+    return (float(predicted) if predicted else None, float(measured) if measured else None)
+
+
+def alpa_svg(family: str) -> str:
+    """Return the models of one family of Alpa's evaluation, by devices."""
+    rows = [row for row in alpa_rows() if row.case.startswith(f"{family}-")]
+    series = [
+        Series(name="Alpa, measured", values=tuple(row.alpa[1] for row in rows)),
+        Series(name="Alpa's plan, predicted", values=tuple(row.alpa[0] for row in rows)),
+        Series(name="found here, predicted", values=tuple(row.ours for row in rows)),
+    ]
+    names = [f"{row.case.partition('-')[2]}, {CASES[row.case].num_devices}" for row in rows]
+    return bars_svg(names, series, unit="TFLOPS", digits=1)
+
+
+def alpa_table() -> str:
+    """Return the paper's statements on its systems as a table: ratios of throughputs, measured and predicted."""
+    rows = {row.case: row for row in alpa_rows()}
+    first = rows["wrn-250M"]
+
+    def line(name: str, of: AlpaRow, to: tuple[float | None, float | None], ours_to: float | None) -> tuple[str, ...]:
+        return (name, *(_ratio(a, b) for a, b in ((of.alpa[1], to[1]), (of.alpa[0], to[0]), (of.ours, ours_to))))
+
+    def rival(name: str, case: str) -> tuple[str, ...]:
+        row = rows[case]
+        return line(f"{name} ({case}, {show_count(CASES[case].num_devices, 'GPU')})", row, row.rival, row.rival[0])
+
+    return _table(
+        ("ratio of throughputs", "measured", "predicted", "found here"),
+        [
+            rival("Alpa over Megatron-LM", "gpt-2.6B"),
+            rival("Alpa over Megatron-LM", "gpt-15B"),
+            rival("Alpa over DeepSpeed", "moe-2.4B"),
+            rival("Alpa over DeepSpeed", "moe-10B"),
+            rival("Alpa over DeepSpeed", "moe-27B"),
+            line("Alpa on 32 GPUs over one (Wide-ResNet), of each", rows["wrn-6.8B"], first.alpa, first.ours),
+        ],
+    )
+
+
+def _ratio(one: float | None, other: float | None) -> str:
+    return "" if one is None or other is None else f"{one / other:.2f}"
+
+
 def gpu_table() -> str:
     """Return the steps that were run on one GPU as a table."""
     return _table(
@@ -167,7 +252,7 @@ def gpu_table() -> str:
                 f"{1e3 * row['jit_seconds']:.1f}",
                 f"{row['plan_seconds'] / row['jit_seconds']:.2f}",
             )
-            for row in _read("on_gpu.json")["rows"]
+            for row in _read("accelerator/nvidia-h100-80gb-hbm3.json")["rows"]
         ],
     )
 

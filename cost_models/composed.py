@@ -109,6 +109,22 @@ def compute_seconds(work: Work, device: Device) -> float:
     return estimate(work, device).seconds
 
 
+def least_seconds(work: Work, device: Device) -> float:
+    """Return a lower bound on the seconds of `work`, however it is cut into parts: of all parts together.
+
+    Each part starts a kernel, moves its bytes, and is a product of at most as many rows, columns and depth (or an
+    attention over heads that are no wider), which wastes no less of the units than `_best_filled`.
+    """
+    launch = work.num_kernels * device.launch_seconds
+    traffic = work.bytes / (device.memory_efficiency * device.memory_bandwidth)
+    arithmetic = work.flops / sustained_flops(work, device)
+    if work.kind == "attention":
+        arithmetic *= _head_loss(work.product)
+    elif work.product is not None and work.flops and work.kind != "elementwise":
+        arithmetic /= min(1.0, _best_filled(work.product, device))
+    return launch + max(arithmetic, traffic)
+
+
 def achieved_fraction(work: Work, device: Device) -> float:
     """Return the fraction of its dtype's peak rate that `work` reaches, between 0 and 1; 0 for no work."""
     seconds = compute_seconds(work, device)
@@ -168,6 +184,17 @@ def _filled(product: Product, tile: tuple[int, int], device: Device) -> float:
     return product.flops / 2 / capacity
 
 
+def _best_filled(product: Product, device: Device) -> float:
+    """Return an upper bound of `filled` of all products that are parts of this one."""
+
+    def filled(tile: tuple[int, int]) -> float:
+        # No wave is wasted at best; blocks that a small product does not fill, and the fill of each block, are.
+        within = min(1.0, product.rows / tile[0]) * min(1.0, product.columns / tile[1])
+        return _reuse(tile) * within * product.depth / (product.depth + device.fill_depth)
+
+    return max(map(filled, device.tiles)) / max(map(_reuse, device.tiles))
+
+
 class CostModel(Protocol):
     """Price work, collectives, transfers and launches on one cluster, in seconds. Implementations are immutable."""
 
@@ -183,6 +210,10 @@ class CostModel(Protocol):
 
     def compute_seconds(self, work: Work, *, num_active_devices: int = 1) -> float:
         """Return the seconds in which `num_active_devices` devices, started together, each complete `work`."""
+        ...
+
+    def least_compute_seconds(self, work: Work, *, num_active_devices: int = 1) -> float:
+        """Return a lower bound of `compute_seconds`, and of its sum over parts into which `work` is cut."""
         ...
 
     def collective_seconds(self, collective: Collective) -> float:
@@ -211,13 +242,21 @@ class ComposedCostModel:
 
     def compute_seconds(self, work: Work, *, num_active_devices: int = 1) -> float:
         """Return the seconds in which all active devices complete `work`; they add up on a shared processor."""
+        return self._turns(num_active_devices) * compute_seconds(work, self._device_for(work))
+
+    def least_compute_seconds(self, work: Work, *, num_active_devices: int = 1) -> float:
+        """Return a lower bound of `compute_seconds`, and of its sum over parts into which `work` is cut."""
+        return self._turns(num_active_devices) * least_seconds(work, self._device_for(work))
+
+    def _turns(self, num_active_devices: int) -> float:
+        """Return how many times longer work takes while so many devices share one processor."""
         require_count("num_active_devices", num_active_devices, advice="count the devices that work at the same time")
         # One device cannot use the whole processor, so that fewer devices than 1/share leave a part of it idle.
-        turns = max(num_active_devices, 1 / self.cluster.device_share) if self.cluster.shared_processor else 1
-        device = self.cluster.device
-        if self.backend.ported_attention and work.kind == "attention":
-            device = device.with_ported_attention
-        return turns * compute_seconds(work, device)
+        return max(num_active_devices, 1 / self.cluster.device_share) if self.cluster.shared_processor else 1.0
+
+    def _device_for(self, work: Work) -> Device:
+        ported = self.backend.ported_attention and work.kind == "attention"
+        return self.cluster.device.with_ported_attention if ported else self.cluster.device
 
     def collective_seconds(self, collective: Collective) -> float:
         """Return the seconds of one collective (`communication.collective_seconds`)."""

@@ -3,6 +3,7 @@
 Comes in: the words after `alpa-lite`. Goes out: text, or JSON with `--json`, and an exit code. Read `entry` first.
 
 plan          plan a train step for a cluster, or compare clusters      `step_commands`
+compare       compare planners and settings of other trainers           `step_commands`
 check         compare a step that runs by its plan with jax.jit         `step_commands`
 explain       show a saved plan, or the reasons for part of it          `file_commands`
 diff          show what changes from one plan to another                `file_commands`

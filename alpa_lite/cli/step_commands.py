@@ -1,6 +1,7 @@
-"""Commands on a user's train step: `plan` plans it for a cluster, `check` compares it with `jax.jit` on this machine.
+"""Commands on a user's train step.
 
-`plan` also compares several clusters, and shows the cost of pins.
+`plan` plans it for a cluster, `compare` by several planners; `check` compares it with `jax.jit` on this machine. `plan`
+also compares several clusters, and shows the cost of pins.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import get_args
 import alpa_lite as al
 from alpa_lite._jax import Tree
 from alpa_lite.api.check import check_step
+from alpa_lite.api.comparison import compare_planners
 from alpa_lite.api.doctor import virtual_environment
 from alpa_lite.api.stages import PlannedFunction
 from alpa_lite.cli.command import Command, answer, check_writable, complain, positive, run_module, suggests, writing
@@ -24,6 +26,7 @@ from alpa_lite.export.targets import TARGETS, target_of_name
 from alpa_lite.inspection.text.diff import Candidate, ClusterComparison, PinsCost, varied
 from alpa_lite.inspection.text.tables import plan_summary, whole_plan_text
 from alpa_lite.planners.by_name import PLANNERS, options_of
+from alpa_lite.planners.trainer_configuration import READERS
 from alpa_lite.program.user_shardings import Mode
 from alpa_lite.text import read_bytes
 from cost_models.cluster import Cluster, known_clusters
@@ -210,12 +213,8 @@ def add_microbatches(parser: argparse.ArgumentParser, default: str | None) -> No
 STEP_HELP = "or FILE.py:FUNCTION: returns (train_step, args) or (train_step, args, kwargs)"
 
 
-def _plan_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "step",
-        metavar="MODULE:FUNCTION",
-        help=STEP_HELP,
-    )
+def _add_clusters(parser: argparse.ArgumentParser) -> None:
+    """Add the options that `_clusters` reads."""
     cluster = parser.add_argument(
         "--cluster",
         action="append",
@@ -232,17 +231,30 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--bandwidth-scale", type=float, metavar="X", help="what if all links had X times their bandwidth, as 0.5"
     )
-    add_planner(parser, "auto")
-    parser.add_argument(
-        "--pins", type=Path, metavar="FILE.yaml", help="the sharding of some arguments; prints its cost as well"
-    )
-    add_microbatches(parser, "auto")
+
+
+def _add_user_shardings(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--user-shardings",
         choices=get_args(Mode),
         default="hint",
         help="obey the shardings that the step names, list them beside those of the plan, or drop them (default: hint)",
     )
+
+
+def _plan_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "step",
+        metavar="MODULE:FUNCTION",
+        help=STEP_HELP,
+    )
+    _add_clusters(parser)
+    add_planner(parser, "auto")
+    parser.add_argument(
+        "--pins", type=Path, metavar="FILE.yaml", help="the sharding of some arguments; prints its cost as well"
+    )
+    add_microbatches(parser, "auto")
+    _add_user_shardings(parser)
     parser.add_argument("--no-cache", action="store_true", help="plan anew even if this plan was made before")
     parser.add_argument("--all", action="store_true", help="print all rows of all tables")
     parser.add_argument("--output", type=Path, metavar="PLAN.json", help="save the plan")
@@ -263,6 +275,65 @@ PLAN = Command(
     example="train.py:example --cluster p3.16xlarge --output plan.json",
     run=run_plan,
     add_arguments=_plan_arguments,
+)
+
+
+def run_compare(given: argparse.Namespace) -> int:
+    """Run `alpa_lite.compare` and return the exit code; Ctrl-C ends the search that runs with its best plan so far."""
+    planners = [make_planner(name, ()) for name in given.planners]
+    step, args, kwargs = load_example(given.step)
+    clusters = _clusters(given)
+    if len(clusters) > 1:
+        raise PlanError(
+            f"compare plans for one cluster, but --cluster was given {len(clusters)} times. Leave out all but one; "
+            "`alpa-lite plan` compares clusters."
+        )
+    saved = [name for name, planner in zip(given.planners, planners, strict=True) if isinstance(planner, al.Plan)]
+    if saved and (given.memory or given.bandwidth_scale):
+        raise PlanError(
+            f"{saved[0]} keeps its own predictions: --memory and --bandwidth-scale need planners. Leave them out."
+        )
+    found = compare_planners(
+        step,
+        args,
+        kwargs,
+        planners,
+        {
+            "cluster": clusters[0] if clusters else None,
+            "num_microbatches": given.num_microbatches,
+            "user_shardings": given.user_shardings,
+            "on_interrupt": "best",
+            "cache": not given.no_cache,
+        },
+    )
+    answer(given, found, found.to_json)
+    if found.fastest is not None:
+        return Exit.DONE
+    return Exit.INFEASIBLE if any(each.does_not_fit for each in found.candidates) else Exit.ERROR
+
+
+def _compare_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("step", metavar="MODULE:FUNCTION", help=STEP_HELP)
+    planners = parser.add_argument(
+        "planners",
+        nargs="+",
+        metavar="PLANNER",
+        help=f"{', '.join(PLANNERS)}, with options as hybrid:pipeline=2:tensor=4; a saved plan; or the settings of "
+        f"another trainer or a file with them, as TRAINER:SETTINGS ({', '.join(READERS)})",
+    )
+    suggests(planners, tuple(PLANNERS))
+    _add_clusters(parser)
+    add_microbatches(parser, "auto")
+    _add_user_shardings(parser)
+    parser.add_argument("--no-cache", action="store_true", help="plan anew even if these plans were made before")
+
+
+COMPARE = Command(
+    name="compare",
+    about="is a configuration good: planners and settings of other trainers, side by side",
+    example="train.py:example 'megatron:--tensor-model-parallel-size 8' auto --cluster dgx-h100:8",
+    run=run_compare,
+    add_arguments=_compare_arguments,
 )
 
 

@@ -44,6 +44,7 @@ class ParallelDegrees:
         schedule: name of the schedule of the pipeline.
         num_microbatches: micro-batches of a step.
         batch_size: samples of a step.
+        axes: the degrees above 1 but `chunks`, in the order of the devices: the first lies over the most distant ones.
     """
 
     pipeline: int
@@ -59,6 +60,22 @@ class ParallelDegrees:
     schedule: str
     num_microbatches: int
     batch_size: int
+    axes: tuple[tuple[str, int], ...]
+
+    @property
+    def words(self) -> str:
+        """The degrees above 1 and ZeRO, such as `4 pipeline × 2 tensor × 8 data, ZeRO-1`."""
+        degrees = {
+            "pipeline": self.pipeline,
+            "chunks": self.chunks,
+            "tensor": self.tensor,
+            "context": self.context,
+            "expert": self.expert,
+            "data": self.data,
+            "replicas": self.replicas,
+        }
+        shown = " × ".join(f"{degree} {name}" for name, degree in degrees.items() if degree > 1) or "no parallelism"
+        return shown + (f", ZeRO-{self.zero}" if self.zero else "") + (", sequence" if self.sequence_parallel else "")
 
     @property
     def ways(self) -> int:
@@ -106,8 +123,10 @@ def degrees_of(plan: Plan) -> ParallelDegrees:
     # What is split over the inner axes and whole along the outer ones is held once per group of replicas.
     within = [axis for axis in of_role["data"] if not zero or splits.zero([axis])]
     schedule, count = plan.schedule, len(plan.stages)
+    pipeline = len({schedule.processor_of(stage, count) for stage in range(count)})
+    shown = {axis: "replicas" if role == "data" and axis not in within else role for axis, role in roles.items()}
     return ParallelDegrees(
-        pipeline=len({schedule.processor_of(stage, count) for stage in range(count)}),
+        pipeline=pipeline,
         chunks=schedule.stages_per_processor,
         replicas=prod(sizes[axis] for axis in of_role["data"] if axis not in within),
         data=prod(sizes[axis] for axis in within),
@@ -123,6 +142,7 @@ def degrees_of(plan: Plan) -> ParallelDegrees:
         schedule=schedule.name if count > 1 else "",
         num_microbatches=plan.num_microbatches,
         batch_size=plan.batch.size,
+        axes=(*((("pipeline", pipeline),) if pipeline > 1 else ()), *((shown[axis], sizes[axis]) for axis in roles)),
     )
 
 

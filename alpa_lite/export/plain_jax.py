@@ -63,16 +63,16 @@ def plain_jax(plan: Plan, *, step: str | None = None) -> str:
     given = _constraints(_counted(_jax.open_jaxpr(traced.jaxpr)), _placed(made.graph, stage.ops))
     template = files("alpa_lite.export").joinpath("plain_jax.py.txt").read_text()
     filled = {
-        "SUMMARY": _summary(plan),
-        "NOT_SAID": _not_said(plan),
+        "SUMMARY": summary(plan),
+        "NOT_SAID": not_said(plan),
         "IMPORT": _import(traced, step),
         "DEFAULT": "" if _place(traced, step) is None else " = _step",
         "AXES": repr(dict(stage.mesh_shape.axis_sizes)),
         "FIRST_DEVICE": repr(plan.first_device),
-        "ARGUMENTS": _lines(arguments),
-        "RESULTS": _lines(results),
+        "ARGUMENTS": lines(arguments),
+        "RESULTS": lines(results),
         "DONATED": repr(_donated(traced)),
-        "CONSTRAINTS": _lines(given),
+        "CONSTRAINTS": lines(given),
     }
     for name, text in filled.items():
         template = template.replace(f"@{name}@", text)
@@ -102,12 +102,13 @@ def _check(plan: Plan, traced: Traced) -> None:
         )
 
 
-def _summary(plan: Plan) -> str:
+def summary(plan: Plan) -> str:
+    """Return what a plan is for, in a clause."""
     devices = plan.stages[0].submesh.num_devices
     return f"{plan.function} by {plan.name} on {devices} devices of {plan.cluster.name}"
 
 
-def _not_said(plan: Plan) -> str:
+def not_said(plan: Plan) -> str:
     """Return a paragraph on what the plan decides and the module does not say, if there is anything."""
     missing = list[str]()
     if plan.recomputed:
@@ -213,5 +214,6 @@ def _tuple(items: Iterable[str]) -> str:
     return f"({', '.join(listed)}{',' if len(listed) == 1 else ''})"
 
 
-def _lines(items: Iterable[str]) -> str:
+def lines(items: Iterable[str]) -> str:
+    """Return the entries of a literal that stands on several lines."""
     return "".join(f"\n    {item}" for item in items) + "\n"

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from inspect import signature
 
 from alpa_lite.errors import PlanError
+from alpa_lite.export.flax_rules import flax_rules
+from alpa_lite.export.maxtext import maxtext
 from alpa_lite.export.plain_jax import plain_jax
 from alpa_lite.export.trainers import deepspeed, megatron, torchtitan
 from alpa_lite.plan.plan import Plan
@@ -13,9 +15,11 @@ from alpa_lite.text import did_you_mean
 
 TARGETS: Mapping[str, Callable[..., str]] = {
     "jax": plain_jax,
+    "flax": flax_rules,
     "megatron": megatron,
     "torchtitan": torchtitan,
     "deepspeed": deepspeed,
+    "maxtext": maxtext,
 }
 """The function of each target; its keyword arguments are the options of the target."""
 

@@ -25,9 +25,9 @@ def megatron(plan: Plan) -> str:
     interleaved form.
     """
     found = degrees_of(plan)
-    _require(plan, "Megatron-LM", found.schedule in ("", "1f1b", "interleaved-1f1b"), f"schedule {found.schedule}")
-    _require(plan, "Megatron-LM", found.zero < 3, "parameters split over data-parallel devices (ZeRO-3)")
-    _require(plan, "Megatron-LM", found.replicas == 1, "replicas of what is split over data-parallel devices")
+    require(plan, "Megatron-LM", found.schedule in ("", "1f1b", "interleaved-1f1b"), f"schedule {found.schedule}")
+    require(plan, "Megatron-LM", found.zero < 3, "parameters split over data-parallel devices (ZeRO-3)")
+    require(plan, "Megatron-LM", found.replicas == 1, "replicas of what is split over data-parallel devices")
     flags: dict[str, object] = {
         "tensor-model-parallel-size": found.tensor,
         "pipeline-model-parallel-size": found.pipeline,
@@ -56,9 +56,9 @@ def torchtitan(plan: Plan) -> str:
     has not.
     """
     found = degrees_of(plan)
-    _require(plan, "torchtitan", found.zero in (0, 3), f"ZeRO-{found.zero}: it splits state with the parameters or not")
-    _require(plan, "torchtitan", found.schedule in ("", *_TORCHTITAN_NAMES), f"schedule {found.schedule}")
-    _require(
+    require(plan, "torchtitan", found.zero in (0, 3), f"ZeRO-{found.zero}: it splits state with the parameters or not")
+    require(plan, "torchtitan", found.schedule in ("", *_TORCHTITAN_NAMES), f"schedule {found.schedule}")
+    require(
         plan, "torchtitan", found.chunks <= 2, f"{found.chunks} stages of each group unless it is told where to cut"
     )
     shards = found.data * found.expert if found.zero == 3 else found.expert
@@ -96,9 +96,9 @@ def deepspeed(plan: Plan) -> str:
     """
     found = degrees_of(plan)
     others = found.context * found.expert * found.replicas * found.chunks
-    _require(plan, "DeepSpeed's configuration", others == 1, "context, expert, replica or interleaved degrees above 1")
-    _require(plan, "DeepSpeed's configuration", found.schedule in ("", "1f1b"), f"schedule {found.schedule}")
-    _require(plan, "DeepSpeed's pipeline", found.pipeline == 1 or found.zero < 2, f"a pipeline with ZeRO-{found.zero}")
+    require(plan, "DeepSpeed's configuration", others == 1, "context, expert, replica or interleaved degrees above 1")
+    require(plan, "DeepSpeed's configuration", found.schedule in ("", "1f1b"), f"schedule {found.schedule}")
+    require(plan, "DeepSpeed's pipeline", found.pipeline == 1 or found.zero < 2, f"a pipeline with ZeRO-{found.zero}")
     values: dict[str, object] = {
         "train_batch_size": found.batch_size,
         "train_micro_batch_size_per_gpu": found.microbatch_samples,
@@ -112,7 +112,8 @@ def deepspeed(plan: Plan) -> str:
     return json.dumps(values, indent=2) + "\n"
 
 
-def _require(plan: Plan, where: str, holds: bool, what: str) -> None:
+def require(plan: Plan, where: str, holds: bool, what: str) -> None:
+    """Raise `PlanError` for a plan of a form that a target does not have, unless the condition holds."""
     if not holds:
         raise PlanError(
             f"{plan.name} cannot be exported: {where} does not have {what}. Choose another planner or another target."

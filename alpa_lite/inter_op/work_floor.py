@@ -1,11 +1,12 @@
 """Lower bounds on the seconds of a step, whatever the plan: its work, divided over all devices without loss.
 
     seconds    >=  sum over ops of  runs / sum over groups of  devices / least(op)                      `least_seconds`
-    least(op)   =  max(FLOPs / rate of large kernels, bytes / bandwidth) of the whole op               `_least_of`
+    least(op)   =  the whole op's kernel, traffic and arithmetic, wasting what each part of it wastes   `_least_of`
 
-A device that does 1/n of an op takes at least 1/n of `least`: its part of the FLOPs and of the bytes is no smaller, and
-starting kernels, padding, waiting and communication only add to it. Larger micro-batches read weights less often, so
-that the step with one micro-batch bounds those with more.
+Each part of an op that a device does in one micro-batch starts a kernel, moves its bytes, and is a product of at most
+as many rows, columns and depth as the whole, so that it wastes no less of the device (`composed.least_seconds`). Added
+up over all parts, that is at least what `least` says of the whole op: waiting, communication and recomputation only add
+to it. Larger micro-batches read weights less often, so that the step with one micro-batch bounds those with more.
 
 In a pipeline of p stages on equally many devices each, which all run m micro-batches, devices wait as well. If backward
 passes are not cut in two, stage j is idle until the first micro-batch has passed those before it, and after it has sent
@@ -20,7 +21,6 @@ divided over all devices: as long when all p are as large.                      
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -83,17 +83,15 @@ def _least_of_ops(graph: Graph, ops: Sequence[Op], cost_model: CostModel) -> NDA
 
 
 def _least_of(graph: Graph, op: Op, pricer: Pricer, known: dict[object, float]) -> float:
-    """Return the device seconds of one run of an op, not split, at the best rates."""
+    """Return the device seconds that one run of an op takes at least, however it is split."""
     wiring = wiring_of(op)
     if wiring is not None:
         inside = (_least_of(body, o, pricer, known) for body in op.bodies for o in body.ops)
         return wiring.trips * sum(inside)
     key = pricer.price_class(graph, op.id)
     if key not in known:
-        # Without kernels to start and without the shape of a product, its rate is that of large kernels.
-        work = replace(pricer.op_work(graph, op, replicated_placement(graph, op)), num_kernels=0, product=None)
+        work = pricer.op_work(graph, op, replicated_placement(graph, op))
         # On a shared processor all devices together are served best.
         together = pricer.cost_model.cluster.num_devices if pricer.cost_model.cluster.shared_processor else 1
-        seconds = pricer.cost_model.compute_seconds(work, num_active_devices=together)
-        known[key] = seconds / together if work.flops or work.bytes else 0.0
+        known[key] = pricer.cost_model.least_compute_seconds(work, num_active_devices=together) / together
     return known[key]

@@ -29,4 +29,4 @@ from alpa_lite.planners.pipeline import Pipeline as Pipeline
 from alpa_lite.planners.pipeline import TorchGPipe as TorchGPipe
 from alpa_lite.planners.planner import Planner as Planner
 from alpa_lite.planners.planner import Replay as Replay
-from alpa_lite.planners.trainer_settings import TrainerConfiguration as TrainerConfiguration
+from alpa_lite.planners.trainer_configuration import TrainerConfiguration as TrainerConfiguration

@@ -1,4 +1,7 @@
-"""Planners by their names on the command line, with options as text: NUMBER, true or false, a word, or NAME:NUMBER;…"""
+"""Planners by their names on the command line, with options as text: NUMBER, true or false, a word, or NAME:NUMBER;…
+
+Options may also follow the name, `hybrid:pipeline=2:tensor=4`, so that one word says all of a planner.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from alpa_lite.planners.on_mesh import OnMesh
 from alpa_lite.planners.pipedream import PipeDream, PipeDream2BW
 from alpa_lite.planners.pipeline import Pipeline, TorchGPipe
 from alpa_lite.planners.planner import Planner
-from alpa_lite.planners.trainer_settings import TrainerConfiguration, settings_of
+from alpa_lite.planners.trainer_configuration import READERS, TrainerConfiguration, settings_of
 from alpa_lite.text import did_you_mean
 
 PLANNERS: Mapping[str, type[Planner]] = {
@@ -51,6 +54,8 @@ PLANNERS: Mapping[str, type[Planner]] = {
 the name of a trainer, a colon and its settings."""
 
 
+_OPTION = re.compile(r"\w+=")
+_NEXT_OPTION = re.compile(r":(?=\w+=)")  # values have colons of their own: `axes=a:2;b:4`
 _NUMBER = re.compile(r"\d+(\.\d*)?(e[+-]?\d+)?", re.IGNORECASE)
 _WORDS: Mapping[object, str] = {
     bool: "true or false",
@@ -64,6 +69,14 @@ _WORDS: Mapping[object, str] = {
 def options_of(planner: type[Planner]) -> frozenset[str]:
     """Return the names of a planner's options."""
     return frozenset(field.name for field in fields(planner))  # type: ignore[arg-type]  # all are dataclasses
+
+
+def is_settings(name: str, text: str) -> bool:
+    """Return whether what follows a name are the settings of a trainer, and not the options of a planner.
+
+    A name may be both: `megatron:tensor=4` and `megatron:--tensor-model-parallel-size 4`.
+    """
+    return name not in PLANNERS or (name in READERS and _OPTION.match(text) is None)
 
 
 def planner_of_name(name: str) -> type[Planner]:
@@ -83,14 +96,18 @@ def planner_by_name(name: str, options: Sequence[str]) -> Planner:
 
     Raises `PlanError` for unknown names and options.
     """
-    trainer, has_settings, settings = name.partition(":")
-    if has_settings:
+    name, has_more, settings = name.partition(":")
+    if has_more and not is_settings(name.replace("-", "_"), settings):
+        options = [*_NEXT_OPTION.split(settings), *options]
+    elif has_more:
+        trainer = name
         if options:
             raise PlanError(
                 f"Settings of {trainer} take no options: they say all that they decide. Leave out --option."
             )
-        settings_of(trainer, settings)
-        return TrainerConfiguration(trainer=trainer, settings=settings)
+        found = TrainerConfiguration(trainer=trainer, settings=settings)
+        settings_of(trainer, found.settings)
+        return found
     planner = planner_of_name(name)
     hints, known = get_type_hints(planner), options_of(planner)
     values: dict[str, object] = {}

@@ -1,12 +1,6 @@
-"""The way in: settings of trainers with fixed forms of parallelism, as plans.
+"""What the settings of other trainers say of a run, and the readers of Megatron-LM, torchtitan and DeepSpeed.
 
-A run of Megatron-LM, torchtitan or DeepSpeed has degrees of parallelism, micro-batches, ZeRO and recomputation. These
-decide a `Hybrid` plan for a step and a cluster, with as many data-parallel devices as the other degrees leave:
-
-    data          =  devices / (pipeline · tensor · context)
-    micro-batches =  batch / (samples of a micro-batch · data)
-
-Settings of other things (learning rates, files) are passed over. `Plan.export` writes the same settings.
+Settings of other things (learning rates, files) are passed over. `maxtext_settings` has the reader of MaxText.
 """
 
 from __future__ import annotations
@@ -15,19 +9,12 @@ import json
 import shlex
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from alpa_lite.errors import PlanError
-from alpa_lite.inter_op.plan_request import PlanRequest
-from alpa_lite.plan.plan import Plan
-from alpa_lite.planners.hybrid import Hybrid
-from alpa_lite.planners.planner import Planner
 from alpa_lite.schedule import DualPipeV, GPipe, Interleaved1F1B, OneFOneB, Schedule, ZeroBubbleV
-from alpa_lite.text import did_you_mean
 
-_Recompute = Literal["none", "selective", "full"]
+Recompute = Literal["none", "selective", "full"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +32,7 @@ class TrainerSettings:
         samples: samples of a micro-batch on one data-parallel device.
         batch_size: samples of a step.
         num_microbatches: micro-batches of a step, where it is said and does not follow from the batch.
+        notes: sentences on what the settings say and the plan does not.
     """
 
     pipeline: int = 1
@@ -55,109 +43,16 @@ class TrainerSettings:
     shards: int | None = None
     zero: int = 0
     sequence_parallel: bool = False
-    remat: _Recompute = "none"
+    remat: Recompute = "none"
     schedule: Schedule = field(default_factory=OneFOneB)
     samples: int = 1
     batch_size: int | None = None
     num_microbatches: int | None = None
+    notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainerConfiguration(Planner):
-    """The plan that the settings of another trainer stand for.
-
-    Attributes:
-        trainer: "megatron", "torchtitan" or "deepspeed".
-        settings: the flags of Megatron-LM, the TOML of torchtitan or the JSON of DeepSpeed, or the path of a file with
-            them.
-    """
-
-    trainer: str
-    settings: str
-
-    @property
-    def name(self) -> str:
-        """Name for tables."""
-        return f"{self.trainer} settings"
-
-    def plan(self, request: PlanRequest) -> Plan:
-        """Return the plan.
-
-        Raises:
-            PlanError: unreadable settings, or settings that do not suit the cluster or the batch of the step.
-        """
-        found = settings_of(self.trainer, self.settings)
-        devices, others = request.cluster.num_devices, found.pipeline * found.tensor * found.context
-        if devices % others:
-            raise PlanError(
-                f"The {self.name} say {found.pipeline} pipeline × {found.tensor} tensor × {found.context} context "
-                f"devices, whose product {others} does not divide the {devices} devices of {request.cluster.name}. "
-                "Choose a cluster of another size."
-            )
-        data = devices // others
-        if found.shards is not None and found.shards * found.replicas != data:
-            raise PlanError(
-                f"The {self.name} say {found.replicas} × {found.shards} data-parallel devices, but the other degrees "
-                f"leave {data} of the {devices} devices of {request.cluster.name}."
-            )
-        hybrid = Hybrid(
-            pipeline=found.pipeline,
-            data=data,
-            tensor=found.tensor,
-            context=found.context,
-            expert=found.expert,
-            replicas=found.replicas,
-            zero=found.zero,
-            sequence_parallel=found.sequence_parallel,
-            projections=found.tensor > 1,
-            schedule=found.schedule,
-            remat=found.remat,
-        )
-        number = self._num_microbatches(request, found, data)
-        plan = hybrid.plan(replace(request, num_microbatches=number))
-        return replace(plan, name=f"{self.name} ({hybrid.name})")
-
-    def _num_microbatches(self, request: PlanRequest, found: TrainerSettings, data: int) -> int:
-        """Return the number of micro-batches. Raises `PlanError` if settings, batch and request do not agree."""
-        batch = request.batch_size
-        if batch is None:
-            raise PlanError(f"The {self.name} count samples, but the step has no known batch: name batch_argnums.")
-        number = found.num_microbatches or max(1, batch // (found.samples * data))
-        said = found.batch_size or number * found.samples * data
-        if said != batch or number * found.samples * data != batch:
-            raise PlanError(
-                f"The {self.name} make {number} micro-batches of {found.samples} samples on {data} data-parallel "
-                f"devices of {request.cluster.name}, of a batch of {said} samples, but the step has {batch}. Pass the "
-                "step a batch of that size."
-            )
-        if request.num_microbatches not in ("auto", number):
-            raise PlanError(
-                f"num_microbatches={request.num_microbatches} was asked for, but the {self.name} make {number} of the "
-                f'batch of {batch} samples. Leave it at "auto".'
-            )
-        return number
-
-
-def settings_of(trainer: str, text: str) -> TrainerSettings:
-    """Read settings, or the file of that name. Raises `PlanError` if they cannot be read, or say what no plan can."""
-    read = READERS.get(trainer)
-    if read is None:
-        raise PlanError(
-            f"There is no reader for settings of {trainer!r}.{did_you_mean(trainer, READERS)} "
-            f"Choose one of {', '.join(READERS)}."
-        )
-    path = Path(text.strip())
-    try:
-        # No file has a name of several lines, or one as long as settings may be.
-        is_name = "\n" not in text.strip() and len(text) < 256
-        written = path.read_text(encoding="utf-8") if is_name and path.is_file() else text
-        return read(written)
-    # Parsers and the conversions of numbers raise errors of several classes, all of these kinds.
-    except (ValueError, TypeError, AttributeError, OSError) as error:
-        raise PlanError(f"The {trainer} settings {text[:60]!r} cannot be read: {error}.") from error
-
-
-def _megatron(text: str) -> TrainerSettings:
+def read_megatron(text: str) -> TrainerSettings:
+    """Read flags of Megatron-LM. Raises `ValueError` or `TypeError` for what cannot be read."""
     flags: dict[str, str] = {}
     words = shlex.split(text.replace("\\\n", " "), comments=True)
     for place, word in enumerate(words):
@@ -165,6 +60,9 @@ def _megatron(text: str) -> TrainerSettings:
             name, has_value, value = word[2:].partition("=")
             following = words[place + 1] if place + 1 < len(words) else "--"
             flags[name.replace("_", "-")] = value if has_value else "" if following.startswith("--") else following
+    # A name of a file that is not there would otherwise stand for the defaults of all flags.
+    if not flags:
+        raise ValueError("it has no flag such as --tensor-model-parallel-size, and there is no file of that name")
     pipeline = int(flags.get("pipeline-model-parallel-size", 1))
     chunks = int(flags.get("num-virtual-stages-per-pipeline-rank", 1))
     if "num-layers-per-virtual-pipeline-stage" in flags:
@@ -198,7 +96,8 @@ TORCHTITAN_SCHEDULES: Mapping[str, Callable[[], Schedule]] = {
 """The schedules of torchtitan (`pipeline_parallel_schedule`) that there are here; two stages per group, if several."""
 
 
-def _torchtitan(text: str) -> TrainerSettings:
+def read_torchtitan(text: str) -> TrainerSettings:
+    """Read the TOML of torchtitan. Raises `ValueError` or `TypeError` for what cannot be read."""
     sections: dict[str, dict[str, Any]] = tomllib.loads(text)
     parallelism, training = sections.get("parallelism", {}), sections.get("training", {})
     pipeline = int(parallelism.get("pipeline_parallel_degree", 1))
@@ -230,7 +129,8 @@ def _torchtitan(text: str) -> TrainerSettings:
     )
 
 
-def _deepspeed(text: str) -> TrainerSettings:
+def read_deepspeed(text: str) -> TrainerSettings:
+    """Read the JSON of DeepSpeed. Raises `ValueError` or `TypeError` for what cannot be read."""
     values: dict[str, Any] = json.loads(text)
     batch, number = values.get("train_batch_size"), values.get("gradient_accumulation_steps")
     samples = values.get("train_micro_batch_size_per_gpu")
@@ -246,7 +146,7 @@ def _deepspeed(text: str) -> TrainerSettings:
     )
 
 
-def _policy(name: str) -> _Recompute:
+def _policy(name: str) -> Recompute:
     if name == "none":
         return "none"
     if name == "selective":
@@ -254,11 +154,3 @@ def _policy(name: str) -> _Recompute:
     if name == "full":
         return "full"
     raise ValueError(f"recomputation {name!r} is none of none, selective, full")
-
-
-READERS: Mapping[str, Callable[[str], TrainerSettings]] = {
-    "megatron": _megatron,
-    "torchtitan": _torchtitan,
-    "deepspeed": _deepspeed,
-}
-"""The readers of settings by the name of the trainer, as `Plan.export` names its targets."""

@@ -30,6 +30,7 @@ STATE = {
     # The process has one JAX, one compiler, one set of signal handlers.
     "alpa_lite._jax._assuming": "the lock of a setting of JAX that holds for all threads",
     "alpa_lite.program.kernel._compiling": "the lock of numba's compiler",
+    "alpa_lite.inspection.text.progress_bar._LINE": "the lock of the one line of progress",
     # The process is a part of one job.
     "alpa_lite.runtime.execute.placing._known": "meshes that plans ran on; JAX keeps them alive as well",
     "alpa_lite.runtime.checkpoint.lease._open_here": "leases of this process on folders",

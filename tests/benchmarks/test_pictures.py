@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import tutorial
 from benchmarks.pictures import CHARTS, FOLDER, PICTURES
 from tests.inspection.markup import parse
 
@@ -26,3 +27,10 @@ def test_pictures_are_not_stale(name: str) -> None:
     parse(drawn)
     path = Path(FOLDER / f"{name}.svg")
     assert path.read_text(encoding="utf-8") == drawn, f"run python -m benchmarks.pictures: {path.name} is stale"
+
+
+@pytest.mark.slow
+def test_the_page_of_a_plan_in_the_tutorial_is_not_stale() -> None:
+    shown = tutorial.PLAN_PAGE.read_text(encoding="utf-8")
+    assert tutorial.without_times(shown) == tutorial.without_times(tutorial.plan_page())
+    assert "pages/tutorial-plan.html" in tutorial.PAGE.read_text(encoding="utf-8")

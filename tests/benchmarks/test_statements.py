@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from alpa_lite.cli.models.alpa_cases import CASES, PUBLISHED
 from benchmarks import megatron_scaling, statements, tutorial
+from benchmarks.alpa.fixed_plans import fixed_plans
+from benchmarks.alpa.price import Desk
 from benchmarks.charts import Series, bars_svg, lines_svg, shares_svg
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -19,6 +22,7 @@ DOCS = Path(__file__).parents[2] / "docs"
         ("accelerators", statements.gpu_table),
         ("lecture", statements.megatron_table),
         ("lecture", statements.experts_table),
+        ("lecture", statements.alpa_table),
     ],
 )
 def test_tables_are_those_of_the_kept_results(page: str, table) -> None:
@@ -32,6 +36,24 @@ def test_charts_draw_the_numbers_of_the_page() -> None:
     assert [round(h / heights[0], 2) for h in heights] == [1.0, 0.26, 0.14, 0.02]
     for row in statements.printed("m =  1"):
         assert all(str(value) in text for value in row[1:])
+
+
+def test_the_kept_evaluation_of_alpa_has_all_models_and_the_published_figures() -> None:
+    rows = statements.alpa_rows()
+    assert [row.case for row in rows] == [case.id for case in PUBLISHED]
+    for row, case in zip(rows, PUBLISHED, strict=True):
+        own, *others = fixed_plans(case)
+        assert own.measured_tflops == row.alpa[1], case.id
+        rivals = [plan.measured_tflops for plan in others if plan.system in ("Megatron-LM", "DeepSpeed", "PP-DP")]
+        assert row.rival[1] in rivals or row.rival == (None, None), case.id
+        assert row.ours >= row.alpa[0], case.id
+
+
+@pytest.mark.slow
+def test_a_plan_of_alpa_is_predicted_as_kept() -> None:
+    kept = next(row for row in statements.alpa_rows() if row.case == "wrn-1B")
+    price = Desk().price(next(iter(fixed_plans(CASES["wrn-1B"]))))
+    assert price.as_run_tflops is not None and abs(price.as_run_tflops / kept.alpa[0] - 1) < 0.01
 
 
 def _heights(svg: str) -> list[float]:

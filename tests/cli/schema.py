@@ -6,7 +6,7 @@ from alpa_lite import cli
 
 PAGE = Path(cli.__file__).parents[2] / "docs" / "command-line.md"
 
-FREE = {"breakdown_seconds", "mesh", "specs", "shapes", "versions", "settings", "cluster", "dims"}
+FREE = {"breakdown_seconds", "mesh", "specs", "shapes", "versions", "settings", "cluster", "dims", "decisions"}
 """Keys of objects whose own keys are names (of arguments, axes, packages), or are told elsewhere."""
 
 

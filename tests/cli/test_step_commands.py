@@ -180,6 +180,38 @@ def test_the_plan_is_that_of_the_library(capsys):
     assert run_json(capsys, "--cluster", "p3.16xlarge", *DATA)["step_seconds"] == plan.prediction.step_seconds
 
 
+def compare(capsys, *arguments):
+    capsys.readouterr()
+    code = cli.main(["compare", "what_if_model.py:example", *arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_planners_side_by_side(capsys, at_work):
+    path = str(at_work / "mine.json")
+    run(capsys, "--cluster", "p3.16xlarge", "--planner", "fsdp", "--output", path)
+    named = ("megatron:--micro-batch-size 8 --use-distributed-optimizer", "hybrid:pipeline=2:data=4", path)
+    code, out, _ = compare(capsys, *named, "--cluster", "p3.16xlarge")
+    assert code == 0 and "megatron settings (dp8 × zero1)" in out and "2 pipeline × 4 data" in out
+    code, out, _ = compare(capsys, *named, "--cluster", "p3.16xlarge", "--json")
+    found = documented("compare", json.loads(out))
+    assert code == 0 and [each["problem"] for each in found["plans"]] == [None] * 3
+    alone = run_json(capsys, "--cluster", "p3.16xlarge", "--planner", "hybrid:pipeline=2:data=4")
+    assert found["plans"][1]["plan"]["step_seconds"] == alone["step_seconds"]
+    assert min(each["slower"] for each in found["plans"]) == 1.0
+
+
+def test_comparisons_without_a_plan_are_told(capsys, at_work):
+    code, out, _ = compare(capsys, "data_parallel", "fsdp", "--cluster", "p3.16xlarge", "--memory", "1MB")
+    assert code == Exit.INFEASIBLE and out.count("has no plan") == 2
+    code, _, err = compare(capsys, "fsdp", "--cluster", "p3.16xlarge", "--cluster", "dgx-1")
+    assert code == Exit.ERROR and "--cluster was given 2 times" in err
+    path = str(at_work / "mine.json")
+    run(capsys, "--cluster", "p3.16xlarge", *DATA, "--output", path)
+    code, _, err = compare(capsys, path, "--cluster", "p3.16xlarge", "--memory", "8GB")
+    assert code == Exit.ERROR and "keeps its own predictions" in err
+
+
 WRONG = """
 
 import alpa_lite as al

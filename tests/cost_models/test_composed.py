@@ -1,8 +1,9 @@
+import math
 from dataclasses import FrozenInstanceError, replace
 from math import ceil
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cost_models import (
@@ -18,9 +19,10 @@ from cost_models import (
     Product,
     Work,
     WorkKind,
+    load_cluster,
 )
 from cost_models.communication import collective_seconds, transfer_seconds
-from cost_models.composed import achieved_fraction, compute_seconds, estimate, sustained_flops
+from cost_models.composed import achieved_fraction, compute_seconds, estimate, least_seconds, sustained_flops
 from cost_models.work import WORK_KINDS
 
 amounts = st.floats(0, 1e18)
@@ -151,6 +153,47 @@ def test_the_parts_of_an_estimate_make_it_up(flops: float, bytes: float, kind: W
 
 
 WORK = Work(flops=1e12, bytes=1e9, kind="matmul")
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    blocks=st.lists(st.integers(1, 700), min_size=4, max_size=4),
+    cuts=st.lists(st.integers(1, 16), min_size=4, max_size=4),
+    kind=st.sampled_from(["matmul", "convolution", "attention"]),
+    traffic=st.floats(0, 1e12),
+    name=st.sampled_from(["p3.16xlarge", "dgx-a100", "dgx-h100", "tpu-v4"]),
+)
+def test_the_parts_of_a_product_never_take_less_than_its_bound(
+    blocks: list[int], cuts: list[int], kind: WorkKind, traffic: float, name: str
+):
+    """Rows, columns, depth and count are each cut into equal parts; at best a part has no traffic of another part."""
+    model, parts = ComposedCostModel(load_cluster(name)), math.prod(cuts)
+
+    def work(rows: int, columns: int, depth: int, count: int, bytes: float, num_kernels: int) -> Work:
+        product = Product(rows=rows, columns=columns, depth=depth, count=count)
+        return Work(
+            flops=product.flops,
+            bytes=bytes,
+            kind=kind,
+            dtype="bfloat16",
+            num_kernels=num_kernels,
+            product=product,
+        )
+
+    whole = work(*(block * cut for block, cut in zip(blocks, cuts, strict=True)), traffic, 1)
+    part = work(*blocks, traffic / parts, 1)
+    least = model.least_compute_seconds(whole)
+    assert parts * model.compute_seconds(part) >= least * (1 - 1e-12)
+    assert model.compute_seconds(whole) >= least * (1 - 1e-12)
+    # The bound is of use: large products, of which units waste little, are near it.
+    if kind != "attention" and min(block * cut for block, cut in zip(blocks[:3], cuts[:3], strict=True)) > 4096:
+        assert least > 0.75 * model.compute_seconds(whole)
+
+
+@pytest.mark.parametrize("kind", WORK_KINDS)
+def test_work_of_unknown_shape_takes_at_least_what_it_takes(cluster: Cluster, kind: WorkKind):
+    work = Work(flops=1e12, bytes=1e9, kind=kind, dtype="float16", num_kernels=3)
+    assert least_seconds(work, cluster.device) == compute_seconds(work, cluster.device)
 
 
 def test_it_composes_the_formulas(cluster: Cluster):

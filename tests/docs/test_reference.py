@@ -37,6 +37,7 @@ PUBLIC: dict[str, Any] = {
 VALUES = {  # that calls return
     al.plan: "Plan",
     al.check: "CheckReport",
+    al.compare: "PlannerComparison",
     al.cluster: "Cluster",
     al.calibrate: "Calibration",
     al.serving.ServingSolver.plan: "ServingPlan",
@@ -53,8 +54,8 @@ def test_public_names() -> None:
     """Whoever adds or removes one says so here."""
     assert set(_public(al)) == set(
         "AlpaLiteError Calibration CheckReport Checkpoints CompiledFunction LoweredFunction ParallelFunction Plan "
-        "PlannedFunction TracedFunction batch_sharding calibrate check cluster init_sharded initialize local_cluster "
-        "parallelize plan register_rule".split()
+        "PlannedFunction PlannerComparison TracedFunction batch_sharding calibrate check cluster compare init_sharded "
+        "initialize local_cluster parallelize plan register_rule".split()
     )
     assert set(_public(al.planners)) == set(
         "Auto AxoNN ColocRL ConvolutionParallel Custom DataParallel DeepSpeed3D FSDP FlexFlow GShard GridSearch Hybrid "

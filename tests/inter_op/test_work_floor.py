@@ -83,12 +83,15 @@ def test_devices_share_the_work_and_groups_share_it_by_their_rates() -> None:
     v100 = replace(
         al.cluster("p3.16xlarge"), inter_host=replace(al.cluster("p3.16xlarge").inter_host, skew_seconds=0.0)
     )
-    rate = v100.device.peak("float16") * v100.device.efficiencies["float16"]
-    assert _product(v100) == pytest.approx(2**42 / (8 * rate))
+    # Each block of the result loses what it takes to fill a unit.
+    filled = 2**14 / (2**14 + v100.device.fill_depth)
+    rate = v100.device.peak("float16") * v100.device.efficiencies["float16"] * filled
+    assert _product(v100) == pytest.approx(2**42 / (8 * rate) + v100.device.launch_seconds / 8)
     fast = replace(v100.device, peak_flops={k: 3 * v for k, v in v100.device.peaks.items()})
     groups = (
         HostGroup(num_hosts=1, device=v100.device, intra_host=v100.intra_host),
         HostGroup(num_hosts=2, device=fast, intra_host=v100.intra_host),
     )
     mixed = replace(v100, num_hosts=3, groups=groups)
-    assert _product(mixed) == pytest.approx(2**42 / (8 * rate * (1 + 2 * 3)))
+    slow, quick = (2**42 / each + v100.device.launch_seconds for each in (rate, 3 * rate))
+    assert _product(mixed) == pytest.approx(1 / (8 / slow + 16 / quick))

@@ -33,6 +33,17 @@ def test_options_are_read_by_their_type(name: str, options: list[str], planner: 
     assert planner_by_name(name, options) == planner
 
 
+def test_options_may_follow_the_name() -> None:
+    assert planner_by_name("hybrid:pipeline=2:remat=full", ["data=4"]) == al.planners.Hybrid(
+        pipeline=2, remat="full", data=4
+    )
+    assert planner_by_name("on_mesh:axes=a:2;b:4", ()) == al.planners.OnMesh(axes={"a": 2, "b": 4})
+    # A name of a planner and of a trainer: flags are no options.
+    assert planner_by_name("megatron:tensor=4", ()) == al.planners.Megatron(tensor=4)
+    with pytest.raises(al.errors.PlanError, match="pipeline takes a whole number"):
+        planner_by_name("hybrid:pipeline", ())
+
+
 @pytest.mark.parametrize(
     "make",
     [

@@ -1,9 +1,10 @@
 """The request of a comparison: models and planners by name, and the options of `alpa-lite bench` that name them.
 
 - Models are those of this repository (`ZOO`), those of Alpa's evaluation (`ALPA`), or a function of the user.
-- Planners are named with options: `auto,pipeline:pipeline=4,hybrid:pipeline=2:tensor=2`, or `all`. `all` is the search,
-  the search with one level only, and every other planner of the command line: with its default options or, where its
-  degrees are options, with each that the cluster has room for.
+- Planners are named with options: `auto,pipeline:pipeline=4,hybrid:pipeline=2:tensor=2`, or `all`. The last of a list
+  may be the settings of a trainer: `auto,megatron:--tensor-model-parallel-size 8`. `all` is the search, the search with
+  one level only, and every other planner of the command line: with its default options or, where its degrees are
+  options, with each that the cluster has room for.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ from alpa_lite.cli.models.transformer_layers import Experts
 from alpa_lite.cli.user_files import load_example, make_planner
 from alpa_lite.errors import AlpaLiteError, PlanError
 from alpa_lite.planners import Auto, Planner
-from alpa_lite.planners.by_name import PLANNERS
+from alpa_lite.planners.by_name import PLANNERS, is_settings
 from alpa_lite.planners.planner import Replay
+from alpa_lite.planners.trainer_configuration import READERS
 from alpa_lite.text import did_you_mean
 from cost_models.cluster import Cluster, known_clusters
 
@@ -230,17 +232,36 @@ class Contender:
         return isinstance(self.planner, Auto) and not (self.planner.intra_op_only or self.planner.inter_op_only)
 
 
-def named_contenders(text: str, cluster: Cluster) -> tuple[Contender, ...]:
-    """Return the planners of a list, or all, without duplicates. Raises `PlanError` for unknown names."""
-    found = list(_all(cluster)) if text == "all" else [_named(part) for part in text.split(",")]
+def check_planners(lists: Sequence[str]) -> None:
+    """Raise `PlanError` for unknown names in lists of planners, before anything is measured."""
+    for name in (name for text in lists for name in _names(text)):
+        if name != "all":
+            _named(name)
+
+
+def named_contenders(lists: Sequence[str], cluster: Cluster) -> tuple[Contender, ...]:
+    """Return the planners of lists, "all" among them, without duplicates. Raises `PlanError` for unknown names."""
+    names = [name for text in lists for name in _names(text)]
+    found = [each for name in names for each in (_all(cluster) if name == "all" else (_named(name),))]
     # Planners are frozen values: equal options make equal planners, whatever the order in which they were given.
     planners = [each.planner for each in found]
     return tuple(each for i, each in enumerate(found) if each.planner is None or each.planner not in planners[:i])
 
 
+def _names(text: str) -> Iterator[str]:
+    """Yield the names of a list. Settings of a trainer have commas of their own: they run to the end of the list."""
+    first, comma, rest = text.partition(",")
+    name, colon, settings = first.partition(":")
+    if colon and name in READERS and is_settings(name, settings):
+        yield text
+        return
+    yield first
+    if comma:
+        yield from _names(rest)
+
+
 def _named(text: str) -> Contender:
-    name, *options = text.split(":")
-    return _contender(make_planner(name, options))
+    return _contender(make_planner(text, ()))
 
 
 def _all(cluster: Cluster) -> Iterator[Contender]:
@@ -303,9 +324,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     suggests(cluster, ("local", *known_clusters()))
     planners = parser.add_argument(
         "--planners",
-        default="all",
+        action="append",
         metavar="LIST",
-        help=f"all (default), or some of {', '.join(PLANNERS)} with options, as auto,pipeline:pipeline=4",
+        help=f"all (default), or some of {', '.join(PLANNERS)} with options, as auto,pipeline:pipeline=4; last in a "
+        f"list, the settings of a trainer ({', '.join(READERS)}), as megatron:FLAGS. Several lists are joined",
     )
     suggests(planners, ("all", *PLANNERS))
     parser.add_argument("--batch", type=positive, metavar="N", help="samples per step (default: as the model says)")
@@ -325,9 +347,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--calibrate",
         type=float,
-        default=30.0,
+        default=10.0,
         metavar="S",
-        help="seconds to measure the devices; 0: as known (default: 30)",
+        help="seconds to measure the devices; 0: as known (default: 10)",
     )
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="keep rows.jsonl, report.html and a chart per model")
     parser.add_argument(

@@ -111,11 +111,11 @@ def compare(plan: Plan, other: Plan) -> PlanDiff:
         specs=_specs(plan, other),
         collectives=_collectives(plan.prediction.collectives, other.prediction.collectives),
         different_steps=_different_steps(plan, other),
-        indistinguishable=_indistinguishable(plan, other),
+        indistinguishable=indistinguishable(plan, other),
     )
 
 
-def _indistinguishable(plan: Plan, other: Plan) -> bool:
+def indistinguishable(plan: Plan, other: Plan) -> bool:
     """Return whether each predicted step lies within the range of the other."""
     mine, theirs = plan.likely_seconds, other.likely_seconds
     if mine is None or theirs is None:

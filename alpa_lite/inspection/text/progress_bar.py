@@ -10,7 +10,8 @@ is written at all. Its parts:
     bar       the share of the outer phase that is done; it never moves back                     `PlanningBar`
     left      the time that the outer phase still takes; it never grows                          `Countdown`
 
-Where a line has no room for all of it, the last parts are left out.
+Where a line has no room for all of it, the last parts are left out. A process shows one line at a time: of plans that
+are made at once, or one inside another, the one that was first drawn keeps the line until it is done.
 """
 
 from __future__ import annotations
@@ -58,6 +59,9 @@ PHASES = {
     "alternatives": "pricing alternatives",
 }
 """The words for each phase of a `Progress`; phases without words are not named."""
+
+_LINE = threading.Lock()
+"""Held by the drawing whose line is shown, since two would be written over each other."""
 
 DEBUGGERS = frozenset({"bdb", "pdb", "IPython.core.debugger"})
 
@@ -248,15 +252,22 @@ class _Drawing:
         if over.wait(PATIENCE_SECONDS):
             return
         spinners = itertools.cycle("⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏" if self.display.is_unicode else "|/-\\")
-        # The terminal may be gone, and the work goes on without it.
-        with suppress(OSError, ValueError):
-            while not over.wait(1 / REDRAWN_PER_SECOND):
-                if not _is_debugged(self.drawn_for):
-                    shown = self.shown()
-                    self.display.show(
-                        shown.line(self.display.width, next(spinners), is_unicode=self.display.is_unicode)
-                    )
-            self.display.show("")
+        # Tried again at each turn: the work that is shown now may end before this one does.
+        while not _LINE.acquire(blocking=False):
+            if over.wait(1 / REDRAWN_PER_SECOND):
+                return
+        try:
+            # The terminal may be gone, and the work goes on without it.
+            with suppress(OSError, ValueError):
+                while not over.wait(1 / REDRAWN_PER_SECOND):
+                    self._draw(next(spinners))
+                self.display.show("")
+        finally:
+            _LINE.release()
+
+    def _draw(self, spinner: str) -> None:
+        if not _is_debugged(self.drawn_for):
+            self.display.show(self.shown().line(self.display.width, spinner, is_unicode=self.display.is_unicode))
 
     def shown(self) -> Shown:
         """Return what to draw now."""

@@ -57,5 +57,5 @@ def target() -> BenchTarget:
 @pytest.fixture(scope="session")
 def entries(target: BenchTarget) -> list[PlannedEntry]:
     """Its plans: two alike, and one that cannot be made."""
-    contenders = named_contenders("auto:intra_op_only=1,data_parallel,pipeline,hybrid:data=8,hybrid:data=3", CLUSTER)
+    contenders = named_contenders(["auto:intra_op_only=1,data_parallel,pipeline,hybrid:data=8,hybrid:data=3"], CLUSTER)
     return list(planned_entries(contest_of(target, CLUSTER), contenders, ["auto"], lambda _: None))

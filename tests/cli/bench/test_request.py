@@ -12,6 +12,7 @@ from alpa_lite.cli.bench.request import ALPA, PRESETS, ZOO, filled, find_target,
 from alpa_lite.cli.models.alpa_cases import PUBLISHED
 from alpa_lite.errors import PlanError
 from alpa_lite.planners import (
+    FSDP,
     Auto,
     ConvolutionParallel,
     DataParallel,
@@ -22,6 +23,7 @@ from alpa_lite.planners import (
     Pipeline,
     Planner,
     TorchGPipe,
+    TrainerConfiguration,
 )
 from alpa_lite.planners.by_name import PLANNERS
 
@@ -111,14 +113,14 @@ HOSTS = al.cluster("p3.16xlarge", num_hosts=2)
 
 
 def test_a_list_is_taken_in_its_order():
-    found = named_contenders("pipeline:pipeline=4,auto,hybrid:pipeline=2:tensor=2,data-parallel", HOST)
+    found = named_contenders(["pipeline:pipeline=4,auto,hybrid:pipeline=2:tensor=2,data-parallel"], HOST)
     wanted = [Pipeline(pipeline=4), Auto(), Hybrid(pipeline=2, tensor=2), DataParallel()]
     assert [each.planner for each in found] == wanted
     assert [each.is_auto for each in found] == [each.searches for each in found] == [False, True, False, False]
 
 
 def test_all_has_every_planner_and_each_level_alone():
-    found = named_contenders("all", HOST)
+    found = named_contenders(["all"], HOST)
     planners = [each.planner for each in found if each.planner is not None]
     assert planners[:3] == [Auto(), Auto(intra_op_only=True), Auto(inter_op_only=True)]
     assert {each.name: "without options" in each.problem for each in found if each.planner is None} == {
@@ -133,17 +135,17 @@ def test_all_has_every_planner_and_each_level_alone():
 
 
 def test_degrees_follow_the_cluster():
-    planners = [each.planner for each in named_contenders("all", HOSTS)]
+    planners = [each.planner for each in named_contenders(["all"], HOSTS)]
     assert Pipeline(pipeline=16) in planners and Megatron(tensor=8) in planners
     assert Megatron(tensor=16) not in planners  # tensor parallelism stays within a host
     degrees = [p for p in planners if isinstance(p, Hybrid)]
     assert degrees and all(p.pipeline * p.tensor * (p.data or 0) == 16 for p in degrees)
-    many = named_contenders("all", al.cluster("p3.16xlarge", num_hosts=4))
+    many = named_contenders(["all"], al.cluster("p3.16xlarge", num_hosts=4))
     assert max(each.planner.tensor for each in many if isinstance(each.planner, Hybrid)) == 8
 
 
 def test_only_the_whole_search_is_auto():
-    found = named_contenders("all", HOST)
+    found = named_contenders(["all"], HOST)
     assert [each.name for each in found if each.is_auto] == ["auto"]
     assert [each.name for each in found if each.searches] == ["auto", "auto, intra-op only", "auto, inter-op only"]
 
@@ -172,12 +174,23 @@ class Simple(Demanding):
 def test_new_planners_of_the_command_line_are_among_all(monkeypatch):
     monkeypatch.setitem(PLANNERS, "demanding", Demanding)
     monkeypatch.setitem(PLANNERS, "simple", Simple)
-    found = {each.name: each for each in named_contenders("all", HOST)}
+    found = {each.name: each for each in named_contenders(["all"], HOST)}
     assert found["demanding 3"].planner == Simple()
     assert found["demanding"].planner is None and "without options" in found["demanding"].problem
+
+
+def test_settings_of_trainers_run_to_the_end_of_a_list():
+    settings = '{"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 1}}'
+    found = named_contenders([f"fsdp,deepspeed:{settings}", "megatron:tensor=4,megatron:--micro-batch-size 2"], HOST)
+    assert [each.planner for each in found] == [
+        FSDP(),
+        TrainerConfiguration(trainer="deepspeed", settings=settings),
+        Megatron(tensor=4),
+        TrainerConfiguration(trainer="megatron", settings="--micro-batch-size 2"),
+    ]
 
 
 @pytest.mark.parametrize(("text", "words"), [("magic", "no planner 'magic'"), ("pipeline:depth=4", "no option")])
 def test_wrong_planners_are_sentences(text, words):
     with pytest.raises(PlanError, match=words):
-        named_contenders(text, HOST)
+        named_contenders([text], HOST)

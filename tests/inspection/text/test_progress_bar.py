@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import pty
 import sys
@@ -83,6 +84,38 @@ def test_a_terminal_that_is_gone_does_not_matter() -> None:
     stream = io.StringIO()
     stream.close()
     _drawn(known=True, display=TerminalLine(stream=stream))
+
+
+@pytest.mark.usefixtures("at_once")
+def test_of_plans_made_at_once_one_line_is_shown_until_it_is_removed() -> None:
+    shown: list[tuple[str, str]] = []
+    drawn = {name: threading.Event() for name in ("first", "second", "inner")}
+    over = threading.Event()
+
+    def bar(name: str) -> PlanningBar:
+        def show(line: str) -> None:
+            shown.append((name, line))
+            drawn[name].set()
+
+        return PlanningBar(lambda: SimpleNamespace(width=120, is_unicode=True, show=show))
+
+    def first_plan() -> None:
+        with Progress(None, bar("first")).during("plan"):
+            over.wait(10)
+
+    beside = threading.Thread(target=first_plan)
+    beside.start()
+    assert drawn["first"].wait(10)
+    with Progress(None, bar("second")).during("plan"):
+        with Progress(None, bar("inner")).during("plan"):
+            time.sleep(0.2)
+        over.set()
+        beside.join()
+        assert drawn["second"].wait(10)
+    # Each is removed before the next is drawn, and the inner one never is.
+    lines = [(name, [line for _, line in some]) for name, some in itertools.groupby(shown, key=lambda each: each[0])]
+    assert [name for name, _ in lines] == ["first", "second"]
+    assert all(some[-1] == "" and all(some[:-1]) for _, some in lines)
 
 
 def test_what_is_quick_shows_nothing() -> None:

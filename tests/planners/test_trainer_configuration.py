@@ -13,8 +13,8 @@ import alpa_lite as al
 from alpa_lite.errors import PlanError
 from alpa_lite.planners import Hybrid, TrainerConfiguration
 from alpa_lite.planners.by_name import planner_by_name
-from alpa_lite.planners.trainer_settings import settings_of
-from alpa_lite.schedule import Interleaved1F1B, OneFOneB, ZeroBubbleV
+from alpa_lite.planners.trainer_configuration import settings_of
+from alpa_lite.schedule import GPipe, Interleaved1F1B, OneFOneB, ZeroBubbleV
 
 WIDTH, LAYERS, SAMPLES = 32, 4, 32
 
@@ -61,6 +61,11 @@ def _plan(planner: Any, num_microbatches: int | str = "auto", samples: int = SAM
         ("torchtitan", Hybrid(data=8, replicas=2, zero=3), 1),
         ("torchtitan", Hybrid(data=8), 4),
         ("torchtitan", Hybrid(pipeline=2, data=4, schedule=ZeroBubbleV()), 4),
+        ("maxtext", Hybrid(data=8), 2),
+        ("maxtext", Hybrid(data=8, zero=1), 1),
+        ("maxtext", Hybrid(data=8, replicas=2, zero=3), 2),
+        ("maxtext", Hybrid(tensor=4, data=2, projections=True, sequence_parallel=False, remat="full"), 2),
+        ("maxtext", Hybrid(pipeline=2, tensor=2, data=2, zero=1, projections=True, schedule=GPipe()), 4),
         ("deepspeed", Hybrid(data=8, zero=3), 2),
         ("deepspeed", Hybrid(pipeline=2, data=4, zero=1), 4),
     ],
@@ -95,6 +100,18 @@ def test_flags_of_a_launch_script_are_read(tmp_path: Path) -> None:
     assert (default.zero, default.remat, default.shards, default.samples) == (3, "selective", None, 4)
 
 
+def test_an_edited_file_is_another_planner(tmp_path: Path) -> None:
+    file = tmp_path / "flags.sh"
+    found = []
+    for size in (1, 2):
+        file.write_text(f"--micro-batch-size {size}")
+        found.append(planner_by_name(f"megatron:{file}", ()))
+    # Cached plans go by the planner's value.
+    assert found[0] != found[1] and found[0] == TrainerConfiguration(
+        trainer="megatron", settings="--micro-batch-size 1"
+    )
+
+
 def test_the_name_on_the_command_line_holds_the_settings() -> None:
     planner = planner_by_name("megatron:--tensor-model-parallel-size 2 --micro-batch-size 4", ())
     plan = _plan(planner)
@@ -115,7 +132,9 @@ def test_the_name_on_the_command_line_holds_the_settings() -> None:
         ("megatron:--recompute-granularity some", "recomputation 'some' is none of"),
         ("torchtitan:[parallelism", "cannot be read"),
         ("torchtitan:[parallelism]\ndata_parallel_shard_degree = 4", "say 1 × 4 data-parallel devices"),
+        ("maxtext:settings.yml", "no file of that name"),
         ('deepspeed:{"train_micro_batch_size_per_gpu": "auto"}', "needed, as a number"),
+        ("megatron:flags.sh", "no file of that name"),
         ("megatronn:--micro-batch-size 4", "Did you mean 'megatron'"),
     ],
 )
