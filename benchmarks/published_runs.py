@@ -57,7 +57,8 @@ def _predict(cells: Cells, predictor: Predictor) -> Prediction:
     except RowError as error:
         known.setdefault("measured_seconds", None)
         return Prediction(outcome=Outcome(predicted_seconds=None, reason=str(error), **known), breakdown={})
-    return Prediction(outcome=Outcome(predicted_seconds=run.seconds, **known), breakdown=run.breakdown())
+    outcome = Outcome(predicted_seconds=run.seconds, likely_seconds=run.plan.likely_seconds, **known)
+    return Prediction(outcome=outcome, breakdown=run.breakdown())
 
 
 def all_predictions(rows: Sequence[Cells], ablation: str, num_processes: int) -> Iterator[Prediction]:

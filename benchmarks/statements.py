@@ -252,7 +252,7 @@ def gpu_table() -> str:
                 f"{1e3 * row['jit_seconds']:.1f}",
                 f"{row['plan_seconds'] / row['jit_seconds']:.2f}",
             )
-            for row in _read("on_gpu.json")["rows"]
+            for row in _read("accelerator/nvidia-h100-80gb-hbm3.json")["rows"]
         ],
     )
 

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
+from cost_models.uncertainty import LikelyRange
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
@@ -23,6 +25,7 @@ class Outcome:
     hardware: str
     predicted_seconds: float | None
     measured_seconds: float | None
+    likely_seconds: LikelyRange | None = None
     reason: str = ""
 
     @property

@@ -1,6 +1,7 @@
 """Programs for one GPU, whose steps take 20 to 300 ms on an H100, and small ones of the same kinds (`cases`).
 
-GPT, Llama, mixture of experts, ResNet, MLP   the built-in models
+GPT, Llama, mixture of experts, T5, MLP,
+ResNet, U-Net, LSTM layers                    the built-in models
 `Blocks`                                      a transformer without embeddings, whose attention is a choice (`Attend`)
 `VisionTransformer`                           blocks on patches of images
 `Kernel`                                      attention alone, with gradients
@@ -19,11 +20,12 @@ import jax.numpy as jnp
 
 from alpa_lite.cli.models.alpa_cases import moe
 from alpa_lite.cli.models.decoders import GPT, Llama
+from alpa_lite.cli.models.encoders import Translator
 from alpa_lite.cli.models.model_parts import cross_entropy
 from alpa_lite.cli.models.sequential_networks import MLP
-from alpa_lite.cli.models.skip_networks import ResNet
+from alpa_lite.cli.models.skip_networks import ResNet, UNet
 from alpa_lite.cli.models.train import Adam, Optimizer, Transformation
-from alpa_lite.cli.models.transformer import Computation
+from alpa_lite.cli.models.transformer import Architecture, Computation, Encoder, Transformer
 
 
 class Attend(enum.StrEnum):
@@ -185,70 +187,116 @@ class Case:
     atol: float = 1e-2
 
 
+NUM_PREDICTED = 10
+"""The first of `cases`, of every kind of model, whose predictions are judged; the others are variants and kernels."""
+
+
 def cases(*, tiny: bool) -> list[Case]:
-    """Return the programs, those first that are to run if time is short."""
-    bf16, f32 = jnp.bfloat16, jnp.float32
-    small = {"num_layers": 12, "hidden": 768, "num_heads": 12, "seq_len": 1024, "vocab_size": 50304}
-    medium = {"num_layers": 24, "hidden": 1024, "num_heads": 16, "seq_len": 1024, "vocab_size": 50304}
-    medium |= {"scan_layers": True}
-    llama = Llama(
-        vocab_size=32000, num_layers=8, num_heads=16, num_kv_heads=4, hidden=2048, inner=5632, scan_layers=True
-    )
-    resnet, mlp = ResNet(dtype=bf16), MLP(in_features=8192, hidden=8192, out_features=8192, num_layers=6, dtype=bf16)
-    mixture = dataclasses.replace(moe(768, 8, 8), computation=Computation(num_segments=1, dtype=bf16))
-    attending: dict[str, Any] = {"num_layers": 8, "hidden": 1024, "num_heads": 16, "seq_len": 2048}
-    vit = Blocks(num_layers=12, hidden=1024, num_heads=16, seq_len=256, attend=Attend.XLA, causal=False)
-    vision = VisionTransformer(image_size=224, patch=14, blocks=vit)
-    alone, kernels, samples = (4, 8192, 16, 128), [*Attend], 8
-    if tiny:
-        small = {"num_layers": 2, "hidden": 32, "num_heads": 2, "seq_len": 16, "vocab_size": 64}
-        medium = {**small, "scan_layers": True}
-        llama = dataclasses.replace(
-            llama, vocab_size=64, num_layers=2, num_heads=4, num_kv_heads=2, hidden=32, inner=48, seq_len=16
-        )
-        resnet = ResNet(image_size=32, channels=4, stage_sizes=(1, 1), num_classes=10)
-        mlp = MLP(in_features=32, hidden=32, out_features=32, num_layers=2, dtype=bf16)
-        assert mixture.experts is not None
-        experts = dataclasses.replace(mixture.experts, group_size=16)
-        mixture = dataclasses.replace(
-            mixture, vocab_size=64, num_layers=2, hidden=32, num_heads=2, inner=64, seq_len=16, experts=experts
-        )
-        attending = {"num_layers": 1, "hidden": 32, "num_heads": 2, "seq_len": 128}
-        vision = VisionTransformer(
-            image_size=28, patch=14, blocks=dataclasses.replace(vit, num_layers=1, hidden=32, num_heads=2, seq_len=4)
-        )
-        alone, kernels, samples = (1, 128, 2, 16), [Attend.XLA, Attend.TRITON], 4
+    """Return the programs, those first that are to run if time is short; `tiny` ones have the same names."""
+    models, samples = _tiny_models() if tiny else _models(), 4 if tiny else 8
+    gpt, llama = models["gpt"], models["llama"]
+    medium, looped = models["medium"], dataclasses.replace(gpt, scan_layers=True, dtype=jnp.float32)
 
-    def blocks(attend: Attend) -> Case:
-        return Case(name=f"blocks, {attend}", model=Blocks(**attending, attend=attend), batch_size=samples)
+    def bf16(name: str, model: Any, batch_size: int, **options: Any) -> Case:
+        return Case(name=name, model=model, batch_size=batch_size, **options)
 
-    def kernel(attend: Attend) -> Case:
-        model = Kernel(attend=attend, shape=alone)
-        return Case(name=f"attention alone, {attend}", model=model, batch_size=alone[0], optimizer=descent(1.0))
-
-    def gpt(name: str, sizes: Mapping[str, Any], batch_size: int, dtype: Any, **options: Any) -> Case:
-        model = GPT(**sizes, dtype=dtype, **options)
-        if dtype == bf16:
-            return Case(name=name, model=model, batch_size=batch_size)
+    def fp32(name: str, model: Any, batch_size: int) -> Case:
         # XLA rounds the operands of float32 products to TensorFloat-32, whose mantissa has 10 bits.
         return Case(name=name, model=model, batch_size=batch_size, rtol=1e-2, atol=1e-4)
 
-    some = {attend: (blocks(attend), kernel(attend)) for attend in kernels}
-    by_hand = [row for attend in kernels[1:] for row in some[attend]]
+    def kernels(attend: Attend) -> tuple[Case, Case]:
+        blocks = dataclasses.replace(models["blocks"], attend=attend)
+        alone = dataclasses.replace(models["kernel"], attend=attend)
+        return (
+            bf16(f"blocks, {attend}", blocks, samples),
+            bf16(f"attention alone, {attend}", alone, alone.shape[0], optimizer=descent(1.0)),
+        )
+
+    # Pallas interprets its kernel for Triton on CPUs; cuDNN and the other kernel are for GPUs alone.
+    some = [row for attend in Attend if not tiny or attend in (Attend.XLA, Attend.TRITON) for row in kernels(attend)]
     return [
-        gpt("GPT 124M, bf16", small, 2 * samples, bf16),
-        Case(name="Llama 0.5B", model=llama, batch_size=samples),
-        Case(name="Llama 0.5B, 4 micro-batches", model=llama, batch_size=samples, num_microbatches=4),
-        gpt("GPT 124M, fp32", {**small, "scan_layers": True}, 2 * samples, f32),
-        *by_hand[:4],
-        gpt("GPT 350M, bf16, remat", medium, 2 * samples, bf16, remat=True),
-        Case(name="mixture of experts", model=mixture, batch_size=2 * samples),
-        Case(name="MLP, bf16", model=mlp, batch_size=1024 * samples),
-        *some[Attend.XLA],
-        Case(name="ResNet-50, bf16", model=resnet, batch_size=16 * samples),
-        Case(name="ViT, bf16", model=vision, batch_size=16 * samples),
-        *by_hand[4:],
-        gpt("GPT 350M, bf16", medium, samples, bf16),
-        gpt("GPT 350M, fp32", medium, samples, f32),
-        gpt("GPT 124M, fp32, remat", {**small, "scan_layers": True}, 2 * samples, f32, remat=True),
+        bf16("GPT 124M, bf16", gpt, 2 * samples),
+        bf16("Llama 0.5B", llama, samples),
+        fp32("GPT 124M, fp32", looped, 2 * samples),
+        bf16("mixture of experts", models["mixture"], 2 * samples),
+        bf16("ResNet-50, bf16", models["resnet"], 16 * samples),
+        bf16("ViT, bf16", models["vision"], 16 * samples),
+        bf16("T5, bf16", models["t5"], 4 * samples),
+        fp32("U-Net, fp32", models["unet"], samples),
+        fp32("LSTM translator, fp32", models["translator"], 16 * samples),
+        bf16("Llama 0.5B, 4 micro-batches", llama, samples, num_microbatches=4),
+        *some,
+        bf16("MLP, bf16", models["mlp"], 1024 * samples),
+        bf16("GPT 350M, bf16, remat", dataclasses.replace(medium, remat=True), 2 * samples),
+        bf16("GPT 350M, bf16", medium, samples),
+        fp32("GPT 350M, fp32", dataclasses.replace(medium, dtype=jnp.float32), samples),
+        fp32("GPT 124M, fp32, remat", dataclasses.replace(looped, remat=True), 2 * samples),
     ]
+
+
+_T5 = Architecture(gated=True, norm="rms", positions="relative", bias=False, tied=False)
+
+
+def _models() -> dict[str, Any]:
+    half: dict[str, Any] = {"dtype": jnp.bfloat16}
+    words: dict[str, Any] = {"seq_len": 1024, "vocab_size": 50304, **half}
+    attending = Blocks(num_layers=8, hidden=1024, num_heads=16, seq_len=2048, attend=Attend.XLA)
+    patches = dataclasses.replace(attending, num_layers=12, seq_len=256, causal=False)
+    mixture = dataclasses.replace(moe(768, 8, 8), computation=Computation(num_segments=1, **half))
+    return {
+        "gpt": GPT(num_layers=12, hidden=768, num_heads=12, **words),
+        "medium": GPT(num_layers=24, hidden=1024, num_heads=16, scan_layers=True, **words),
+        "llama": Llama(
+            vocab_size=32000, num_layers=8, num_heads=16, num_kv_heads=4, hidden=2048, inner=5632, scan_layers=True
+        ),
+        "mixture": mixture,
+        "resnet": ResNet(**half),
+        "vision": VisionTransformer(image_size=224, patch=14, blocks=patches),
+        "t5": Transformer(
+            vocab_size=32128,
+            num_layers=12,
+            hidden=768,
+            num_heads=12,
+            inner=2048,
+            seq_len=128,
+            architecture=_T5,
+            encoder=Encoder(num_layers=12, seq_len=512),
+            computation=Computation(fused=False),
+        ),
+        "unet": UNet(),
+        "translator": Translator(),
+        "mlp": MLP(in_features=8192, hidden=8192, out_features=8192, num_layers=6, **half),
+        "blocks": attending,
+        "kernel": Kernel(attend=Attend.XLA, shape=(4, 8192, 16, 128)),
+    }
+
+
+def _tiny_models() -> dict[str, Any]:
+    """Return models of the same kinds whose steps take milliseconds on a CPU."""
+    models = _models()
+    words: dict[str, Any] = {"num_layers": 2, "hidden": 32, "num_heads": 2, "seq_len": 16, "vocab_size": 64}
+    attending: dict[str, Any] = {"num_layers": 1, "hidden": 32, "num_heads": 2}
+    experts = dataclasses.replace(models["mixture"].experts, group_size=16)
+    smaller: dict[str, dict[str, Any]] = {
+        "gpt": words,
+        "medium": words,
+        "llama": {**words, "num_heads": 4, "num_kv_heads": 2, "inner": 48},
+        "mixture": {**words, "inner": 64, "experts": experts},
+        "resnet": {"image_size": 32, "channels": 4, "stage_sizes": (1, 1), "num_classes": 10, "dtype": jnp.float32},
+        "t5": {**words, "inner": 64, "encoder": Encoder(num_layers=2, seq_len=16)},
+        "unet": {"image_size": 44, "channels": 4, "depth": 2},
+        "translator": {
+            "source_vocab": 64,
+            "target_vocab": 64,
+            "num_layers": 2,
+            "hidden": 32,
+            "source_len": 6,
+            "target_len": 6,
+        },
+        "mlp": {"in_features": 32, "hidden": 32, "out_features": 32, "num_layers": 2},
+        "blocks": {**attending, "seq_len": 128},
+        "kernel": {"shape": (1, 128, 2, 16)},
+    }
+    patches = dataclasses.replace(models["vision"].blocks, **attending, seq_len=4)
+    smaller["vision"] = {"image_size": 28, "blocks": patches}
+    return {name: dataclasses.replace(model, **smaller[name]) for name, model in models.items()}
