@@ -71,7 +71,7 @@ class ParallelDegrees:
 
     @property
     def words(self) -> str:
-        """The degrees above 1 and ZeRO, such as `4 pipeline × 2 tensor × 8 data, ZeRO-1`."""
+        """The degrees above 1 and what else splits, such as `4 pipeline × 2 tensor × 8 data, ZeRO-1`."""
         degrees = {
             "pipeline": self.pipeline,
             "chunks": self.chunks,
@@ -82,7 +82,11 @@ class ParallelDegrees:
             "replicas": self.replicas,
         }
         shown = " × ".join(f"{degree} {name}" for name, degree in degrees.items() if degree > 1) or "no parallelism"
-        return shown + (f", ZeRO-{self.zero}" if self.zero else "") + (", sequence" if self.sequence_parallel else "")
+        return (
+            shown
+            + (f", ZeRO-{self.zero}" if self.zero else "")
+            + (", sequence parallel" if self.sequence_parallel else "")
+        )
 
     @property
     def ways(self) -> int:

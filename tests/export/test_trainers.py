@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
@@ -208,17 +208,23 @@ def test_axes_stand_for_what_they_split_in_products(planner: Any, words: str) ->
 def test_groups_of_ragged_products_are_experts() -> None:
     plan = _plan(DataParallel(), 1, ragged, *MIXTURE)
     step, (stage,) = as_planned(programs_of(plan).with_equations(1, plan.loop_parts), plan).step, plan.stages
-    # Along the groups, which the weights alone have; no plan splits them for its price, as every row would be summed.
-    ops = {}
-    for number, placement in stage.ops.items():
-        op = step.graph.ops[number]
-        weights = rule_of_op(step.graph, number).operands[1] if op.primitive == "ragged_dot_general" else ()
-        group = weights[0][0] if weights else None
-        ops[number] = replace(
-            placement, factors=tuple(("x",) if f == group else () for f in range(len(placement.factors)))
-        )
-    found = ProductAxes.of([replace(stage, ops=ops)], step)
-    assert (found.experts, found.weights) == ({"x"}, frozenset())
+
+    def split(primitives: Collection[str]) -> ProductAxes:
+        """The axes of the plan if products are split along the first dim of their weights."""
+        ops = {}
+        for number, placement in stage.ops.items():
+            op = step.graph.ops[number]
+            first = rule_of_op(step.graph, number).operands[1][0][0] if op.primitive in primitives else None
+            factors = [("x",) if factor == first else () for factor in range(len(placement.factors))]
+            ops[number] = replace(placement, factors=tuple(factors))
+        return ProductAxes.of([replace(stage, ops=ops)], step)
+
+    # No plan splits groups for its price, as all rows would be summed.
+    alone = split(["ragged_dot_general"])
+    assert (alone.experts, alone.weights) == ({"x"}, frozenset())
+    # An axis that splits other dims of weights too is a tensor axis.
+    both = split(["ragged_dot_general", "dot_general"])
+    assert (both.experts, both.weights) == (frozenset(), {"x"})
 
 
 def test_what_a_trainer_does_not_have_is_refused() -> None:
