@@ -133,6 +133,9 @@ def degrees_of(plan: Plan) -> ParallelDegrees:
     zero = splits.zero([*of_role["data"], *of_role["expert"]])
     # What is split over the inner axes and whole along the outer ones is held once per group of replicas.
     within = [axis for axis in of_role["data"] if not zero or splits.zero([axis])]
+    # Axes of which each splits some arrays, and only together most, are one degree.
+    if not within and splits.zero(of_role["data"]):
+        within = of_role["data"]
     schedule, count = plan.schedule, len(plan.stages)
     pipeline = len({schedule.processor_of(stage, count) for stage in range(count)})
     shown = {axis: "replicas" if role == "data" and axis not in within else role for axis, role in roles.items()}
