@@ -98,6 +98,8 @@ class JointSearch:
         num_stages: number of stages; None for the best number.
         equal: the quantities that stages have equally much of.
         at_most: the seconds of a step from which on plans are of no use.
+        gap: where given, numbers of micro-batches are searched until none is left at which the work of a step alone
+            (`work_floor`) is closer than this to the best plan, relative to that plan.
     """
 
     request: PlanRequest
@@ -109,6 +111,7 @@ class JointSearch:
     num_stages: int | None = None
     equal: Collection[StageEquality] = ()
     at_most: float = math.inf
+    gap: float | None = None
 
     def plans(self) -> Iterator[Plan | Unplanned]:
         """Yield the best plan of each number of micro-batches, the most promising number first, or why there is none;
@@ -188,7 +191,7 @@ class JointSearch:
                 known[number] = searches.guess_at(number)
             return known[number]
 
-        while ways := numbers_left(open_, guess, searched, solved_at):
+        while ways := numbers_left(open_, guess, searched, solved_at) or self._not_excluded(open_, at_most):
             # A later number takes half the work, as some stages are known.
             further = min(max(0, MAX_IN_VAIN - searched.in_vain), len(ways)) / 2
             number = ways[0]
@@ -214,6 +217,18 @@ class JointSearch:
                 searched = replace(searched, in_vain=searched.in_vain + 1)
             if plan is not None:
                 yield better, plan
+
+    def _not_excluded(self, open_: Collection[int], at_most: float) -> list[int]:
+        """Return the numbers whose work does not exclude a plan that is better by the gap, the least work first."""
+        if self.gap is None:
+            return []
+        work = dict[int, float]()
+        for number in open_:
+            # Steps that cannot be cut so have no plan at this number.
+            with suppress(PlanError, NonAdditiveError, BatchError, TraceError):
+                work[number] = self.request.floor_at(number)
+        better = [number for number, seconds in work.items() if seconds < (1 - self.gap) * at_most]
+        return sorted(better, key=work.__getitem__)
 
     def _planned_at(
         self, number: int, searches: SurveyedSearches, at_most: float, further: float

@@ -137,7 +137,11 @@ class PlanRequest:
     def floor_seconds(self) -> float:
         """A lower bound on the seconds of a step, whatever the plan (`work_floor`)."""
         # Of the step as written: several micro-batches read weights more often, and recomputation adds work.
-        return least_seconds(self.step_at(1, 0), self.cluster, self.cost_model_for)
+        return self.floor_at(1)
+
+    def floor_at(self, num_microbatches: int) -> float:
+        """Return a lower bound on the seconds of a step with so many micro-batches."""
+        return least_seconds(self.step_at(num_microbatches, 0), self.cluster, self.cost_model_for)
 
     @cached_property
     def cost_model(self) -> CostModel:

@@ -12,6 +12,7 @@ Planning code only reports events; followers measure times. The lines of text ar
 from __future__ import annotations
 
 import logging
+import math
 import signal
 import threading
 import time
@@ -25,6 +26,10 @@ _logger = logging.getLogger("alpa_lite")
 
 FEW = 3
 """The minimum number of finished units before the remaining time is estimated."""
+
+
+class TimeIsUp(KeyboardInterrupt):
+    """The time limit of a search has passed, which ends it as Ctrl-C does."""
 
 
 class Progress:
@@ -47,6 +52,7 @@ class Progress:
         self.searches, self.interrupted = 0, False
         self.done: dict[str, int] = {}
         self.left: dict[str, float | None] = {}
+        self._ends_at = math.inf
 
     @staticmethod
     def of(say: Say | Progress | None) -> Progress:
@@ -144,10 +150,23 @@ class Progress:
             signal.signal(signal.SIGINT, before)
             self.interrupted = False
 
+    @contextmanager
+    def within(self, seconds: float | None) -> Generator[None]:
+        """Raise `TimeIsUp` within this context, at the first report after so many seconds; None: never."""
+        if seconds is not None:
+            self._ends_at = time.monotonic() + seconds
+        try:
+            yield
+        finally:
+            self._ends_at = math.inf
+
     def _tell(self) -> None:
         """Call all followers, then raise a delayed `KeyboardInterrupt`."""
         for follower in self._followers:
             follower(self)
+        if time.monotonic() > self._ends_at:
+            self._ends_at, self.doing = math.inf, "the time limit has passed: stopping"
+            raise TimeIsUp
         # Cleared before it is raised: leaving the phases reports again, and must not raise a second one.
         if self.interrupted:
             self.interrupted = False

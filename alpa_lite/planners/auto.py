@@ -31,6 +31,7 @@ from alpa_lite.inter_op.what_would_fit import cheapest_fit, more_hosts, more_mic
 from alpa_lite.inter_op.workers import Workers, num_workers
 from alpa_lite.intra_op.solvers.integer_program import IntegerProgram, available_backends
 from alpa_lite.plan.plan import INTERRUPTED, Plan, SolverReport
+from alpa_lite.plan.progress import TimeIsUp
 from alpa_lite.planners.fewer_devices import AS_FAST, on_fewer_devices
 from alpa_lite.planners.hybrid import Hybrid
 from alpa_lite.planners.manual import MANUAL_PLANNERS, ManualPlans, NoPlan
@@ -75,6 +76,11 @@ class Auto(Planner):
             (`pulp.listSolvers(onlyAvailable=True)`).
         idle_devices: whether devices may be left idle, where a step on fewer of them takes no longer; not where stages,
             pins, remat or the schedule are restricted, or plans are measured.
+        gap: distance of the plan from its lower bound, relative to the plan, that is good enough: the search ends at
+            the first plan that close. Before, no number of micro-batches is left out for what it is guessed to take,
+            but only where the work of a step with so many is above that. None: the search ends after few numbers.
+        time_limit_seconds: the time after which the search ends, once the stage at hand is solved, with the best plan
+            so far; a step for which nothing was found by then gets a manual plan. None: no limit.
         manual: manual plans that are priced too, unless stages, pins, remat or the schedule are restricted, which these
             plans would not obey. If one stage is requested, only plans with one stage are.
     """
@@ -94,6 +100,8 @@ class Auto(Planner):
     measure_top: int = 0
     solver: str = "search"
     idle_devices: bool = True
+    gap: float | None = None
+    time_limit_seconds: float | None = None
     manual: tuple[Planner, ...] = field(default=MANUAL_PLANNERS)
 
     @property
@@ -113,10 +121,14 @@ class Auto(Planner):
         self._check()
         if (mesh := user_mesh(request.step_at(1, 0), request.signature.user_shardings)) is not None:
             return self._as_sharded_by_the_user(request, mesh)
-        whole = self._planned(request)
-        if not self._may_leave_idle(request.cluster) or whole.solver.status == INTERRUPTED:
-            return whole
-        found = on_fewer_devices(whole, request, replace(self, manual=())._planned_on)
+        with request.progress.within(self.time_limit_seconds):
+            whole = self._planned(request)
+            if not self._may_leave_idle(request.cluster) or whole.solver.status == INTERRUPTED:
+                return whole
+            try:
+                found = on_fewer_devices(whole, request, replace(self, manual=())._planned_on)
+            except TimeIsUp:
+                found = whole
         return replace(found, solver=_certificate(found, found.solver.bound, time.perf_counter() - started))
 
     def _may_leave_idle(self, cluster: Cluster) -> bool:
@@ -131,8 +143,8 @@ class Auto(Planner):
             return self._planned(replace(request, advise=False), at_most)
         except AlpaLiteError:
             return None
-        except KeyboardInterrupt:
-            if request.on_interrupt != "best":
+        except KeyboardInterrupt as stop:
+            if request.on_interrupt != "best" or isinstance(stop, TimeIsUp):
                 raise
             return None
 
@@ -148,14 +160,16 @@ class Auto(Planner):
         manual = ManualPlans(() if self._restricted else self.manual, limited)
         plans, refused, missing = list[Plan](), list[Unplanned](), list[NoPlan]()
         interrupted = False
-        request.progress.begin("survey", "stages", "refine")
         try:
+            request.progress.begin("survey", "stages", "refine")
             with rare_collection(), workers, request.progress.interrupts():
                 for plan in self._search(limited, at_most).plans():
                     if isinstance(plan, Unplanned):
                         refused.append(plan)
                         continue
                     plans.append(plan)
+                    if self._is_close(plan, request):
+                        break
                     # Workers prepare manual plans with as many micro-batches as the best plan so far has.
                     manual.expect(min(plans, key=_step_seconds))
                 found = min(plans, key=_step_seconds, default=None)
@@ -170,16 +184,12 @@ class Auto(Planner):
                         missing.append(NoPlan(plan.name, why))
             if not plans:
                 raise self._advised(limited, _most_telling(refused, missing))
-        except KeyboardInterrupt:
-            if request.on_interrupt != "best":
+        except KeyboardInterrupt as stop:
+            # A part of the cluster is planned for a plan that is better than the one on all devices.
+            if at_most < math.inf:
                 raise
             interrupted = True
-            request.progress("interrupted: the best plan so far is taken")
-            # A manual plan takes little time: so there is a plan to return however early the search is interrupted.
-            made = (plan for plan in manual.plans(None) if isinstance(plan, Plan) and self._allows(plan))
-            plans += islice(made, 0 if plans else 1)
-            if not plans:
-                raise
+            plans += self._made_up_for(stop, request, manual, found_some=bool(plans))
         plans.sort(key=lambda plan: plan.name != self.name)  # of equally fast plans the one of the search is taken
         best = self._best(limited, plans)
         return replace(
@@ -190,6 +200,30 @@ class Auto(Planner):
             refusals=tuple((name, str(error)) for name, error in missing),
             solver=_certificate(best, request.floor_seconds, time.perf_counter() - started, interrupted=interrupted),
         )
+
+    def _made_up_for(
+        self, stop: KeyboardInterrupt, request: PlanRequest, manual: ManualPlans, *, found_some: bool
+    ) -> list[Plan]:
+        """Return the plans for a search that was stopped: a manual one if it had found none.
+
+        Raises `stop` again if that is to end planning, and `PlanError` if the time was too short for any plan.
+        """
+        late = isinstance(stop, TimeIsUp)
+        if request.on_interrupt != "best" and not late:
+            raise stop
+        request.progress(f"{'the time is up' if late else 'interrupted'}: the best plan so far is taken")
+        if found_some:
+            return []
+        # It takes little time, so that there is a plan to return however early the search is stopped.
+        made = [*islice((plan for plan in manual.plans(None) if isinstance(plan, Plan) and self._allows(plan)), 1)]
+        if late and not made:
+            raise PlanError(
+                f"No plan was found within time_limit_seconds={self.time_limit_seconds:g}, and no manual plan fits. "
+                "Allow more time."
+            ) from None
+        if not made:
+            raise stop
+        return made
 
     def _as_sharded_by_the_user(self, request: PlanRequest, mesh: Mapping[str, int]) -> Plan:
         """Return the best plan on the user's mesh that has all shardings of the user."""
@@ -215,6 +249,12 @@ class Auto(Planner):
             if number is not None and not (isinstance(number, Integral) and int(number) >= 1):
                 raise PlanError(f"{name}={number!r} was given; it must be an integer of at least 1, or None.")
         self._integer_program()
+        for name, most in (("gap", 1.0), ("time_limit_seconds", math.inf)):
+            number = getattr(self, name)
+            # Written so that NaN is refused too.
+            if number is not None and not (isinstance(number, (int, float)) and 0 < number < most):
+                below = " and below 1" if most == 1.0 else ""
+                raise PlanError(f"{name}={number!r} was given; it must be a number above 0{below}, or None.")
         if self.measure_top < 0:
             raise PlanError(f"measure_top={self.measure_top} was given; it is a number of plans, or 0.")
         if self.intra_op_only and (self.inter_op_only or (self.pipeline or 1) > 1):
@@ -240,6 +280,10 @@ class Auto(Planner):
         """Whether manual plans might not obey the options. They recompute nothing, so that they obey `remat="none"`."""
         stages = self.inter_op_only or (self.pipeline or 1) > 1 or self.equal
         return bool(stages or self.pins or self.schedule or self.remat not in ("auto", "none"))
+
+    def _is_close(self, plan: Plan, request: PlanRequest) -> bool:
+        """Return True if a plan is as close to its lower bound as was asked for."""
+        return self.gap is not None and relative_gap(_step_seconds(plan), request.floor_seconds) <= self.gap
 
     def _allows(self, plan: Plan) -> bool:
         """Return True unless one stage is requested and a manual plan has several."""
@@ -318,6 +362,7 @@ class Auto(Planner):
             num_stages=1 if self.intra_op_only else self.pipeline,
             equal=self.equal,
             at_most=at_most,
+            gap=self.gap,
         )
 
 

@@ -405,6 +405,15 @@ def test_on_paper(opened, pipeline_plan):
     assert not shown.page.is_visible("#search") and not shown.page.is_visible("button[data-zoom='+']")
     assert shown.page.is_visible("#timeline svg") and shown.page.is_visible("#arrays")
     assert len(shown.page.pdf(format="A4")) > 10_000
+    # Nothing is cut off: no table scrolls, and none is wider than A4 within its margins, in CSS pixels.
+    shown.page.set_viewport_size({"width": round((210 - 2 * 12) / 25.4 * 96), "height": 1000})
+    shown.settle()
+    boxes = "() => [...document.querySelectorAll('main .scroll')].map((box) => getComputedStyle(box).overflowX)"
+    assert set(shown.page.evaluate(boxes)) == {"visible"}
+    assert shown.page.evaluate("() => document.documentElement.scrollWidth - document.documentElement.clientWidth") <= 0
+    # Chromium repeats the head of a table on the next page only if it has no button.
+    heads = "() => [...document.querySelectorAll('thead button')].map((button) => getComputedStyle(button).display)"
+    assert set(shown.page.evaluate(heads)) == {"contents"}
 
 
 def test_narrow(opened, pipeline_plan):

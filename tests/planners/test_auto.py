@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -14,7 +15,7 @@ from jax.sharding import PartitionSpec
 import alpa_lite as al
 from alpa_lite.cli.bench.request import find_target
 from alpa_lite.errors import PlanError
-from alpa_lite.inter_op.microbatch_counts import divisors
+from alpa_lite.inter_op.microbatch_counts import MAX_SEARCHED, divisors
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.intra_op.solvers.integer_program import available_backends
 from alpa_lite.plan.progress import Progress
@@ -193,6 +194,53 @@ def test_an_interruption_keeps_the_best_so_far() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         _plan(Auto(), progress=at_once, on_interrupt="best")
+
+
+def test_a_search_ends_at_the_gap_asked_for() -> None:
+    """Its first plan is close enough; by itself the search tries further numbers, and refines."""
+    told = {gap: list[str]() for gap in (None, 0.9)}
+    plans = {
+        gap: _plan(Auto(gap=gap, manual=(), idle_devices=False), progress=said.append) for gap, said in told.items()
+    }
+    searched = {gap: _searched(said) for gap, said in told.items()}
+    assert len(searched[0.9]) == 1 < len(searched[None])
+    assert "refine" in told[None] and "refine" not in told[0.9]
+    assert plans[0.9].solver.gap <= 0.9 and plans[0.9].solver.bound == plans[None].solver.bound
+
+
+@pytest.mark.slow
+def test_a_search_for_a_gap_leaves_out_no_number_by_a_guess() -> None:
+    """Only numbers at which the work alone takes as long as the plan, which no plan of them can be better than."""
+    said, gap = list[str](), 1e-3
+    plan = _plan(Auto(gap=gap, manual=(), idle_devices=False), progress=said.append)
+    request = al.parallelize(_step).trace(*_shapes()).request(plan.cluster)
+    left = set(divisors(BATCH)) - _searched(said)
+    assert plan.solver.gap > gap, "the search ended before"
+    assert len(_searched(said)) > MAX_SEARCHED and left
+    assert all(request.floor_at(number) >= (1 - gap) * plan.prediction.step_seconds for number in left)
+
+
+def _searched(said: Sequence[str]) -> set[int]:
+    """Return the numbers of micro-batches whose stages were searched, by the lines of progress."""
+    begins = "stages at "
+    return {int(text[len(begins) :].split()[0]) for text in said if text.startswith(begins)}
+
+
+def test_a_search_ends_in_time_with_the_best_so_far() -> None:
+    said = list[str]()
+    plan = _plan(Auto(time_limit_seconds=1e-6), progress=said.append)
+    assert plan.solver.status == "interrupted" and plan.name in {f"auto ({each.name})" for each in MANUAL_PLANNERS}
+    assert "the time is up: the best plan so far is taken" in said and not _searched(said)
+    assert 0 < plan.solver.bound <= plan.prediction.step_seconds
+    # Enough time changes nothing, and Ctrl-C still raises.
+    assert _plan(Auto(time_limit_seconds=1e4)).solver.status == _plan(Auto()).solver.status
+
+
+@pytest.mark.parametrize("options", [{"gap": 0.0}, {"gap": 1.0}, {"gap": float("nan")}, {"time_limit_seconds": -1}])
+def test_a_gap_and_a_time_that_mean_nothing_are_refused(options: Any) -> None:
+    (name,) = options
+    with pytest.raises(PlanError, match=f"{name}=.* was given; it must be a number above 0"):
+        _plan(Auto(**options))
 
 
 SMALL_MODELS = [

@@ -15,7 +15,14 @@ import alpa_lite as al
 from alpa_lite.api.doctor import virtual_environment
 from alpa_lite.cli.bench.entries import PlannedEntry, Say, contest_of, measured_rows, planned_entries
 from alpa_lite.cli.bench.report import ChartError, check_matplotlib, draw, environment_lines, groups, page, tables
-from alpa_lite.cli.bench.request import BenchTarget, add_options, find_target, named_contenders, named_models
+from alpa_lite.cli.bench.request import (
+    BenchTarget,
+    add_options,
+    check_planners,
+    find_target,
+    named_contenders,
+    named_models,
+)
 from alpa_lite.cli.bench.row import Environment, Row, here, json_line, verdict
 from alpa_lite.cli.command import Screen, ended, json_alone, run_module, writing
 from alpa_lite.errors import PlanError
@@ -44,7 +51,10 @@ class Request:
 def compare(
     target: BenchTarget, cluster: Cluster, request: Request, progress: Progress, tell: Say = lambda text: None
 ) -> list[Row]:
-    """Return the rows of one model on one cluster; `tell` is called with a line of text for each plan that is made."""
+    """Return the rows of one model on one cluster.
+
+    `tell` is called with a line of text for each plan that is made, compiled and measured.
+    """
     with progress.during("compare", f"tracing {target.name}"):
         contest, contenders = contest_of(target, cluster), named_contenders(request.planners, cluster)
     entries = list[PlannedEntry]()
@@ -60,8 +70,7 @@ def compare(
         tell(planned_line(entries[-1].row))
     if not request.rounds:
         return [entry.row for entry in entries]
-    with progress.during("run"):
-        return measured_rows(target, entries, request.rounds, progress)
+    return measured_rows(target, entries, request.rounds, progress, tell)
 
 
 def planned_line(row: Row) -> str:
@@ -100,6 +109,8 @@ def _run(arguments: Sequence[str], given: argparse.Namespace) -> int:
     targets = [find_target(name, given.batch) for name in models]
     # All names are resolved first: a wrong one should not end a comparison that has run for an hour.
     described, counts = _described(given), _counts(given.num_microbatches)
+    planners = tuple(given.planners or ("all",))
+    check_planners(planners)
     # A model that was published with a cluster is priced there, unless the user asks for this machine.
     local = [described is None and bool(given.measure or given.cluster or target.cluster is None) for target in targets]
     # Only now is it known whether devices are needed; plans for described clusters need none.
@@ -117,7 +128,7 @@ def _run(arguments: Sequence[str], given: argparse.Namespace) -> int:
     for target, here_too in zip(targets, local, strict=True):
         # What is planned for another cluster cannot be measured here.
         rounds = given.steps if here_too and not given.simulate else 0
-        request = Request(planners=tuple(given.planners or ("all",)), counts=counts, rounds=rounds)
+        request = Request(planners=planners, counts=counts, rounds=rounds)
         cluster = described or (machine if here_too else target.cluster)
         if cluster is not None:
             rows += compare(target, cluster, request, progress, tell)

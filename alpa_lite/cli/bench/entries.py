@@ -27,7 +27,7 @@ from alpa_lite.plan.progress import Progress
 from alpa_lite.plan.simulation import SimulatedStep
 from alpa_lite.planners.planner import Planner
 from alpa_lite.runtime.execute.function import CompiledFunction
-from alpa_lite.text import show_count
+from alpa_lite.text import show_about, show_count, show_seconds
 from alpa_lite.trace.call import Call, NamedArguments
 from cost_models.cluster import Cluster
 
@@ -195,10 +195,6 @@ def described(plan: al.Plan) -> str:
     return ", ".join(f"{show_count(count, 'stage')} {mesh}" for mesh, count in runs)
 
 
-WARM_UP = 2
-"""Rounds that do not count: the first one compiles the rest, the second one settles the memory allocator."""
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Running:
     """A compiled step with its arguments; each call runs one step on the state of the previous call."""
@@ -231,62 +227,111 @@ class Running:
 def in_turn(
     steps: Mapping[str, Callable[[], None]],
     rounds: int,
-    say: Say,
+    progress: Progress,
     *,
-    warm_up: int = WARM_UP,
+    warm_up: int = 1,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Return the seconds of each step in each round that counts; every other round runs in reverse order."""
+    """Return the seconds of each step in each round that counts; every other round runs in reverse order.
+
+    Rounds are units of the current phase of `progress`.
+    """
     seconds: dict[str, list[float]] = defaultdict(list)
     for number in range(warm_up + rounds):
-        say(f"round {number + 1} of {warm_up + rounds}")
+        progress.expect(progress.phase, warm_up + rounds - number)
+        progress(f"round {number + 1} of {warm_up + rounds}")
         # In reverse every other round: a drift of the machine during a round then favours no plan.
         for name in list(steps)[:: -1 if number % 2 else 1]:
             began = clock()
             steps[name]()
             seconds[name].append(clock() - began)
+        progress.did()
     return {name: samples[warm_up:] for name, samples in seconds.items()}
 
 
-def measured_rows(target: BenchTarget, entries: Sequence[PlannedEntry], rounds: int, say: Say) -> list[Row]:
-    """Return the rows with measurements. A plan that fails on the devices becomes a row with the reason."""
+def measured_rows(
+    target: BenchTarget, entries: Sequence[PlannedEntry], rounds: int, progress: Progress, tell: Say = lambda text: None
+) -> list[Row]:
+    """Return the rows with measurements. A plan that fails on the devices becomes a row with the reason.
+
+    `tell` is called with a line of text for each plan that was compiled, for the rounds to come, and for each plan that
+    was measured.
+    """
+    rows = [entry.row for entry in entries]
+    # Equal plans run the same program: timing it twice would only show the noise of the machine.
+    same = _equal_plans(entries)
+    progress.begin("compile", "run")
+    progress.expect("run", rounds + 1)
+    running, once = dict[int, Running](), 0.0
+    for number, started in _started(target, entries, same, progress):
+        name = f"{target.name}, {rows[number].planner}"
+        if isinstance(started, str):
+            rows[number] = replace(rows[number], reason=started)
+            tell(f"{name}: {started}")
+            continue
+        running[number], seconds = started
+        once += seconds
+        tell(
+            f"{name}: compiled in {show_seconds(running[number].compile_seconds)}, a step took {show_seconds(seconds)}"
+        )
+    count = show_count(len(running), "plan")
+    tell(f"{target.name}: {show_count(rounds, 'round')} of {count}, about {show_about((rounds + 1) * once)}")
+    with progress.during("run"):
+        times = in_turn({str(number): step for number, step in running.items()}, rounds, progress)
+    for number, row in enumerate(rows):
+        first = same.get(number, number)
+        if first in running:
+            rows[number] = row.measured(
+                times[str(first)],
+                same_as="" if first == number else rows[first].planner,
+                compile_seconds=running[first].compile_seconds if first == number else None,
+                allocated_peak_bytes=running[first].allocated_peak_bytes,
+            )
+            tell(f"{target.name}, {row.planner}: {show_seconds(rows[number].step_seconds or 0.0)} per step measured")
+        elif number in same:
+            rows[number] = replace(row, reason=rows[first].reason)
+    return rows
+
+
+def _equal_plans(entries: Sequence[PlannedEntry]) -> dict[int, int]:
+    """Return for each entry with an equal plan before it the number of the first of these."""
+    plans = [(number, entry.plan) for number, entry in enumerate(entries) if entry.plan is not None]
+    first = [(number, next(other for other, plan in plans if same_plan(plan, own))) for number, own in plans]
+    return {number: other for number, other in first if other != number}
+
+
+def _started(
+    target: BenchTarget, entries: Sequence[PlannedEntry], same: Mapping[int, int], progress: Progress
+) -> Iterator[tuple[int, tuple[Running, float] | str]]:
+    """Yield for each different plan its compiled step with the seconds of one step, or the reason why it failed."""
     # Copies on the host: what is on a device already may be given away only once.
     call = Call.of(target.step, target.values(), target.keywords, NamedArguments())
     leaves = [_on_host(leaf) for leaf in jax.tree.leaves(call.tree)]
-    rows, running = [entry.row for entry in entries], dict[int, Running]()
-    same: dict[int, int] = {}
-    for number, entry in enumerate(entries):
-        if entry.plan is None or entry.lowered is None:
-            continue
-        # Equal plans run the same program: timing it twice would only show the noise of the machine.
-        twin = next((i for i, other in running.items() if same_plan(other.compiled.plan, entry.plan)), None)
-        if twin is not None:
-            same[number] = twin
-            continue
-        say(f"{target.name}: compiling {entry.row.planner}")
-        try:
-            started = Running.of(entry.lowered, leaves)
-            # What fails, mostly fails in the first step; in a round it would end the comparison of all plans.
-            started()
-        # XLA raises it too, for example when memory runs out.
-        except RuntimeError as error:
-            rows[number] = replace(rows[number], reason=f"It failed when it was run: {_first_line(error)}")
-        else:
-            running[number] = started
-    times = in_turn(
-        {str(number): step for number, step in running.items()}, rounds, lambda s: say(f"{target.name}: {s}")
-    )
-    for number, step in running.items():
-        rows[number] = rows[number].measured(
-            times[str(number)], compile_seconds=step.compile_seconds, allocated_peak_bytes=step.allocated_peak_bytes
-        )
-    for number, twin in same.items():
-        rows[number] = rows[number].measured(
-            times[str(twin)],
-            same_as=rows[twin].planner,
-            allocated_peak_bytes=running[twin].allocated_peak_bytes,
-        )
-    return rows
+    apart = [number for number, entry in enumerate(entries) if entry.lowered is not None and number not in same]
+    for done, number in enumerate(apart):
+        lowered = entries[number].lowered
+        assert lowered is not None, "as chosen"
+        # Outside of the phase nothing is drawn where a line is told.
+        with progress.during("compile", f"{target.name}: compiling {entries[number].row.planner}"):
+            progress.expect("compile", len(apart) - done)
+            found = _warm(lowered, leaves)
+            progress.did()
+        yield number, found
+
+
+def _warm(lowered: LoweredFunction, leaves: Sequence[Tree]) -> tuple[Running, float] | str:
+    """Return a compiled step with the seconds of its second run, or the reason why it failed."""
+    try:
+        step = Running.of(lowered, leaves)
+        # What fails, mostly fails in the first step; in a round it would end the comparison of all plans. It also
+        # compiles the rest, and the second step settles the memory allocator.
+        step()
+        began = time.perf_counter()
+        step()
+    # XLA raises it too, for example when memory runs out.
+    except RuntimeError as error:
+        return f"It failed when it was run: {_first_line(error)}"
+    return step, time.perf_counter() - began
 
 
 def _on_host(leaf: Tree) -> Tree:

@@ -232,6 +232,13 @@ class Contender:
         return isinstance(self.planner, Auto) and not (self.planner.intra_op_only or self.planner.inter_op_only)
 
 
+def check_planners(lists: Sequence[str]) -> None:
+    """Raise `PlanError` for unknown names in lists of planners, before anything is measured."""
+    for name in (name for text in lists for name in _names(text)):
+        if name != "all":
+            _named(name)
+
+
 def named_contenders(lists: Sequence[str], cluster: Cluster) -> tuple[Contender, ...]:
     """Return the planners of lists, "all" among them, without duplicates. Raises `PlanError` for unknown names."""
     names = [name for text in lists for name in _names(text)]
@@ -340,9 +347,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--calibrate",
         type=float,
-        default=30.0,
+        default=10.0,
         metavar="S",
-        help="seconds to measure the devices; 0: as known (default: 30)",
+        help="seconds to measure the devices; 0: as known (default: 10)",
     )
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="keep rows.jsonl, report.html and a chart per model")
     parser.add_argument(

@@ -1,5 +1,6 @@
 """Plans of contenders at their best numbers of micro-batches, and steps that run in turn."""
 
+import re
 from dataclasses import replace
 
 import jax
@@ -18,6 +19,7 @@ from alpa_lite.cli.bench.entries import (
 )
 from alpa_lite.cli.bench.request import BenchTarget, named_contenders
 from alpa_lite.errors import InfeasibleError, PlanError
+from alpa_lite.plan.progress import Progress
 from alpa_lite.planners import DataParallel, Pipeline
 from tests.cli.bench.conftest import CLUSTER
 
@@ -153,14 +155,15 @@ def test_every_round_runs_each_step_once_and_every_other_backwards():
 
     steps = {"a": step("a", 1.0), "b": step("b", 2.0), "c": step("c", 3.0)}
     said = []
-    found = in_turn(steps, 2, said.append, warm_up=2, clock=clock)
+    progress = Progress(said.append)
+    found = in_turn(steps, 2, progress, warm_up=2, clock=clock)
     assert "".join(ran) == "abccbaabccba"
     assert found == {"a": [1.0, 1.0], "b": [2.0, 2.0], "c": [3.0, 3.0]}
     assert said == [f"round {i} of 4" for i in (1, 2, 3, 4)]
 
 
 def test_plans_are_measured_and_equal_ones_share_it(entries, target, devices):
-    rows = measured_rows(target, entries, 3, lambda _: None)
+    rows = measured_rows(target, entries, 3, Progress())
     for row in rows[:-1]:
         assert len(row.run.samples) == 3 and row.run.step_seconds > 0
         assert row.run.quartiles[0] <= row.run.step_seconds <= row.run.quartiles[1]
@@ -168,6 +171,21 @@ def test_plans_are_measured_and_equal_ones_share_it(entries, target, devices):
     assert rows[3].run.same_as == rows[1].planner and rows[3].run.samples == rows[1].run.samples
     assert rows[1].run.samples != rows[2].run.samples
     assert rows[-1] == entries[-1].row  # it has no plan
+
+
+def test_what_was_compiled_and_measured_is_told_at_once_with_an_estimate(entries, target, devices):
+    told = []
+    progress = Progress(lambda text: told.append(f"({text})"))
+    measured_rows(target, entries[:4], 2, progress, told.append)
+    heads = [re.sub(r"^mlp-tiny[,:] ", "", line) for line in told]
+    shown = [line for line in heads if not line.startswith("(")]
+    names = [entry.row.planner for entry in entries[:3]]
+    assert [line.partition(":")[0] for line in shown[:3]] == names and "compiled in" in shown[0]
+    assert re.fullmatch(r"2 rounds of 3 plans, about \d+ s", shown[3])
+    # The fourth plan equals the second, and is measured with it.
+    assert [line.partition(":")[0] for line in shown[4:]] == [*names, entries[3].row.planner]
+    assert heads.index("(round 3 of 3)") > heads.index(shown[3])
+    assert progress.done == {"compile": 3, "run": 3} and progress.left == {"compile": 0, "run": 0}
 
 
 def test_a_running_step_trains(entries, target, devices):
@@ -195,7 +213,7 @@ def test_a_hook_may_name_one_array_twice(devices):
     target = BenchTarget(name="twice", step=step, arguments=arguments, values=lambda: arguments)
     contenders = named_contenders(["data_parallel,pipeline"], CLUSTER)
     entries = list(planned_entries(contest_of(target, CLUSTER), contenders, [1], lambda _: None))
-    rows = measured_rows(target, entries, 2, lambda _: None)
+    rows = measured_rows(target, entries, 2, Progress())
     assert all(len(row.run.samples) == 2 for row in rows)
     assert not w.is_deleted()
 
@@ -209,12 +227,13 @@ def test_what_fails_on_the_devices_is_a_row_with_the_reason(entries, target, dev
         original(self)
 
     monkeypatch.setattr(Running, "__call__", fail)
-    rows = measured_rows(target, entries[1:3], 2, lambda _: None)
+    rows = measured_rows(target, [*entries[1:3], entries[2]], 2, Progress())
     assert rows[0].run is not None
-    assert rows[1].reason == "It failed when it was run: RESOURCE_EXHAUSTED: out of memory"
+    # The equal one is not compiled to fail again.
+    assert [row.reason for row in rows[1:]] == ["It failed when it was run: RESOURCE_EXHAUSTED: out of memory"] * 2
 
 
 @pytest.mark.parametrize("rounds", [1])
 def test_one_round_is_enough(entries, target, devices, rounds):
-    (row,) = measured_rows(target, entries[1:2], rounds, lambda _: None)
+    (row,) = measured_rows(target, entries[1:2], rounds, Progress())
     assert row.run.quartiles == (row.run.step_seconds,) * 2

@@ -108,6 +108,12 @@ def test_errors_are_sentences(capsys, arguments, words):
     assert code == 1 and words in err and not out
 
 
+def test_a_wrong_planner_is_told_before_the_devices_are_measured(capsys, monkeypatch):
+    monkeypatch.setattr(bench, "_this_machine", lambda *_: pytest.fail("measured"))
+    code, out, err = run(capsys, "--model", "mlp-tiny", "--devices", "0", "--planners", "auto,fsdq")
+    assert code == 1 and "Did you mean 'fsdp'?" in err and not out
+
+
 def test_unknown_options_are_the_parsers(capsys):
     with pytest.raises(SystemExit) as stopped:
         bench.main(["--speed", "11"])
