@@ -165,6 +165,7 @@ def priced(plan: al.Plan, target: BenchTarget) -> PlanPrice:
         solver_status=plan.solver.status,
         solver_gap=plan.solver.gap,
         step_seconds=seconds,
+        likely_seconds=plan.likely_seconds,
         peak_bytes=max(plan.prediction.peak_bytes),
         tflops_per_device=None if tflops is None else tflops(seconds),
     )
