@@ -78,7 +78,7 @@ def blocks() -> str:
     ]
     drawn = "".join(
         f'<g transform="translate({240 * number + 4} 4)"><g>{block_svg(spec, sizes)}</g>'
-        f'<text x="0" y="52">{escape(str(spec))}: {sharding_kind(spec)}</text>'
+        f'<text x="0" y="52">{escape(str(spec))}: {sharding_kind(spec, sizes)}</text>'
         f'<text class="small" x="0" y="66">{escape(sharding_words(spec, sizes))}</text></g>'
         for number, spec in enumerate(specs)
     )

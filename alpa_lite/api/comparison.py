@@ -143,8 +143,8 @@ def decisions_of(plan: Plan) -> dict[str, str]:
 def _degrees(plan: Plan) -> str:
     try:
         return degrees_of(plan).words
-    # Most plans of the search have no such form: their stages differ, or they split other dims.
-    except PlanError:
+    # Many plans of the search have no such form: their stages differ, or they split other dims.
+    except AlpaLiteError:
         meshes = [f"{stage.submesh.num_devices} devices {stage.mesh_shape}" for stage in plan.stages]
         return "; ".join(f"{count} × {mesh}" if count > 1 else mesh for mesh, count in Counter(meshes).items())
 

@@ -11,6 +11,7 @@ import json
 import linecache
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,16 +21,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from rich.console import Console
 
 from alpa_lite.cli.exit_codes import Exit, reader_left
 from alpa_lite.errors import AlpaLiteError, InfeasibleError
+from alpa_lite.text import did_you_mean
 from cost_models.checks import message
 
 if TYPE_CHECKING:
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+    Subparsers = argparse._SubParsersAction["SuggestingParser"]
+
+_CHOICE = re.compile(r"invalid choice: '?(.*?)'? \(choose from (.*)\)")
 
 VERSION = 1
 """The version of the `--json` schemas; it grows when an entry is removed or changes its meaning."""
@@ -94,6 +98,26 @@ def seconds(text: str) -> float:
     if not 0 < found < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} was given; it must be a number of seconds above 0")
     return found
+
+
+class SuggestingParser(argparse.ArgumentParser):
+    """A parser whose errors suggest the closest command, option or choice for a word that there is none for."""
+
+    # The stub of the base class has overloads, of which one has no default for `namespace`.
+    def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, args: Any = None, namespace: Any = None
+    ) -> Any:
+        """Parse as the base class does; the parser of a command refuses an unknown option by itself."""
+        found, rest = super().parse_known_args(args, namespace)
+        wrong = next((word.partition("=")[0] for word in rest if word.startswith("--")), None)
+        if wrong is not None:
+            self.error(f"there is no option {wrong}.{did_you_mean(wrong, self._option_string_actions)}")
+        return found, rest
+
+    def error(self, message: str) -> NoReturn:
+        """Print the usage and the message, and exit with 2."""
+        choice = _CHOICE.search(message)
+        super().error(message + (did_you_mean(choice[1], re.findall(r"[\w.-]+", choice[2])) if choice else ""))
 
 
 def suggests(action: argparse.Action, words: Sequence[str]) -> None:

@@ -27,7 +27,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 import alpa_lite as al
 from alpa_lite.api.doctor import virtual_environment
 from alpa_lite.cli.bench.entries import in_turn
-from alpa_lite.cli.command import Screen, count, ended, json_alone, positive, run_module
+from alpa_lite.cli.command import Screen, SuggestingParser, count, ended, json_alone, positive, run_module
 from alpa_lite.cli.models.batches import load_text, text_batches
 from alpa_lite.cli.models.decoders import GPT
 from alpa_lite.cli.models.model_parts import Tree
@@ -377,7 +377,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the arguments, run, and print. The exit code is 1 if alpa_lite raises an error, which is printed."""
     words = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser(prog="alpa-lite demo", description="Plan, train and compare on this machine.")
+    parser = SuggestingParser(prog="alpa-lite demo", description="Plan, train and compare on this machine.")
     add_options(parser)
     parser.add_argument("--json", action="store_true", help="print the result as JSON, and everything else to stderr")
     given = parser.parse_args(words)

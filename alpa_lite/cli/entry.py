@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import alpa_lite as al
-from alpa_lite.cli.command import SUGGESTIONS, Command, answer, ended, json_alone
+from alpa_lite.cli.command import SUGGESTIONS, Command, SuggestingParser, answer, ended, json_alone
 from alpa_lite.cli.exit_codes import Exit
 from alpa_lite.cli.file_commands import DIFF, EXPLAIN, SIMULATE, SOLVE
 from alpa_lite.cli.list_commands import CLUSTERS, PLANNERS_COMMAND
@@ -212,7 +212,7 @@ COMMANDS: tuple[Command, ...] = (
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands and their options."""
-    parser = argparse.ArgumentParser(
+    parser = SuggestingParser(
         prog="alpa-lite",
         description="Spread a JAX train step over devices, and see why.",
         epilog="example:\n  alpa-lite plan train.py:example --cluster p3.16xlarge --output plan.json\n\n"

@@ -4,21 +4,26 @@ A trainer of this kind knows data, tensor, pipeline, context and expert parallel
 whole model. The degrees of a plan are read off its specs, whoever chose them (`degrees_of`). An axis stands for the
 first of these that holds:
 
-    expert     it is the axis "expert" of `Hybrid`
+    context    it splits arguments of the batch along another dim than their samples
+    expert     it splits experts in products with weights, and no other dims of weights (`product_axes`)
     data       it splits arguments along their samples
-    context    it splits arguments of the batch along another dim
-    tensor     it splits weights
+    tensor     it splits dims of weights in products
+    data       it splits samples in products, of arguments that arrive whole
+    tensor     it splits weights at rest
 
-ZeRO is what the data axes split besides samples: optimizer state (1), sums of gradients (2), weights (3).
+ZeRO is what the data and expert axes split besides samples and experts, by most of its bytes: optimizer state (1), sums
+of gradients (2), weights (3).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Literal
 
 from alpa_lite.errors import PlanError
+from alpa_lite.export.product_axes import ProductAxes
 from alpa_lite.lower.plan_fits import as_planned
 from alpa_lite.plan.parts import StagePlan
 from alpa_lite.plan.plan import Plan
@@ -44,6 +49,7 @@ class ParallelDegrees:
         schedule: name of the schedule of the pipeline.
         num_microbatches: micro-batches of a step.
         batch_size: samples of a step.
+        stored: the degrees, of "data", "context" and "expert", over which ZeRO splits what `zero` says.
         axes: the degrees above 1 but `chunks`, in the order of the devices: the first lies over the most distant ones.
     """
 
@@ -60,11 +66,12 @@ class ParallelDegrees:
     schedule: str
     num_microbatches: int
     batch_size: int
+    stored: tuple[str, ...]
     axes: tuple[tuple[str, int], ...]
 
     @property
     def words(self) -> str:
-        """The degrees above 1 and ZeRO, such as `4 pipeline × 2 tensor × 8 data, ZeRO-1`."""
+        """The degrees above 1 and what else splits, such as `4 pipeline × 2 tensor × 8 data, ZeRO-1`."""
         degrees = {
             "pipeline": self.pipeline,
             "chunks": self.chunks,
@@ -75,7 +82,11 @@ class ParallelDegrees:
             "replicas": self.replicas,
         }
         shown = " × ".join(f"{degree} {name}" for name, degree in degrees.items() if degree > 1) or "no parallelism"
-        return shown + (f", ZeRO-{self.zero}" if self.zero else "") + (", sequence" if self.sequence_parallel else "")
+        return (
+            shown
+            + (f", ZeRO-{self.zero}" if self.zero else "")
+            + (", sequence parallel" if self.sequence_parallel else "")
+        )
 
     @property
     def ways(self) -> int:
@@ -119,9 +130,12 @@ def degrees_of(plan: Plan) -> ParallelDegrees:
             f"The axes {', '.join(of_role[''])} of {plan.name} split neither samples nor weights of the step, which no "
             "degree of a trainer stands for."
         )
-    zero = splits.zero(of_role["data"])
+    zero = splits.zero([*of_role["data"], *of_role["expert"]])
     # What is split over the inner axes and whole along the outer ones is held once per group of replicas.
     within = [axis for axis in of_role["data"] if not zero or splits.zero([axis])]
+    # Axes of which each splits some arrays, and only together most, are one degree.
+    if not within and splits.zero(of_role["data"]):
+        within = of_role["data"]
     schedule, count = plan.schedule, len(plan.stages)
     pipeline = len({schedule.processor_of(stage, count) for stage in range(count)})
     shown = {axis: "replicas" if role == "data" and axis not in within else role for axis, role in roles.items()}
@@ -142,6 +156,7 @@ def degrees_of(plan: Plan) -> ParallelDegrees:
         schedule=schedule.name if count > 1 else "",
         num_microbatches=plan.num_microbatches,
         batch_size=plan.batch.size,
+        stored=tuple(role for role in ("data", "context", "expert") if zero and splits.zero(of_role[role]) == zero),
         axes=(*((("pipeline", pipeline),) if pipeline > 1 else ()), *((shown[axis], sizes[axis]) for axis in roles)),
     )
 
@@ -150,56 +165,83 @@ _ROLES = ("data", "context", "expert", "tensor")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Stored:
+    """An array that a stage holds: what it is, the axes that split it, and those of them that split experts."""
+
+    kind: Literal["weights", "state", "sums"]
+    axes: frozenset[str]
+    of_experts: frozenset[str]
+    bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Splits:
-    """The mesh axes that split each kind of array."""
+    """What the mesh axes split: arguments with samples, what is stored, and products."""
 
     samples: frozenset[str]
     positions: frozenset[str]
-    weights: frozenset[str]
-    state: frozenset[str]
-    sums: frozenset[str]
+    stored: tuple[_Stored, ...]
+    products: ProductAxes
 
     @staticmethod
     def of(plan: Plan, step: StepGraph) -> _Splits:
-        """Collect the axes from the specs of the inputs and sums of all stages."""
-        found: dict[str, set[str]] = {name: set() for name in ("samples", "positions", "weights", "state", "sums")}
+        """Collect the axes from the specs of the inputs and sums of all stages, and from their products."""
+        products = ProductAxes.of(plan.stages, step)
+        samples, positions = set[str](), set[str]()
         for stage in plan.stages:
-            for name, axes in _axes_by_kind(stage, step):
-                found[name] |= axes
-        return _Splits(**{name: frozenset(axes) for name, axes in found.items()})
+            for value, spec in _arguments(stage, step):
+                if (dim := step.batch_dims[value]) is not None:
+                    samples.update(spec.dims[dim])
+                    positions |= Spec((*spec.dims[:dim], *spec.dims[dim + 1 :])).axes
+        stored = (each for stage in plan.stages for each in _stored(stage, step, products))
+        return _Splits(
+            samples=frozenset(samples), positions=frozenset(positions), stored=tuple(stored), products=products
+        )
 
     def role(self, axis: str) -> str:
         """Return the form of parallelism that an axis stands for; "" if it splits nothing of the step."""
-        if axis == "expert":
-            return "expert"
-        for role, split in (("data", self.samples), ("context", self.positions), ("tensor", self.weights | self.state)):
+        for role, split in (
+            ("context", self.positions),
+            ("expert", self.products.experts),
+            ("data", self.samples),
+            ("tensor", self.products.weights),
+            ("data", self.products.samples),
+            ("tensor", {axis for each in self.stored if each.kind != "sums" for axis in each.axes}),
+        ):
             if axis in split:
                 return role
         return ""
 
-    def zero(self, axes: list[str]) -> int:
-        """Return the stage of ZeRO that data-parallel axes stand for."""
-        split = set(axes)
-        if split & self.weights:
+    def zero(self, axes: Sequence[str]) -> int:
+        """Return the stage of ZeRO that axes stand for."""
+        if self._split("weights", axes):
             return 3
-        return 0 if not split & self.state else 2 if split & self.sums else 1
+        return 0 if not self._split("state", axes) else 2 if self._split("sums", axes) else 1
+
+    def _split(self, kind: str, axes: Sequence[str]) -> bool:
+        """Return whether axes split most bytes of a kind; a small array may be split for no price in any plan."""
+        # Arrays with experts on these axes have no choice: what the others do tells.
+        found = [each for each in self.stored if each.kind == kind and not each.of_experts & set(axes)]
+        return 2 * sum(each.bytes for each in found if each.axes & set(axes)) > sum(each.bytes for each in found)
 
 
-def _axes_by_kind(stage: StagePlan, step: StepGraph) -> Iterator[tuple[str, frozenset[str]]]:
-    """Yield the kind of each array that a stage holds after a task, with the axes that split it."""
+def _arguments(stage: StagePlan, step: StepGraph) -> Iterator[tuple[int, Spec]]:
+    return ((value, spec) for value, spec in stage.inputs.items() if step.graph.producer[value] is None)
+
+
+def _stored(stage: StagePlan, step: StepGraph, products: ProductAxes) -> Iterator[_Stored]:
     graph = step.graph
     in_loop = {v for op in graph.ops if step.phases[op.id].in_loop for v in op.operands}
-    for value, spec in stage.inputs.items():
-        if graph.producer[value] is not None:
-            continue
-        dim = step.batch_dims[value]
-        if dim is not None:
-            yield "samples", frozenset(spec.dims[dim])
-            yield "positions", Spec((*spec.dims[:dim], *spec.dims[dim + 1 :])).axes
-        else:
-            yield "weights" if value in in_loop else "state", spec.axes
-    for sums in stage.accumulators.values():
-        yield "sums", Spec(sums.stored.dims).axes
+
+    def stored(kind: Literal["weights", "state", "sums"], value: int, spec: Spec) -> _Stored:
+        of_experts = products.expert_axes(value, spec)
+        return _Stored(kind=kind, axes=Spec(spec.dims).axes, of_experts=of_experts, bytes=graph.values[value].bytes)
+
+    for value, spec in _arguments(stage, step):
+        if step.batch_dims[value] is None:
+            yield stored("weights" if value in in_loop else "state", value, spec)
+    for value, sums in stage.accumulators.items():
+        yield stored("sums", value, sums.stored)
 
 
 def _recompute(plan: Plan) -> str:

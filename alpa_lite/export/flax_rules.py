@@ -29,13 +29,13 @@ def flax_rules(plan: Plan) -> str:
 
     Raises `PlanError` for plans of several stages, which have no common mesh, and for plans from files.
     """
-    programs = programs_of(plan)
+    programs, stage = programs_of(plan), plan.stages[0]
     if len(plan.stages) > 1:
         raise PlanError(
             f"{plan.name} has {len(plan.stages)} stages, each with its own devices, but logical axis rules are for one "
             "mesh. Plan with Auto(intra_op_only=True) or a planner without pipeline."
         )
-    stage, inputs = plan.stages[0], programs.traced.inputs
+    inputs = programs.traced.inputs
     specs = {
         name: stage.specs.get(name, replicated(len(leaf.shape)))
         for name, leaf in zip(inputs.names, inputs.leaves, strict=True)

@@ -115,7 +115,7 @@ def _rules(found: ParallelDegrees, words: Mapping[str, str]) -> dict[str, list[s
 
     samples, positions, tensor = axes("replicas", "data", "expert"), axes("context"), axes("tensor")
     scattered = tensor if found.sequence_parallel else []
-    stored = axes("data", "context") if found.zero == 3 else []
+    stored = axes(*found.stored) if found.zero == 3 else []
     names: dict[str, list[str]] = {
         "activation_batch activation_batch_attn activation_batch_moe": samples,
         "activation_embed_and_logits_batch": [*samples, *axes("pipeline")],

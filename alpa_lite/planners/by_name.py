@@ -119,7 +119,8 @@ def planner_by_name(name: str, options: Sequence[str]) -> Planner:
             raise PlanError(f"{option!r} was given to {name!r}, but {key} {_wanted(hints[key])}.")
         if not fitting:
             listed = ", ".join(sorted(known)) or "none"
-            raise PlanError(f"{name!r} has no option {key!r}; its options are {listed}. Write NAME=VALUE.")
+            close = did_you_mean(key, known)
+            raise PlanError(f"{name!r} has no option {key!r}.{close} Its options are {listed}. Write NAME=VALUE.")
         values[key] = fitting[0]
     try:
         return planner(**values)

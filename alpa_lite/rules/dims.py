@@ -159,7 +159,7 @@ class Contraction(NamedTuple):
 
 def contractions(step: StepGraph) -> Iterator[Contraction]:
     """Yield the products and convolutions of the forward pass, bodies included."""
-    for graph, op in _forward(step):
+    for graph, op in forward_ops(step):
         rule = rule_of_op(graph, op.id)
         if op.bodies or rule.work_kind == "elementwise" or len(op.operands) != 2:
             continue
@@ -171,7 +171,8 @@ def contractions(step: StepGraph) -> Iterator[Contraction]:
         yield Contraction(graph=graph, op=op, factors=factors, batched=batched)
 
 
-def _forward(step: StepGraph) -> Iterator[tuple[Graph, Op]]:
+def forward_ops(step: StepGraph) -> Iterator[tuple[Graph, Op]]:
+    """Yield the ops of the forward pass with their graphs, those of bodies included."""
     for op in step.graph.ops:
         if step.phases[op.id] is Phase.FORWARD:
             yield step.graph, op
@@ -248,7 +249,7 @@ def _sequence(step: StepGraph, classes: DimClasses) -> set[int]:
 
 def _searched(step: StepGraph, classes: DimClasses) -> set[int]:
     found = set[int]()
-    for graph, op in _forward(step):
+    for graph, op in forward_ops(step):
         batch = batch_dims_of(step, graph)
         if op.primitive != "gather" or batch[op.operands[0]] is not None or batch[op.operands[1]] is None:
             continue

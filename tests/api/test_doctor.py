@@ -70,8 +70,9 @@ def test_the_compilation_cache_is_on_or_off(tmp_path):
         jax.config.update("jax_compilation_cache_dir", before)
 
 
-def test_the_self_test_plans_and_runs(devices):
+def test_the_self_test_plans_and_runs(devices, caplog):
     found = doctor.self_test()
+    assert caplog.records == []
     assert not found.error
     assert "8 described devices" in str(found) and f"on {len(devices)} devices as jax.jit does" in str(found)
 

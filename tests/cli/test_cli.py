@@ -310,7 +310,7 @@ def test_launch_runs_a_program_in_processes(at_work, capsys):
         (["plan", "users_model:example", "--cluster", "p3.17xlarge"], "Did you mean"),
         (["plan", "users_model:example", "--num-hosts", "2"], "--cluster"),
         (["plan", "users_model:example", "--planner", "magic", "--cluster", "p3.16xlarge"], "no planner 'magic'"),
-        (["plan", "users_model:example", "--option", "depth=2", "--cluster", "p3.16xlarge"], "its options are"),
+        (["plan", "users_model:example", "--option", "depth=2", "--cluster", "p3.16xlarge"], "Its options are"),
         (["plan", "users_model:train_step", "--cluster", "p3.16xlarge"], "takes arguments (params, x, y)"),
         (["plan", "users_model:bare", "--cluster", "p3.16xlarge"], "of a single one (state,)"),
         (["plan", "users_model:few", "--cluster", "p3.16xlarge"], "missing a required argument: 'y'"),

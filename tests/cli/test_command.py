@@ -52,3 +52,23 @@ def test_the_page_tells_every_command_and_exit_code():
     assert set(re.findall(r"^### `alpa-lite ([a-z]+)", text, re.MULTILINE)) == {command.name for command in COMMANDS}
     table = dict(re.findall(r"^\| (\d+) \| (.*?) \|$", text, re.MULTILINE))
     assert {int(code) for code in table} == {code.value for code in Exit}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["benhc"], "Did you mean 'bench'?"),
+        (
+            ["plan", "m:f", "--clustr", "p3.16xlarge"],
+            "alpa-lite plan: error: there is no option --clustr. Did you mean '--cluster'?",
+        ),
+        (["plan", "m:f", "--clustr=p3.16xlarge"], "there is no option --clustr. Did you mean '--cluster'?"),
+        (["completion", "zhs"], "Did you mean 'zsh'?"),
+        (["plan", "m:f", "--qqqqqq"], "there is no option --qqqqqq.\n"),
+        (["plan", "m:f", "more"], "unrecognized arguments: more"),
+    ],
+)
+def test_close_words_are_suggested(words, said, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        build_parser().parse_args(words)
+    assert said in capsys.readouterr().err

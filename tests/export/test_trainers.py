@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -13,7 +15,11 @@ import pytest
 
 import alpa_lite as al
 from alpa_lite.errors import PlanError
-from alpa_lite.planners import FSDP, DataParallel, Hybrid, Megatron, Zero
+from alpa_lite.export.degrees import degrees_of, programs_of
+from alpa_lite.export.product_axes import ProductAxes
+from alpa_lite.lower.plan_fits import as_planned
+from alpa_lite.planners import FSDP, DataParallel, Hybrid, Megatron, OnMesh, Zero
+from alpa_lite.rules.op_info import rule_of_op
 from alpa_lite.schedule import EagerOneFOneB, Interleaved1F1B, ZeroBubbleV
 
 WIDTH, LAYERS, SAMPLES = 32, 4, 32
@@ -127,24 +133,98 @@ def test_configuration_of_deepspeed() -> None:
     assert piped["zero_optimization"] == {"stage": 1}
 
 
+EXPERTS, INNER, ROWS = 8, 2048, 256
+
+
+def mixture(params: Any, batch: Any) -> Any:
+    """Tokens to the experts by a soft mask, with a capacity for each sample."""
+
+    def loss(params):
+        x = batch["x"] @ params["in"]
+        mask = jax.nn.softmax(jnp.einsum("gsd,de->gse", x, params["gate"]))
+        inside = jnp.einsum("gsec,gsd->egcd", mask[..., None] * jnp.ones(ROWS // EXPERTS * 2), x)
+        hidden = jax.nn.relu(jnp.einsum("egcd,edh->egch", inside, params["up"]))
+        outside = jnp.einsum("egch,ehd->egcd", hidden, params["down"])
+        return jnp.mean((jnp.einsum("gse,egcd->gsd", mask, outside) - x) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+
+def ragged(params: Any, batch: Any) -> Any:
+    """Each token to one expert; tokens are sorted by expert."""
+
+    def loss(params):
+        rows = (batch["x"] @ params["in"]).reshape(-1, 256)
+        chosen = jnp.argmax(rows @ params["gate"], -1)
+        order, sizes = jnp.argsort(chosen), jnp.bincount(chosen, length=EXPERTS).astype(jnp.int32)
+        hidden = jax.nn.relu(jax.lax.ragged_dot(rows[order], params["up"], sizes))
+        return jnp.mean(jax.lax.ragged_dot(hidden, params["down"], sizes) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+
+MIXTURE = (
+    {"in": _shaped(256, 256), "gate": _shaped(256, EXPERTS), "up": _shaped(EXPERTS, 256, INNER),
+     "down": _shaped(EXPERTS, INNER, 256)},
+    {"x": _shaped(32, ROWS, 256)},
+)  # fmt: skip
+
+
+def _renamed(plan: al.Plan, before: str, after: str) -> al.Plan:
+    """The plan with another name for an axis, made for the step again."""
+    text = json.dumps(plan.to_json())
+    return al.Plan.from_json(json.loads(re.sub(rf"(?<![a-z]){before}(?![a-z])", after, text)))
+
+
 def test_experts_and_positions_have_degrees_of_their_own() -> None:
-    def mixture(params: Any, batch: Any) -> Any:
-        def loss(params):
-            x = batch["x"]
-            gates = jax.nn.softmax(x @ params["gate"])
-            hidden = jnp.einsum("bsd,edh->besh", x, params["up"])
-            out = jnp.einsum("besh,ehd->besd", jax.nn.relu(hidden), params["down"])
-            return jnp.mean((jnp.einsum("bse,besd->bsd", gates, out) - x) ** 2)
-
-        value, grads = jax.value_and_grad(loss)(params)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
-
-    params = {"gate": _shaped(WIDTH, 8), "up": _shaped(8, WIDTH, 64), "down": _shaped(8, 64, WIDTH)}
-    batch = {"x": _shaped(SAMPLES, 16, WIDTH)}
-    experts = _flags(_plan(Hybrid(expert=4), 1, mixture, params, batch).export("megatron"))
+    plan = _plan(Hybrid(expert=4), 1, mixture, *MIXTURE)
+    experts = _flags(plan.export("megatron"))
     assert (experts["expert-model-parallel-size"], experts["micro-batch-size"]) == ("4", "4")
-    positions = _flags(_plan(Hybrid(context=4, data=2), 1, mixture, params, batch).export("megatron"))
+    positions = _flags(_plan(Hybrid(context=4, data=2), 1, mixture, *MIXTURE).export("megatron"))
     assert (positions["context-parallel-size"], positions["micro-batch-size"]) == ("4", "16")
+    # The axis is recognised by what it splits, whoever named it.
+    other = _plan(_renamed(plan, "expert", "model"), 1, mixture, *MIXTURE)
+    assert dict(other.stages[0].mesh_shape.axis_sizes) == {"data": 2, "model": 4}
+    assert other.export("megatron") == plan.export("megatron")
+
+
+@pytest.mark.parametrize(
+    ("planner", "words"),
+    [
+        (OnMesh(axes={"x": 8}), "8 expert"),
+        # Stored in parts along the experts, and gathered for the products.
+        (FSDP(), "8 data, ZeRO-3"),
+        (Megatron(tensor=4, data=2, sequence_parallel=False), "4 tensor × 2 data"),
+        (Hybrid(expert=4, zero=3), "4 expert × 2 data, ZeRO-3"),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_axes_stand_for_what_they_split_in_products(planner: Any, words: str) -> None:
+    assert degrees_of(_plan(planner, 1, mixture, *MIXTURE)).words == words
+
+
+def test_groups_of_ragged_products_are_experts() -> None:
+    plan = _plan(DataParallel(), 1, ragged, *MIXTURE)
+    step, (stage,) = as_planned(programs_of(plan).with_equations(1, plan.loop_parts), plan).step, plan.stages
+
+    def split(primitives: Collection[str]) -> ProductAxes:
+        """The axes of the plan if products are split along the first dim of their weights."""
+        ops = {}
+        for number, placement in stage.ops.items():
+            op = step.graph.ops[number]
+            first = rule_of_op(step.graph, number).operands[1][0][0] if op.primitive in primitives else None
+            factors = [("x",) if factor == first else () for factor in range(len(placement.factors))]
+            ops[number] = replace(placement, factors=tuple(factors))
+        return ProductAxes.of([replace(stage, ops=ops)], step)
+
+    # No plan splits groups for its price, as all rows would be summed.
+    alone = split(["ragged_dot_general"])
+    assert (alone.experts, alone.weights) == ({"x"}, frozenset())
+    # An axis that splits other dims of weights too is a tensor axis.
+    both = split(["ragged_dot_general", "dot_general"])
+    assert (both.experts, both.weights) == (frozenset(), {"x"})
 
 
 def test_what_a_trainer_does_not_have_is_refused() -> None:

@@ -67,7 +67,7 @@ def test_planners_are_values(make: Callable[[], Planner]) -> None:
         ("megatron", ["tensor=-2"], "takes a whole number of at least 0"),
         ("torchgpipe", ["balance=luck"], "balance takes one of time, size"),
         ("auto", ["schedule=gpipe"], "schedule cannot be given on the command line"),
-        ("megatron", ["tensors=2"], "its options are data, pipeline, relaxed, schedule"),
+        ("megatron", ["tensors=2"], "Its options are data, pipeline, relaxed, schedule"),
         ("mesh_tensorflow", ["layout=batch:x"], "needs more options: .*mesh"),
     ],
 )

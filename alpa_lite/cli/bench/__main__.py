@@ -24,7 +24,7 @@ from alpa_lite.cli.bench.request import (
     named_models,
 )
 from alpa_lite.cli.bench.row import Environment, Row, here, json_line, verdict
-from alpa_lite.cli.command import Screen, ended, json_alone, run_module, writing
+from alpa_lite.cli.command import Screen, SuggestingParser, ended, json_alone, run_module, writing
 from alpa_lite.errors import PlanError
 from alpa_lite.inspection.text.progress_bar import default_progress
 from alpa_lite.inspection.text.tables import render
@@ -84,7 +84,7 @@ def planned_line(row: Row) -> str:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the options."""
-    found = argparse.ArgumentParser(prog="alpa-lite bench", description="Planners against each other on a model.")
+    found = SuggestingParser(prog="alpa-lite bench", description="Planners against each other on a model.")
     add_options(found)
     found.add_argument("--json", action="store_true", help="print rows as lines of JSON")
     return found

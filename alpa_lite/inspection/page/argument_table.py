@@ -6,7 +6,7 @@ into how many parts (`sharding_sentences`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
 from alpa_lite.inspection.page.drawings import block_svg, sharding_kind, sharding_words, stage_names
@@ -36,7 +36,7 @@ def parameter_table(plan: Plan) -> str:
     # Optimizer state last: the page hides its rows until the reader asks for them.
     groups = [*group_arguments(arguments.plain), *group_arguments(arguments.optimizer)]
     # Only kinds of sharding that occur, so that no choice empties the table.
-    kinds = "".join(f"<option>{kind}</option>" for kind in sorted({sharding_kind(group.spec) for group in groups}))
+    kinds = "".join(f"<option>{kind}</option>" for kind in sorted({_kind(plan, group) for group in groups}))
     head = "".join(f"<th{_MARKS.get(column, '')}>{column}</th>" for column in _COLUMNS)
     rows = "\n".join(_row(plan, group) for group in groups)
     table = (
@@ -65,11 +65,11 @@ def _optimizer_switch(count: int, unlike: int) -> str:
 
 def _row(plan: Plan, group: ArgumentGroup) -> str:
     optimizer = ' data-optimizer=""' if is_optimizer_state(group.members[0].name) else ""
-    meshes = {str(mesh): mesh.axis_sizes for stage in group.stages for mesh in [plan.stages[stage].mesh_shape]}
     # Stages with equal meshes have equal drawings, of which one is enough.
-    blocks = "".join(dict.fromkeys(block_svg(group.spec, sizes) for sizes in meshes.values()))
-    words = "<br>".join(dict.fromkeys(escape(sharding_words(group.spec, sizes)) for sizes in meshes.values()))
-    kind = sharding_kind(group.spec)
+    meshes = _meshes(plan, group)
+    blocks = "".join(dict.fromkeys(block_svg(group.spec, sizes) for sizes in meshes))
+    words = "<br>".join(dict.fromkeys(escape(sharding_words(group.spec, sizes)) for sizes in meshes))
+    kind = _kind(plan, group)
     cells = (
         _shape_cell([member.shape for member in group.members], named=True),
         _shape_cell([member.block for member in group.members], named=False),
@@ -81,6 +81,17 @@ def _row(plan: Plan, group: ArgumentGroup) -> str:
         f'<tr data-kind="{kind}"{optimizer}><th scope="row"><code>{escape(group.pattern)}</code>{_members(group)}</th>'
         f"{''.join(cells)}</tr>"
     )
+
+
+def _kind(plan: Plan, group: ArgumentGroup) -> str:
+    """Return the kind of sharding of a group, on each of its meshes if it differs."""
+    return " or ".join(dict.fromkeys(sharding_kind(group.spec, sizes) for sizes in _meshes(plan, group)))
+
+
+def _meshes(plan: Plan, group: ArgumentGroup) -> list[Mapping[str, int]]:
+    """Return the sizes of the axes of each different mesh that stores a group."""
+    meshes = [plan.stages[stage].mesh_shape for stage in group.stages]
+    return list({str(mesh): mesh.axis_sizes for mesh in meshes}.values())
 
 
 def _shape_cell(shapes: Sequence[ArrayShape | None], *, named: bool) -> str:

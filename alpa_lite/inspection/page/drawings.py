@@ -213,10 +213,13 @@ def _parts(spec: Spec, dim: int | None, sizes: Mapping[str, int]) -> int:
     return 1 if dim is None else prod(sizes[axis] for axis in spec.dims[dim])
 
 
-def sharding_kind(spec: Spec) -> str:
-    """Return the kind of sharding: `replicated`, `dim 0`, `2-D`; for matrices, stacked ones too, `row` or `column`."""
+def sharding_kind(spec: Spec, sizes: Mapping[str, int]) -> str:
+    """Return the kind of sharding: `replicated`, `dim 0`, `2-D`; for matrices, stacked ones too, `row` or `column`.
+
+    An axis of one device cuts nothing.
+    """
     rank = len(spec.dims)
-    cut = [dim for dim in range(rank) if spec.dims[dim]]
+    cut = [dim for dim in range(rank) if _parts(spec, dim, sizes) > 1]
     if not cut:
         return "replicated"
     if len(cut) > 1:
@@ -229,7 +232,9 @@ def sharding_kind(spec: Spec) -> str:
 def sharding_words(spec: Spec, sizes: Mapping[str, int]) -> str:
     """Return the sharding in words, such as `dim 1 in 8 over model; 2 copies`."""
     cut = [
-        f"dim {dim} in {_parts(spec, dim, sizes)} over {' × '.join(axes)}" for dim, axes in enumerate(spec.dims) if axes
+        f"dim {dim} in {parts} over {' × '.join(axis for axis in axes if sizes[axis] > 1)}"
+        for dim, axes in enumerate(spec.dims)
+        if (parts := _parts(spec, dim, sizes)) > 1
     ]
     copies = prod(size for axis, size in sizes.items() if axis not in spec.axes)
     # `show_count` forms the plural by an s alone.

@@ -52,7 +52,7 @@ def shares(svg):
     ],
 )
 def test_blocks(spec, kind, width, height):
-    assert sharding_kind(spec) == kind
+    assert sharding_kind(spec, SIZES) == kind
     svg = block_svg(spec, SIZES)
     parse(svg)
     assert shares(svg) == pytest.approx([width, height], rel=1e-3)
@@ -69,6 +69,15 @@ def test_words():
     assert sharding_words(WHOLE, SIZES) == "whole; 8 copies"
     assert sharding_words(COLUMN, SIZES) == "dim 1 in 4 over model; 2 copies"
     assert sharding_words(BOTH, SIZES) == "dim 0 in 2 over data; dim 1 in 4 over model; 1 copy"
+
+
+def test_an_axis_of_one_device_cuts_nothing():
+    sizes = {"data": 1, "model": 4}
+    assert sharding_words(BOTH, sizes) == "dim 1 in 4 over model; 1 copy" and sharding_kind(BOTH, sizes) == "column"
+    both = Spec((("data", "model"), ()))
+    assert sharding_words(both, sizes) == "dim 0 in 4 over model; 1 copy" and sharding_kind(both, sizes) == "row"
+    assert sharding_words(ROW, sizes) == "whole; 4 copies"
+    assert sharding_kind(Spec((("data",), ())), sizes) == "replicated"
 
 
 def test_devices_have_the_colour_of_their_stage(pipeline_plan, interleaved_plan):

@@ -1,5 +1,6 @@
 """Figures for papers."""
 
+import itertools
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -41,10 +42,32 @@ def test_a_bar_per_task(pipeline_plan):
     (axes,) = timeline_figure(pipeline_plan).axes
     timeline = predicted_timeline(pipeline_plan)
     moving = [bar for bar in timeline.bars if bar.communication_seconds]
-    assert len(bars_of(axes)) == len(timeline.bars) + len(timeline.transfers) + len(moving)
+    drawn = sum(int((path.codes == path.MOVETO).sum()) for path in bars_of(axes))
+    assert drawn == len(timeline.bars) + len(timeline.transfers) + len(moving)
+    # In the middle of a task there is its bar, and where its stage waits there is none.
+    scale, first = 1e3, next(bar for bar in timeline.bars if bar.stage == 0)
+    heavy = [path for path in bars_of(axes) if path.get_extents().height > 0.5 and path.get_extents().y1 < 0.5]
+    middle = scale * (first.start_seconds + first.end_seconds) / 2, 0.0
+    assert sum(path.contains_point(middle) for path in heavy) == 1
+    gap = next(
+        (one.end_seconds + two.start_seconds) / 2
+        for one, two in itertools.pairwise([bar for bar in timeline.bars if bar.stage == 0])
+        if two.start_seconds > one.end_seconds + 1e-6
+    )
+    assert not any(path.contains_point((scale * gap, 0.0)) for path in heavy)
     ends = [float(path.get_extents().x1) for path in bars_of(axes)]
     assert axes.get_xlabel() == "ms"
     assert max(ends) == pytest.approx(1e3 * max(bar.end_seconds for bar in timeline.bars))
+
+
+def test_lines_between_bars_do_not_cover_narrow_ones(pipeline_plan):
+    pytest.importorskip("matplotlib")
+    span = SimpleNamespace(stage=0, kind="forward", name="forward", start_seconds=0.0, end_seconds=1.0)
+    for length, lined in ((0.1, True), (1e-4, False)):
+        short = SimpleNamespace(**{**vars(span), "start_seconds": 2.0, "end_seconds": 2.0 + length})
+        _, axes = timeline_figure(pipeline_plan, measured=[span, short]).axes
+        (bars,) = axes.collections
+        assert bool(len(bars.get_edgecolors())) is lined
 
 
 def test_memory_is_drawn_up_to_the_predicted_peak(pipeline_plan):
