@@ -40,12 +40,12 @@ class Request:
 
     planners    lists of names of planners, or "all"
     counts      numbers of micro-batches, or "auto"
-    rounds      steps of each plan to measure; 0 only predicts
+    rounds      steps of each plan to measure; 0 only predicts, None measures for some seconds (`rounds_within`)
     """
 
     planners: tuple[str, ...] = ("all",)
     counts: tuple[int | str, ...] = ("auto",)
-    rounds: int = 0
+    rounds: int | None = 0
 
 
 def compare(
@@ -68,7 +68,7 @@ def compare(
             entries.append(next(plans))
             progress.did()
         tell(planned_line(entries[-1].row))
-    if not request.rounds:
+    if request.rounds == 0:
         return [entry.row for entry in entries]
     return measured_rows(target, entries, request.rounds, progress, tell)
 

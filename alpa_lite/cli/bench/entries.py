@@ -250,19 +250,32 @@ def in_turn(
     return {name: samples[warm_up:] for name, samples in seconds.items()}
 
 
+LEAST_ROUNDS, MOST_ROUNDS, ROUNDS_SECONDS = 3, 9, 20.0
+"""The rounds that are measured where no number is given: as many as take about these seconds, within limits."""
+
+
+def rounds_within(seconds: float) -> int:
+    """Return the number of rounds for steps that take so many seconds one after the other."""
+    return max(LEAST_ROUNDS, min(MOST_ROUNDS, int(ROUNDS_SECONDS / max(seconds, 1e-9))))
+
+
 def measured_rows(
-    target: BenchTarget, entries: Sequence[PlannedEntry], rounds: int, progress: Progress, tell: Say = lambda text: None
+    target: BenchTarget,
+    entries: Sequence[PlannedEntry],
+    rounds: int | None,
+    progress: Progress,
+    tell: Say = lambda text: None,
 ) -> list[Row]:
     """Return the rows with measurements. A plan that fails on the devices becomes a row with the reason.
 
-    `tell` is called with a line of text for each plan that was compiled, for the rounds to come, and for each plan that
-    was measured.
+    Without a number of rounds, `rounds_within` chooses it. `tell` is called with a line of text for each plan that was
+    compiled, for the rounds to come, and for each plan that was measured.
     """
     rows = [entry.row for entry in entries]
     # Equal plans run the same program: timing it twice would only show the noise of the machine.
     same = _equal_plans(entries)
     progress.begin("compile", "run")
-    progress.expect("run", rounds + 1)
+    progress.expect("run", (rounds or MOST_ROUNDS) + 1)
     running, once = dict[int, Running](), 0.0
     for number, started in _started(target, entries, same, progress):
         name = f"{target.name}, {rows[number].planner}"
@@ -275,7 +288,7 @@ def measured_rows(
         tell(
             f"{name}: compiled in {show_seconds(running[number].compile_seconds)}, a step took {show_seconds(seconds)}"
         )
-    count = show_count(len(running), "plan")
+    rounds, count = rounds or rounds_within(once), show_count(len(running), "plan")
     tell(f"{target.name}: {show_count(rounds, 'round')} of {count}, about {show_about((rounds + 1) * once)}")
     with progress.during("run"):
         times = in_turn({str(number): step for number, step in running.items()}, rounds, progress)

@@ -15,6 +15,7 @@ from alpa_lite.cli.bench.entries import (
     in_turn,
     measured_rows,
     planned_entries,
+    rounds_within,
     same_plan,
 )
 from alpa_lite.cli.bench.request import BenchTarget, named_contenders
@@ -231,6 +232,16 @@ def test_what_fails_on_the_devices_is_a_row_with_the_reason(entries, target, dev
     assert rows[0].run is not None
     # The equal one is not compiled to fail again.
     assert [row.reason for row in rows[1:]] == ["It failed when it was run: RESOURCE_EXHAUSTED: out of memory"] * 2
+
+
+@pytest.mark.parametrize(("seconds", "rounds"), [(0.0, 9), (1.0, 9), (4.0, 5), (6.0, 3), (100.0, 3)])
+def test_rounds_take_some_seconds_within_limits(seconds, rounds):
+    assert rounds_within(seconds) == rounds
+
+
+def test_without_a_number_the_rounds_depend_on_the_steps(entries, target, devices):
+    (row,) = measured_rows(target, entries[1:2], None, Progress())
+    assert len(row.run.samples) == 9
 
 
 @pytest.mark.parametrize("rounds", [1])
