@@ -18,7 +18,7 @@ from alpa_lite.export.degrees import programs_of
 from alpa_lite.export.plain_jax import lines, not_said, summary
 from alpa_lite.plan.plan import Plan
 from alpa_lite.program.phases import StepGraph
-from alpa_lite.rules.dims import DimClasses, dim_names
+from alpa_lite.rules.dims import dim_classes, dim_names
 from alpa_lite.sharding.specs import Spec, replicated
 
 _Axes = tuple[str, ...]
@@ -60,7 +60,7 @@ def flax_rules(plan: Plan) -> str:
 
 def _names_of_dims(step: StepGraph) -> dict[str, tuple[str, ...]]:
     """Return the name of each dim of the arguments that are inputs of the step as they are; "dim" for one without."""
-    graph, classes = step.graph, DimClasses(step)
+    graph, classes = step.graph, dim_classes(step)
     name_of = {node: name for name, nodes in dim_names(step, classes).items() for node in nodes}
     return {
         graph.values[v].name: tuple(name_of.get(node, "dim") for node in classes.of_value(graph, v))

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from alpa_lite.plan.parts import OpPlacement, StagePlan
 from alpa_lite.program.ir import Graph, Op
 from alpa_lite.program.phases import StepGraph
-from alpa_lite.rules.dims import DimClasses, batch_dims_of, forward_ops, major_factor
+from alpa_lite.rules.dims import DimClasses, batch_dims_of, dim_classes, forward_ops, major_factor
 from alpa_lite.rules.op_info import rule_of_op
 from alpa_lite.sharding.specs import Spec
 
@@ -43,7 +43,7 @@ class ProductAxes:
     @staticmethod
     def of(stages: Sequence[StagePlan], step: StepGraph) -> ProductAxes:
         """Find the axes in the placements of all products."""
-        classes, dims = DimClasses(step), list(_weight_dims(step))
+        classes, dims = dim_classes(step), list(_weight_dims(step))
         expert_dims = {classes.of(each.graph, each.value, each.dim) for each in dims if each.counts_experts}
         # For each product its factors of weights, and whether they count experts.
         factors: dict[tuple[Graph, int], dict[int, bool]] = defaultdict(dict)

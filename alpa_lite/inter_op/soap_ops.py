@@ -24,7 +24,7 @@ from alpa_lite.plan.parts import StageCost
 from alpa_lite.plan.pricing import Pricer
 from alpa_lite.program.ir import Op
 from alpa_lite.program.phases import Phase, StepGraph
-from alpa_lite.rules.dims import DimClasses
+from alpa_lite.rules.dims import DimClasses, dim_classes
 from alpa_lite.rules.op_info import free_values, rule_of_op
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh
 from alpa_lite.step.colocation import ColocatedGroups, colocated_groups
@@ -54,7 +54,7 @@ class SoapStep:
 def soap_step(request: PlanRequest, most: int) -> SoapStep:
     """Return the operators of a step, at most so many."""
     step = request.best_step((1,), loop_parts=0)
-    groups, classes = colocated_groups(step, most), DimClasses(step)
+    groups, classes = colocated_groups(step, most), dim_classes(step)
     submesh = Submesh(first_device=0, num_hosts=1, devices_per_host=1)
     mesh = LogicalMesh(axis_names=("data",), shape=(1,))
     costs = StageCosts(

@@ -30,9 +30,10 @@ and then with a close gap.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from itertools import combinations
+from typing import NamedTuple
 
 from alpa_lite.intra_op.interning import Recent, SharedArrays
 from alpa_lite.intra_op.op_choices import Deciding, Keeping, PartialSums, is_scalar_sum
@@ -80,8 +81,7 @@ def gathered(spec: Spec, restriction: Restriction) -> Spec:
 _UNIT = 0  # the node with a single strategy, shared by all values and ops without a choice
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _LaidOp:
+class _LaidOp(NamedTuple):
     """An op as it is laid out: in the scope with this number and graph, where it runs `runs` times per step."""
 
     scope: int
@@ -472,8 +472,8 @@ class Builders:
     def __init__(self, catalogue: Catalogue) -> None:
         """Start without any builder."""
         self.catalogue = catalogue
-        self._recent: Recent[StageView, Builder] = Recent(_NUM_BUILDERS)
+        self._recent: Recent[Hashable, Builder] = Recent(_NUM_BUILDERS)
 
     def of(self, view: StageView) -> Builder:
         """Return the builder of a stage, from the cache if it is among the last few."""
-        return self._recent(view, lambda: Builder(view, self.catalogue))
+        return self._recent(view.key, lambda: Builder(view, self.catalogue))

@@ -25,9 +25,10 @@ from functools import cached_property
 from typing import NamedTuple
 
 from alpa_lite.intra_op.stage import StageView
+from alpa_lite.intra_op.stage_ops import StageOps
 from alpa_lite.program.ir import Graph, Op, Wiring, wiring_of
 from alpa_lite.program.memo import memoized
-from alpa_lite.program.phases import Phase
+from alpa_lite.program.phases import Phase, StepGraph
 from alpa_lite.rules.fusion import accesses, is_folded, is_fusible, is_repeatable
 from alpa_lite.rules.op_info import free_values, rule_of_op
 from cost_models.hardware import Fusion
@@ -91,15 +92,18 @@ class Lives:
         return {span.start: key for key, span in self.spans.items()}
 
 
-@memoized
 def lives_of(view: StageView, *, fusion: Fusion = "all", fused_attention: bool = False) -> Lives:
     """Return the lifetimes of the values of a stage except state and accumulated sums, in order of their start."""
-    spans = dict(_spans(view.graph, view.ops, (), 0))
+    return _lives(view.part, _LivenessOptions(fusion=fusion, fused_attention=fused_attention))
+
+
+@memoized
+def _lives(stage: StageOps, options: _LivenessOptions) -> Lives:
+    spans = dict(_spans(stage.graph, stage.ops, (), 0))
     end = max((span.end for span in spans.values()), default=0)
-    phases = view.step.phases
-    loop_end = max((spans[(), o].end for o in view.ops if phases[o].in_loop), default=0)
-    options = _LivenessOptions(fusion=fusion, fused_attention=fused_attention)
-    outer = _LiveScope(view.graph, (), _Timing(spans=spans, options=options), view=view)
+    phases = stage.step.phases
+    loop_end = max((spans[(), o].end for o in stage.ops if phases[o].in_loop), default=0)
+    outer = _LiveScope(stage.graph, (), _Timing(spans=spans, options=options), stage=stage)
     # A value that goes from an operand's buffer straight into a stacked array has an empty lifetime.
     found = [life for life in (*outer.external(), *outer.lives()) if life.start < life.end]
     # One more than the last op, so that state has a lifetime even in a stage without ops.
@@ -136,9 +140,8 @@ def _spans(graph: Graph, ops: Sequence[int], path: Path, start: int) -> Iterator
         yield (path, op_id), LiveSpan(begun, now)
 
 
-def _new_state(view: StageView) -> frozenset[int]:
+def _new_state(step: StepGraph) -> frozenset[int]:
     """Return the outputs that overwrite the state that they replace; this assumes that arguments are donated."""
-    step = view.step
     return frozenset(out for out, old in step.aliases.items() if step.batch_dims[old] is None)
 
 
@@ -168,22 +171,22 @@ class _LiveScope:
         path: Path,
         timing: _Timing,
         *,
-        view: StageView | None = None,
+        stage: StageOps | None = None,
         kept: frozenset[int] = frozenset(),
     ) -> None:
         """Analyse the last uses of all values.
 
-        `view`: the stage, for the outermost graph alone; of the body of a loop all ops run. `kept`: the outputs of a
-        body that live until it has run once.
+        `stage`: the ops of the stage, for the outermost graph alone; of the body of a loop all ops run. `kept`: the
+        outputs of a body that live until it has run once.
         """
-        self.graph, self.path, self.view, self.timing = graph, path, view, timing
+        self.graph, self.path, self.stage, self.timing = graph, path, stage, timing
         self.spans = timing.spans
-        self.ops = ops = view.ops if view is not None else range(len(graph.ops))
+        self.ops = ops = stage.ops if stage is not None else range(len(graph.ops))
         self.end = max((self.spans[path, o].end for o in ops), default=0)  # when the graph has run once
         options = timing.options
         self.here = frozenset(ops)
-        self.replaced = _new_state(view) if view is not None else frozenset[int]()
-        self.kept = frozenset(graph.outputs) - self.replaced if view is not None else kept
+        self.replaced = _new_state(stage.step) if stage is not None else frozenset[int]()
+        self.kept = frozenset(graph.outputs) - self.replaced if stage is not None else kept
         self._uses: dict[int, _Use] = {}
         self.written = set(_written(graph, options))
         if options.fusion != "none":
@@ -204,20 +207,19 @@ class _LiveScope:
         # A costly value may be fused into its only reader, but it is not computed several times.
         if not is_repeatable(self.graph, op) and len(readers) > 1:
             return False
-        if self.view is not None and self._leaves(op, result, readers):
+        if self.stage is not None and self._leaves(op, result, readers):
             return False
         sources = sum(self.graph.values[v].bytes for v in self._sources(op))
         return sources <= _MOST_READ * self.graph.values[result].bytes
 
     def _leaves(self, op: Op, result: int, readers: Sequence[int]) -> bool:
         """Return True for a value that other tasks read: other stages, or the backward pass as a task of its own."""
-        view = self.view
-        if view is None or result in view.leaves:
+        stage = self.stage
+        if stage is None or result in stage.leaves:
             return True
         phases = {self._phase(c) for c in readers}
         # A stage that is the whole step may run as one program, which fuses across phases.
-        whole = view.first == 0 and view.last == view.layers.num_layers - 1
-        within = {Phase.INVARIANT, self._phase(op.id)} if not whole else set(Phase)
+        within = set(Phase) if stage.is_whole else {Phase.INVARIANT, self._phase(op.id)}
         return not phases <= within
 
     def span(self, op_id: int) -> LiveSpan:
@@ -246,10 +248,10 @@ class _LiveScope:
 
     def external(self) -> Iterator[Life]:
         """Yield the lifetimes of the values that a stage receives from other stages and from the batch."""
-        if self.view is None:
+        if self.stage is None:
             return
-        step = self.view.step
-        for v in self.view.external:
+        step = self.stage.step
+        for v in self.stage.external:
             producer = self.graph.producer[v]
             # State is held throughout, which `usages` charges, and scalars hardly take memory.
             is_state = producer is None and step.batch_dims[v] is None
@@ -263,7 +265,7 @@ class _LiveScope:
             yield Life(value=v, start=start, end=use.end, saved=early and use.backward)
 
     def _phase(self, op_id: int) -> Phase | None:
-        return None if self.view is None else self.view.step.phases[op_id]
+        return None if self.stage is None else self.stage.step.phases[op_id]
 
     def _inside(self, op: Op, wiring: Wiring) -> Iterator[Life]:
         """Yield the lifetimes of the values in one trip of a loop, or in each of the branches of a condition."""

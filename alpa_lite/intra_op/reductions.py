@@ -356,8 +356,26 @@ class Workspace:
 _ROUNDING = 1e-13
 
 
-def drop_dominated(work: Workspace, node: int) -> None:
+Kept = dict[tuple[bytes, ...], NDArray[np.bool_]]
+"""The strategies that are not dominated, by all numbers that this depends on: equal layers have equal nodes."""
+
+
+def drop_dominated(work: Workspace, node: int, known: Kept) -> None:
     """Remove the strategies of a node that another strategy beats whatever the neighbours choose.
+
+    `known` holds the results for equal nodes, and receives this one.
+    """
+    alive = work.alive_of(node)
+    arrays = [work.costs[node], *work.edges[node].values(), *([] if alive is None else [alive.bytes])]
+    # With the number of strategies, the first entry, and whether there are bytes, the rest determines all shapes.
+    key = (b"" if alive is None else b"bytes", *(array.tobytes() for array in arrays))
+    if key not in known:
+        known[key] = _not_dominated(arrays[0], arrays[1 : 1 + len(work.edges[node])], alive)
+    work.keep(node, known[key])
+
+
+def _not_dominated(costs: FloatArray, matrices: Sequence[FloatArray], alive: NodeUsage | None) -> NDArray[np.bool_]:
+    """Return the mask of the strategies that no other one dominates.
 
     Strategy i is dominated by j if c(i) - c(j) + sum over neighbours n of min_k (C_n(i, k) - C_n(j, k)) >= 0 and j uses
     no more bytes than i in any memory row.
@@ -365,19 +383,16 @@ def drop_dominated(work: Workspace, node: int) -> None:
     A pair (i, j) is discarded early when an upper bound of this sum is negative: the sum with min_k C(i, k) - min_k
     C(j, k) for each neighbour, or with C(i, k) - C(j, k) at the k of the least C(i, k) (``_difference_bound``).
     """
-    costs = work.costs[node]
-    matrices = list(work.edges[node].values())
     least = [matrix.min(axis=1) for matrix in matrices]
     # The least cost of each strategy, every neighbour at its best: the cheap bound that rules most pairs out.
     total = sum(least, costs)
     # Forbidden strategies, whose differences are undefined, are removed by cheaper reductions first.
     if costs.size == 1 or not np.isfinite(total).all():
-        return
+        return np.ones(costs.size, dtype=np.bool_)
     slack = _ROUNDING * sum(float(np.abs(part).max()) for part in (costs, *least))
     possible = total[:, None] - total[None, :] >= -slack
     # Every strategy is as good as itself, which is no reason to remove it.
     np.fill_diagonal(possible, val=False)
-    alive = work.alive_of(node)
     if alive is not None:
         # A better strategy that needs more memory in some row may be the one that does not fit.
         for used in alive.bytes:
@@ -393,7 +408,7 @@ def drop_dominated(work: Workspace, node: int) -> None:
     exact = costs[worse] - costs[better]
     for matrix, low in zip(matrices, least, strict=True):
         if worse.size == 0:
-            return
+            break
         upper -= low[worse] - low[better]
         change = np.empty(worse.size)
         _least_differences(np.ascontiguousarray(matrix), worse, better, -slack - upper, change)
@@ -401,7 +416,7 @@ def drop_dominated(work: Workspace, node: int) -> None:
         exact = exact + change
         open_pairs = upper >= -slack
         worse, better, upper, exact = worse[open_pairs], better[open_pairs], upper[open_pairs], exact[open_pairs]
-    work.keep(node, _undominated(costs.size, worse=worse[exact >= 0], better=better[exact >= 0]))
+    return _undominated(costs.size, worse=worse[exact >= 0], better=better[exact >= 0])
 
 
 def _difference_bound(matrix: FloatArray, least: FloatArray) -> FloatArray:

@@ -26,7 +26,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from alpa_lite.intra_op.problem import Edge, FloatArray, IntArray, Problem, Usage
-from alpa_lite.intra_op.reductions import NodeUsage, RangeMaximum, UndoStep, Workspace, drop_dominated, sum_over_rows
+from alpa_lite.intra_op.reductions import (
+    Kept,
+    NodeUsage,
+    RangeMaximum,
+    UndoStep,
+    Workspace,
+    drop_dominated,
+    sum_over_rows,
+)
 
 _ROUNDING = 1e-13
 _CHUNK_ENTRIES = 4_000_000
@@ -121,7 +129,7 @@ def _tick(stop: Callable[[], bool]) -> Tick:
 def _to_a_fixpoint(
     work: Workspace, observe: Observer | None, early: Callable[[Simplified], None] | None, tick: Tick
 ) -> None:
-    tables = _MinPlus()
+    tables, kept = _MinPlus(), Kept()
 
     def done(name: str) -> None:
         if observe is not None:
@@ -149,7 +157,7 @@ def _to_a_fixpoint(
         for node in sorted(work.stale):
             if node in work.costs and not work.infeasible:
                 tick()
-                drop_dominated(work, node)
+                drop_dominated(work, node, kept)
         work.stale.clear()
         done("dominated")
         if not (work.changed_edges or work.changed):

@@ -10,6 +10,7 @@ from alpa_lite.intra_op.problem import Solution
 from alpa_lite.intra_op.solvers.portfolio import Portfolio
 from alpa_lite.intra_op.solvers.solver import Solver
 from alpa_lite.intra_op.stage import StageSolution, StageView
+from alpa_lite.intra_op.stage_ops import StageOps
 from alpa_lite.plan.op_places import TaskLayout
 from alpa_lite.plan.parts import NO_COST, Choice, TaskRole
 from alpa_lite.plan.pricing import Pricer, local_bytes
@@ -121,28 +122,23 @@ def in_two_parts(solution: StageSolution, view: StageView, pricer: Pricer, *, in
 
 def stage_tasks(view: StageView, choice: Choice, *, in_two: bool = False) -> list[TaskSpec]:
     """Return the tasks of a stage; `in_two` says whether its backward pass is two tasks."""
-    slicer = _slicer(view, in_two=in_two)
-    sliced = SlicedStages(slicer=slicer, stages={(own := int(view.first > 0)): choice})
+    slicer, own = _slicer(view.part, in_two=in_two), view.part.own
+    sliced = SlicedStages(slicer=slicer, stages={own: choice})
     return [sliced.task(outline) for outline in slicer.outlines(own)]
 
 
 @memoized
-def _slicer(view: StageView, *, in_two: bool) -> Slicer:
+def _slicer(part: StageOps, *, in_two: bool) -> Slicer:
     """Return the slicer of a stage between a stage of all layers before and one of all layers after it."""
-    own, is_last = int(view.first > 0), view.last == view.layers.num_layers - 1
-
-    def stage_of(layer: int) -> int:
-        return own + (layer > view.last) - (layer < view.first)
-
     layout = TaskLayout(
-        stage_of_op=[None if layer is None else stage_of(layer) for layer in view.layers.of_op],
-        stage_of_input={v: stage_of(layer) for v, layer in zip(view.graph.inputs, view.layers.of_input, strict=True)},
-        whole=own == 0 and is_last and view.step.num_microbatches == 1,
+        stage_of_op=part.stage_of_op,
+        stage_of_input=dict(zip(part.graph.inputs, part.stage_of_input, strict=True)),
+        whole=part.is_whole and part.step.num_microbatches == 1,
         # Nearly all schedules run the backward pass of the last stage directly after its forward pass.
-        fused=frozenset([own] if is_last else []),
-        in_two=frozenset([own] if in_two else []),
+        fused=frozenset([part.own] if part.is_last else []),
+        in_two=frozenset([part.own] if in_two else []),
     )
-    return Slicer(layout, view.step, view.ops)
+    return Slicer(layout, part.step, part.ops)
 
 
 def _memory(view: StageView, pricer: Pricer, choice: Choice) -> tuple[float, float, float]:

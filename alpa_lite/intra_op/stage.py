@@ -1,7 +1,7 @@
 """The part of a step that one stage runs, and the data about its layout.
 
-`StageView` has the ops of a stage in execution order, its inputs and outputs, and the runs of each op. The user may
-constrain the layout of its values: which tensor dim a mesh axis must split, for some or all values of the step
+`StageView` has the ops of a stage (`stage_ops.StageOps`) and constraints on its layout. The user may constrain the
+layout of its values: which tensor dim a mesh axis must split, for some or all values of the step
 (`GivenLayout`). `op_choices` restricts the strategies of a stage to them.
 
 The builder of the intra-op problem records a node and specs for each value (`Offer`) and placements for each op
@@ -10,17 +10,16 @@ The builder of the intra-op problem records a node and specs for each value (`Of
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain
 
 from alpa_lite.intra_op.problem import Status
+from alpa_lite.intra_op.stage_ops import StageOps, stage_ops
 from alpa_lite.plan.parts import NO_COST, Choice, CollectiveUse, OpPlacement, StageCost
-from alpa_lite.program.identity import FirstUses, params_texts, structure
+from alpa_lite.program.identity import FirstUses
 from alpa_lite.program.ir import Graph, Op
-from alpa_lite.program.phases import Phase, StepGraph
-from alpa_lite.rules.op_info import free_ops, free_values, op_class
+from alpa_lite.program.phases import StepGraph
 from alpa_lite.sharding.specs import Spec
 from alpa_lite.step.layers import Layers
 
@@ -58,17 +57,10 @@ def _bodies(op: Op) -> Iterator[Graph]:
             yield from inner.bodies
 
 
-def _loop_kind(graph: Graph, op: Op) -> tuple[object, ...]:
-    """Return a key that is equal for ops whose bodies do the same to the same shapes."""
-    literals = tuple([v.literal for v in graph.operands(op)])
-    results = tuple([(v.shape, v.dtype) for v in graph.results(op)])
-    return (op.primitive, params_texts(graph)[op.id], tuple(map(structure, op.bodies)), literals, results)
-
-
 # Without slots, which would leave no place for cached properties.
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StageView:
-    """The ops of layers `first..last` of a step, with the invariant ops that they read.
+    """The ops of layers `first..last` of a step, with the invariant ops that they read, and constraints on layouts.
 
     `pins`: prescribed specs of some graph inputs. `outputs`: prescribed specs of some graph outputs. `keeps_gathered`:
     parameters that the forward pass gathers remain gathered for the backward pass. `layout`: layout constraints of any
@@ -84,6 +76,16 @@ class StageView:
     keeps_gathered: bool = False
     layout: GivenLayout = NO_LAYOUT
 
+    @cached_property
+    def part(self) -> StageOps:
+        """The ops of this stage, which views of equal ops of one step share, whatever their constraints are."""
+        return stage_ops(self.step, self.layers, self.first, self.last)
+
+    @cached_property
+    def key(self) -> Hashable:
+        """A key that is equal for views of the same ops under the same constraints; layouts compare by identity."""
+        return self.part, (*self.pins.items(),), (*self.outputs.items(),), self.keeps_gathered, self.layout
+
     @property
     def graph(self) -> Graph:
         """The graph of the whole step, which value and op ids refer to."""
@@ -92,143 +94,51 @@ class StageView:
     @cached_property
     def ops(self) -> tuple[int, ...]:
         """The ids of the ops of this stage in order, with the free and invariant ops of others that it repeats."""
-        graph, of_op, free = self.graph, self.layers.of_op, free_ops(self.graph)
-        chosen = set(chain.from_iterable(map(self.layers.ops_of, range(self.first, self.last + 1))))
-        waiting = [v for op_id in chosen for v in graph.ops[op_id].operands]
-        if self.first == 0 or self.step.num_updates > 1:
-            # Outputs that depend on nothing but inputs (step counters, new keys) are made by the first stage, and by
-            # all that read them where stages do not wait for each other's updates.
-            waiting += [v for v in graph.outputs if self.is_invariant_value(v)]
-        while waiting:
-            maker = graph.producer[waiting.pop()]
-            if maker is not None and maker not in chosen and (of_op[maker] is None or maker in free):
-                chosen.add(maker)
-                waiting += graph.ops[maker].operands
-        return tuple(sorted(chosen))  # ids are in execution order
-
-    @property
-    def free(self) -> frozenset[int]:
-        """The values that every stage computes for itself."""
-        return free_values(self.graph)
-
-    def is_invariant_value(self, value: int) -> bool:
-        """Return True for results of invariant ops."""
-        producer = self.graph.producer[value]
-        return producer is not None and self.step.phases[producer] is Phase.INVARIANT
-
-    def is_read_in_loop(self, value: int) -> bool:
-        """Return True for values that forward or backward ops read, directly or through invariant ops."""
-        graph, phases, queue, seen = self.graph, self.step.phases, [value], {value}
-        while queue:
-            for c in graph.consumers[queue.pop()]:
-                if phases[c].in_loop:
-                    return True
-                if phases[c] is Phase.INVARIANT:
-                    queue += [r for r in graph.ops[c].results if r not in seen]
-                    seen.update(graph.ops[c].results)
-        return False
+        return self.part.ops
 
     @cached_property
     def op_set(self) -> frozenset[int]:
         """The ids of `ops` as a set."""
-        return frozenset(self.ops)
+        return self.part.op_set
 
     @cached_property
     def external(self) -> tuple[int, ...]:
         """The values read here but computed elsewhere: graph inputs and values of other stages (no literals)."""
-        # A dict serves as an ordered set: `remap` pairs the values of two stages by their order.
-        graph, found = self.graph, dict[int, None]()
-        for op_id in self.ops:
-            for v in graph.ops[op_id].operands:
-                producer = graph.producer[v]
-                if graph.values[v].literal is None and (producer is None or producer not in self.op_set):
-                    found[v] = None
-        for v in graph.inputs:
-            # State that passes through unread still takes memory on some stage.
-            if not graph.consumers[v] and self.lives_here(v):
-                found[v] = None
-        return tuple(found)
-
-    def lives_here(self, value: int) -> bool:
-        """Return True for graph inputs that are stored in this stage."""
-        if value not in self._homes:
-            return False
-        return self.first <= self._homes[value] <= self.last
-
-    @cached_property
-    def _homes(self) -> dict[int, int]:
-        return dict(zip(self.graph.inputs, self.layers.of_input, strict=True))
+        return self.part.external
 
     @cached_property
     def leaves(self) -> frozenset[int]:
         """The values computed here that other stages or the caller read."""
-        outputs = set(self.graph.outputs)
-        return frozenset(
-            r
-            for op_id in self.ops
-            for r in self.graph.ops[op_id].results
-            if r in outputs or not self.op_set.issuperset(self.graph.consumers[r])
-        )
+        return self.part.leaves
 
     @cached_property
     def crossing(self) -> tuple[int, ...]:
         """The values that the loop of this stage sums over micro-batches, for updates or for the caller."""
-        graph, step = self.graph, self.step
-        outputs = set(graph.outputs)
-        return tuple(
-            r
-            for op_id in self.ops
-            if step.phases[op_id].in_loop
-            for r in graph.ops[op_id].results
-            if step.batch_dims[r] is None
-            and (r in outputs or any(step.phases[c] is Phase.UPDATE for c in graph.consumers[r]))
-        )
+        return self.part.crossing
+
+    def is_read_in_loop(self, value: int) -> bool:
+        """Return True for values that forward or backward ops read, directly or through invariant ops."""
+        return self.part.is_read_in_loop(value)
+
+    def lives_here(self, value: int) -> bool:
+        """Return True for graph inputs that are stored in this stage."""
+        return self.part.lives_here(value)
 
     def runs_of(self, op: Op) -> int:
         """Return how often an op runs per step here; invariant ops run as often as their most frequent reader."""
-        if self.step.phases[op.id] is not Phase.INVARIANT:
-            return self.step.runs_of(op)
-        return self.step.num_microbatches if op.id in self._invariant_in_loop else self.step.num_updates
-
-    @cached_property
-    def _invariant_in_loop(self) -> frozenset[int]:
-        graph, step, found, needed = self.graph, self.step, set[int](), set[int]()
-        # Backwards: an invariant op is in the loop if a reader is, and readers follow the ops that they read.
-        for op_id in reversed(self.ops):
-            op = graph.ops[op_id]
-            if step.phases[op_id].in_loop or any(r in needed for r in op.results):
-                needed.update(op.operands)
-                if step.phases[op_id] is Phase.INVARIANT:
-                    found.add(op_id)
-        return frozenset(found)
+        return self.part.runs_of(op)
 
     @cached_property
     def signature(self) -> tuple[object, ...]:
         """A key that is equal for stages that run the same ops on the same shapes, wherever they lie in the graph."""
-        graph, number = self.graph, FirstUses[int]()
-        # By first use, so that the place of the stage in the graph plays no part.
+        part = self.part
+        # A copy, since an output that another stage makes gets a number here.
+        number = FirstUses[int](part.numbers)
         local = number.__getitem__
-        values, batch_dims, rows = graph.values, self.step.batch_dims, list[object]()
-        for op_id in self.ops:
-            op = graph.ops[op_id]
-            # The class covers shapes, but compares bodies by identity; `_loop_kind` compares contents.
-            kind = _loop_kind(graph, op) if op.bodies else op_class(graph, op_id).price
-            operands = tuple([local(v) if values[v].literal is None else None for v in op.operands])
-            results = tuple([(local(r), batch_dims[r]) for r in op.results])
-            rows.append((kind, operands, results, self.step.phases[op_id].value))
-        outer = tuple(
-            (local(v), graph.values[v].shape, graph.values[v].dtype, self.step.batch_dims[v], self.lives_here(v))
-            for v in self.external
-        )
-        # State that is replaced must come back in its own spec, which ties nodes of the problem together.
-        aliases = tuple((local(o), local(i)) for o, i in self.step.aliases.items() if o in number and i in number)
         pins = tuple((local(v), self.pins[v]) for v in self.external if v in self.pins)
         pins += tuple((local(v), spec) for v, spec in self.outputs.items())
         pins += (self.keeps_gathered,)
-        # A value that other stages read is kept in memory, and is not recomputed by its readers.
-        leaves = tuple(sorted(local(v) for v in self.leaves))
-        runs = self.step.num_microbatches, self.step.num_updates
-        return (tuple(rows), outer, aliases, leaves, runs, pins, self._layout_signature(number))
+        return (part.signature, pins, self._layout_signature(number))
 
     def _layout_signature(self, number: Mapping[int, int]) -> tuple[object, ...]:
         """Return the layout constraints of values with these numbers, and of those inside the loops of this stage."""

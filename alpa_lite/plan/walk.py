@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from alpa_lite.errors import VerificationError
 from alpa_lite.plan.plan import OpPlacement
@@ -27,8 +27,7 @@ from alpa_lite.sharding.specs import Move, Spec, addend, replicated, sent_bytes_
 A = TypeVar("A")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Application:
+class Application(NamedTuple):
     """One op with all its specs.
 
     Attributes:

@@ -51,7 +51,16 @@ from alpa_lite.planners.planner import Planner
 from alpa_lite.planners.weights import least_sizes, unsplittable_ops
 from alpa_lite.program.ir import Graph, wiring_of
 from alpa_lite.program.phases import StepGraph
-from alpa_lite.rules.dims import SPATIAL, Contraction, DimClasses, batch_dims_of, contractions, dim_names, major_factor
+from alpa_lite.rules.dims import (
+    SPATIAL,
+    Contraction,
+    DimClasses,
+    batch_dims_of,
+    contractions,
+    dim_classes,
+    dim_names,
+    major_factor,
+)
 from alpa_lite.rules.op_info import rule_of_op
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh
 from alpa_lite.text import short_source
@@ -223,7 +232,7 @@ class MatrixLayers:
     @staticmethod
     def of(step: StepGraph) -> MatrixLayers:
         """Find the layers of a step."""
-        classes = DimClasses(step)
+        classes = dim_classes(step)
         found = tuple(_layers(step, classes))
         return MatrixLayers(
             step=step, classes=classes, found=found, axis_of=_colours(found), least=least_sizes(classes)

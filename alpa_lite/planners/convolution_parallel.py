@@ -43,7 +43,7 @@ from alpa_lite.planners.planner import Planner
 from alpa_lite.planners.weights import WeightSplit, layout_of_kinds, named_kinds, unsplittable_ops
 from alpa_lite.program.ir import Graph
 from alpa_lite.program.phases import StepGraph
-from alpa_lite.rules.dims import Contraction, DimClasses, batch_dims_of, contractions, dim_names
+from alpa_lite.rules.dims import Contraction, batch_dims_of, contractions, dim_classes, dim_names
 from alpa_lite.rules.op_info import rule_of_op
 from alpa_lite.text import show_usable
 
@@ -98,7 +98,7 @@ class ConvolutionParallel(Planner):
 
 def _layout(step: StepGraph, sizes: Mapping[str, int]) -> GivenLayout:
     """Return the layout of kernels, and of all values with samples that have a height or width."""
-    classes, names = DimClasses(step), dict[str, frozenset[int]]()
+    classes, names = dim_classes(step), dict[str, frozenset[int]]()
     kinds = list[WeightSplit]()
     for axis in sizes:
         if axis in _SPACE:
@@ -224,7 +224,7 @@ def _share_that_pays(found: Sequence[Contraction], num_microbatches: int) -> flo
 
 def _whole_but_dense(step: StepGraph, found: Sequence[Contraction]) -> GivenLayout:
     """Return the layout in which weights of dense layers, and biases of these, are the only parameters to be split."""
-    classes, dense, kernels = DimClasses(step), set[tuple[int, ...]](), set[tuple[int, ...]]()
+    classes, dense, kernels = dim_classes(step), set[tuple[int, ...]](), set[tuple[int, ...]]()
     for each in found:
         for i in each.weights:
             kind = classes.of_value(each.graph, each.op.operands[i])

@@ -36,7 +36,7 @@ from alpa_lite.planners.on_mesh import MeshConstraints, plan_on_mesh
 from alpa_lite.planners.planner import Planner
 from alpa_lite.program.ir import Graph
 from alpa_lite.program.phases import StepGraph
-from alpa_lite.rules.dims import DimClasses, dim_names
+from alpa_lite.rules.dims import DimClasses, dim_classes, dim_names
 from alpa_lite.step.clustering import make_layers
 from cost_models.composed import CostModel
 
@@ -80,7 +80,7 @@ class MeshTensorFlow(Planner):
         # Axes of one device split nothing, and would multiply the layouts.
         axes = {name: size for name, size in self.mesh.items() if size > 1}
         if self.layout == AUTO:
-            classes = DimClasses(step)
+            classes = dim_classes(step)
             dims = NamedDims.of(step, classes, self._names(step, classes))
             # Most layouts need too much memory, and advice for each of them would take long.
             within = replace(request, advise=False)
@@ -98,7 +98,7 @@ class MeshTensorFlow(Planner):
         return {name.strip(): axis.strip() for name, _, axis in pairs}
 
     def _split(self, step: StepGraph) -> DimSplit:
-        classes = DimClasses(step)
+        classes = dim_classes(step)
         names = self._names(step, classes)
         found: dict[str, dict[int, str]] = {axis: {} for axis in self.mesh}
         for name, axis in self._pairs().items():

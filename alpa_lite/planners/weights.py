@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from alpa_lite.errors import PlanError
 from alpa_lite.intra_op.stage import NO_LAYOUT, GivenLayout, Wanted
 from alpa_lite.program.ir import Graph
+from alpa_lite.program.memo import memoized
 from alpa_lite.program.phases import StepGraph
-from alpa_lite.rules.dims import DimClasses, batch_dims_of, contractions, dim_names, major_factor
+from alpa_lite.rules.dims import DimClasses, batch_dims_of, contractions, dim_classes, dim_names, major_factor
 from alpa_lite.rules.op_info import rule_of_op
 from alpa_lite.text import short_source
 
@@ -78,13 +79,14 @@ class Projections:
     unsplit: tuple[str, ...]
 
 
+@memoized
 def projections(step: StepGraph, count: int) -> Projections:
     """Return how Megatron splits the projections of a step over `count` devices.
 
     Those that read the residual stream are split along what they make, heads or hidden units, and those that write to
     it along what they sum over, so that nothing is sent between the two (Shoeybi et al. 2019, figure 3).
     """
-    classes, splits, unsplit = DimClasses(step), dict[WeightSplit, None](), dict[str, None]()
+    classes, splits, unsplit = dim_classes(step), dict[WeightSplit, None](), dict[str, None]()
     inner = {node: name for name, nodes in dim_names(step, classes).items() if name in _INNER for node in nodes}
     least = least_sizes(classes)
     for each in contractions(step):
@@ -137,7 +139,7 @@ def positions_layout(step: StepGraph, count: int) -> GivenLayout:
     Positions are the dims of tokens beside the samples; without tokens, the first dim of each argument that is neither
     its samples nor what weights have. Raises `PlanError` if there are none, or `count` devices do not divide them.
     """
-    classes, graph = DimClasses(step), step.graph
+    classes, graph = dim_classes(step), step.graph
     features = {
         node
         for each in contractions(step)
@@ -171,9 +173,10 @@ def weights_layout(
 
     `more`: further splits of weights. Raises `PlanError` if there is no such dim, or the axis does not divide it.
     """
-    classes, kinds = DimClasses(step), list[WeightSplit](more)
+    kinds = list[WeightSplit](more)
     if not (split or kinds):
         return NO_LAYOUT
+    classes = dim_classes(step)
     for name, axis in split.items():
         found = list(named_kinds(step, classes, name))
         if not found:

@@ -38,6 +38,7 @@ from math import prod
 from typing import NamedTuple
 
 from alpa_lite.program.ir import Graph, Op, Value, Wiring, wiring_of
+from alpa_lite.program.memo import memoized
 from alpa_lite.program.phases import BodyScope, Phase, StepGraph
 from alpa_lite.rules.op_info import rule_of_op
 from alpa_lite.rules.registry import Dims, FactorKind, Rule
@@ -124,6 +125,12 @@ class DimClasses:
                     self._join_all(graph, op.results[r], body, inner, skip=int(r in wiring.stacked))
         for r, i in wiring.carried.items():
             self._join_all(graph, op.operands[i], graph, op.results[r])
+
+
+@memoized
+def dim_classes(step: StepGraph) -> DimClasses:
+    """Return the dim classes of a step; they are computed once."""
+    return DimClasses(step)
 
 
 def _majors(graph: Graph, op: Op) -> Iterator[tuple[int, int, int]]:

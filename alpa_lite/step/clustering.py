@@ -4,6 +4,8 @@ Communication-aware clustering of a sequence of ops into layers (Alpa, OSDI'22, 
 
 Ops 0..K-1 are cut into L runs. A value that leaves its layer is paid once in each layer that reads it.
 
+    places  = the ops before which some layer of a cut within the limit may begin; those between
+              two places are one block, so that K below is the number of blocks                   `possible_places`
     C(i,k)  = bytes of the values of ops before i that any of ops i..k reads                      `_inflow_bytes`
     limit   = (1 + imbalance) * total FLOPs / L, relaxed in steps until L runs can satisfy it      `_flops_limit`
     G(k,r)  = min over i of  max(G(i-1,r-1), C(i,k)),  least <= FLOPs of i..k <= limit            `_least_bottleneck`
@@ -13,7 +15,8 @@ Ops 0..K-1 are cut into L runs. A value that leaves its layer is paid once in ea
 A layer has at least a quarter of the average FLOPs where some cut allows that: a cut before the work begins is often
 free, and would leave a layer without work. The tie-break is a second dynamic program, restricted to C(i,k) <= G(K-1,L):
 cutting prefixes of least maximum first would miss cuts with a smaller sum. For every k the admissible i are
-consecutive, since FLOPs only add up; both programs visit only these pairs, about 1.5 * K**2 / L of them.
+consecutive, since FLOPs only add up; both programs visit only these pairs, about 1.5 * K**2 / L of them. Few layers
+leave few places: with two, these are the ops near the middle.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from numpy.typing import NDArray
 
 from alpa_lite.errors import PlanError
 from alpa_lite.program.ir import Graph, Op, parts_of
+from alpa_lite.program.memo import memoized
 from alpa_lite.program.phases import Phase, StepGraph
 from alpa_lite.rules.op_info import flops_of, free_values
 from alpa_lite.step.layers import (
@@ -93,14 +97,41 @@ def cluster_contiguous(
         return (0,) * num_ops
     ends = np.concatenate([[0.0], np.cumsum(flops, dtype=float)])
     limit = _flops_limit(ends, num_layers, imbalance)
-    runs = _Runs.of(_inflow_bytes(num_ops, flows), ends, limit)
+    places = possible_places(ends, num_layers, limit)
+    block_of = np.searchsorted(places, np.arange(num_ops), side="right") - 1
+    inflow = _inflow_bytes(len(places) - 1, _between_blocks(flows, block_of.tolist()))
+    runs = _Runs.of(inflow, ends[places], limit)
     even = runs.of_at_least(LEAST_SHARE * float(ends[-1]) / num_layers)
     bottleneck = _least_bottleneck(even, num_layers)
     # No cut gives each layer its least share of the work: that condition is dropped.
     if np.isinf(bottleneck):
         even, bottleneck = runs, _least_bottleneck(runs, num_layers)
     firsts = _cut(even, num_layers, bottleneck)
-    return tuple(int(layer) for layer in np.searchsorted(firsts, np.arange(num_ops), side="right") - 1)
+    return tuple((np.searchsorted(firsts, block_of, side="right") - 1).tolist())
+
+
+def possible_places(ends: NDArray[np.float64], num_layers: int, limit: float) -> NDArray[np.int64]:
+    """Return the ops at which a layer of at most `limit` FLOPs may begin, and the end of all ops, ascending.
+
+    With l layers before it, the ops before such a place have at most l limits of FLOPs, and the others L - l.
+    """
+    # As in `_Runs.of`, the margin covers sums in other orders.
+    limit *= _ROUNDING**2
+    possible = np.zeros(len(ends), dtype=np.bool_)
+    possible[[0, -1]] = True
+    for before in range(1, num_layers):
+        possible |= (ends <= before * limit) & (ends[-1] - ends <= (num_layers - before) * limit)
+    return np.flatnonzero(possible)
+
+
+def _between_blocks(flows: Sequence[Flow], block_of: Sequence[int]) -> list[Flow]:
+    """Return the values that flow between blocks of ops, by the numbers of the blocks."""
+    found = list[Flow]()
+    for producer, readers, size in flows:
+        here = block_of[producer]
+        if outside := {block_of[reader] for reader in readers} - {here}:
+            found.append(Flow(here, outside, size))
+    return found
 
 
 def _inflow_bytes(num_ops: int, flows: Sequence[Flow]) -> NDArray[np.float64]:
@@ -245,14 +276,20 @@ def make_layers(
     Raises:
         PlanError: there are fewer forward ops than layers.
     """
+    num_forward = step.phases.count(Phase.FORWARD)
+    count = default_num_layers(step) if num_layers is None else num_layers
+    if count > max(1, num_forward):
+        raise PlanError(
+            f"{count} layers were asked for, but the forward pass has only {num_forward} operations. "
+            f"Ask for at most {max(1, num_forward)} layers or stages."
+        )
+    return _layers(step, count, imbalance, equal, tuple(shares))
+
+
+@memoized
+def _layers(step: StepGraph, count: int, imbalance: float, equal: LayerBalance, shares: tuple[float, ...]) -> Layers:
     graph = step.graph
     forward = [op for op in graph.ops if step.phases[op.id] is Phase.FORWARD]
-    count = default_num_layers(step) if num_layers is None else num_layers
-    if count > max(1, len(forward)):
-        raise PlanError(
-            f"{count} layers were asked for, but the forward pass has only {len(forward)} operations. "
-            f"Ask for at most {max(1, len(forward))} layers or stages."
-        )
     of_op: list[int | None] = [None] * len(graph.ops)
     if equal == "operators":
         for place, op in enumerate(forward):

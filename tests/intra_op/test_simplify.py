@@ -115,6 +115,24 @@ def test_dominated_strategies_go():
     assert simplify(limited).problem.num_strategies == (4, 3, 3, 3)
 
 
+def test_equal_costs_with_other_bytes_are_another_node():
+    """Of two equal triangles one is limited, so that its strategy that is worse but leaner stays."""
+    worse = np.vstack([HARD, HARD[0] + 0.1])
+    edges = [
+        Edge(source=e.source, target=e.target, costs=e.costs) for e in triangle(HARD, node_costs=np.zeros(3)).edges
+    ]
+    edges = [replace(e, costs=worse) if e.source == 0 else e for e in edges]
+    costs = [np.zeros(4), *[np.zeros(3)] * 3]
+    again = [replace(e, source=e.source + 4, target=e.target + 4) for e in edges]
+    lean = [Usage(node=4, bytes=np.array([5.0, 5.0, 5.0, 2.0]), start=0, end=1)]
+    lean += [Usage(node=node, bytes=np.array([5.0, 1.0, 3.0]), start=0, end=1) for node in (5, 6, 7)]
+    problem = Problem.of(node_costs=costs * 2, edges=edges + again, usages=lean, limit_bytes=12.0)
+    reduced = simplify(problem)
+    assert dict(zip(reduced.nodes, reduced.problem.num_strategies, strict=True)) == {
+        **dict.fromkeys(range(4), 3), 4: 4, **dict.fromkeys(range(5, 8), 3),
+    }  # fmt: skip
+
+
 def test_strategies_that_cannot_fit_go():
     usages = tuple(Usage(node=node, bytes=np.array([5.0, 1.0, 3.0]), start=0, end=1) for node in range(4))
     assert (

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alpa_lite.errors import PlanError
-from alpa_lite.step.clustering import LEAST_SHARE, RELAXATION, cluster_contiguous
+from alpa_lite.step.clustering import LEAST_SHARE, RELAXATION, cluster_contiguous, possible_places
 
 
 def merit(flops, flows, bounds):
@@ -60,6 +60,23 @@ def test_equals_exhaustive_search(problem):
     assert list(layers) == sorted(layers)
     bounds = [layers.index(layer) for layer in range(num_layers)] + [len(flops)]
     assert merit(flops, flows, bounds)[:3] == brute_force(flops, flows, num_layers, imbalance)
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=8), st.integers(1, 8), st.sampled_from([0.0, 0.5, 2.0]))
+def test_layers_begin_at_possible_places_alone(flops, num_layers, imbalance):
+    num_layers = min(num_layers, len(flops))
+    limit = (1 + imbalance) * sum(flops) / num_layers
+    cuts = [(0, *cut, len(flops)) for cut in itertools.combinations(range(1, len(flops)), num_layers - 1)]
+    within = [cut for cut in cuts if all(sum(flops[a:b]) <= limit * (1 + 1e-9) for a, b in pairwise(cut))]
+    places = possible_places(np.concatenate([[0.0], np.cumsum(flops)]), num_layers, limit).tolist()
+    assert {0, len(flops)} | set(itertools.chain(*within)) <= set(places)
+
+
+def test_few_layers_have_few_places():
+    """Two layers of at most 55 % of the work each meet within 5 % of its middle, and four at the quarters."""
+    assert possible_places(np.arange(1001.0), 2, 550.0).tolist() == [0, *range(450, 551), 1000]
+    quarters = [*range(175, 276), *range(450, 551), *range(725, 826)]
+    assert possible_places(np.arange(1001.0), 4, 275.0).tolist() == [0, *quarters, 1000]
 
 
 @pytest.mark.parametrize("num_layers", [1, 2, 3, 6, 12])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from alpa_lite.intra_op.problem import Edge, Problem, Usage
-from alpa_lite.intra_op.reductions import Workspace, drop_dominated
+from alpa_lite.intra_op.reductions import Kept, Workspace, drop_dominated
 from alpa_lite.intra_op.solvers.dual import Dual
 from alpa_lite.intra_op.solvers.elimination import cheapest_choices, elimination_plan
 from alpa_lite.intra_op.solvers.flat_problem import flat_problem
@@ -27,7 +27,7 @@ def compile_kernels() -> None:
         usages=[Usage(node=node, bytes=np.array([2.0, 1.0]), start=0, end=1) for node in range(2)],
         limit_bytes=3.0,
     )
-    drop_dominated(Workspace.load(problem), 0)
+    drop_dominated(Workspace.load(problem), 0, Kept())
     cheapest_choices(elimination_plan(problem), problem.node_costs.values, problem.edge_costs.values)
     flat = flat_problem(problem)
     dual = Dual(flat=flat)
