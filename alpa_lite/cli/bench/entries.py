@@ -289,7 +289,8 @@ def measured_rows(
             f"{name}: compiled in {show_seconds(running[number].compile_seconds)}, a step took {show_seconds(seconds)}"
         )
     rounds, count = rounds or rounds_within(once), show_count(len(running), "plan")
-    tell(f"{target.name}: {show_count(rounds, 'round')} of {count}, about {show_about((rounds + 1) * once)}")
+    if running:
+        tell(f"{target.name}: {show_count(rounds, 'round')} of {count}, about {show_about((rounds + 1) * once)}")
     with progress.during("run"):
         times = in_turn({str(number): step for number, step in running.items()}, rounds, progress)
     for number, row in enumerate(rows):
