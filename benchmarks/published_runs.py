@@ -2,7 +2,9 @@
 
 Each row goes the project's ordinary way: its model is traced, its manual plan is made for its cluster, and the plan is
 simulated. Rows without a measured step time are predicted only; a row that cannot be built is listed with its reason.
-The columns are those that `benchmarks.published.row` reads; the scoring rule is in `benchmarks.published.score`.
+The columns are those that `benchmarks.published.row` reads; the scoring rule is in `benchmarks.published.score`. Beside
+the error of each group stands the one with the group left out, and the numbers of the model that were set on measured
+steps are counted (`benchmarks.published.parameters`).
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ import argparse
 import gc
 import json
 import os
+import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
@@ -24,6 +28,7 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.published.ablation import ABLATIONS
+from benchmarks.published.parameters import parameters
 from benchmarks.published.predict import Predictor
 from benchmarks.published.row import RowError, measured_seconds, parse_row, read_rows
 from benchmarks.published.score import Outcome, Score, score
@@ -74,7 +79,7 @@ def all_predictions(rows: Sequence[Cells], ablation: str, num_processes: int) ->
 def report(found: Score, console: Console) -> None:
     """Print the table of groups."""
     table = Table(title="Step time of published runs: predicted against measured")
-    for column in ("group", "rows", "not built", "error", "bias", "largest", "left out"):
+    for column in ("group", "rows", "not built", "error", "bias", "largest", "left out", "in range", "left out"):
         table.add_column(column, justify="left" if column == "group" else "right")
     for group in found.groups:
         table.add_row(
@@ -82,14 +87,22 @@ def report(found: Score, console: Console) -> None:
             str(group.num_rows),
             str(group.num_failed) if group.num_failed else "",
             *(_percent(x) for x in (group.error, group.bias, group.largest, group.left_out_error)),
+            *(_percent(x, 0) for x in (group.covered, group.left_out_covered)),
         )
     table.add_section()
-    table.add_row("mean of groups", "", "", _percent(found.error), "", "", _percent(found.left_out_error))
+    means = (_percent(found.covered, 0), _percent(found.left_out_covered, 0))
+    table.add_row("mean of groups", "", "", _percent(found.error), "", "", _percent(found.left_out_error), *means)
     console.print(table)
+    kinds = Counter(parameter.kind for parameter in parameters())
+    console.print(
+        f"{kinds.total()} numbers were set on measured steps: {kinds['device']} of devices, {kinds['link']} of links, "
+        f"{kinds['program']} of programs, {kinds['range']} of the ranges.",
+        highlight=False,
+    )
 
 
-def _percent(value: float | None) -> str:
-    return "" if value is None else f"{100 * value:.1f} %"
+def _percent(value: float | None, decimals: int = 1) -> str:
+    return "" if value is None else f"{100 * value:.{decimals}f} %"
 
 
 def to_json(predictions: Sequence[Prediction], found: Score) -> dict[str, Any]:
@@ -98,6 +111,7 @@ def to_json(predictions: Sequence[Prediction], found: Score) -> dict[str, Any]:
         {
             "id": p.outcome.id,
             "predicted_step_seconds": p.outcome.predicted_seconds,
+            "likely_step_seconds": p.outcome.likely_seconds,
             "measured_step_seconds": p.outcome.measured_seconds,
             "error": p.outcome.error,
             "breakdown": p.breakdown,
@@ -105,20 +119,22 @@ def to_json(predictions: Sequence[Prediction], found: Score) -> dict[str, Any]:
         }
         for p in predictions
     ]
-    return {"rows": rows, "groups": [asdict(group) for group in found.groups], "error": found.error}
+    scores = {name: value for name, value in asdict(found).items() if name != "groups"}
+    numbers = [asdict(parameter) for parameter in parameters()]
+    return {"rows": rows, "groups": [asdict(group) for group in found.groups], **scores, "parameters": numbers}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", required=True, type=Path, help="table of runs, CSV")
+    parser.add_argument("--runs", required=True, nargs="+", type=Path, help="tables of runs, CSV, scored together")
     parser.add_argument("--out", type=Path, help="where to write predictions, JSON")
     parser.add_argument("--ablate", action="store_true", help="also switch off each term of the model in turn")
     parser.add_argument("--only", nargs="+", default=(), help="groups, or starts of ids, to predict")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args(arguments)
-    console = Console()
-    rows = read_rows(options.runs)
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    rows = [row for path in options.runs for row in read_rows(path)]
     if options.only:
         rows = [c for c in rows if c["group"] in options.only or c["id"].startswith(tuple(options.only))]
     errors: dict[str, float | None] = {}

@@ -37,6 +37,15 @@ class LikelyRange(NamedTuple):
         return self.low <= seconds <= self.high
 
 
+def indistinguishable(
+    seconds: float, likely: LikelyRange | None, other: float, other_likely: LikelyRange | None
+) -> bool:
+    """Return whether each of two predicted steps lies in the range of the other; False where a range is unknown."""
+    if likely is None or other_likely is None:
+        return False
+    return likely.contains(other) and other_likely.contains(seconds)
+
+
 def likely_range(step_seconds: float, *, collective_seconds: float, num_devices: int) -> LikelyRange:
     """Return the range of a predicted step.
 

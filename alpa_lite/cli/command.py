@@ -109,7 +109,7 @@ class SuggestingParser(argparse.ArgumentParser):
     ) -> Any:
         """Parse as the base class does; the parser of a command refuses an unknown option by itself."""
         found, rest = super().parse_known_args(args, namespace)
-        wrong = next((word.partition("=")[0] for word in rest if word.startswith("--")), None)
+        wrong = next((word.partition("=")[0] for word in rest if word.startswith("--") and word != "--"), None)
         if wrong is not None:
             self.error(f"there is no option {wrong}.{did_you_mean(wrong, self._option_string_actions)}")
         return found, rest

@@ -86,18 +86,19 @@ def device_name(hardware: str) -> str:
     PCIe cards are meant only where they are named. Raises `RowError` if the family is unknown.
     """
     words = _words(hardware)
-    family = [name for name in known_devices() if _family(name) in words]
-    if not family:
+    found = [name for name in known_devices() if family(name) in words]
+    if not found:
         raise RowError(f"hardware is {hardware!r}: no such device is known ({', '.join(known_devices())}).")
 
     def likeness(name: str) -> tuple[int, bool, int]:
         own = _words(name)
         return len(own & words), "pcie" not in own - words, -len(own - words)
 
-    return max(family, key=likeness)
+    return max(found, key=likeness)
 
 
-def _family(name: str) -> str:
+def family(name: str) -> str:
+    """Return the family of a shipped device: the first word of its name, with the generation where that is a second."""
     return "-".join(name.split("-")[: 2 if name.startswith(("tpu-", "rtx-")) else 1])
 
 

@@ -92,7 +92,7 @@ _COMPILERS = ("xla", "jax", "alpa", "logical mesh", "maxtext", "tensorflow", "to
 #: Host seconds per kernel of PyTorch programs, as read off runs of small models whose step time does not depend on how
 #: many devices share a layer (57 us per kernel of Megatron's, VIA-Research/vTrain, hidden size 1024 on 8 A100); a
 #: library call is less than such a kernel.
-_CALL_SECONDS = {"all": 5.7e-5, "calls": 1e-5}
+CALL_SECONDS = {"all": 5.7e-5, "calls": 1e-5}
 
 
 def call_seconds(row: Row) -> float:
@@ -100,7 +100,7 @@ def call_seconds(row: Row) -> float:
     notes = row.notes.lower().replace("no torch.compile", "")
     if device_name(row.hardware).startswith("tpu") or any(word in notes for word in _COMPILERS):
         return 0.0
-    return _CALL_SECONDS["calls" if runs_eagerly(row) else "all"]
+    return CALL_SECONDS["calls" if runs_eagerly(row) else "all"]
 
 
 #: Mean tokens of Wikipedia's sequences where 512 fit: half of them (Krell et al. 2021, arXiv 2107.02027, which counts

@@ -5,15 +5,22 @@ error(group)    = mean of |error| over its rows
 score           = mean of error(group) over the groups: large groups do not dominate
 left out (row)  = predicted * c / measured - 1, c the median of measured / predicted over the other groups of the
               row's hardware: the effect of one more constant per device, fitted without the group (left_out)
+covered         = share of a group's rows that lie in the range of their prediction, which claims 80 % (`covered`)
+left out        = the same, if the ranges are as wide as holds for 80 % of the rows of the other groups
+              (left_out_covered): all are stretched by one factor, on a scale of logarithms (`stretch`)
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
 from cost_models.uncertainty import LikelyRange
+
+CLAIMED = 0.8
+"""The share of steps that the range of a prediction claims to hold."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,10 +42,19 @@ class Outcome:
             return None
         return self.predicted_seconds / self.measured_seconds - 1
 
+    @property
+    def stretch(self) -> float | None:
+        """The factor by which the range must be stretched to end at the measurement; at most 1 if it holds that."""
+        if self.error is None or self.likely_seconds is None:
+            return None
+        end = self.likely_seconds.low if self.error > 0 else self.likely_seconds.high
+        predicted = self.predicted_seconds or 0.0
+        return abs(math.log1p(self.error) / math.log(end / predicted))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupScore:
-    """The errors of one group: mean absolute, mean, largest absolute; `left_out_error` as the module defines it."""
+    """The errors of one group: mean absolute, mean, largest absolute; the others as the module defines them."""
 
     group: str
     num_rows: int
@@ -47,27 +63,36 @@ class GroupScore:
     bias: float | None
     largest: float | None
     left_out_error: float | None
+    covered: float | None
+    left_out_covered: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """The scores of all groups, and their mean."""
+    """The scores of all groups, and their means."""
 
     groups: tuple[GroupScore, ...]
     error: float | None
     left_out_error: float | None
+    covered: float | None
+    left_out_covered: float | None
 
 
 def score(outcomes: Sequence[Outcome]) -> Score:
     """Return the errors by group and in all."""
     names = dict.fromkeys(outcome.group for outcome in outcomes)
     groups = tuple(_group(name, outcomes) for name in names)
-    found = [group.error for group in groups if group.error is not None]
-    left_out = [group.left_out_error for group in groups if group.left_out_error is not None]
+
+    def mean(values: Sequence[float | None]) -> float | None:
+        known = [value for value in values if value is not None]
+        return fmean(known) if known else None
+
     return Score(
         groups=groups,
-        error=fmean(found) if found else None,
-        left_out_error=fmean(left_out) if left_out else None,
+        error=mean([group.error for group in groups]),
+        left_out_error=mean([group.left_out_error for group in groups]),
+        covered=mean([group.covered for group in groups]),
+        left_out_covered=mean([group.left_out_covered for group in groups]),
     )
 
 
@@ -83,6 +108,8 @@ def _group(name: str, outcomes: Sequence[Outcome]) -> GroupScore:
         bias=fmean(errors) if errors else None,
         largest=max(absolute) if absolute else None,
         left_out_error=left_out(name, outcomes),
+        covered=covered(rows, 1.0),
+        left_out_covered=covered(rows, width([row for row in outcomes if row.group != name])),
     )
 
 
@@ -99,3 +126,24 @@ def left_out(name: str, outcomes: Sequence[Outcome]) -> float | None:
         ]
         errors.append(abs((1 + row.error) * (median(others) if others else 1.0) - 1))
     return fmean(errors) if errors else None
+
+
+def covered(rows: Sequence[Outcome], stretched: float | None) -> float | None:
+    """Return the share of rows within their ranges if these are stretched so; None without ranges."""
+    known = [row.stretch for row in rows if row.stretch is not None]
+    return fmean(stretch <= stretched for stretch in known) if known and stretched is not None else None
+
+
+def width(outcomes: Sequence[Outcome]) -> float | None:
+    """Return the least factor by which ranges hold `CLAIMED` of the rows in the mean over groups; None without rows."""
+    groups = dict.fromkeys(outcome.group for outcome in outcomes)
+    each = [[row.stretch for row in outcomes if row.group == name and row.stretch is not None] for name in groups]
+    weighted = sorted((stretch, 1 / len(some)) for some in each for stretch in some)
+    wanted = CLAIMED * sum(weight for _, weight in weighted)
+    reached = 0.0
+    for stretch, weight in weighted:
+        reached += weight
+        # A sum of weights is rounded.
+        if reached >= wanted * (1 - 1e-12):
+            return stretch
+    return None

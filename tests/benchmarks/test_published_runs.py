@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks import published_runs
+from benchmarks.published.parameters import parameters
 from benchmarks.published.predict import MICROBATCHES, Predictor
 from benchmarks.published.row import RowError
 from benchmarks.published_runs import all_predictions, main, predict_rows
@@ -54,10 +55,11 @@ def write(path: Path, runs: Sequence[Mapping[str, str]]) -> Path:
 def test_predictions_are_written_row_by_row(table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["--runs", str(table), "--out", str(tmp_path / "out.json")])
     found = json.loads((tmp_path / "out.json").read_text())
-    assert set(found) == {"rows", "groups", "error"}
+    means = {"error", "left_out_error", "covered", "left_out_covered"}
+    assert set(found) == {"rows", "groups", "parameters", *means}
     rows = {entry["id"]: entry for entry in found["rows"]}
     assert list(rows) == ["a-dp", "a-tp", "b-new", "b-odd"]
-    common = {"id", "predicted_step_seconds", "measured_step_seconds", "error", "breakdown"}
+    common = {"id", "predicted_step_seconds", "likely_step_seconds", "measured_step_seconds", "error", "breakdown"}
     assert all(set(entry) - {"reason"} == common for entry in rows.values())
     for name in ("a-dp", "a-tp"):
         entry = rows[name]
@@ -73,6 +75,18 @@ def test_predictions_are_written_row_by_row(table: Path, tmp_path: Path, capsys:
     assert found["error"] == pytest.approx(groups["tiny"]["error"])
     printed = capsys.readouterr().out
     assert "b-odd: " in printed and "mean of groups" in printed
+    assert f"{len(parameters())} numbers were set on measured steps" in printed.replace("\n", " ")
+    low, high = rows["a-dp"]["likely_step_seconds"]
+    assert low < rows["a-dp"]["predicted_step_seconds"] < high
+
+
+def test_tables_are_scored_together(table: Path, tmp_path: Path) -> None:
+    other = write(tmp_path / "more.csv", [small(id="c", group="c")])
+    main(["--runs", str(table), str(other), "--out", str(tmp_path / "out.json"), "--only", "a-dp", "c"])
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert [group["group"] for group in found["groups"]] == ["tiny", "c"]
+    # Each group is the other's only one of its hardware: the same run, measured alike, has no error without it.
+    assert found["left_out_error"] == pytest.approx(0.0) and found["error"] > 0.1
 
 
 def test_groups_and_starts_of_ids_can_be_picked(table: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cost_models.uncertainty import likely_range
+from cost_models.uncertainty import LikelyRange, indistinguishable, likely_range
 
 seconds = st.floats(1e-6, 1e4)
 shares = st.floats(0, 2)
@@ -31,3 +31,10 @@ def test_the_range_of_a_host_without_communication_is_that_of_its_kernels() -> N
     low, high = likely_range(2.0, collective_seconds=0.0, num_devices=8)
     assert math.log(2.0 / low) == pytest.approx(0.11) and math.log(high / 2.0) == pytest.approx(0.11)
     assert likely_range(0.0, collective_seconds=0.0, num_devices=8) == (0.0, 0.0)
+
+
+def test_steps_are_indistinguishable_only_if_each_lies_in_the_range_of_the_other() -> None:
+    wide, narrow = LikelyRange(0.5, 2.0), LikelyRange(1.4, 1.6)
+    assert indistinguishable(1.0, wide, 1.5, LikelyRange(0.9, 2.0))
+    assert not indistinguishable(1.0, wide, 1.5, narrow) and not indistinguishable(1.5, narrow, 1.0, wide)
+    assert not indistinguishable(1.0, None, 1.0, wide) and not indistinguishable(1.0, wide, 1.0, None)

@@ -165,6 +165,7 @@ def priced(plan: al.Plan, target: BenchTarget) -> PlanPrice:
         solver_status=plan.solver.status,
         solver_gap=plan.solver.gap,
         step_seconds=seconds,
+        likely_seconds=plan.likely_seconds,
         peak_bytes=max(plan.prediction.peak_bytes),
         tflops_per_device=None if tflops is None else tflops(seconds),
     )
@@ -288,7 +289,8 @@ def measured_rows(
             f"{name}: compiled in {show_seconds(running[number].compile_seconds)}, a step took {show_seconds(seconds)}"
         )
     rounds, count = rounds or rounds_within(once), show_count(len(running), "plan")
-    tell(f"{target.name}: {show_count(rounds, 'round')} of {count}, about {show_about((rounds + 1) * once)}")
+    if running:
+        tell(f"{target.name}: {show_count(rounds, 'round')} of {count}, about {show_about((rounds + 1) * once)}")
     with progress.during("run"):
         times = in_turn({str(number): step for number, step in running.items()}, rounds, progress)
     for number, row in enumerate(rows):

@@ -18,6 +18,7 @@ from alpa_lite.errors import AlpaLiteError
 from alpa_lite.inspection.page.elements import STYLE, page_html, table_html
 from alpa_lite.inspection.text.tables import Table
 from alpa_lite.text import show_bytes, show_milliseconds, show_percent, show_ratio, show_seconds
+from cost_models.uncertainty import indistinguishable
 
 MAX_REASON = 140
 """The greatest number of characters of a reason in a table; rows hold all of it."""
@@ -58,8 +59,25 @@ def plans_table(rows: Sequence[Row]) -> Table:
         columns=columns,
         rows=tuple(_plan_cells(row, measured=measured, first=first) for row in found),
         numeric=frozenset(columns[2:]) - {"quartiles"},
-        note=_PLANS_NOTE if found else "No planner found a plan.",
+        note=f"{_PLANS_NOTE}{_alike(found)}" if found else "No planner found a plan.",
     )
+
+
+def _alike(found: Sequence[Row]) -> str:
+    """Return a sentence on the plans that predictions cannot tell from the fastest; "" if there are none.
+
+    Where plans were measured, the measurements tell.
+    """
+    prices = [row.price for row in found if row.price is not None and row.run is None]
+    if len(prices) < len(found):
+        return ""
+    first, names = prices[0], list[str]()
+    for row, price in zip(found[1:], prices[1:], strict=True):
+        if indistinguishable(first.step_seconds, first.likely_seconds, price.step_seconds, price.likely_seconds):
+            names.append(row.planner)
+    if not names:
+        return ""
+    return f" Indistinguishable from the first, each being predicted in the range of the other: {', '.join(names)}."
 
 
 def title_of(row: Row) -> str:

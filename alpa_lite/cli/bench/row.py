@@ -20,6 +20,7 @@ from os import cpu_count
 from pathlib import Path
 
 from alpa_lite.cli.models.model_parts import Tree
+from cost_models.uncertainty import LikelyRange
 
 PACKAGES = ("alpa_lite", "jax", "jaxlib", "numpy", "scipy", "highspy")
 
@@ -41,6 +42,7 @@ class PlanPrice:
         meshes: the logical meshes of its stages, in words.
         solver_gap: upper bound of the relative distance to the cheapest plan.
         step_seconds: seconds per step.
+        likely_seconds: their range (`Plan.likely_seconds`), None if there is none.
         peak_bytes: bytes on the fullest device.
         tflops_per_device: None if the FLOPs of the model have not been counted.
     """
@@ -53,6 +55,7 @@ class PlanPrice:
     step_seconds: float
     peak_bytes: float
     tflops_per_device: float | None = None
+    likely_seconds: LikelyRange | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,6 +157,7 @@ _PRICE = {
     "solver_status": "solver_status",
     "solver_gap": "solver_gap",
     "predicted_step_seconds": "step_seconds",
+    "predicted_likely_seconds": "likely_seconds",
     "predicted_peak_bytes": "peak_bytes",
     "predicted_tflops_per_device": "tflops_per_device",
 }
@@ -195,11 +199,16 @@ def row_of_data(data: Mapping[str, Tree]) -> Row:
         # JSON has lists alone.
         return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
+    def price() -> PlanPrice:
+        values = dict(group(_PRICE))
+        likely = values.pop("likely_seconds", None)
+        return PlanPrice(**values, likely_seconds=None if likely is None else LikelyRange(*likely))
+
     # The flat keys of groups are never names of own fields.
     own = {name: data[name] for name in Row.__dataclass_fields__ if name in data}
     return Row(
         **own,
-        price=None if data.get("predicted_step_seconds") is None else PlanPrice(**group(_PRICE)),
+        price=None if data.get("predicted_step_seconds") is None else price(),
         simulation=None if data.get("simulated_step_seconds") is None else DeviceTime(**group(_SIMULATION)),
         run=None if data.get("measured_step_seconds") is None else MeasuredRun(**group(_RUN)),
     )

@@ -24,6 +24,7 @@ from alpa_lite.text import (
     show_ratio,
     show_seconds,
 )
+from cost_models import uncertainty
 from cost_models.cluster import Cluster, with_bandwidth, with_memory
 
 _MAX_SPEC_ROWS = 25
@@ -117,10 +118,8 @@ def compare(plan: Plan, other: Plan) -> PlanDiff:
 
 def indistinguishable(plan: Plan, other: Plan) -> bool:
     """Return whether each predicted step lies within the range of the other."""
-    mine, theirs = plan.likely_seconds, other.likely_seconds
-    if mine is None or theirs is None:
-        return False
-    return mine.contains(other.prediction.step_seconds) and theirs.contains(plan.prediction.step_seconds)
+    seconds, others = plan.prediction.step_seconds, other.prediction.step_seconds
+    return uncertainty.indistinguishable(seconds, plan.likely_seconds, others, other.likely_seconds)
 
 
 def _different_steps(plan: Plan, other: Plan) -> bool:

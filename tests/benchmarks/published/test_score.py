@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
-from benchmarks.published.score import Outcome, left_out, score
+from benchmarks.published.score import Outcome, covered, left_out, score, width
+from cost_models.uncertainty import LikelyRange
 
 
 def outcome(group: str, predicted: float | None, measured: float | None, hardware: str = "a") -> Outcome:
@@ -47,3 +50,40 @@ def test_without_measurements_there_is_no_score() -> None:
     found = score([outcome("g", 1.0, None)])
     assert found.error is None and found.left_out_error is None and found.groups[0].num_failed == 0
     assert score([]).groups == ()
+
+
+def ranged(group: str, measured: float, low: float = 0.8, high: float = 1.5) -> Outcome:
+    """A prediction of one second with its range."""
+    return Outcome(
+        id="x",
+        group=group,
+        hardware="a",
+        predicted_seconds=1.0,
+        measured_seconds=measured,
+        likely_seconds=LikelyRange(low, high),
+    )
+
+
+@pytest.mark.parametrize(("measured", "stretch"), [(1.5, 1.0), (0.8, 1.0), (1.5**2, 2.0), (0.8**0.5, 0.5), (1.0, 0.0)])
+def test_ranges_are_stretched_up_to_the_measurement(measured: float, stretch: float) -> None:
+    assert ranged("g", measured).stretch == pytest.approx(stretch)
+
+
+def test_coverage_counts_groups_alike_and_sets_widths_without_the_group() -> None:
+    # Stretches: of g 0.5 four times and 3, of h 1 and 2.
+    g = [*[ranged("g", math.sqrt(1.5))] * 4, ranged("g", 1.5**3)]
+    rows = [*g, ranged("h", 1.4999), ranged("h", 1.5**2)]
+    # h needs 2 for 80 % of its rows, g only 0.5.
+    assert width(rows[5:]) == pytest.approx(2.0) and width(g) == pytest.approx(0.5)
+    # In the mean over both: 0.5 holds 0.4, 1 holds 0.65, 2 holds 0.9.
+    assert width(rows) == pytest.approx(2.0)
+    found = score(rows)
+    assert [group.covered for group in found.groups] == [pytest.approx(0.8), pytest.approx(0.5)]
+    assert [group.left_out_covered for group in found.groups] == [pytest.approx(0.8), 0.0]
+    assert found.covered == pytest.approx(0.65) and found.left_out_covered == pytest.approx(0.4)
+
+
+def test_without_ranges_there_is_no_coverage() -> None:
+    assert width([]) is None and covered([], 1.0) is None
+    assert score([outcome("g", 1.0, 1.0)]).covered is None
+    assert score([ranged("g", 1.1)]).left_out_covered is None, "no other group says how wide"

@@ -29,6 +29,7 @@ MADE_UP: dict[str, Any] = {
     "solver_status": "optimal",
     "solver_gap": 0.1,
     "predicted_step_seconds": 2.0,
+    "predicted_likely_seconds": [1.8, 2.4],
     "predicted_peak_bytes": 2.0**30,
     "simulated_step_seconds": 2.0,
     "communication_seconds": 0.5,

@@ -232,6 +232,9 @@ def test_what_fails_on_the_devices_is_a_row_with_the_reason(entries, target, dev
     assert rows[0].run is not None
     # The equal one is not compiled to fail again.
     assert [row.reason for row in rows[1:]] == ["It failed when it was run: RESOURCE_EXHAUSTED: out of memory"] * 2
+    told = []
+    measured_rows(target, entries[2:3], 2, Progress(), told.append)
+    assert len(told) == 1 and "RESOURCE_EXHAUSTED" in told[0]
 
 
 @pytest.mark.parametrize(("seconds", "rounds"), [(0.0, 9), (1.0, 9), (4.0, 5), (6.0, 3), (100.0, 3)])

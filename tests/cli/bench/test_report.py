@@ -38,6 +38,17 @@ def test_plans_stand_in_the_order_of_their_times(row, auto_row):
     assert all(len(cells) == len(measured.columns) for cells in measured.rows)
 
 
+def test_plans_that_predictions_cannot_tell_from_the_first_are_named(row, auto_row):
+    # The step of 2.3 s lies in the range of the first, but that not in its own.
+    first = auto_row(predicted_step_seconds=1.9, predicted_likely_seconds=[1.7, 2.3])
+    near, far = row(planner="near"), row(planner="far", predicted_step_seconds=2.3, predicted_likely_seconds=[2.0, 2.7])
+    unknown = row(planner="unknown", predicted_likely_seconds=None)
+    note = plans_table([far, near, first, unknown]).note
+    assert note.endswith("range of the other: near.")
+    assert "Indistinguishable" not in plans_table([far, first]).note
+    assert "Indistinguishable" not in plans_table([near.measured([1.0]), first.measured([1.0])]).note
+
+
 def test_a_shared_measurement_is_named(row):
     table = plans_table([row(planner="b").measured([1.0], same_as="a")])
     assert table.rows[0][0] == "b (as a)"

@@ -12,6 +12,7 @@ PROMISED = {
     "model",
     "cluster",
     "predicted_step_seconds",
+    "predicted_likely_seconds",
     "measured_step_seconds",
     "measured_quartiles",
     "predicted_peak_bytes",
@@ -36,7 +37,7 @@ def test_a_line_has_what_is_promised_and_gives_the_row_back(row):
     data = json.loads(line)
     assert data.keys() >= PROMISED and "\n" not in line
     assert (data["git"], data["versions"], data["machine"]) == ("abc", {"jax": "1"}, "a <machine>")
-    assert row_of_line(line) == one
+    assert row_of_line(line) == one and one.price.likely_seconds.high == 2.4
     assert row_of_line(json_line(row(reason="no"), ENVIRONMENT)) == row(reason="no")
 
 
