@@ -228,8 +228,10 @@ def polished(request: PlanRequest, found: Found) -> Found:
     stages: list[PlacedStage] = []
     # The last first: what is best with the fewest micro-batches in flight is so with more, where it fits.
     for stage, held in reversed([*zip(found.stages, found.in_flight, strict=True)]):
-        solution = costs.solution(stage, in_flight=held)
-        better = solution.choice is not None and solution.cost.loop_seconds < stage.solution.cost.loop_seconds
+        solution, count = costs.fastest(stage, in_flight=held), costs.step.num_microbatches
+        better = solution.choice is not None and solution.cost.step_seconds(count) < stage.solution.cost.step_seconds(
+            count
+        )
         stages.append(replace(stage, solution=solution) if better else stage)
     stages.reverse()
     # Stages that are faster alone may need slower transfers, or more memory than this schedule leaves.

@@ -60,12 +60,20 @@ class PlacedStage(StagePlace):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question(StagePlace):
-    """A stage to solve, with the limit in bytes per device, the relative gap, and the time limit of the solver."""
+    """A stage to solve.
+
+    in_flight     micro-batches held at the peak of memory
+    limit_bytes   the limit per device
+    gap           the relative gap at which the solver may stop
+    seconds       its time limit
+    resharding    the weight of collectives between ops in the objective (`formulate.Builder.problem`)
+    """
 
     in_flight: int
     limit_bytes: float
     gap: float
     seconds: float
+    resharding: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +98,7 @@ class SolvedStages:
 
     def __init__(self) -> None:
         """Start without any stage."""
-        self._solved: dict[tuple[object, MeshKey], list[SolvedStage]] = {}
+        self._solved: dict[tuple[object, MeshKey, float], list[SolvedStage]] = {}
         self._structures: dict[Hashable, object] = {}
         self._builders: dict[MeshKey, Builders] = {}
 
@@ -100,11 +108,11 @@ class SolvedStages:
 
     def answer(self, structure: object, kind: MeshKey, asked: Question) -> SolvedStage | None:
         """Return the solution that answers a question, or None; see the module docstring."""
-        return answer_among(self._solved.get((structure, kind), ()), asked)
+        return answer_among(self._solved.get((structure, kind, asked.resharding), ()), asked)
 
     def add(self, structure: object, kind: MeshKey, solved: SolvedStage) -> None:
         """Add a stage that was solved."""
-        self._solved.setdefault((structure, kind), []).append(solved)
+        self._solved.setdefault((structure, kind, solved.asked.resharding), []).append(solved)
 
     def within_memory(self, num_microbatches: int) -> list[SolvedStage]:
         """Return the stages of steps with so many micro-batches that were solved within a limit of memory."""

@@ -117,22 +117,23 @@ class Builder:
         self.accumulating: set[Key] = set()  # ops that add to a carried value of a loop
         self.waiting: set[Key] = set()  # scalars that remain partial sums until an addition reads them
         self.deciding = Deciding(view, self.scopes, self.sums, self.offers)
-        self._last_problem: dict[tuple[float | None, int], Problem] = {}
+        self._last_problem: dict[tuple[float | None, int, float], Problem] = {}
         self._last_usages: dict[int, tuple[UsageOf, ...]] = {}
         self._lay_out()
 
     # ------------------------------------------------------------------------------------------------ the problem
 
-    def problem(self, *, limit_bytes: float | None, in_flight: int) -> Problem:
+    def problem(self, *, limit_bytes: float | None, in_flight: int, resharding: float = 1.0) -> Problem:
         """Return the problem of the whole stage within `limit_bytes` per device.
 
-        `in_flight` is the number of micro-batches whose activations are held at the memory peak.
+        `in_flight` is the number of micro-batches whose activations are held at the memory peak, and `resharding` the
+        weight of the collectives between ops, which may run beside kernels.
         """
-        key = (limit_bytes, in_flight)
+        key = (limit_bytes, in_flight, resharding)
         if key not in self._last_problem:
             problem = Problem.of(
                 node_costs=self.costs,
-                edges=(Edge(source=u, target=v, costs=m) for (u, v), m in self.edges.items()),
+                edges=(Edge(source=u, target=v, costs=resharding * m) for (u, v), m in self.edges.items()),
                 usages=(Usage(node=u.node, bytes=u.sizes, start=u.start, end=u.end) for u in self.usages(in_flight)),
                 limit_bytes=limit_bytes,
             )

@@ -31,13 +31,14 @@ def solve_stage(
     in_flight: int = 1,
     solver: Solver | None = None,
     time_limit_seconds: float = 60.0,
+    resharding: float = 1.0,
 ) -> StageSolution:
     """Choose the sharding of every op of a builder's stage.
 
     `limit_bytes` is the memory per device (None for no limit), `in_flight` the number of micro-batches held at the
-    peak, and `solver` the portfolio if None.
+    peak, `solver` the portfolio if None, and `resharding` the weight of collectives between ops (`Builder.problem`).
     """
-    problem = builder.problem(limit_bytes=limit_bytes, in_flight=in_flight)
+    problem = builder.problem(limit_bytes=limit_bytes, in_flight=in_flight, resharding=resharding)
     solution = (solver or Portfolio(relative_gap=RELATIVE_GAP)).solve(problem, time_limit_seconds=time_limit_seconds)
     if solution.choices is None:
         return StageSolution(

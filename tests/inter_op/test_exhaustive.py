@@ -11,6 +11,8 @@ CASES = [
     pytest.param(2, 69, id="perceptron"),
     pytest.param(3, 45, id="uneven perceptron on two hosts with little memory"),
     pytest.param(5, 189, id="convolutions on three devices"),
+    # Its best sharding has more collectives than the one with the least sum, which run beside kernels.
+    pytest.param(17, 60, id="convolutions on two devices"),
     pytest.param(7, 117, id="transformer with little memory"),
     pytest.param(13, 444, id="deeper transformer on three devices", marks=pytest.mark.long),
 ]
