@@ -459,8 +459,8 @@ class SolverReport:
     """The outcome of the search that made the plan.
 
     Attributes:
-        status: "optimal" if the gap is practically closed, "feasible" if not, "interrupted" if the user ended the
-            search. For a manual plan: whether the integer programs of its stages were solved to optimality.
+        status: "optimal" if the gap is practically closed, "feasible" if not, "interrupted" if the user or a time limit
+            ended the search. For a manual plan: whether the integer programs of its stages were solved to optimality.
         bound: lower bound on the seconds per step of any plan under the cost model (for a manual plan: of any plan with
             equally many micro-batches).
         gap: (seconds per step − bound) / seconds per step.
