@@ -38,7 +38,7 @@ from rich.table import Table
 
 import alpa_lite as al
 from alpa_lite.cli.models.train import init_state, make_optimizer, make_train_step
-from alpa_lite.errors import AlpaLiteError, InfeasibleError
+from alpa_lite.errors import BatchError, InfeasibleError, NonAdditiveError, PlanError, TraceError
 from alpa_lite.inter_op.assembly import StagedStep, assemble
 from alpa_lite.inter_op.microbatch_counts import divisors
 from alpa_lite.inter_op.plan_request import PlanRequest
@@ -137,7 +137,7 @@ def fillings(space: Space, count: int) -> Iterator[tuple[int, ...]]:
     for kinds in product(range(len(space.kinds)), repeat=count):
         chosen: list[SubmeshKind] = [space.kinds[kind] for kind in kinds]
         if sum(kind.num_devices for kind in chosen) == cluster.num_devices:
-            with suppress(AlpaLiteError):
+            with suppress(PlanError):
                 place_in_groups(chosen, hosts_of_groups(cluster), cluster.devices_per_host)
                 yield kinds
 
@@ -198,13 +198,17 @@ def plans(request: PlanRequest, num_layers: int) -> Iterator[Found]:
         effort=SolveEffort(relative_gap=GAP, seeks_peaks=False),
     )
     for number, policy in product(divisors(request.batch_size or 1), Remat):
-        with suppress(AlpaLiteError):
-            for costs, cut in ways_to_cut(steps, number, policy):
-                for kinds, schedule in product(fillings(space, len(cut)), SCHEDULES if len(cut) > 1 else SCHEDULES[:1]):
-                    if only_equal(costs) and len(set(kinds)) > 1:
-                        continue
-                    for stages in stages_of(request, costs, space, cut, kinds, schedule):
-                        yield Found.of(request, costs, stages, schedule)
+        try:
+            ways = [*ways_to_cut(steps, number, policy)]
+        # Steps that cannot be cut into so many micro-batches or layers have no plans there.
+        except (NonAdditiveError, BatchError, TraceError, PlanError):
+            continue
+        for costs, cut in ways:
+            for kinds, schedule in product(fillings(space, len(cut)), SCHEDULES if len(cut) > 1 else SCHEDULES[:1]):
+                if only_equal(costs) and len(set(kinds)) > 1:
+                    continue
+                for stages in stages_of(request, costs, space, cut, kinds, schedule):
+                    yield Found.of(request, costs, stages, schedule)
 
 
 def compared(number: int) -> Compared:

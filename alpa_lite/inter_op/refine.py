@@ -229,9 +229,8 @@ def polished(request: PlanRequest, found: Found) -> Found:
     # The last first: what is best with the fewest micro-batches in flight is so with more, where it fits.
     for stage, held in reversed([*zip(found.stages, found.in_flight, strict=True)]):
         solution, count = costs.fastest(stage, in_flight=held), costs.step.num_microbatches
-        better = solution.choice is not None and solution.cost.step_seconds(count) < stage.solution.cost.step_seconds(
-            count
-        )
+        before, after = (each.cost.step_seconds(count) for each in (stage.solution, solution))
+        better = solution.choice is not None and after < before
         stages.append(replace(stage, solution=solution) if better else stage)
     stages.reverse()
     # Stages that are faster alone may need slower transfers, or more memory than this schedule leaves.

@@ -186,10 +186,10 @@ class StageCosts:
         The objective of a stage adds up kernels and collectives, some of which run at the same time: what is best where
         the collectives between ops count for less may take less time.
         """
-        asked = self.question(place, in_flight=in_flight)
-        model, count = self._model(place.submesh), self.step.num_microbatches
-        alone = model.cluster.shared_processor or not model.backend.overlap
-        ways = [self.answer(replace(asked, resharding=each)) for each in ((1.0,) if alone else RESHARDING)]
+        asked, count = self.question(place, in_flight=in_flight), self.step.num_microbatches
+        # Where nothing overlaps, the objective is the time.
+        weights = (1.0,) if self._builders(place).catalogue.pricer.runs_in_turn else RESHARDING
+        ways = [self.answer(replace(asked, resharding=each)) for each in weights]
         return min(ways, key=lambda way: way.cost.step_seconds(count) if way.choice is not None else math.inf)
 
     def answer(self, asked: Question) -> StageSolution:

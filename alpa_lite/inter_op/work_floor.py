@@ -1,7 +1,7 @@
 """Lower bounds on the seconds of a step, whatever the plan: its work, divided over all devices without loss.
 
     seconds    >=  sum over ops of  runs / sum over groups of  devices / least(op)                      `least_seconds`
-    least(op)   =  the whole op's kernel, traffic and arithmetic, wasting what each part of it wastes   `_least_of`
+    least(op)   =  the whole op's kernel, traffic and arithmetic, which wastes no more than its parts   `_least_of`
 
 Each part of an op that a device does in one micro-batch starts a kernel, moves its bytes, and is a product of at most
 as many rows, columns and depth as the whole, so that it wastes no less of the device (`composed.least_seconds`). Added

@@ -125,6 +125,11 @@ class Pricer:
         """The number of devices along each mesh axis."""
         return self.mesh.axis_sizes
 
+    @property
+    def runs_in_turn(self) -> bool:
+        """Whether kernels and collectives never run at the same time."""
+        return self.cost_model.cluster.shared_processor or not self.cost_model.backend.overlap
+
     def group(self, axes: tuple[str, ...]) -> Group:
         """Return the devices that communicate along some axes."""
         if axes not in self._groups:
@@ -416,19 +421,14 @@ class Estimator:
 
     def laid_out(self, tasks: Sequence[StreamTask]) -> list[tuple[float, float]]:
         """Return start and end in seconds of each of some stream tasks, as `simulated` runs them."""
-        if self._in_turn:
+        if self.pricer.runs_in_turn:
             ends = list(accumulate(task.seconds for task in tasks))
             return [(end - task.seconds, end) for task, end in zip(tasks, ends, strict=True)]
         run = simulate(tasks, contention=self.pricer.cost_model.cluster.device.contention)
         return list(zip(run.starts, run.ends, strict=True))
 
-    @property
-    def _in_turn(self) -> bool:
-        """Whether kernels and collectives never run at the same time."""
-        return self.pricer.cost_model.cluster.shared_processor or not self.pricer.cost_model.backend.overlap
-
     def _looped(self, tasks: Sequence[StreamTask], carried: Sequence[tuple[int, int]], trips: float) -> float:
-        if self._in_turn:
+        if self.pricer.runs_in_turn:
             return trips * serial_seconds(tasks)
         return loop_seconds(tasks, carried, trips, contention=self.pricer.cost_model.cluster.device.contention)
 

@@ -125,11 +125,13 @@ class Auto(Planner):
             whole = self._planned(request)
             if not self._may_leave_idle(request.cluster) or whole.solver.status == INTERRUPTED:
                 return whole
+            late = False
             try:
                 found = on_fewer_devices(whole, request, replace(self, manual=())._planned_on)
             except TimeIsUp:
-                found = whole
-        return replace(found, solver=_certificate(found, found.solver.bound, time.perf_counter() - started))
+                found, late = whole, True
+        taken = time.perf_counter() - started
+        return replace(found, solver=_certificate(found, found.solver.bound, taken, interrupted=late))
 
     def _may_leave_idle(self, cluster: Cluster) -> bool:
         """Return True if a plan may leave devices idle: not where the options fix what runs on all of them."""

@@ -18,7 +18,7 @@ from alpa_lite.errors import PlanError
 from alpa_lite.inter_op.microbatch_counts import MAX_SEARCHED, divisors
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.intra_op.solvers.integer_program import available_backends
-from alpa_lite.plan.progress import Progress
+from alpa_lite.plan.progress import Progress, TimeIsUp
 from alpa_lite.planners import MANUAL_PLANNERS, Auto, Hybrid, Pipeline
 from alpa_lite.planners.fewer_devices import AS_FAST
 from alpa_lite.planners.planner import Planner
@@ -232,8 +232,28 @@ def test_a_search_ends_in_time_with_the_best_so_far() -> None:
     assert plan.solver.status == "interrupted" and plan.name in {f"auto ({each.name})" for each in MANUAL_PLANNERS}
     assert "the time is up: the best plan so far is taken" in said and not _searched(said)
     assert 0 < plan.solver.bound <= plan.prediction.step_seconds
-    # Enough time changes nothing, and Ctrl-C still raises.
+    # Enough time changes nothing.
     assert _plan(Auto(time_limit_seconds=1e4)).solver.status == _plan(Auto()).solver.status
+
+
+def test_with_a_time_limit_an_interruption_raises_as_without() -> None:
+    def interrupt(text: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        _plan(Auto(time_limit_seconds=1e4), progress=interrupt)
+
+
+def test_a_plan_says_if_the_time_was_up_before_fewer_devices_were_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may not be what the search gives, so that it is not kept as that."""
+
+    def late(*_: object) -> al.Plan:
+        raise TimeIsUp
+
+    whole = _plan(Auto(time_limit_seconds=1e4, idle_devices=False))
+    monkeypatch.setattr("alpa_lite.planners.auto.on_fewer_devices", late)
+    plan = _plan(Auto(time_limit_seconds=1e4))
+    assert plan.solver.status == "interrupted" and plan.prediction == whole.prediction
 
 
 @pytest.mark.parametrize("options", [{"gap": 0.0}, {"gap": 1.0}, {"gap": float("nan")}, {"time_limit_seconds": -1}])
