@@ -2,10 +2,10 @@
 
     num_devices = num_hosts * devices_per_host        (Cluster.num_devices)
 
-Three features are optional. Hosts may have memory that devices reach over a link of their own (`HostMemory`), in which
-plans may store what a device does not need for a while. Hosts may form domains that a faster network joins (an NVLink domain of many trays, a TPU
-slice). Hosts may differ: `groups` then describes them, the fields of the cluster hold the slowest values of all groups,
-and `Cluster.at` returns the cluster that a range of its devices sees.
+Three features are optional. Hosts may have memory that devices reach over a link of their own (`host_memory`), where
+plans may store what a device does not need for a while. Hosts may form domains that a faster network joins (an NVLink
+domain of many trays, a TPU slice). Hosts may differ: `groups` then describes them, the fields of the cluster hold the
+slowest values of all groups, and `Cluster.at` returns the cluster that a range of its devices sees.
 
 `load_cluster` reads the descriptions that ship in `clusters/*.json` (each value with its source) or a file of the same
 form. `with_memory`, `with_bandwidth` and `with_times_the_hosts` derive hypothetical clusters from one; where hosts
