@@ -213,14 +213,16 @@ def result_order(placed: PlacedTask) -> tuple[int, ...]:
 
     First those that replace donated inputs in the next step, in the order of these: JAX gives each result in turn the
     first donated buffer of its shape and dtype that is left, and XLA copies what is still read from a buffer that
-    another result than the next value takes.
+    another result than the next value takes. Last come the results on the host, which no buffer of a device can hold.
     """
     task, next_of = placed.task, {old: new for new, old in placed.step.aliases.items()}
     number = {(port.value, port.spec): i for i, port in enumerate(task.outputs)}
     donated = [task.inputs[i] for i in placed.donated]
     replacing = [number.get((next_of.get(port.value, -1), port.spec)) for port in donated]
-    first = dict.fromkeys(i for i in replacing if i is not None)
-    return (*first, *(i for i in range(len(task.outputs) + len(task.sums)) if i not in first))
+    first, values = dict.fromkeys(i for i in replacing if i is not None), placed.step.graph.values
+    rest = [i for i in range(len(task.outputs) + len(task.sums)) if i not in first]
+    on_host = {i for i in rest if i < len(task.outputs) and values[task.outputs[i].value].on_host}
+    return (*first, *(i for i in rest if i not in on_host), *sorted(on_host))
 
 
 def accumulates(task: TaskSpec, step: StepGraph) -> bool:
