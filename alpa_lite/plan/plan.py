@@ -526,6 +526,8 @@ def _prediction(plan: Plan) -> Iterator[str]:
     prediction, count = plan.prediction, len(plan.stages)
     if len(prediction.peak_bytes) != count:
         yield f"it predicts the memory of {len(prediction.peak_bytes)} stages, of {count}"
+    if len(prediction.host_bytes) not in (0, count):
+        yield f"it predicts the memory on the host of {len(prediction.host_bytes)} stages, of {count}"
     for use in (*prediction.collectives, *plan.undivided):
         if not 0 <= use.stage < count:
             yield f"it predicts something of stage {use.stage}, of {count}"
@@ -533,7 +535,8 @@ def _prediction(plan: Plan) -> Iterator[str]:
     for part in (*costs, prediction, *prediction.collectives, *plan.opaque, *plan.undivided):
         for each in fields(part):
             value = getattr(part, each.name)
-            numbers = value if each.name == "peak_bytes" else (value,) if isinstance(value, float) else ()
+            of_stages = each.name in ("peak_bytes", "host_bytes")
+            numbers = value if of_stages else (value,) if isinstance(value, float) else ()
             # NaN satisfies no comparison, so that this refuses it too.
             if not all(0 <= number <= _LARGEST or each.name == "bubble_fraction" for number in numbers):
                 yield f"it predicts {each.name} of {value}"

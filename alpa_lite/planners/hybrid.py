@@ -43,6 +43,7 @@ from alpa_lite.inter_op.what_would_fit import (
 )
 from alpa_lite.intra_op.stage import GivenLayout, StageSolution
 from alpa_lite.intra_op.strategies import FREE_CHOICE, AxisRole, BatchSplit, Restriction
+from alpa_lite.plan.host_use import fullest_host_bytes
 from alpa_lite.plan.plan import Plan
 from alpa_lite.planners.planner import Planner, marked, renamed_options
 from alpa_lite.planners.weights import positions_layout, projections, weights_layout
@@ -189,6 +190,7 @@ class Hybrid(Planner):
         ]
         staged = StagedStep(step=step, layers=layers, stages=stages, schedule=schedule)
         plan = assemble(self.name, request, staged, started)
+        check_host_bytes(plan)
         return costs.recomputed.recorded_in(replace(plan, notes=self._notes(step)))
 
     def _constraints(
@@ -442,6 +444,17 @@ def check_host_memory(name: str, cluster: Cluster) -> None:
             f"{name} lets arrays wait in the memory of the host, but {cluster.name} states none. Describe it in the "
             'cluster file, as "host_memory": {"memory_bytes": 1e12, "link": "pcie4"}, or set it with '
             "dataclasses.replace(cluster, host_memory=cost_models.HostMemory(...))."
+        )
+
+
+def check_host_bytes(plan: Plan) -> None:
+    """Raise `InfeasibleError` if a plan needs more memory of a host than there is."""
+    used, host = fullest_host_bytes(plan), plan.cluster.host_memory
+    if host is not None and used > host.usable_bytes:
+        raise InfeasibleError(
+            f"{plan.name} does not fit: {show_bytes(used)} would wait in the memory of a host of {plan.cluster.name}, "
+            f"which has {show_usable(host.usable_bytes, host.memory_bytes - host.usable_bytes)}. Let less wait there, "
+            "or use more hosts."
         )
 
 
