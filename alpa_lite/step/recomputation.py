@@ -100,6 +100,10 @@ class Remat(StrEnum):
         return Remat.SELECTIVE if self is Remat.OFFLOAD else self
 
 
+RECOMPUTING = (Remat.NONE, Remat.SELECTIVE, Remat.FULL)
+"""The policies that use no memory of the host."""
+
+
 def keeps_results(policy: Remat, graph: Graph, op: Op, batch_dims: Sequence[int | None]) -> bool:
     """Return whether a layer stores the results of a forward op instead of recomputing them."""
     if op.effectful:
