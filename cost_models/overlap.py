@@ -217,8 +217,10 @@ class _OverlapState:
         slow = self.slow if {"compute", "communication"} <= self.running.keys() else 1.0
         rates = {stream: 1.0 if stream in _COPIES else slow for stream in self.running}
         # In seconds without contention, which slows no copy down.
-        left = {stream: seconds * (rates[stream] / slow) for stream, (_, seconds) in self.running.items()}
-        first = min(left, key=left.__getitem__)
+        left: dict[Stream, float] = {
+            stream: seconds * (rates[stream] / slow) for stream, (_, seconds) in self.running.items()
+        }
+        first: Stream | None = min(left, key=left.__getitem__)
         step = left[first]
         release = self.releases[0][0] - self.now if self.releases else step * slow
         # A reader may start before any running task ends: advance only to its release, in seconds without contention.
