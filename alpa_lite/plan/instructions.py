@@ -8,15 +8,20 @@ In an asynchronous pipeline (`schedule.asynchronous`) the update of a stage runs
 in the loop. Its results are then named by the number of the update: version v of a state that `out` replaces is the
 buffer of the argument for v = 0, and else that of `out` by update v - 1. A version lives until its last reader has run.
 
+The workers of a parameter server (`schedule.servers`) are equal stages, which run the tasks of the first of them on
+their micro-batches. What each sums is sent to where it is read, and added there in the order of the workers (ADD). If
+there are several updates, the buffer of an argument holds its newest version, which each update replaces (RENEW), and
+the instructions of each micro-batch and of each update are a `Segment`: the order of segments is not fixed.
+
 A `TaskTime` says when one instruction ran; simulation and measurement both return one per instruction.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from alpa_lite.errors import MismatchError, PlanError, VerificationError
 from alpa_lite.plan.own_updates import check_own_updates
@@ -26,7 +31,7 @@ from alpa_lite.plan.slices import SlicedStages
 from alpa_lite.plan.task_specs import TaskSpec
 from alpa_lite.program.ir import Value, item_bytes
 from alpa_lite.program.phases import StepGraph
-from alpa_lite.schedule import AsynchronousSchedule, linearize, validate
+from alpa_lite.schedule import AsynchronousSchedule, ServerEvent, ServerSchedule, linearize, validate
 from alpa_lite.sharding.specs import Spec
 from alpa_lite.sharding.transfer import ArrayForm, Placement, PlannedTransfer, plan_transfer
 from alpa_lite.text import View, one_line, show_count, view
@@ -64,6 +69,8 @@ class InstructionKind(StrEnum):
     SEND      send a value from one stage to another, into the spec that the receiver reads
     ZEROS     make fresh accumulators of a stage
     CONCAT    join the micro-batches of an output, or average it over several updates
+    ADD       add up what several workers have summed
+    RENEW     let the buffers of state hold what an update has made of it
     FREE      free buffers that no later instruction reads
     """
 
@@ -72,6 +79,8 @@ class InstructionKind(StrEnum):
     SEND = "SEND"
     ZEROS = "ZEROS"
     CONCAT = "CONCAT"
+    ADD = "ADD"
+    RENEW = "RENEW"
     FREE = "FREE"
 
 
@@ -100,9 +109,20 @@ class Instruction:
         return f"{head}: {reads} -> {writes}"
 
 
+class Segment(NamedTuple):
+    """Instructions `first` to `end` - 1 of a program, which belong to one event of a parameter server."""
+
+    event: ServerEvent
+    first: int
+    end: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """The tasks and instructions of a step, the buffers of its outputs, and the home stage and spec of each input."""
+    """The tasks and instructions of a step, the buffers of its outputs, and the home stage and spec of each input.
+
+    `segments`: parts of the instructions that may run in another order than they are listed in, or none.
+    """
 
     tasks: tuple[TaskSpec, ...]
     instructions: tuple[Instruction, ...]
@@ -110,6 +130,7 @@ class Program:
     output_specs: tuple[Spec, ...]
     homes: Mapping[int, tuple[int, Spec]]
     num_microbatches: int
+    segments: tuple[Segment, ...] = ()
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.instructions)) or "no instructions"
@@ -132,8 +153,16 @@ def build_program(plan: Plan, step: StepGraph) -> Program:
 
 def tasks_of(plan: Plan, step: StepGraph) -> tuple[TaskSpec, ...]:
     """Return the tasks of a plan's program without its instructions, of which a long schedule has very many."""
-    sliced = SlicedStages.of_plan(plan, step)
-    return tuple(sliced.task(outline, plan.buckets) for outline in sliced.slicer.outlines())
+    return _tasks(plan, SlicedStages.of_plan(plan, step))
+
+
+def _tasks(plan: Plan, sliced: SlicedStages) -> tuple[TaskSpec, ...]:
+    tasks = (sliced.task(outline, plan.buckets) for outline in sliced.slicer.outlines())
+    workers = plan.schedule.replicas(len(plan.stages))
+    # A copy of each task of the first worker for each other one; the updates of all of them come before the servers'.
+    return tuple(
+        replace(task, stage=stage) for task in tasks for stage in (workers if task.stage in workers else (task.stage,))
+    )
 
 
 def planned_transfer(plan: Plan, value: Value, source: tuple[int, Spec], target: tuple[int, Spec]) -> PlannedTransfer:
@@ -163,12 +192,15 @@ class _ProgramBuilder:
     def __init__(self, plan: Plan, sliced: SlicedStages) -> None:
         self.plan, self.sliced, self.slicer = plan, sliced, sliced.slicer
         self.step, self.graph = sliced.slicer.step, sliced.slicer.graph
-        self.tasks = tuple(sliced.task(outline, plan.buckets) for outline in sliced.slicer.outlines())
+        self.tasks = _tasks(plan, sliced)
         self.instructions: list[Instruction] = []
         self.written: dict[Buffer, Spec] = {}
         self.batched = self.step.num_microbatches > 1
         self.often = self.step.num_updates > 1
         self.next_of = {old: new for new, old in self.step.aliases.items()}
+        self.workers = plan.schedule.replicas(len(plan.stages))
+        # Of each event of a parameter server with several updates, where its instructions begin and end.
+        self.events: list[Segment] = []
 
     def build(self) -> Program:
         loop = [t for t in self.tasks if t.kind.in_loop]
@@ -178,15 +210,17 @@ class _ProgramBuilder:
         elif self.step.accumulates:
             for number, task in enumerate(self.tasks):
                 self._zeros(number, task, 0)
-        if loop:
+        if isinstance(self.plan.schedule, ServerSchedule):
+            self._serve(self.plan.schedule)
+        elif loop:
             self._loop()
-        if not self.often:
+        if not self.often and not self.workers:
             for number, task in enumerate(self.tasks):
                 if not task.kind.in_loop:
                     self._run(number, task, None)
         outputs = tuple(self._output(v) for v in self.graph.outputs)
         specs = tuple(self._output_spec(v) for v in self.graph.outputs)
-        self._free(outputs)
+        segments = self._free(outputs)
         return Program(
             tasks=self.tasks,
             instructions=tuple(self.instructions),
@@ -194,7 +228,62 @@ class _ProgramBuilder:
             output_specs=specs,
             homes={v: (self.slicer.homes[v], self._home_input_spec(v)) for v in self.graph.inputs},
             num_microbatches=self.step.num_microbatches,
+            segments=segments,
         )
+
+    def _serve(self, schedule: ServerSchedule) -> None:
+        """Run the events of a parameter server, each as a segment if there are several updates."""
+        if self.often:
+            for v in (v for v in self.graph.inputs if self.step.batch_dims[v] is None):
+                # Any segment may be the first to read it.
+                self._fetch_input(v, self._home_input_spec(v), self.slicer.homes[v], None)
+        for event in schedule.events(self.step.num_microbatches):
+            first = len(self.instructions)
+            if event.is_update:
+                update = event.number if self.often else None
+                self._run_where(update, lambda task: task.stage not in self.workers and not task.kind.in_loop)
+                self._renew(event.number)
+            else:
+                self._serve_microbatch(schedule, event.number)
+            if self.often:
+                self.events.append(Segment(event, first, len(self.instructions)))
+
+    def _serve_microbatch(self, schedule: ServerSchedule, microbatch: int) -> None:
+        stage, update = self._worker(microbatch), microbatch // self.step.microbatches_per_update
+        mine = [b for b in schedule.contributions(update, self.step.num_microbatches) if self._worker(b) == stage]
+        if self.often and self.step.accumulates and microbatch == mine[0]:
+            for number, task in enumerate(self.tasks):
+                if task.stage == stage:
+                    self._zeros(number, task, update)
+        self._run_where(microbatch, lambda task: task.stage == stage and task.kind.in_loop)
+        if microbatch == mine[-1]:
+            self._run_where(update if self.often else None, lambda t: t.stage == stage and not t.kind.in_loop)
+
+    def _run_where(self, number: int | None, is_chosen: Callable[[TaskSpec], bool]) -> None:
+        for i, task in enumerate(self.tasks):
+            if is_chosen(task):
+                self._run(i, task, number)
+
+    def _worker(self, microbatch: int) -> int:
+        """Return the stage that runs a micro-batch, where equal stages take them in turn."""
+        return self.workers[microbatch % len(self.workers)]
+
+    def _renew(self, update: int) -> None:
+        """Let the buffers of state on the servers hold what an update has made, if there are several."""
+        if not self.often:
+            return
+        homes = self.slicer.homes
+        made = [(Buffer(new, homes[old], update), Buffer(old, homes[old])) for old, new in self.next_of.items()]
+        for new, old in made:
+            self._check_stays(old.value, old.stage, self.written[new], self.written[old])
+        # What the step returns as the last update found it is set aside first.
+        kept = [(old, self._as_found(old.value)) for _, old in made if old.value in self.graph.outputs]
+        sources, targets = zip(*kept, *made, strict=True)
+        self._emit(Instruction(kind=InstructionKind.RENEW, stage=made[0][1].stage, reads=sources, writes=targets))
+
+    def _as_found(self, value: int) -> Buffer:
+        """Return the buffer of an argument as the last update on the servers found it."""
+        return Buffer(value, self.slicer.homes[value], SUM)
 
     def _loop(self) -> None:
         # A stage has at most one task of each kind in the loop.
@@ -240,6 +329,8 @@ class _ProgramBuilder:
         self.written.update(zip(instruction.writes, self._specs_written(instruction), strict=True))
 
     def _specs_written(self, instruction: Instruction) -> list[Spec]:
+        if instruction.kind is InstructionKind.RENEW:
+            return [self.written[buffer] for buffer in instruction.reads]
         if instruction.spec is not None:
             return [instruction.spec]
         task = self.tasks[instruction.task]
@@ -293,12 +384,19 @@ class _ProgramBuilder:
         graph, stage = self.graph, task.stage
         producer = graph.producer[value]
         if producer is None:
+            if self.workers and self.often:
+                return self._pulled(value, spec, task, microbatch)
             if version := self._version(task, microbatch) if value in self.next_of else 0:
                 return self._state(value, spec, stage, version)
             return self._fetch_input(value, spec, stage, microbatch)
         is_update = task.kind is TaskRole.UPDATE
         place = self.slicer.place_of_value(value)
         origin = place.stage if place else stage
+        if origin in self.workers:
+            if is_update and stage not in self.workers and self.slicer.is_sum(value):
+                return self._total(value, spec, stage, microbatch)
+            # Each worker has made its own.
+            origin = stage
         # The update reads a value of the loop as its sum: resolved by an earlier update (None), or still an accumulator
         # (SUM).
         if is_update and self.often and self._varies(value):
@@ -316,6 +414,33 @@ class _ProgramBuilder:
         # One copy per stage serves all of its tasks: the plan gives one spec for each value that comes in.
         return self._send(Buffer(value, origin, target.microbatch), target, spec)
 
+    def _pulled(self, value: int, spec: Spec, task: TaskSpec, microbatch: int | None) -> Buffer:
+        """Return the buffer of an argument whose newest version a worker pulls for each of its micro-batches."""
+        stage, source = task.stage, Buffer(value, self.slicer.homes[value])
+        if stage not in self.workers or self.step.batch_dims[value] is not None or value not in self.next_of:
+            return self._fetch_input(value, spec, stage, microbatch)
+        target = Buffer(value, stage, microbatch)
+        return target if target in self.written else self._send(source, target, spec)
+
+    def _total(self, value: int, spec: Spec, stage: int, update: int | None) -> Buffer:
+        """Return the buffer, on a stage, of what all workers have summed for an update, added in their order."""
+        m, number = self.step.num_microbatches, update or 0
+        # Behind the numbers of micro-batches: a worker that reads the total has a part of its own, too.
+        total = Buffer(value, stage, m + number)
+        if total in self.written:
+            return total
+        assert isinstance(self.plan.schedule, ServerSchedule), "it alone has workers"
+        made_on = dict.fromkeys(map(self._worker, self.plan.schedule.contributions(number, m)))
+        parts: list[Buffer] = []
+        for worker in made_on:
+            source, target = Buffer(value, worker, self._index(value, update)), Buffer(value, stage, m * (1 + worker) + number)
+            parts.append(source if worker == stage else self._send(source, target, spec))
+        if len(parts) == 1:
+            return parts[0]
+        kind = InstructionKind.ADD
+        self._emit(Instruction(kind=kind, stage=stage, reads=tuple(parts), writes=(total,), spec=spec))
+        return total
+
     def _version(self, task: TaskSpec, number: int | None) -> int:
         """Return how many updates are in the state that a task reads, on a micro-batch or as the update of a number."""
         schedule = self.plan.schedule
@@ -327,13 +452,16 @@ class _ProgramBuilder:
     def _state(self, value: int, spec: Spec, stage: int, version: int) -> Buffer:
         """Return the buffer of an argument after some updates, which the update of this stage has written."""
         buffer = Buffer(self.next_of[value], stage, version - 1)
-        if self.written.get(buffer) != spec:
-            raise PlanError(
-                f"Version {version} of {self.graph.values[value].name} leaves the update of stage {stage} in the spec "
-                f"{self.written.get(buffer)}, but is read in {spec}. Leave out the pins of results, or use a "
-                "synchronous schedule."
-            )
+        self._check_stays(value, stage, self.written.get(buffer), spec)
         return buffer
+
+    def _check_stays(self, value: int, stage: int, left: Spec | None, wanted: Spec) -> None:
+        """Raise `PlanError` if an update leaves an argument in another spec than the next one reads."""
+        if left != wanted:
+            raise PlanError(
+                f"An update of stage {stage} leaves {self.graph.values[value].name} in the spec {left}, but it is read "
+                f"in {wanted}. Leave out the pins of results, or use a synchronous schedule."
+            )
 
     def _fetch_input(self, value: int, spec: Spec, stage: int, microbatch: int | None) -> Buffer:
         home, home_spec = self.slicer.homes[value], self._home_input_spec(value)
@@ -389,6 +517,8 @@ class _ProgramBuilder:
     def _output(self, value: int) -> Buffer:
         """Return the buffer of a graph output at the end of the step, sent to its home stage if made elsewhere."""
         graph = self.graph
+        if self.often and self.workers and value in (*self.next_of, *self.step.aliases):
+            return self._output_of_servers(value)
         if self.often and value in self.next_of:
             # As the last update finds it, like whatever an update computes.
             return self._output_of_update(self.next_of[value], self.step.num_updates - 2)
@@ -404,16 +534,35 @@ class _ProgramBuilder:
         place = self.slicer.place_of_value(value)
         stage = place.stage if place else 0
         if self.batched and self._varies(value) and self.step.batch_dims[value] is not None:
-            return self._join(value, stage, self.step.num_microbatches)
+            parts = [Buffer(value, self._worker(b) if self.workers else stage, b)
+                     for b in range(self.step.num_microbatches)]
+            return self._join(value, stage, parts)
         source, target = Buffer(value, stage), Buffer(value, self.slicer.output_stage(value))
         if self.often and self.slicer.is_sum(value) and value not in self.step.aliases:
             # A loss: each update has its own, of its micro-batches.
-            source = self._join(value, stage, self.step.num_updates)
+            source = self._join(value, stage, [self._of_update(value, stage, u) for u in range(self.step.num_updates)])
         elif self.often:
             return self._output_of_update(value, self.step.num_updates - 1)
+        elif self.workers and stage in self.workers and self.batched and self.slicer.is_sum(value):
+            source = self._of_update(value, stage, None)
+        if source.stage == target.stage:
+            return source
         if target not in self.written:
             self._send(source, target, self.sliced.output_spec(value))
         return target
+
+    def _of_update(self, value: int, stage: int, update: int | None) -> Buffer:
+        """Return the buffer of what the micro-batches of an update have summed."""
+        if stage in self.workers:
+            return self._total(value, self.sliced.output_spec(value), stage, update)
+        return Buffer(value, stage, update)
+
+    def _output_of_servers(self, value: int) -> Buffer:
+        """Return the buffer of state after all updates, whatever their order, or as the last one found it."""
+        if value in self.next_of:
+            return self._as_found(value)
+        old = self.step.aliases[value]
+        return Buffer(old, self.slicer.homes[old])
 
     def _output_of_update(self, value: int, update: int) -> Buffer:
         """Return the buffer of what an update has computed, on its home stage."""
@@ -422,17 +571,23 @@ class _ProgramBuilder:
         target = Buffer(value, self.slicer.output_stage(value), update)
         return target if target in self.written else self._send(source, target, self.sliced.output_spec(value))
 
-    def _join(self, value: int, stage: int, count: int) -> Buffer:
-        """Join the buffers of an output of `count` micro-batches or updates into one."""
-        joined = Buffer(value, stage)
-        parts = tuple(Buffer(value, stage, i) for i in range(count))
-        spec = self.sliced.output_spec(value)
+    def _join(self, value: int, stage: int, made: Iterable[Buffer]) -> Buffer:
+        """Join the buffers of an output of several micro-batches or updates into one on a stage."""
+        joined, spec = Buffer(value, stage), self.sliced.output_spec(value)
+        parts = tuple(
+            each if each.stage == stage else self._send(each, Buffer(value, stage, each.microbatch), spec)
+            for each in made
+        )
         self._emit(Instruction(kind=InstructionKind.CONCAT, stage=stage, reads=parts, writes=(joined,), spec=spec))
         return joined
 
-    def _free(self, outputs: Iterable[Buffer]) -> None:
-        """Insert a FREE after the last use of every buffer that is not returned."""
+    def _free(self, outputs: Iterable[Buffer]) -> tuple[Segment, ...]:
+        """Insert a FREE after the last use of every buffer that is not returned; return the segments with these."""
         kept = set(outputs)
+        if self.events:
+            # The order of segments is not fixed: the last one in the list that reads an argument may run first.
+            kept.update(Buffer(v, stage) for v, stage in self.slicer.homes.items())
+            kept.update(b for b in self.written if b.microbatch is None and self.graph.producer[b.value] is None)
         last: dict[Buffer, int] = {}
         for i, instruction in enumerate(self.instructions):
             # Writes count as uses, so that a buffer without readers is freed right after it was written.
@@ -442,8 +597,9 @@ class _ProgramBuilder:
         for buffer, i in last.items():
             if buffer not in kept:
                 dying.setdefault(i, []).append(buffer)
-        listed: list[Instruction] = []
+        listed, place = list[Instruction](), list[int]()
         for i, instruction in enumerate(self.instructions):
+            place.append(len(listed))
             listed.append(instruction)
             if i in dying:
                 # Sorted by text, since a micro-batch is None or a number, which do not compare.
@@ -453,6 +609,8 @@ class _ProgramBuilder:
                     )
                 )
         self.instructions = listed
+        place.append(len(listed))
+        return tuple(Segment(event, place[first], place[end]) for event, first, end in self.events)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

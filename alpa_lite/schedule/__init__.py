@@ -14,6 +14,7 @@ chunks of an interleaved pipeline): `processor_of` says where each of p*v stages
     list_scheduling   orders that follow from times and memory
     waves             schedules made so, above all those that go back and forth over the processors
     asynchronous      orders in which weights are updated several times per step
+    servers           the order of workers and servers of a parameter server
     known_schedules   all of them
     synthesis         the shortest order that is found for given times, with a bound
     clock             validation, linearization and simulation of task lists
@@ -37,6 +38,8 @@ from alpa_lite.schedule.orders import OneFOneB as OneFOneB
 from alpa_lite.schedule.orders import Sequential as Sequential
 from alpa_lite.schedule.orders import WarmupSchedule as WarmupSchedule
 from alpa_lite.schedule.orders import ZeroBubbleH1 as ZeroBubbleH1
+from alpa_lite.schedule.servers import ServerEvent as ServerEvent
+from alpa_lite.schedule.servers import ServerSchedule as ServerSchedule
 from alpa_lite.schedule.synthesis import Synthesised as Synthesised
 from alpa_lite.schedule.tasks import Task as Task
 from alpa_lite.schedule.tasks import TaskKind as TaskKind
