@@ -433,7 +433,10 @@ class _ProgramBuilder:
         made_on = dict.fromkeys(map(self._worker, self.plan.schedule.contributions(number, m)))
         parts: list[Buffer] = []
         for worker in made_on:
-            source, target = Buffer(value, worker, self._index(value, update)), Buffer(value, stage, m * (1 + worker) + number)
+            source, target = (
+                Buffer(value, worker, self._index(value, update)),
+                Buffer(value, stage, m * (1 + worker) + number),
+            )
             parts.append(source if worker == stage else self._send(source, target, spec))
         if len(parts) == 1:
             return parts[0]
@@ -534,8 +537,9 @@ class _ProgramBuilder:
         place = self.slicer.place_of_value(value)
         stage = place.stage if place else 0
         if self.batched and self._varies(value) and self.step.batch_dims[value] is not None:
-            parts = [Buffer(value, self._worker(b) if self.workers else stage, b)
-                     for b in range(self.step.num_microbatches)]
+            parts = [
+                Buffer(value, self._worker(b) if self.workers else stage, b) for b in range(self.step.num_microbatches)
+            ]
             return self._join(value, stage, parts)
         source, target = Buffer(value, stage), Buffer(value, self.slicer.output_stage(value))
         if self.often and self.slicer.is_sum(value) and value not in self.step.aliases:

@@ -2,7 +2,7 @@
 
     RUN    start = max(end of the RUN before it on its devices, arrival of its inputs, issued)           `run`
     SEND   start = max(end of the instruction that makes its input, end of the SEND before it
-                       between the same two submeshes)                                                   `send`
+                       between the same two submeshes; from or to the same one, if these are servers)   `send`
     issued: a host starts one program after the other, each in launch_seconds                            `issue`
     seconds of a SEND   its pieces, and the collectives of both meshes           `pricing.transfer_seconds`
 
@@ -322,9 +322,12 @@ class _StepSimulation:
             return self.ready[source], self.ready[source]
         ends = {"source": self.pricers[a], "target": self.pricers[b]}
         seconds = self.dispatch + transfer_seconds(transfer, self.model, **ends)
-        # The link between two submeshes carries one transfer at a time in each direction.
-        start = max(self.ready[source], self.taken.get(link, 0.0))
-        self.taken[link] = start + seconds
+        # The link between two submeshes carries one transfer at a time in each direction. Servers have one link for
+        # all of their workers.
+        served = self.plan.schedule.replicas(len(self.plan.stages))
+        ports = [(self.row_of[a], -1), (-1, self.row_of[b])] if served else [link]
+        start = max([self.ready[source], *(self.taken.get(port, 0.0) for port in ports)])
+        self.taken.update(dict.fromkeys(ports, start + seconds))
         self.sending += seconds
         self.received[link[1]] += instruction.bytes
         return start, start + seconds

@@ -27,10 +27,11 @@ from alpa_lite.inter_op.solved_stages import PlacedStage, StagePlace
 from alpa_lite.inter_op.stage_costs import StageConstraints, StageCosts
 from alpa_lite.intra_op.strategies import AxisRole, Restriction
 from alpa_lite.plan.plan import Plan
+from alpa_lite.planners.hybrid import check_batch, submeshes_of
 from alpa_lite.planners.planner import Planner
 from alpa_lite.program.phases import Phase, StepGraph
 from alpa_lite.schedule import ServerSchedule
-from alpa_lite.sharding.meshes import LogicalMesh, Submesh
+from alpa_lite.sharding.meshes import LogicalMesh
 from alpa_lite.sharding.specs import Spec
 from alpa_lite.step.layers import Layers
 from alpa_lite.text import show_bytes, show_count, show_usable
@@ -112,6 +113,7 @@ class ParameterServer(Planner):
             # For its sentence about the number of micro-batches.
             schedule.tasks(len(places), step.num_microbatches)
             raise PlanError(f"{self.name} divides gradients among workers, but {request.signature.function} has none.")
+        check_batch(self.name, step, places[1].submesh.num_devices)
         layers = served_layers(step)
         axis = places[0].mesh.axis_names[0]
         pins = key_ranges(step, axis, self.servers)
@@ -124,10 +126,17 @@ class ParameterServer(Planner):
             progress=request.progress,
         )
         of_workers = costs.with_pins({})
-        stages = [_solved(self.name, costs if number == 0 else of_workers, place) for number, place in enumerate(places)]
+        stages = [
+            _solved(self.name, costs if number == 0 else of_workers, place) for number, place in enumerate(places)
+        ]
         staged = StagedStep(step=step, layers=layers, stages=stages, schedule=schedule)
         plan = assemble(self.name, request, staged, started)
-        whole = [step.graph.values[v].name for v, spec in pins.items() if spec.is_replicated]
+        # A scalar, such as a counter of steps, has no rows to divide.
+        whole = [
+            step.graph.values[v].name
+            for v, spec in pins.items()
+            if v in step.graph.inputs and spec.dims and spec.is_replicated
+        ]
         note = f"held by all servers, which do not divide their dims: {', '.join(whole)}"
         return replace(plan, notes=(*plan.notes, note)) if whole and self.servers > 1 else plan
 
@@ -138,7 +147,7 @@ class ParameterServer(Planner):
 
     def _places(self, request: PlanRequest) -> list[StagePlace]:
         """Return the places of the servers, which have the last devices, and of the workers."""
-        total, per_host = request.cluster.num_devices, request.cluster.devices_per_host
+        total = request.cluster.num_devices
         left = total - self.servers
         workers = self.workers or left
         size = left // workers if workers > 0 else 0
@@ -147,21 +156,11 @@ class ParameterServer(Planner):
                 f"{self.name} on {request.cluster.name}, which has {show_count(total, 'device')}, leaves {left} for "
                 f"{show_count(workers, 'worker')}. Choose a number of servers, and of workers that divide the rest."
             )
-        firsts = [w * size for w in range(workers)]
-        groups = [(left, self.servers, "server"), *((first, size, "data") for first in firsts)]
-        for first, count, what in groups:
-            if first // per_host != (first + count - 1) // per_host:
-                raise PlanError(
-                    f"{self.name} on {request.cluster.name}: the {what} devices {first} to {first + count - 1} are on "
-                    f"several hosts of {per_host}. Choose numbers of servers and workers whose groups lie on one each."
-                )
-        return [
-            StagePlace(
-                min(number, 1), min(number, 1), Submesh(first_device=first, num_hosts=1, devices_per_host=count),
-                LogicalMesh(axis_names=(axis,), shape=(count,)),
-            )
-            for number, (first, count, axis) in enumerate(groups)
-        ]  # fmt: skip
+        *of_workers, of_servers = submeshes_of(request.cluster, [size] * workers + [self.servers])
+        data, server = (
+            LogicalMesh(axis_names=(axis,), shape=(n,)) for axis, n in (("data", size), ("server", self.servers))
+        )
+        return [StagePlace(0, 0, of_servers, server), *(StagePlace(1, 1, submesh, data) for submesh in of_workers)]
 
 
 def served_layers(step: StepGraph) -> Layers:
@@ -175,10 +174,20 @@ def served_layers(step: StepGraph) -> Layers:
 
 
 def key_ranges(step: StepGraph, axis: str, servers: int) -> Mapping[int, Spec]:
-    """Return the spec of each array of state on the servers: split along its first dim that they divide."""
-    found = dict[int, Spec]()
-    for v in step.graph.inputs:
-        if step.batch_dims[v] is None:
+    """Return the spec of each array of state, and of each gradient, on the servers.
+
+    It is split along its first dim that they divide.
+    """
+    graph, found = step.graph, dict[int, Spec]()
+    for value in graph.values:
+        v, producer = value.id, graph.producer[value.id]
+        # A gradient, or another sum over the samples, is what the loop makes and the update reads.
+        is_pushed = (
+            producer is not None
+            and step.phases[producer].in_loop
+            and any(step.phases[op] is Phase.UPDATE for op in graph.consumers[v])
+        )
+        if step.batch_dims[v] is None and (is_pushed or v in graph.inputs):
             shape = step.graph.values[v].shape
             dim = next((d for d, n in enumerate(shape) if servers > 1 and n and n % servers == 0), None)
             found[v] = Spec(tuple((axis,) if d == dim else () for d in range(len(shape))))

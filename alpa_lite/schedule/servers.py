@@ -89,7 +89,11 @@ class ServerSchedule(Schedule):
             )
         passes = (TaskKind.FORWARD, TaskKind.BACKWARD)
         of_workers = (
-            tuple(Task(stage=w + 1, microbatch=b, kind=k) for b in range(w, num_microbatches, self.workers) for k in passes)
+            tuple(
+                Task(stage=w + 1, microbatch=b, kind=k)
+                for b in range(w, num_microbatches, self.workers)
+                for k in passes
+            )
             for w in range(self.workers)
         )
         # The servers only update.

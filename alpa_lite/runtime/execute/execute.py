@@ -33,6 +33,7 @@ from alpa_lite.runtime.execute.compile import LoweredStep, Tell, concat_units, p
 from alpa_lite.runtime.execute.crossing import Blanks
 from alpa_lite.runtime.execute.placing import Alone, InJob
 from alpa_lite.runtime.execute.run_transfers import Delivery, Result, compile_transfers, wanted, warm
+from alpa_lite.runtime.execute.serve import Servers
 from alpa_lite.runtime.execute.stacked import Leaves
 from alpa_lite.runtime.execute.watch import Watch, Watchdog, explanation, short_name, spans
 from alpa_lite.runtime.job.activity import CPU_CREDITS, CREDITS, Flight, HangPolicy, InstructionInfo
@@ -48,6 +49,7 @@ from alpa_lite.runtime.job.processes import (
     verify_order,
 )
 from alpa_lite.runtime.job.shutdown import at_work, end_hung, is_watched
+from alpa_lite.schedule import ServerSchedule
 from alpa_lite.sharding.specs import Spec
 
 OnHang = Literal["auto", "raise", "end"]
@@ -191,6 +193,9 @@ class Executor:
             placing=self.placing,
         ).bound()
         self._at_once = self._as_one_task()
+        schedule = self.plan.schedule
+        has_order = not self.program.segments or not isinstance(schedule, ServerSchedule)
+        self.servers = None if has_order else Servers(self.program, self.bound, self.flight, schedule)
 
     def _connected(self, blanks: Blanks) -> Delivery | None:
         """Return, in a job, the delivery of small results; all processes have compiled their tasks on return."""
@@ -321,7 +326,9 @@ class Executor:
             slots = self.bound.slots(parts)
             # The slots alone hold the arguments, so that each is freed as soon as nothing reads it any more.
             del parts
-            if record is None:
+            if record is None and self.servers is not None and jax.process_count() == 1:
+                self.servers.run(slots)
+            elif record is None:
                 self.bound.run(slots)
             elif awaited:
                 self._run_awaited(slots, record)

@@ -78,6 +78,15 @@ class CompiledFunction:
         with _jax.no_mesh():
             return typical_times(self.executor, self.traced.inputs.leaves, self.step.inputs, awaited=alone)
 
+    def staleness(self) -> tuple[int, ...]:
+        """Return by how many updates the weights of each micro-batch of the last step were too old.
+
+        Of a parameter server with several updates per step, whose order follows the devices; of any other plan (), as
+        the schedule says it. Before the first step, and in a job of several processes, it is that of the planned order.
+        """
+        servers = self.executor.servers
+        return () if servers is None else tuple(count for _, count in sorted(servers.staleness.lacking.items()))
+
     def allocated(self) -> tuple[Allocated, ...]:
         """Return the peak allocation on a device of each stage, as XLA reports it for the executables; nothing runs.
 
