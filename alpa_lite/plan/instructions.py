@@ -272,14 +272,25 @@ class _ProgramBuilder:
         """Let the buffers of state on the servers hold what an update has made, if there are several."""
         if not self.often:
             return
-        homes = self.slicer.homes
-        made = [(Buffer(new, homes[old], update), Buffer(old, homes[old])) for old, new in self.next_of.items()]
+        olds = [Buffer(old, self.slicer.homes[old]) for old in self.next_of]
+        made = [(self._made_of(old, update), old) for old in olds]
         for new, old in made:
             self._check_stays(old.value, old.stage, self.written[new], self.written[old])
         # What the step returns as the last update found it is set aside first.
         kept = [(old, self._as_found(old.value)) for _, old in made if old.value in self.graph.outputs]
         sources, targets = zip(*kept, *made, strict=True)
         self._emit(Instruction(kind=InstructionKind.RENEW, stage=made[0][1].stage, reads=sources, writes=targets))
+
+    def _made_of(self, old: Buffer, update: int) -> Buffer:
+        """Return the buffer of what an update on the servers has made of an argument."""
+        new, stage = self.next_of[old.value], old.stage
+        place = self.slicer.place_of_value(new)
+        if self.graph.producer[new] is None:
+            return Buffer(new, stage)
+        if place is not None and place.stage in self.workers:
+            # The loop makes it, as averages of a batch norm.
+            return self._total(new, self.written[old], stage, update)
+        return Buffer(new, stage, update)
 
     def _as_found(self, value: int) -> Buffer:
         """Return the buffer of an argument as the last update on the servers found it."""
@@ -384,16 +395,12 @@ class _ProgramBuilder:
         graph, stage = self.graph, task.stage
         producer = graph.producer[value]
         if producer is None:
-            if self.workers and self.often:
-                return self._pulled(value, spec, task, microbatch)
-            if version := self._version(task, microbatch) if value in self.next_of else 0:
-                return self._state(value, spec, stage, version)
-            return self._fetch_input(value, spec, stage, microbatch)
+            return self._fetch_argument(value, spec, task, microbatch)
         is_update = task.kind is TaskRole.UPDATE
         place = self.slicer.place_of_value(value)
         origin = place.stage if place else stage
         if origin in self.workers:
-            if is_update and stage not in self.workers and self.slicer.is_sum(value):
+            if stage not in self.workers:
                 return self._total(value, spec, stage, microbatch)
             # Each worker has made its own.
             origin = stage
@@ -414,13 +421,16 @@ class _ProgramBuilder:
         # One copy per stage serves all of its tasks: the plan gives one spec for each value that comes in.
         return self._send(Buffer(value, origin, target.microbatch), target, spec)
 
-    def _pulled(self, value: int, spec: Spec, task: TaskSpec, microbatch: int | None) -> Buffer:
-        """Return the buffer of an argument whose newest version a worker pulls for each of its micro-batches."""
-        stage, source = task.stage, Buffer(value, self.slicer.homes[value])
-        if stage not in self.workers or self.step.batch_dims[value] is not None or value not in self.next_of:
-            return self._fetch_input(value, spec, stage, microbatch)
-        target = Buffer(value, stage, microbatch)
-        return target if target in self.written else self._send(source, target, spec)
+    def _fetch_argument(self, value: int, spec: Spec, task: TaskSpec, microbatch: int | None) -> Buffer:
+        """Return the buffer of an argument, in the version that a task reads if there are several."""
+        stage = task.stage
+        if stage in self.workers and self.often and value in self.next_of:
+            # A worker pulls the newest version for each of its micro-batches.
+            source, target = Buffer(value, self.slicer.homes[value]), Buffer(value, stage, microbatch)
+            return target if target in self.written else self._send(source, target, spec)
+        if version := self._version(task, microbatch) if value in self.next_of else 0:
+            return self._state(value, spec, stage, version)
+        return self._fetch_input(value, spec, stage, microbatch)
 
     def _total(self, value: int, spec: Spec, stage: int, update: int | None) -> Buffer:
         """Return the buffer, on a stage, of what all workers have summed for an update, added in their order."""
@@ -431,13 +441,11 @@ class _ProgramBuilder:
             return total
         assert isinstance(self.plan.schedule, ServerSchedule), "it alone has workers"
         made_on = dict.fromkeys(map(self._worker, self.plan.schedule.contributions(number, m)))
-        parts: list[Buffer] = []
-        for worker in made_on:
-            source, target = (
-                Buffer(value, worker, self._index(value, update)),
-                Buffer(value, stage, m * (1 + worker) + number),
-            )
-            parts.append(source if worker == stage else self._send(source, target, spec))
+        made = [Buffer(value, worker, self._index(value, update)) for worker in made_on]
+        parts = [
+            each if each.stage == stage else self._send(each, Buffer(value, stage, m * (1 + each.stage) + number), spec)
+            for each in made
+        ]
         if len(parts) == 1:
             return parts[0]
         kind = InstructionKind.ADD
@@ -520,51 +528,48 @@ class _ProgramBuilder:
     def _output(self, value: int) -> Buffer:
         """Return the buffer of a graph output at the end of the step, sent to its home stage if made elsewhere."""
         graph = self.graph
-        if self.often and self.workers and value in (*self.next_of, *self.step.aliases):
-            return self._output_of_servers(value)
-        if self.often and value in self.next_of:
-            # As the last update finds it, like whatever an update computes.
-            return self._output_of_update(self.next_of[value], self.step.num_updates - 2)
+        if self.often and (value in self.next_of or (self.workers and value in self.step.aliases)):
+            return self._output_of_state(value)
         if graph.producer[value] is None:
-            home = self.slicer.homes[value]
-            if self.step.batch_dims[value] is not None or Buffer(value, home) not in self.written:
-                buffer = Buffer(value, home, None)
-                if buffer not in self.written:
-                    spec = self._home_input_spec(value)
-                    self._emit(Instruction(kind=InstructionKind.PLACE, stage=home, writes=(buffer,), spec=spec))
-                return buffer
-            return Buffer(value, home)
+            buffer = Buffer(value, self.slicer.homes[value])
+            if buffer not in self.written:
+                spec = self._home_input_spec(value)
+                self._emit(Instruction(kind=InstructionKind.PLACE, stage=buffer.stage, writes=(buffer,), spec=spec))
+            return buffer
         place = self.slicer.place_of_value(value)
         stage = place.stage if place else 0
         if self.batched and self._varies(value) and self.step.batch_dims[value] is not None:
-            parts = [
-                Buffer(value, self._worker(b) if self.workers else stage, b) for b in range(self.step.num_microbatches)
-            ]
-            return self._join(value, stage, parts)
-        source, target = Buffer(value, stage), Buffer(value, self.slicer.output_stage(value))
+            return self._join(
+                value, stage, (Buffer(value, self._runs_on(stage, b), b) for b in range(self.step.num_microbatches))
+            )
+        source, target = self._of_update(value, stage, None), Buffer(value, self.slicer.output_stage(value))
         if self.often and self.slicer.is_sum(value) and value not in self.step.aliases:
             # A loss: each update has its own, of its micro-batches.
             source = self._join(value, stage, [self._of_update(value, stage, u) for u in range(self.step.num_updates)])
         elif self.often:
             return self._output_of_update(value, self.step.num_updates - 1)
-        elif self.workers and stage in self.workers and self.batched and self.slicer.is_sum(value):
-            source = self._of_update(value, stage, None)
         if source.stage == target.stage:
             return source
         if target not in self.written:
             self._send(source, target, self.sliced.output_spec(value))
         return target
 
+    def _runs_on(self, stage: int, microbatch: int) -> int:
+        """Return the stage that runs the tasks of a stage on a micro-batch, of all workers if it is one of them."""
+        return self._worker(microbatch) if stage in self.workers else stage
+
     def _of_update(self, value: int, stage: int, update: int | None) -> Buffer:
-        """Return the buffer of what the micro-batches of an update have summed."""
-        if stage in self.workers:
+        """Return the buffer of what the micro-batches of an update, or of the step, have summed."""
+        if stage in self.workers and (update is not None or not self.often):
             return self._total(value, self.sliced.output_spec(value), stage, update)
         return Buffer(value, stage, update)
 
-    def _output_of_servers(self, value: int) -> Buffer:
-        """Return the buffer of state after all updates, whatever their order, or as the last one found it."""
+    def _output_of_state(self, value: int) -> Buffer:
+        """Return the buffer of state after several updates; of an argument, as the last of them finds it."""
         if value in self.next_of:
-            return self._as_found(value)
+            if self.workers:
+                return self._as_found(value)
+            return self._output_of_update(self.next_of[value], self.step.num_updates - 2)
         old = self.step.aliases[value]
         return Buffer(old, self.slicer.homes[old])
 

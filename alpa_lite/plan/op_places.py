@@ -111,7 +111,7 @@ def _kind_in_loop(layout: TaskLayout, stage: int, phase: Phase) -> TaskRole:
 
 
 def _fused(lists: TaskLists, last: int) -> frozenset[int]:
-    """Return the stages whose forward and backward of a micro-batch always run back to back: the one of the loss or none.
+    """Return the stages whose two passes of a micro-batch always run back to back: the one of the loss, or none.
 
     last: the stage that computes the loss.
     """

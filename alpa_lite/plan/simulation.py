@@ -2,7 +2,7 @@
 
     RUN    start = max(end of the RUN before it on its devices, arrival of its inputs, issued)           `run`
     SEND   start = max(end of the instruction that makes its input, end of the SEND before it
-                       between the same two submeshes; from or to the same one, if these are servers)   `send`
+                       between the same two submeshes), of workers and servers on the same links          `send`
     issued: a host starts one program after the other, each in launch_seconds                            `issue`
     seconds of a SEND   its pieces, and the collectives of both meshes           `pricing.transfer_seconds`
 
@@ -27,12 +27,13 @@ from enum import Enum, auto
 from alpa_lite.plan.instructions import Buffer, Instruction, InstructionKind, Program, TaskTime
 from alpa_lite.plan.parts import StageCost, TaskRole, TaskRuns, TransferRuns
 from alpa_lite.plan.plan import Plan
-from alpa_lite.plan.pricing import Pricer, dispatch_seconds, local_bytes, transfer_seconds
+from alpa_lite.plan.pricing import Pricer, dispatch_seconds, link_seconds, local_bytes, transfer_seconds
 from alpa_lite.plan.stacked_cost import at_rest
 from alpa_lite.plan.task_prices import estimate, part_seconds
 from alpa_lite.plan.task_specs import TaskSpec
 from alpa_lite.program.phases import StepGraph
 from alpa_lite.sharding.specs import Spec
+from alpa_lite.sharding.transfer import PlannedTransfer
 from alpa_lite.text import one_line
 from cost_models.cluster import Cluster
 from cost_models.composed import ComposedCostModel, CostModel
@@ -264,6 +265,7 @@ class _StepSimulation:
     ready: dict[Buffer, float] = field(default_factory=dict[Buffer, float])
     made: dict[Buffer, float] = field(default_factory=dict[Buffer, float])
     taken: dict[tuple[int, int], float] = field(default_factory=dict[tuple[int, int], float])
+    links: dict[tuple[str, str, int], float] = field(default_factory=dict[tuple[str, str, int], float])
     issued: dict[int, float] = field(default_factory=dict[int, float])
 
     def __post_init__(self) -> None:
@@ -322,15 +324,28 @@ class _StepSimulation:
             return self.ready[source], self.ready[source]
         ends = {"source": self.pricers[a], "target": self.pricers[b]}
         seconds = self.dispatch + transfer_seconds(transfer, self.model, **ends)
-        # The link between two submeshes carries one transfer at a time in each direction. Servers have one link for
-        # all of their workers.
-        served = self.plan.schedule.replicas(len(self.plan.stages))
-        ports = [(self.row_of[a], -1), (-1, self.row_of[b])] if served else [link]
-        start = max([self.ready[source], *(self.taken.get(port, 0.0) for port in ports)])
-        self.taken.update(dict.fromkeys(ports, start + seconds))
+        if self.plan.schedule.replicas(len(self.plan.stages)):
+            # The links of servers carry what goes to and comes from all workers.
+            start = self.queued(transfer, self.ready[source], seconds)
+        else:
+            # The link between two submeshes carries one transfer at a time in each direction.
+            start = max(self.ready[source], self.taken.get(link, 0.0))
+            self.taken[link] = start + seconds
         self.sending += seconds
         self.received[link[1]] += instruction.bytes
         return start, start + seconds
+
+    def queued(self, transfer: PlannedTransfer, ready: float, seconds: float) -> float:
+        """Return the start of a transfer of which each link of a device or host serves its part in turn.
+
+        It ends when the last of them has done so.
+        """
+        end = ready + seconds
+        for link, part in link_seconds(transfer, self.model).items():
+            busy_until = max(ready, self.links.get(link, 0.0)) + self.dispatch + part
+            self.links[link] = busy_until
+            end = max(end, busy_until)
+        return end - seconds
 
 
 def _transfer_runs(program: Program, clock: _StepSimulation) -> TransferRuns:

@@ -132,11 +132,8 @@ class ParameterServer(Planner):
         staged = StagedStep(step=step, layers=layers, stages=stages, schedule=schedule)
         plan = assemble(self.name, request, staged, started)
         # A scalar, such as a counter of steps, has no rows to divide.
-        whole = [
-            step.graph.values[v].name
-            for v, spec in pins.items()
-            if v in step.graph.inputs and spec.dims and spec.is_replicated
-        ]
+        state = ((step.graph.values[v], pins[v]) for v in step.graph.inputs if v in pins)
+        whole = [value.name for value, spec in state if value.rank and spec.is_replicated]
         note = f"held by all servers, which do not divide their dims: {', '.join(whole)}"
         return replace(plan, notes=(*plan.notes, note)) if whole and self.servers > 1 else plan
 
@@ -157,9 +154,8 @@ class ParameterServer(Planner):
                 f"{show_count(workers, 'worker')}. Choose a number of servers, and of workers that divide the rest."
             )
         *of_workers, of_servers = submeshes_of(request.cluster, [size] * workers + [self.servers])
-        data, server = (
-            LogicalMesh(axis_names=(axis,), shape=(n,)) for axis, n in (("data", size), ("server", self.servers))
-        )
+        data = LogicalMesh(axis_names=("data",), shape=(size,))
+        server = LogicalMesh(axis_names=("server",), shape=(self.servers,))
         return [StagePlace(0, 0, of_servers, server), *(StagePlace(1, 1, submesh, data) for submesh in of_workers)]
 
 

@@ -87,14 +87,10 @@ class ServerSchedule(Schedule):
                 f"cannot be. Use num_microbatches={max(1, num_microbatches // self.workers) * self.workers} or another "
                 f"multiple of {self.workers}."
             )
-        passes = (TaskKind.FORWARD, TaskKind.BACKWARD)
+        n, passes = self.workers, (TaskKind.FORWARD, TaskKind.BACKWARD)
         of_workers = (
-            tuple(
-                Task(stage=w + 1, microbatch=b, kind=k)
-                for b in range(w, num_microbatches, self.workers)
-                for k in passes
-            )
-            for w in range(self.workers)
+            tuple(Task(stage=w + 1, microbatch=b, kind=k) for b in range(w, num_microbatches, n) for k in passes)
+            for w in range(n)
         )
         # The servers only update.
         return ((), *of_workers)

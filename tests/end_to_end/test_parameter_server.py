@@ -97,7 +97,7 @@ def test_synchronous_is_the_step_on_one_device(planner, num_microbatches):
 
 
 def test_synchronous_equals_data_parallelism_in_the_order_of_the_workers_bit_by_bit():
-    """Of as many devices as workers, in integers that float32 adds exactly, and in the order 0 + 1 + 2 + 3 of floats."""
+    """In the order 0 + 1 + 2 + 3 of floats; and of as many devices in integers, which float32 adds exactly."""
 
     def sums(w, x):
         return w - jax.grad(lambda w: jnp.sum((x @ w) ** 2))(w)
@@ -127,6 +127,33 @@ def test_bounded_delay_of_none_is_one_synchronous_step_per_round():
     equal(state["count"], want["count"])
     np.testing.assert_allclose(metrics["loss"], np.mean(losses), rtol=1e-6)
     equal(metrics["count"], rounds - 1)
+
+
+def test_state_that_the_loop_makes_swaps_or_leaves_alone_is_served():
+    """Averages of the batch; two arrays that change places; a rate that stays; outputs of each sample."""
+
+    def many(state, x):
+        def loss(w):
+            out = jnp.tanh(x @ w)
+            return jnp.mean(out**2), out
+
+        (value, out), grad = jax.value_and_grad(loss, has_aux=True)(state["w"])
+        mean = jnp.mean(x, 0)
+        new = {"w": state["w"] - state["rate"] * grad, "mean": mean, "a": state["b"], "b": state["a"]}
+        return {**new, "rate": state["rate"]}, (value, out)
+
+    arrays = jax.random.normal(jax.random.key(2), (4, WIDTH))
+    state = {"w": jnp.eye(WIDTH), "mean": arrays[0], "a": arrays[1], "b": arrays[2], "rate": jnp.float32(0.1)}
+    x = jax.random.normal(jax.random.key(4), (2 * WORKERS * SAMPLES, WIDTH))
+    for consistency in ("bsp", Bounded(0)):
+        planner = ParameterServer(servers=4, consistency=consistency)
+        got = al.parallelize(many, planner=planner, num_microbatches=2 * WORKERS)(state, x)
+        if consistency == "bsp":
+            close(got, jax.jit(many)(state, x))
+            continue
+        half, (first, ahead) = jax.jit(many)(state, x[: len(x) // 2])
+        want, (second, behind) = jax.jit(many)(half, x[len(x) // 2 :])
+        close(got, (want, ((first + second) / 2, jnp.concatenate([ahead, behind]))))
 
 
 # ---------------------------------------------------------------------------------------------------------- traffic

@@ -251,8 +251,9 @@ class Binder:
         pairs = [(self.slot[a], self.slot[b]) for a, b in zip(instruction.reads, instruction.writes, strict=True)]
 
         def renew(slots: Slots) -> None:
-            for source, target in pairs:
-                slots[target] = slots[source]
+            made = [slots[source] for source, _ in pairs]
+            for (_, target), array in zip(pairs, made, strict=True):
+                slots[target] = array
 
         return renew
 
