@@ -457,9 +457,10 @@ def transfer_seconds(
 
 
 def link_seconds(planned: PlannedTransfer, cost_model: CostModel) -> dict[tuple[str, str, int], float]:
-    """Return for how many seconds the sends of a transfer occupy each link: ("device" or "host", "out" or "in", number).
+    """Return the seconds for which the sends of a transfer occupy each link.
 
-    Sends within a host occupy links of devices, those between hosts links of hosts, and a shared processor is one link.
+    A link is ("device" or "host", "out" or "in", number). Sends within a host occupy links of devices, those between
+    hosts links of hosts, and a shared processor is one link.
     """
     per_host = cost_model.cluster.devices_per_host
     within, across = Counter[tuple[str, int]](), Counter[tuple[str, int]]()

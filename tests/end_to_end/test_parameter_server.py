@@ -191,7 +191,7 @@ def test_link_of_a_server_carries_its_range_of_the_weights_for_each_worker_both_
 
 def test_price_has_the_bottleneck_at_the_servers():
     """A step takes at least the time of N M / S bytes each way on the link of a server, and little more."""
-    width, workers = 2048, 6
+    width, workers = 3072, 6
     for servers in (1, 2, 3):
         cluster = hosts(workers + servers)
         planner = ParameterServer(servers=servers, workers=workers)
