@@ -14,7 +14,7 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from alpa_lite.plan.task_specs import TaskSpec
-from alpa_lite.schedule import ServerEvent
+from alpa_lite.schedule.servers import ServerEvent
 from alpa_lite.sharding.specs import Spec
 from alpa_lite.sharding.transfer import PlannedTransfer
 from alpa_lite.text import View, one_line, show_count, view

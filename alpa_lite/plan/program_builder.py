@@ -171,8 +171,6 @@ class _ProgramBuilder:
         """Return the buffer of what an update on the servers has made of an argument."""
         new, stage = self.next_of[old.value], old.stage
         place = self.slicer.place_of_value(new)
-        if self.graph.producer[new] is None:
-            return Buffer(new, stage)
         if place is not None and place.stage in self.workers:
             # The loop makes it, as averages of a batch norm.
             return self._total(new, self.written[old], stage, update)

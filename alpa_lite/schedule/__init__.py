@@ -38,7 +38,6 @@ from alpa_lite.schedule.orders import OneFOneB as OneFOneB
 from alpa_lite.schedule.orders import Sequential as Sequential
 from alpa_lite.schedule.orders import WarmupSchedule as WarmupSchedule
 from alpa_lite.schedule.orders import ZeroBubbleH1 as ZeroBubbleH1
-from alpa_lite.schedule.servers import ServerEvent as ServerEvent
 from alpa_lite.schedule.servers import ServerSchedule as ServerSchedule
 from alpa_lite.schedule.synthesis import Synthesised as Synthesised
 from alpa_lite.schedule.tasks import Task as Task

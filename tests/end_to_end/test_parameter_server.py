@@ -129,8 +129,8 @@ def test_bounded_delay_of_none_is_one_synchronous_step_per_round():
     equal(metrics["count"], rounds - 1)
 
 
-def test_state_that_the_loop_makes_swaps_or_leaves_alone_is_served():
-    """Averages of the batch; two arrays that change places; a rate that stays; outputs of each sample."""
+def test_state_that_the_loop_makes_or_leaves_alone_is_served():
+    """Averages of the batch; a rate that stays; the weights before; outputs of each sample."""
 
     def many(state, x):
         def loss(w):
@@ -139,11 +139,11 @@ def test_state_that_the_loop_makes_swaps_or_leaves_alone_is_served():
 
         (value, out), grad = jax.value_and_grad(loss, has_aux=True)(state["w"])
         mean = jnp.mean(x, 0)
-        new = {"w": state["w"] - state["rate"] * grad, "mean": mean, "a": state["b"], "b": state["a"]}
+        new = {"w": state["w"] - state["rate"] * grad, "mean": mean, "before": state["w"]}
         return {**new, "rate": state["rate"]}, (value, out)
 
-    arrays = jax.random.normal(jax.random.key(2), (4, WIDTH))
-    state = {"w": jnp.eye(WIDTH), "mean": arrays[0], "a": arrays[1], "b": arrays[2], "rate": jnp.float32(0.1)}
+    array = jax.random.normal(jax.random.key(2), (WIDTH,))
+    state = {"w": jnp.eye(WIDTH), "mean": array, "before": jnp.zeros((WIDTH, WIDTH)), "rate": jnp.float32(0.1)}
     x = jax.random.normal(jax.random.key(4), (2 * WORKERS * SAMPLES, WIDTH))
     for consistency in ("bsp", Bounded(0)):
         planner = ParameterServer(servers=4, consistency=consistency)

@@ -193,9 +193,9 @@ class Executor:
             placing=self.placing,
         ).bound()
         self._at_once = self._as_one_task()
-        schedule = self.plan.schedule
-        has_order = not self.program.segments or not isinstance(schedule, ServerSchedule)
-        self.servers = None if has_order else Servers(self.program, self.bound, self.flight, schedule)
+        schedule, self.servers = self.plan.schedule, None
+        if self.program.segments and isinstance(schedule, ServerSchedule):
+            self.servers = Servers(self.program, self.bound, self.flight, schedule)
 
     def _connected(self, blanks: Blanks) -> Delivery | None:
         """Return, in a job, the delivery of small results; all processes have compiled their tasks on return."""

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from alpa_lite.plan.instructions import InstructionKind, Program
 from alpa_lite.runtime.execute.bind import Bound, Slots
 from alpa_lite.runtime.job.activity import Flight, Token
-from alpa_lite.schedule import ServerEvent, ServerSchedule
+from alpa_lite.schedule.servers import ServerEvent, ServerSchedule
 
 
 class _Running(NamedTuple):
