@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from alpa_lite.plan.task_specs import TaskSpec
 from alpa_lite.schedule.servers import ServerEvent
+from alpa_lite.schedule.tasks import Task
 from alpa_lite.sharding.specs import Spec
 from alpa_lite.sharding.transfer import PlannedTransfer
 from alpa_lite.text import View, one_line, show_count, view
@@ -93,9 +94,9 @@ class Instruction:
 
 
 class Segment(NamedTuple):
-    """Instructions `first` to `end` - 1 of a program, which belong to one event of a parameter server."""
+    """Instructions `first` to `end` - 1 of a program, which belong to one event of a parameter server, or one task."""
 
-    event: ServerEvent
+    event: ServerEvent | Task
     first: int
     end: int
 

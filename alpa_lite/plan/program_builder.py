@@ -6,10 +6,12 @@ In an asynchronous pipeline (`schedule.asynchronous`) the update of a stage runs
 in the loop. Its results are then named by the number of the update: version v of a state that `out` replaces is the
 buffer of the argument for v = 0, and else that of `out` by update v - 1. A version lives until its last reader has run.
 
+A message-driven pipeline (`schedule.messages`) has no fixed order: the instructions of each task are a `Segment`.
+
 The workers of a parameter server (`schedule.servers`) are equal stages, which run the tasks of the first of them on
 their micro-batches. What each sums is sent to where it is read, and added there in the order of the workers (ADD). If
 there are several updates, the buffer of an argument holds its newest version, which each update replaces (RENEW), and
-the instructions of each micro-batch and of each update are a `Segment`: the order of segments is not fixed.
+the instructions of each micro-batch and of each update are a `Segment`.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from alpa_lite.plan.slices import SlicedStages
 from alpa_lite.plan.task_specs import TaskSpec
 from alpa_lite.program.ir import Value, item_bytes
 from alpa_lite.program.phases import StepGraph
-from alpa_lite.schedule import AsynchronousSchedule, ServerSchedule, linearize, validate
+from alpa_lite.schedule import AsynchronousSchedule, MessageDriven, ServerSchedule, linearize, validate
 from alpa_lite.sharding.specs import Spec
 from alpa_lite.sharding.transfer import ArrayForm, Placement, PlannedTransfer, plan_transfer
 
@@ -84,7 +86,7 @@ class _ProgramBuilder:
         self.often = self.step.num_updates > 1
         self.next_of = {old: new for new, old in self.step.aliases.items()}
         self.workers = plan.schedule.replicas(len(plan.stages))
-        # Of each event of a parameter server with several updates, where its instructions begin and end.
+        # Of what has no fixed order, where its instructions begin and end.
         self.events: list[Segment] = []
 
     def build(self) -> Program:
@@ -194,6 +196,7 @@ class _ProgramBuilder:
             in_flight=[schedule.in_flight(stage, count, m) for stage in range(count)],
         )
         for slot in linearize(lists):
+            first = len(self.instructions)
             number = numbers.get((slot.stage, TaskRole(slot.kind.value)))
             # Where the two passes are one task, it runs at the place of the backward pass, and the forward place stays
             # empty.
@@ -208,6 +211,8 @@ class _ProgramBuilder:
                 for other, task in enumerate(self.tasks):
                     if task.stage == slot.stage and not task.kind.in_loop:
                         self._run(other, task, update)
+            if isinstance(schedule, MessageDriven):
+                self.events.append(Segment(slot, first, len(self.instructions)))
 
     def _zeros(self, number: int, task: TaskSpec, update: int) -> None:
         """Make the accumulators of a task for an update."""

@@ -15,6 +15,7 @@ chunks of an interleaved pipeline): `processor_of` says where each of p*v stages
     waves             schedules made so, above all those that go back and forth over the processors
     asynchronous      orders in which weights are updated several times per step
     servers           the order of workers and servers of a parameter server
+    messages          no fixed order: what has arrived is computed
     known_schedules   all of them
     synthesis         the shortest order that is found for given times, with a bound
     clock             validation, linearization and simulation of task lists
@@ -28,6 +29,7 @@ from alpa_lite.schedule.clock import linearize as linearize
 from alpa_lite.schedule.clock import simulate as simulate
 from alpa_lite.schedule.clock import validate as validate
 from alpa_lite.schedule.known_schedules import SCHEDULES as SCHEDULES
+from alpa_lite.schedule.messages import MessageDriven as MessageDriven
 from alpa_lite.schedule.ordering import Schedule as Schedule
 from alpa_lite.schedule.ordering import schedule_named as schedule_named
 from alpa_lite.schedule.orders import EagerOneFOneB as EagerOneFOneB

@@ -28,12 +28,12 @@ from alpa_lite.lower.emission import Executable, boundary_spec
 from alpa_lite.plan.instructions import InstructionKind, TaskTime
 from alpa_lite.plan.plan import Plan
 from alpa_lite.runtime.execute.aliasing import copies, donations, shared_results, with_copies
+from alpa_lite.runtime.execute.arrivals import BoundSegments, arrival_run
 from alpa_lite.runtime.execute.bind import Binder, Slots
 from alpa_lite.runtime.execute.compile import LoweredStep, Tell, concat_units, precompile, task_units, zeros_units
 from alpa_lite.runtime.execute.crossing import Blanks
 from alpa_lite.runtime.execute.placing import Alone, InJob
 from alpa_lite.runtime.execute.run_transfers import Delivery, Result, compile_transfers, wanted, warm
-from alpa_lite.runtime.execute.serve import Servers
 from alpa_lite.runtime.execute.stacked import Leaves
 from alpa_lite.runtime.execute.watch import Watch, Watchdog, explanation, short_name, spans
 from alpa_lite.runtime.job.activity import CPU_CREDITS, CREDITS, Flight, HangPolicy, InstructionInfo
@@ -49,7 +49,6 @@ from alpa_lite.runtime.job.processes import (
     verify_order,
 )
 from alpa_lite.runtime.job.shutdown import at_work, end_hung, is_watched
-from alpa_lite.schedule import ServerSchedule
 from alpa_lite.sharding.specs import Spec
 
 OnHang = Literal["auto", "raise", "end"]
@@ -193,9 +192,8 @@ class Executor:
             placing=self.placing,
         ).bound()
         self._at_once = self._as_one_task()
-        schedule, self.servers = self.plan.schedule, None
-        if self.program.segments and isinstance(schedule, ServerSchedule):
-            self.servers = Servers(self.program, self.bound, self.flight, schedule)
+        segments = BoundSegments(program=self.program, bound=self.bound, flight=self.flight)
+        self.arrivals = arrival_run(segments, self.plan.schedule, len(self.plan.stages))
 
     def _connected(self, blanks: Blanks) -> Delivery | None:
         """Return, in a job, the delivery of small results; all processes have compiled their tasks on return."""
@@ -326,8 +324,8 @@ class Executor:
             slots = self.bound.slots(parts)
             # The slots alone hold the arguments, so that each is freed as soon as nothing reads it any more.
             del parts
-            if record is None and self.servers is not None and jax.process_count() == 1:
-                self.servers.run(slots)
+            if record is None and self.arrivals is not None and jax.process_count() == 1:
+                self.arrivals.run(slots)
             elif record is None:
                 self.bound.run(slots)
             elif awaited:
