@@ -58,7 +58,7 @@ def delayed(compiled, seed: int):
     return compiled
 
 
-@pytest.mark.parametrize("limit", [1, 3, 0, 20])
+@pytest.mark.parametrize("limit", [*(pytest.param(limit, marks=pytest.mark.slow) for limit in (1, 0, 20)), 3])
 def test_numbers_are_those_of_1f1b_bit_by_bit_under_random_delays(limit):
     want = compiled_of(OneFOneB())(*arguments())
     compiled = compiled_of(MessageDriven(limit=limit))

@@ -83,8 +83,8 @@ def equal(got, want):
     ("planner", "num_microbatches"),
     [
         (ParameterServer(servers=4), 4),
-        (ParameterServer(servers=2), 12),
-        (ParameterServer(servers=4, workers=2), 2),
+        pytest.param(ParameterServer(servers=2), 12, marks=pytest.mark.slow),
+        pytest.param(ParameterServer(servers=4, workers=2), 2, marks=pytest.mark.slow),
         (ParameterServer(servers=1, workers=1), 1),
     ],
     ids=["4+4", "2+6, twice", "4+2x2", "1+1x7"],
@@ -133,6 +133,7 @@ def test_bounded_delay_of_none_is_one_synchronous_step_per_round():
     equal(metrics["count"], rounds - 1)
 
 
+@pytest.mark.slow
 def test_state_that_the_loop_makes_or_leaves_alone_is_served():
     """Averages of the batch; a rate that stays; the weights before; outputs of each sample."""
 
@@ -235,7 +236,7 @@ def with_slow_worker(compiled, worker: int, looks: int) -> None:
     executor.bind()
 
 
-@pytest.mark.parametrize("delay", [0, 1, 2])
+@pytest.mark.parametrize("delay", [*(pytest.param(delay, marks=pytest.mark.slow) for delay in (0, 1)), 2])
 def test_bounded_delay_lets_fast_workers_be_ahead_by_exactly_the_delay(delay):
     compiled, state, batch = compiled_of(ParameterServer(servers=4, consistency=Bounded(delay)), 5 * WORKERS)
     with_slow_worker(compiled, 1, looks=150)
@@ -303,6 +304,7 @@ def by_equations(events, schedule, rounds):
     return state, np.mean(losses)
 
 
+@pytest.mark.slow
 def test_loss_falls_under_each_consistency():
     for consistency in (Bounded(1), "async"):
         parallel = al.parallelize(step, planner=ParameterServer(servers=4, consistency=consistency), num_microbatches=8)
@@ -323,6 +325,23 @@ def test_plan_is_saved_and_replayed(tmp_path):
     loaded = al.Plan.load(tmp_path / "plan.json")
     assert loaded == parallel.last_plan
     assert al.parallelize(step, planner=loaded)(state_of(), batch_of(8))[0]["count"] == state["count"]
+
+
+def test_training_resumes_from_a_checkpoint_on_servers_and_without_them(tmp_path):
+    """State on servers is saved as any other; another plan goes on with it."""
+    compiled, state, batch = compiled_of(ParameterServer(servers=4), WORKERS)
+    for _ in range(2):
+        state, _ = compiled(state, batch)
+    with al.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(2, state, plan=compiled.plan)
+        checkpoints.wait()
+        number, restored = checkpoints.restore(compiled)
+        other, _, _ = compiled_of(DataParallel(), 1)
+        _, elsewhere = checkpoints.restore(other)
+    assert number == 2
+    want = compiled(state, batch)
+    equal(compiled(restored, batch), want)
+    close(other(elsewhere, batch), want)
 
 
 def test_asynchronous_servers_are_not_compared_with_other_plans():
