@@ -450,8 +450,9 @@ def _layers(plan: Plan) -> Iterator[str]:
     for number, stage in enumerate(plan.stages):
         first, last = stage.layers
         if number in copies:
-            if stage.layers != plan.stages[copies[0] - 1].layers:
-                yield f"stage {number} has the layers {first} to {last}, but is to be equal to stage {copies[0] - 1}"
+            like = plan.stages[copies[0] - 1]
+            if (stage.layers, stage.mesh_shape) != (like.layers, like.mesh_shape):
+                yield f"stage {number} has other layers or another mesh than stage {copies[0] - 1}, its equal"
             continue
         if first != begins or last < first:
             yield f"stage {number} has the layers {first} to {last}, but should begin with {begins}"

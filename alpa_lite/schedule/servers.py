@@ -67,6 +67,8 @@ class ServerSchedule(Schedule):
 
     def microbatches_per_update(self, num_stages: int) -> int:
         del num_stages
+        if self.workers < 1 or self.delay < 0:
+            raise PlanError(f"{self} was asked for. Give at least 1 worker, and a delay of 0 or more updates.")
         if self.consistency not in CONSISTENCIES:
             raise PlanError(
                 f"There is no consistency {self.consistency!r}.{did_you_mean(self.consistency, CONSISTENCIES)} Choose "
@@ -76,6 +78,7 @@ class ServerSchedule(Schedule):
 
     def tasks(self, num_stages: int, num_microbatches: int) -> TaskLists:
         check_numbers(num_stages, num_microbatches)
+        self.microbatches_per_update(num_stages)
         if num_stages != self.workers + 1:
             raise PlanError(
                 f"{self} runs one stage of servers and {self.workers} workers, and {num_stages} stages are to be run. "

@@ -336,7 +336,7 @@ def test_training_resumes_from_a_checkpoint_on_servers_and_without_them(tmp_path
         checkpoints.save(2, state, plan=compiled.plan)
         checkpoints.wait()
         number, restored = checkpoints.restore(compiled)
-        other, _, _ = compiled_of(DataParallel(), 1)
+        other = al.parallelize(step, planner=DataParallel()).trace(state, batch).plan().lower().compile()
         _, elsewhere = checkpoints.restore(other)
     assert number == 2
     want = compiled(state, batch)

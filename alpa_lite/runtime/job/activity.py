@@ -289,7 +289,7 @@ class Flight:
             hang_policy: when launches count as hung.
             timer: measures and spends the time of waits.
 
-        `waited_seconds` counts the waits for credits since the program was compiled.
+        `waited_seconds` counts the waits for credits, and for what is to arrive, since the program was compiled.
         """
         # Deques, as one thread appends and takes from the other end while another reads.
         self.queues: tuple[deque[Launch], ...] = tuple(deque() for _ in range(num_groups))
