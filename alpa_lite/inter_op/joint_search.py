@@ -57,6 +57,7 @@ from alpa_lite.inter_op.stage_search import StageSearch
 from alpa_lite.inter_op.survey import Profile, Survey
 from alpa_lite.inter_op.surveyed_searches import CLOSE, SurveyedSearches, only_equal
 from alpa_lite.inter_op.what_would_fit import tightest_stage
+from alpa_lite.inter_op.work_floor import least_seconds_in_equal_stages
 from alpa_lite.intra_op.solve import RELATIVE_GAP
 from alpa_lite.plan.plan import Plan
 from alpa_lite.schedule import Schedule
@@ -162,10 +163,14 @@ class JointSearch:
     def _of_other_counts(self, natural: Cut, at_most: float) -> Iterator[Plan]:
         """Yield plans with the numbers of equal stages into which the natural layers cannot be dealt, if they take less
         than `at_most` seconds.
+
+        Stages of whole layers alone are searched: parts of one are no loops, and send more.
         """
-        layering = self.steps.layering
+        layering, request = self.steps.layering, self.request
         for count in self.space.equal_stages if layering.num_layers is None else ():
-            if natural.num_layers % count:
+            whole, model_for = request.step_at(1, 0), request.cost_model_for
+            least = least_seconds_in_equal_stages(whole, request.cluster, model_for, count)
+            if natural.num_layers % count and least < at_most:
                 steps = replace(self.steps, layering=replace(layering, stages=[count]))
                 others = replace(self, steps=steps, num_stages=count, at_most=at_most)
                 # Fewer ops than stages, for one.

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
-from alpa_lite.intra_op.formulate import Builders
+from alpa_lite.intra_op.formulate import UNWEIGHTED, Builders, CollectiveWeights
 from alpa_lite.intra_op.problem import Status
 from alpa_lite.intra_op.stage import StageSolution, StageView
 from alpa_lite.plan.pricing import Pricer
@@ -66,14 +66,14 @@ class Question(StagePlace):
     limit_bytes   the limit per device
     gap           the relative gap at which the solver may stop
     seconds       its time limit
-    resharding    the weight of collectives between ops in the objective (`formulate.Builder.problem`)
+    weights       the weights of collectives between ops in the objective
     """
 
     in_flight: int
     limit_bytes: float
     gap: float
     seconds: float
-    resharding: float = 1.0
+    weights: CollectiveWeights = UNWEIGHTED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,11 +108,11 @@ class SolvedStages:
 
     def answer(self, structure: object, kind: MeshKey, asked: Question) -> SolvedStage | None:
         """Return the solution that answers a question, or None; see the module docstring."""
-        return answer_among(self._solved.get((structure, kind, asked.resharding), ()), asked)
+        return answer_among(self._solved.get((structure, kind, asked.weights), ()), asked)
 
     def add(self, structure: object, kind: MeshKey, solved: SolvedStage) -> None:
         """Add a stage that was solved."""
-        self._solved.setdefault((structure, kind, solved.asked.resharding), []).append(solved)
+        self._solved.setdefault((structure, kind, solved.asked.weights), []).append(solved)
 
     def within_memory(self, num_microbatches: int) -> list[SolvedStage]:
         """Return the stages of steps with so many micro-batches that were solved within a limit of memory."""

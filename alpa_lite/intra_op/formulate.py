@@ -81,6 +81,22 @@ def gathered(spec: Spec, restriction: Restriction) -> Spec:
 _UNIT = 0  # the node with a single strategy, shared by all values and ops without a choice
 
 
+class CollectiveWeights(NamedTuple):
+    """The weights of collectives in the objective: less than 1 for those that may run beside kernels.
+
+    Attributes:
+        values: of collectives on values between ops, which mostly wait for each other.
+        state: of collectives on state and on sums over micro-batches, which may run at any time before they are read.
+    """
+
+    values: float = 1.0
+    state: float = 1.0
+
+
+UNWEIGHTED = CollectiveWeights()
+"""Kernels and collectives run one after the other."""
+
+
 class _LaidOp(NamedTuple):
     """An op as it is laid out: in the scope with this number and graph, where it runs `runs` times per step."""
 
@@ -117,29 +133,39 @@ class Builder:
         self.accumulating: set[Key] = set()  # ops that add to a carried value of a loop
         self.waiting: set[Key] = set()  # scalars that remain partial sums until an addition reads them
         self.deciding = Deciding(view, self.scopes, self.sums, self.offers)
-        self._last_problem: dict[tuple[float | None, int, float], Problem] = {}
+        self._last_problem: dict[tuple[float | None, int, CollectiveWeights], Problem] = {}
         self._last_usages: dict[int, tuple[UsageOf, ...]] = {}
         self._lay_out()
 
     # ------------------------------------------------------------------------------------------------ the problem
 
-    def problem(self, *, limit_bytes: float | None, in_flight: int, resharding: float = 1.0) -> Problem:
+    def problem(self, *, limit_bytes: float | None, in_flight: int, weights: CollectiveWeights = UNWEIGHTED) -> Problem:
         """Return the problem of the whole stage within `limit_bytes` per device.
 
-        `in_flight` is the number of micro-batches whose activations are held at the memory peak, and `resharding` the
-        weight of the collectives between ops, which may run beside kernels.
+        `in_flight` is the number of micro-batches whose activations are held at the memory peak, and `weights` those of
+        the collectives between ops.
         """
-        key = (limit_bytes, in_flight, resharding)
+        key = (limit_bytes, in_flight, weights)
         if key not in self._last_problem:
+            state = self._state_nodes()
             problem = Problem.of(
                 node_costs=self.costs,
-                edges=(Edge(source=u, target=v, costs=resharding * m) for (u, v), m in self.edges.items()),
+                edges=(
+                    Edge(source=u, target=v, costs=(weights.values if state.isdisjoint((u, v)) else weights.state) * m)
+                    for (u, v), m in self.edges.items()
+                ),
                 usages=(Usage(node=u.node, bytes=u.sizes, start=u.start, end=u.end) for u in self.usages(in_flight)),
                 limit_bytes=limit_bytes,
             )
             # Only the last one, since the problem of a large stage takes a lot of memory.
             self._last_problem = {key: problem}
         return self._last_problem[key]
+
+    def _state_nodes(self) -> frozenset[int]:
+        """Return the nodes of state and of sums over micro-batches."""
+        graph, dims = self.view.graph, self.step.batch_dims
+        state = (v for v in self.view.external if graph.producer[v] is None and dims[v] is None)
+        return frozenset(self.offers[(0, v)].node for v in state).union(node for node, _ in self.crossings.values())
 
     def usages(self, in_flight: int) -> tuple[UsageOf, ...]:
         """Return the memory usages of all strategies when `in_flight` micro-batches are held."""

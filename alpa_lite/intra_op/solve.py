@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from alpa_lite.intra_op.formulate import Builder
+from alpa_lite.intra_op.formulate import UNWEIGHTED, Builder, CollectiveWeights
 from alpa_lite.intra_op.liveness import lives_of
 from alpa_lite.intra_op.problem import Solution
 from alpa_lite.intra_op.solvers.portfolio import Portfolio
@@ -31,14 +31,14 @@ def solve_stage(
     in_flight: int = 1,
     solver: Solver | None = None,
     time_limit_seconds: float = 60.0,
-    resharding: float = 1.0,
+    weights: CollectiveWeights = UNWEIGHTED,
 ) -> StageSolution:
     """Choose the sharding of every op of a builder's stage.
 
     `limit_bytes` is the memory per device (None for no limit), `in_flight` the number of micro-batches held at the
-    peak, `solver` the portfolio if None, and `resharding` the weight of collectives between ops (`Builder.problem`).
+    peak, `solver` the portfolio if None, and `weights` are those of collectives between ops.
     """
-    problem = builder.problem(limit_bytes=limit_bytes, in_flight=in_flight, resharding=resharding)
+    problem = builder.problem(limit_bytes=limit_bytes, in_flight=in_flight, weights=weights)
     solution = (solver or Portfolio(relative_gap=RELATIVE_GAP)).solve(problem, time_limit_seconds=time_limit_seconds)
     if solution.choices is None:
         return StageSolution(

@@ -22,9 +22,9 @@ from alpa_lite.errors import PlanError
 from alpa_lite.plan.parts import TaskRole
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.task_specs import OpPlace
-from alpa_lite.program.ir import TO_DEVICE, Graph
+from alpa_lite.program.ir import TO_DEVICE, Graph, Op
 from alpa_lite.program.phases import Phase, StepGraph, weight_gradient_ops
-from alpa_lite.rules.fusion import is_fusible
+from alpa_lite.rules.fusion import is_fusible, is_repeatable
 from alpa_lite.schedule import Task, TaskKind, TaskLists, kinds_of, processors_of
 
 
@@ -88,7 +88,7 @@ def places_of(layout: TaskLayout, step: StepGraph) -> tuple[OpPlace | None, ...]
             kind, wave = TaskRole.UPDATE, _wave(step, op, stage, places)
         key = (stage, kind, wave)
         places.append(known.get(key) or known.setdefault(key, OpPlace(stage=stage, kind=kind, wave=wave)))
-    return tuple(places if layout.whole else _deferred(step, _fetched(step, places)))
+    return tuple(places if layout.whole else _deferred(step, _repeated(step, places)))
 
 
 def update_tasks(step: StepGraph, stage_of_op: Sequence[int | None]) -> Counter[int]:
@@ -99,7 +99,7 @@ def update_tasks(step: StepGraph, stage_of_op: Sequence[int | None]) -> Counter[
             in_loop = step.phases[op].in_loop
             wave = 0 if in_loop else _wave(step, op, stage, places)
             places[op] = OpPlace(stage=stage, kind=TaskRole.FORWARD if in_loop else TaskRole.UPDATE, wave=wave)
-    places = _fetched(step, places)
+    places = _repeated(step, places)
     return Counter(place.stage for place in {*places} if place is not None and place.kind is TaskRole.UPDATE)
 
 
@@ -137,26 +137,68 @@ def _weights(layout: TaskLayout, step: StepGraph) -> frozenset[int]:
     return frozenset().union(*(weight_gradient_ops(step, ops) for ops in members.values()))
 
 
-def _fetched(step: StepGraph, places: list[OpPlace | None]) -> list[OpPlace | None]:
-    """Return the places with copies from the host, and what needs nothing else, moved to the wave that reads them.
+def _repeated(step: StepGraph, places: list[OpPlace | None]) -> list[OpPlace | None]:
+    """Return the places, with None for ops of the update that every wave which reads their results repeats.
 
-    The state of an optimizer would else be on the device, or what is made of it, while updates wait for other stages.
+    Between two waves a stage waits for others, while what the first one made is in memory. What can be made again from
+    no more bytes that stay there anyway is not kept, as one program for all waves would not store it: of gradients in
+    half precision no copies in float32. State on the host stays there until a wave needs it.
     """
-    graph, found, early = step.graph, list(places), set[int]()
-    for op in graph.ops:
-        if step.phases[op.id] is not Phase.UPDATE:
+    if not any(place is not None and place.wave for place in places):
+        return places
+    graph, found, sources = step.graph, list(places), _sources(step, places)
+    # The places that read the results of each op, by themselves or through repeated ops.
+    readers: list[set[OpPlace]] = [set() for _ in graph.ops]
+    # In reverse order, so that the readers of an op are known.
+    for op in reversed(graph.ops):
+        place = found[op.id]
+        for c in {c for r in op.results for c in graph.consumers[r]}:
+            reader = found[c]
+            readers[op.id] |= readers[c] if reader is None else {reader}
+        if place is None or place.kind is not TaskRole.UPDATE or not set(graph.outputs).isdisjoint(op.results):
             continue
-        makers = {graph.producer[v] for v in op.operands} - {None}
-        if op.primitive == TO_DEVICE or (makers and makers <= early and is_fusible(graph, op)):
-            early.add(op.id)
-    # In reverse order, so that a chain of ops follows its last member.
-    for number in sorted(early, reverse=True):
-        op = graph.ops[number]
-        readers = [found[c] for r in op.results for c in graph.consumers[r]]
-        here = [place for place in readers if place is not None and place.stage == (found[number] or place).stage]
-        if len(here) == len(readers) and here and not set(graph.outputs) & set(op.results):
-            found[number] = min(here, key=lambda place: place.order)
+        own = all((p.stage, p.kind) == (place.stage, place.kind) for p in readers[op.id])
+        later = any(p.wave > place.wave for p in readers[op.id])
+        if own and later and all(sources[r] != {r} for r in op.results):
+            found[op.id] = None
     return found
+
+
+def _sources(step: StepGraph, places: Sequence[OpPlace | None]) -> list[frozenset[int]]:
+    """Return for each value those that must stay in memory so that later waves of the update have it.
+
+    That is the value itself, or others of no more bytes from which ops that are cheap to repeat make it.
+    """
+    graph, at_rest = step.graph, _at_rest(step, places)
+    found = [frozenset[int]() if v in at_rest else frozenset([v]) for v in range(len(graph.values))]
+    for op in graph.ops:
+        place = places[op.id]
+        again = place is not None and place.kind is TaskRole.UPDATE and _is_cheap(graph, op)
+        if place is not None and not again:
+            continue
+        kept = frozenset[int]().union(*(found[v] for v in op.operands if graph.values[v].literal is None))
+        # Scalars take next to nothing, and must not decide between arrays of one size.
+        bytes_kept = sum(graph.values[v].bytes for v in kept if graph.values[v].rank)
+        if place is None or bytes_kept <= sum(graph.values[r].bytes for r in op.results):
+            for r in op.results:
+                found[r] = kept
+    return found
+
+
+def _is_cheap(graph: Graph, op: Op) -> bool:
+    """Return True for ops to repeat rather than to keep their results in memory."""
+    return op.primitive == TO_DEVICE or is_repeatable(graph, op)
+
+
+def _at_rest(step: StepGraph, places: Sequence[OpPlace | None]) -> frozenset[int]:
+    """Return the state that is in memory during all waves: none replaces it before the last one of its stage."""
+    last = Counter[int]()
+    for place in places:
+        if place is not None:
+            last[place.stage] = max(place.wave, last[place.stage])
+    replaced_in = {old: places[op] for new, old in step.aliases.items() if (op := step.graph.producer[new]) is not None}
+    found = (v for v in step.graph.inputs if step.batch_dims[v] is None)
+    return frozenset(v for v in found if (p := replaced_in.get(v)) is None or p.wave == last[p.stage])
 
 
 def _deferred(step: StepGraph, places: Sequence[OpPlace | None]) -> list[OpPlace | None]:

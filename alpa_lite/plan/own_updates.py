@@ -1,7 +1,6 @@
 """Check that each stage of an asynchronous pipeline can update its state without waiting for other stages."""
 
 from alpa_lite.errors import PlanError
-from alpa_lite.plan.parts import TaskRole
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.slices import Slicer
 
@@ -18,15 +17,15 @@ def check_own_updates(slicer: Slicer, plan: Plan) -> None:
     if slicer.served:
         # Servers have all of the state.
         return
-    for op, place in enumerate(slicer.places):
-        if place is None or place.kind is not TaskRole.UPDATE:
+    for op, stage in enumerate(slicer.stage_of_op):
+        if stage is None or step.phases[op].in_loop:
             continue
         for v in graph.ops[op].operands:
             origin = slicer.place_of_value(v)
-            if origin is not None and origin.stage != place.stage:
+            if origin is not None and origin.stage != stage:
                 raise PlanError(
                     f"Under {plan.schedule} stages update their weights without waiting for each other, but "
-                    f"{graph.ops[op].source or graph.ops[op].primitive} in the update of stage {place.stage} reads "
+                    f"{graph.ops[op].source or graph.ops[op].primitive} in the update of stage {stage} reads "
                     f"what stage {origin.stage} computes. Leave out what combines the gradients of several stages "
                     f"(clipping by their global norm, weights that stages share), {instead}"
                 )

@@ -186,6 +186,16 @@ def clipped_by_global_norm(p, x, y):
     return descend(p, jax.tree.map(lambda g: g * jnp.minimum(1.0, 0.01 / norm), grads)), loss, norm
 
 
+@program(X, Y)
+def clipped_twice(p, x, y):
+    grads = jax.grad(squared)(p, x, y)
+    decayed = {k: g + 0.1 * p[k] for k, g in grads.items()}
+    norm = jnp.sqrt(sum(jnp.sum(u**2) for u in decayed.values()))
+    updates = jax.tree.map(lambda u: u / (1.0 + norm), decayed)
+    trust = jnp.sqrt(sum(jnp.sum(u**2) for u in updates.values()))
+    return descend(p, jax.tree.map(lambda u: u / (0.1 + trust), updates)), norm, trust
+
+
 @program(X, Y, np.float32(2.0))
 def dynamic_loss_scale(p, x, y, scale):
     loss, grads = jax.value_and_grad(lambda p: scale * squared(p, x, y))(p)

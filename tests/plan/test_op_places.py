@@ -108,3 +108,32 @@ def test_the_tasks_of_an_update_are_counted_as_they_are_made(stages: int) -> Non
     made = Counter(each.place.stage for each in outlines if each.place.kind is TaskRole.UPDATE)
     assert update_tasks(step, layout.stage_of_op) == made
     assert (max(made.values()) > 1) == (stages > 1)
+
+
+def _twice_clipped(params: Any, x: jax.Array) -> Any:
+    """Weights and gradients in half precision, updates in float32, clipped by the norm of gradients and by their own."""
+
+    def loss(params: Any) -> jax.Array:
+        h = x
+        for w in params:
+            h = jnp.tanh(h @ w)
+        return jnp.mean(h.astype(jnp.float32) ** 2)
+
+    updates = [g.astype(jnp.float32) / 8 + 0.01 * w for w, g in zip(params, jax.grad(loss)(params), strict=True)]
+    norm = jnp.sqrt(sum(jnp.sum(u * u) for u in updates))
+    updates = [u / (1.0 + norm) for u in updates]
+    trust = jnp.sqrt(sum(jnp.sum(u * u) for u in updates))
+    return [(w - 0.1 * u / (1.0 + trust)).astype(w.dtype) for w, u in zip(params, updates, strict=True)], norm
+
+
+def test_between_waves_of_an_update_gradients_are_kept_and_not_what_is_made_of_them() -> None:
+    params = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.bfloat16)] * 4
+    traced = al.parallelize(_twice_clipped, cache=False).trace(params, jax.ShapeDtypeStruct((64, WIDTH), jnp.bfloat16))
+    planned = traced.plan(cluster=al.cluster("p3.16xlarge"), planner=Hybrid(pipeline=4), num_microbatches=4)
+    lowered = planned.lower()
+    graph = lowered.step.step.graph
+    updates = [task for task in lowered.program.tasks if task.kind is TaskRole.UPDATE]
+    assert len(updates) > 4
+    handed = [graph.values[p.value] for task in updates for p in task.outputs if p.value not in graph.outputs]
+    # Each stage keeps the gradient of its weight.
+    assert [v.dtype for v in handed if v.rank] == ["bfloat16"] * 4
