@@ -30,6 +30,10 @@ AHEAD = 2
 """The tasks of a stage that are launched and have not ended: while one runs, the inputs of the next one are sent."""
 
 
+PAUSE = 2e-4
+"""The most seconds between two looks at what has arrived, for which a worker may have to wait in vain."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BoundSegments:
     """A program with segments, whose instructions are bound: launches it part by part.
@@ -97,7 +101,7 @@ class ArrivalRun(ABC):
 
     def wait(self, tokens: Sequence[Token]) -> None:
         """Wait until one of some tokens is ready."""
-        self.segments.flight.wait(_Any(tokens))
+        self.segments.flight.wait(_Any(tokens), longest_pause=PAUSE)
 
 
 def arrival_run(segments: BoundSegments, schedule: Schedule, num_stages: int) -> ArrivalRun | None:
