@@ -21,6 +21,7 @@ from alpa_lite.inter_op.boundaries import inflow_seconds, received_values, stack
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.inter_op.sharding_demands import PlacedOps, sharding_uses
 from alpa_lite.inter_op.solved_stages import PlacedStage
+from alpa_lite.plan.host_use import host_bytes_of
 from alpa_lite.plan.op_places import update_tasks
 from alpa_lite.plan.parts import NOT_PREDICTED, NOT_SOLVED, Choice
 from alpa_lite.plan.plan import (
@@ -270,6 +271,7 @@ def _predicted(request: PlanRequest, staged: StagedStep, plan: Plan) -> Predicti
         transfers=simulated.transfers,
         mfu=sum(needed.values()) / available if available else 0.0,
         hfu=executed / available if available else 0.0,
+        host_bytes=host_bytes_of(plan, staged.step),
     )
 
 
