@@ -98,7 +98,7 @@ class SolvedStages:
 
     def __init__(self) -> None:
         """Start without any stage."""
-        self._solved: dict[tuple[object, MeshKey, float], list[SolvedStage]] = {}
+        self._solved: dict[tuple[object, MeshKey, CollectiveWeights], list[SolvedStage]] = {}
         self._structures: dict[Hashable, object] = {}
         self._builders: dict[MeshKey, Builders] = {}
 
