@@ -59,7 +59,7 @@ def test_public_names() -> None:
     )
     assert set(_public(al.planners)) == set(
         "Auto AxoNN Bounded ColocRL ConvolutionParallel Custom DataParallel DeepSpeed3D FSDP FlexFlow GShard "
-        "GridSearch Hybrid MANUAL_PLANNERS Megatron MeshTensorFlow OnMesh OneWeirdTrick ParameterServer PipeDream "
+        "GridSearch Hybrid Karma MANUAL_PLANNERS Megatron MeshTensorFlow OnMesh OneWeirdTrick ParameterServer PipeDream "
         "PipeDream2BW Pipeline PlanRequest Planner Replay TorchGPipe TrainerConfiguration Zero".split()
     )
     assert set(_public(al.serving)) == set(
