@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from alpa_lite.program.memo import memoized
 from alpa_lite.program.passes import Pass, PassDriver
 from alpa_lite.program.phases import StepGraph
 from alpa_lite.step.layers import Layers, forward_loops
@@ -59,10 +60,21 @@ def planned_step(
     Raises:
         PlanError: there are fewer policies than layers.
     """
+    if driver is not None:
+        return driver.run(LayeredStep.of(step, of_op), _passes(tuple(remat)))
+    return _planned(step, tuple(of_op), tuple(remat))
+
+
+@memoized
+def _planned(step: StepGraph, of_op: tuple[int | None, ...], remat: tuple[Remat, ...]) -> LayeredStep:
+    # One object for equal arguments: the search asks again with another effort, and what was derived from the ops of
+    # stages is stored with the step.
+    return PassDriver().run(LayeredStep.of(step, of_op), _passes(remat))
+
+
+def _passes(remat: tuple[Remat, ...]) -> tuple[Pass[LayeredStep], ...]:
     passes: tuple[Pass[LayeredStep], ...] = (ReadWithinLayers(),)
-    if remat:
-        passes = (*passes, Rematerialise(remat=tuple(remat)))
-    return (driver or PassDriver()).run(LayeredStep.of(step, of_op), passes)
+    return (*passes, Rematerialise(remat=remat)) if remat else passes
 
 
 def policies_of(step: StepGraph, layers: Layers, wanted: Sequence[Remat]) -> tuple[Remat, ...]:
