@@ -60,21 +60,19 @@ def planned_step(
     Raises:
         PlanError: there are fewer policies than layers.
     """
-    if driver is not None:
-        return driver.run(LayeredStep.of(step, of_op), _passes(tuple(remat)))
-    return _planned(step, tuple(of_op), tuple(remat))
+    if driver is None and not remat:
+        return _as_written(step, tuple(of_op))
+    passes: tuple[Pass[LayeredStep], ...] = (ReadWithinLayers(),)
+    if remat:
+        passes = (*passes, Rematerialise(remat=tuple(remat)))
+    return (driver or PassDriver()).run(LayeredStep.of(step, of_op), passes)
 
 
 @memoized
-def _planned(step: StepGraph, of_op: tuple[int | None, ...], remat: tuple[Remat, ...]) -> LayeredStep:
-    # One object for equal arguments: the search asks again with another effort, and what was derived from the ops of
-    # stages is stored with the step.
-    return PassDriver().run(LayeredStep.of(step, of_op), _passes(remat))
-
-
-def _passes(remat: tuple[Remat, ...]) -> tuple[Pass[LayeredStep], ...]:
-    passes: tuple[Pass[LayeredStep], ...] = (ReadWithinLayers(),)
-    return (*passes, Rematerialise(remat=remat)) if remat else passes
+def _as_written(step: StepGraph, of_op: tuple[int | None, ...]) -> LayeredStep:
+    # One object, since a search is begun again with another effort, and what is derived from ops is stored with their
+    # step. Not so for policies, of which there are many: steps would pile up.
+    return PassDriver().run(LayeredStep.of(step, of_op), (ReadWithinLayers(),))
 
 
 def policies_of(step: StepGraph, layers: Layers, wanted: Sequence[Remat]) -> tuple[Remat, ...]:

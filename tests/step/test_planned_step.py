@@ -1,8 +1,6 @@
-"""The step as it is planned is made once for each cut into layers and each choice of policies."""
+"""The step as it is planned is made once for each cut into layers."""
 
 from __future__ import annotations
-
-import pytest
 
 from alpa_lite.program.passes import PassDriver
 from alpa_lite.program.phases import StepGraph
@@ -11,28 +9,26 @@ from alpa_lite.step.planned_step import planned_step
 from alpa_lite.step.recomputation import Remat
 from tests.step.rematerialisation.steps import traced_model
 
-POLICIES: tuple[tuple[Remat, ...], ...] = ((), (Remat.FULL, Remat.NONE))
-
 
 def _step() -> StepGraph:
     return traced_model("gpt_remat", num_microbatches=4).step
 
 
-@pytest.mark.parametrize("remat", POLICIES)
-def test_equal_arguments_give_one_step(remat: tuple[Remat, ...]) -> None:
+def test_equal_layers_give_one_step() -> None:
     step = _step()
     of_op = make_layers(step, 2).of_op
-    made = planned_step(step, of_op, remat)
+    made = planned_step(step, of_op)
     # Else there would be one graph in any case.
     assert made.step.graph is not step.graph
-    assert planned_step(step, list(of_op), list(remat)) is made
+    assert planned_step(step, list(of_op)) is made
 
 
 def test_other_layers_and_policies_give_other_steps() -> None:
     step = _step()
     of_op = make_layers(step, 2).of_op
     one_layer = [None if layer is None else 0 for layer in of_op]
-    made = [planned_step(step, of_op, remat).step for remat in POLICIES] + [planned_step(step, one_layer).step]
+    policies: tuple[tuple[Remat, ...], ...] = ((), (Remat.FULL, Remat.NONE))
+    made = [planned_step(step, of_op, remat).step for remat in policies] + [planned_step(step, one_layer).step]
     assert len({id(each) for each in made}) == len(made)
 
 
