@@ -22,7 +22,7 @@ from alpa_lite.errors import PlanError
 from alpa_lite.plan.parts import TaskRole
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.task_specs import OpPlace
-from alpa_lite.program.ir import Graph
+from alpa_lite.program.ir import TO_DEVICE, Graph
 from alpa_lite.program.phases import Phase, StepGraph, weight_gradient_ops
 from alpa_lite.rules.fusion import is_fusible
 from alpa_lite.schedule import Task, TaskKind, TaskLists, kinds_of, processors_of
@@ -38,6 +38,7 @@ class TaskLayout:
         whole: whether the step is one task: one stage and one micro-batch.
         fused: stages whose forward and backward passes are one task.
         in_two: stages whose backward pass is two tasks.
+        served: whether stage 0 alone updates the state, on behalf of workers.
     """
 
     stage_of_op: Sequence[int | None]
@@ -45,6 +46,7 @@ class TaskLayout:
     whole: bool
     fused: frozenset[int]
     in_two: frozenset[int]
+    served: bool = False
 
 
 def layout_of_plan(plan: Plan, step: StepGraph) -> TaskLayout:
@@ -61,9 +63,10 @@ def layout_of_plan(plan: Plan, step: StepGraph) -> TaskLayout:
         stage_of_op=[None if layer is None else plan.stage_of_layer(layer) for layer in plan.op_layers],
         stage_of_input={v: plan.stage_of_layer(layer) for v, layer in inputs},
         whole=len(plan.stages) == 1 and plan.num_microbatches == 1,
-        fused=_fused(lists, len(plan.stages) - 1),
+        fused=_fused(lists, plan.schedule.loss_stage(len(plan.stages))),
         # Read off the tasks of the schedule, and not asked of it, so that a user's own schedule needs no other method.
         in_two=frozenset(stage for stage, found in kinds.items() if TaskKind.WEIGHT_GRADIENT in found),
+        served=bool(plan.schedule.replicas(len(plan.stages))),
     )
 
 
@@ -85,7 +88,7 @@ def places_of(layout: TaskLayout, step: StepGraph) -> tuple[OpPlace | None, ...]
             kind, wave = TaskRole.UPDATE, _wave(step, op, stage, places)
         key = (stage, kind, wave)
         places.append(known.get(key) or known.setdefault(key, OpPlace(stage=stage, kind=kind, wave=wave)))
-    return tuple(places if layout.whole else _deferred(step, places))
+    return tuple(places if layout.whole else _deferred(step, _fetched(step, places)))
 
 
 def update_tasks(step: StepGraph, stage_of_op: Sequence[int | None]) -> Counter[int]:
@@ -96,6 +99,7 @@ def update_tasks(step: StepGraph, stage_of_op: Sequence[int | None]) -> Counter[
             in_loop = step.phases[op].in_loop
             wave = 0 if in_loop else _wave(step, op, stage, places)
             places[op] = OpPlace(stage=stage, kind=TaskRole.FORWARD if in_loop else TaskRole.UPDATE, wave=wave)
+    places = _fetched(step, places)
     return Counter(place.stage for place in {*places} if place is not None and place.kind is TaskRole.UPDATE)
 
 
@@ -108,7 +112,10 @@ def _kind_in_loop(layout: TaskLayout, stage: int, phase: Phase) -> TaskRole:
 
 
 def _fused(lists: TaskLists, last: int) -> frozenset[int]:
-    """Return the stages whose forward and backward of a micro-batch always run back to back: the last stage or none."""
+    """Return the stages whose two passes of a micro-batch always run back to back: the one of the loss, or none.
+
+    last: the stage that computes the loss.
+    """
     # A task occurs once in a list, so it can be a key for its successor.
     after = dict(pairwise(lists[processors_of(lists)[last]]))
     forwards = [task for task in after if task.stage == last and task.kind is TaskKind.FORWARD]
@@ -128,6 +135,28 @@ def _weights(layout: TaskLayout, step: StepGraph) -> frozenset[int]:
         if stage is not None and stage in members:
             members[stage].append(op)
     return frozenset().union(*(weight_gradient_ops(step, ops) for ops in members.values()))
+
+
+def _fetched(step: StepGraph, places: list[OpPlace | None]) -> list[OpPlace | None]:
+    """Return the places with copies from the host, and what needs nothing else, moved to the wave that reads them.
+
+    The state of an optimizer would else be on the device, or what is made of it, while updates wait for other stages.
+    """
+    graph, found, early = step.graph, list(places), set[int]()
+    for op in graph.ops:
+        if step.phases[op.id] is not Phase.UPDATE:
+            continue
+        makers = {graph.producer[v] for v in op.operands} - {None}
+        if op.primitive == TO_DEVICE or (makers and makers <= early and is_fusible(graph, op)):
+            early.add(op.id)
+    # In reverse order, so that a chain of ops follows its last member.
+    for number in sorted(early, reverse=True):
+        op = graph.ops[number]
+        readers = [found[c] for r in op.results for c in graph.consumers[r]]
+        here = [place for place in readers if place is not None and place.stage == (found[number] or place).stage]
+        if len(here) == len(readers) and here and not set(graph.outputs) & set(op.results):
+            found[number] = min(here, key=lambda place: place.order)
+    return found
 
 
 def _deferred(step: StepGraph, places: Sequence[OpPlace | None]) -> list[OpPlace | None]:

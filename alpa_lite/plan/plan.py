@@ -42,7 +42,7 @@ from alpa_lite.plan.parts import UserShardingUse as UserShardingUse
 from alpa_lite.program.identity import structure
 from alpa_lite.program.memo import memoized
 from alpa_lite.program.phases import StepGraph
-from alpa_lite.schedule import AsynchronousSchedule, Schedule
+from alpa_lite.schedule import Schedule
 from alpa_lite.schedule.tasks import MOST_MICROBATCHES, SpanLike
 from alpa_lite.sharding.meshes import sharing
 from alpa_lite.sharding.specs import Spec
@@ -55,7 +55,7 @@ from cost_models.uncertainty import LikelyRange, likely_range
 FORMAT = 5
 """Version of the plan file format."""
 
-_LATER = ("batch", "refusals", "notes", "first_device", "idle_devices", "user_shardings")
+_LATER = ("batch", "refusals", "notes", "first_device", "idle_devices", "user_shardings", "host_optimizer")
 """Fields that were added to this format later, and that old files lack."""
 
 # A file may come from anywhere: without these limits a few digits in it could make lowering run for hours, or out of
@@ -99,7 +99,9 @@ class Plan:
         averaged: whether the step is no sum over its samples, so that results are means over micro-batches.
         remat: policy of each layer for its backward pass; () if the step runs as it is written. With `remat`, op ids
             are those of the step with recomputation.
-        traced_layers: with `remat`, the layer of each op of the step without recomputation.
+        host_optimizer: whether the state of the optimizer waits in the memory of the host, but for the update. With
+            `host_optimizer`, op ids are those of the step with copies from there and back.
+        traced_layers: with `remat` or `host_optimizer`, the layer of each op of the step as it was traced.
         buckets: groups of gradients that are reduced together, in this order; () to reduce each separately.
         user_shardings: the shardings that the user's code gives, each with the plan's specs.
         batch: the arguments that hold the batch; None if no batch is known, or the file does not say.
@@ -130,6 +132,7 @@ class Plan:
     averaged: bool = False
     remat: tuple[Remat, ...] = ()
     traced_layers: tuple[int | None, ...] = ()
+    host_optimizer: bool = False
     buckets: tuple[tuple[int, ...], ...] = ()
     user_shardings: tuple[UserShardingUse, ...] = ()
     batch: BatchDims | None = None
@@ -137,8 +140,8 @@ class Plan:
 
     @property
     def layers_as_traced(self) -> tuple[int | None, ...]:
-        """The layer of each op of the step without the recomputation that `remat` adds."""
-        return self.traced_layers if self.remat else self.op_layers
+        """The layer of each op of the step without what `remat` and `host_optimizer` add."""
+        return self.traced_layers or self.op_layers
 
     def __getstate__(self) -> dict[str, object]:
         """Return the state that is pickled for files and other processes: all fields but the request."""
@@ -210,10 +213,10 @@ class Plan:
     def semantics(self) -> str:
         """Whether results are those of the step on one device: `synchronous`, or `asynchronous, staleness <= 3`."""
         # With one update nothing has changed since the weights that it reads.
-        if not isinstance(self.schedule, AsynchronousSchedule) or self.num_updates == 1:
+        if not self.schedule.is_asynchronous or self.num_updates == 1:
             return "synchronous"
-        count = len(self.stages)
-        return f"asynchronous, staleness <= {max(self.schedule.staleness(stage, count) for stage in range(count))}"
+        most = self.schedule.most_stale(len(self.stages))
+        return "asynchronous, staleness " + ("without limit" if most is None else f"<= {most}")
 
     @property
     def stages_together(self) -> tuple[tuple[int, ...], ...]:
@@ -445,9 +448,15 @@ def _numbers(plan: Plan) -> Iterator[str]:
 
 def _layers(plan: Plan) -> Iterator[str]:
     """Yield the problems of layers: gaps between stages, and layers that do not exist."""
-    begins = 0
+    # Of equal workers the first one counts.
+    begins, copies = 0, plan.schedule.replicas(len(plan.stages))[1:]
     for number, stage in enumerate(plan.stages):
         first, last = stage.layers
+        if number in copies:
+            like = plan.stages[copies[0] - 1]
+            if (stage.layers, stage.mesh_shape) != (like.layers, like.mesh_shape):
+                yield f"stage {number} has other layers or another mesh than stage {copies[0] - 1}, its equal"
+            continue
         if first != begins or last < first:
             yield f"stage {number} has the layers {first} to {last}, but should begin with {begins}"
         begins = last + 1
@@ -523,6 +532,8 @@ def _prediction(plan: Plan) -> Iterator[str]:
     prediction, count = plan.prediction, len(plan.stages)
     if len(prediction.peak_bytes) != count:
         yield f"it predicts the memory of {len(prediction.peak_bytes)} stages, of {count}"
+    if len(prediction.host_bytes) not in (0, count):
+        yield f"it predicts the memory on the host of {len(prediction.host_bytes)} stages, of {count}"
     for use in (*prediction.collectives, *plan.undivided):
         if not 0 <= use.stage < count:
             yield f"it predicts something of stage {use.stage}, of {count}"
@@ -530,7 +541,8 @@ def _prediction(plan: Plan) -> Iterator[str]:
     for part in (*costs, prediction, *prediction.collectives, *plan.opaque, *plan.undivided):
         for each in fields(part):
             value = getattr(part, each.name)
-            numbers = value if each.name == "peak_bytes" else (value,) if isinstance(value, float) else ()
+            of_stages = each.name in ("peak_bytes", "host_bytes")
+            numbers = value if of_stages else (value,) if isinstance(value, float) else ()
             # NaN satisfies no comparison, so that this refuses it too.
             if not all(0 <= number <= _LARGEST or each.name == "bubble_fraction" for number in numbers):
                 yield f"it predicts {each.name} of {value}"

@@ -28,6 +28,7 @@ from alpa_lite.lower.emission import Executable, boundary_spec
 from alpa_lite.plan.instructions import InstructionKind, TaskTime
 from alpa_lite.plan.plan import Plan
 from alpa_lite.runtime.execute.aliasing import copies, donations, shared_results, with_copies
+from alpa_lite.runtime.execute.arrivals import BoundSegments, arrival_run
 from alpa_lite.runtime.execute.bind import Binder, Slots
 from alpa_lite.runtime.execute.compile import LoweredStep, Tell, concat_units, precompile, task_units, zeros_units
 from alpa_lite.runtime.execute.crossing import Blanks
@@ -124,17 +125,18 @@ class Executor:
         program, plan, step = lowered.program, lowered.plan, lowered.step
         self.program, self.plan, self.step = program, plan, step
         self.meshes = stage_meshes(plan, devices)
-        self._shardings: dict[tuple[int, Spec | None], NamedSharding] = {}
+        self._shardings: dict[tuple[int, Spec | None, bool], NamedSharding] = {}
         self._is_here = [any_here(devices_of(mesh)) for mesh in self.meshes]
         blanks = Blanks()
         self.placing = (Alone if jax.process_count() == 1 else InJob)(blanks)
         # Arguments lie on their home stages between steps, where the step reads or updates them.
-        homes = [self._sharding(*program.homes[v]) for v in step.graph.inputs]
+        values = step.graph.values
+        homes = [self._sharding(*program.homes[v], values[v].on_host) for v in step.graph.inputs]
         shapes = [value.shape for value in step.graph.values]
         held = [shapes[v] for v in step.graph.inputs]
         self.inputs = Leaves(step.input_parts, held, homes, self.placing, donated=donated)
         output_homes = zip(program.outputs, program.output_specs, strict=True)
-        self._returned = [self._sharding(buffer.stage, spec) for buffer, spec in output_homes]
+        self._returned = [self._sharding(b.stage, spec, values[b.value].on_host) for b, spec in output_homes]
         returned = [shapes[v] for v in step.graph.outputs]
         self.outputs = Leaves(step.output_parts, returned, self._returned, self.placing)
         self._shared = shared_results(program, plan, step, donated)
@@ -191,6 +193,8 @@ class Executor:
             placing=self.placing,
         ).bound()
         self._at_once = self._as_one_task()
+        segments = BoundSegments(program=self.program, bound=self.bound, flight=self.flight)
+        self.arrivals = arrival_run(segments, self.plan.schedule, len(self.plan.stages))
 
     def _connected(self, blanks: Blanks) -> Delivery | None:
         """Return, in a job, the delivery of small results; all processes have compiled their tasks on return."""
@@ -321,7 +325,9 @@ class Executor:
             slots = self.bound.slots(parts)
             # The slots alone hold the arguments, so that each is freed as soon as nothing reads it any more.
             del parts
-            if record is None:
+            if record is None and self.arrivals is not None and jax.process_count() == 1:
+                self.arrivals.run(slots)
+            elif record is None:
                 self.bound.run(slots)
             elif awaited:
                 self._run_awaited(slots, record)
@@ -365,12 +371,12 @@ class Executor:
         ends = {number: end - began for number, end in watch.finish().items()}
         record.extend(spans(self.program, self._groups, launches, ends))
 
-    def _sharding(self, stage: int, spec: Spec | None) -> NamedSharding:
+    def _sharding(self, stage: int, spec: Spec | None, on_host: bool = False) -> NamedSharding:
         # One object for each, as shardings are compared before every launch, and quickly if they are the same object.
-        key = (stage, spec)
+        key = (stage, spec, on_host)
         if key not in self._shardings:
             partition = boundary_spec(spec) if spec is not None else PartitionSpec()
-            self._shardings[key] = NamedSharding(self.meshes[stage], partition)
+            self._shardings[key] = _jax.named_sharding(self.meshes[stage], partition, on_host=on_host)
         return self._shardings[key]
 
     def own_constants(self, first: int, constants: Sequence[TreeLeaf]) -> list[jax.Array]:
