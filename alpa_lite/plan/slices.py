@@ -349,22 +349,9 @@ class Slicer:
         return Form.RETURNED if only_returned and self.output_stage(v) == place.stage else Form.HOME
 
 
+@memoized
 def slicer_of(step: StepGraph, layout: TaskLayout) -> Slicer:
     """Return the slicer of a whole step, one object for equal layouts, as of plans with other shardings."""
-    homes = tuple(layout.stage_of_input.items())
-    return _slicer(step, tuple(layout.stage_of_op), homes, layout.whole, layout.fused, layout.in_two)
-
-
-@memoized
-def _slicer(
-    step: StepGraph,
-    stage_of_op: tuple[int | None, ...],
-    homes: tuple[tuple[int, int], ...],
-    whole: bool,
-    fused: frozenset[int],
-    in_two: frozenset[int],
-) -> Slicer:
-    layout = TaskLayout(stage_of_op=stage_of_op, stage_of_input=dict(homes), whole=whole, fused=fused, in_two=in_two)
     return Slicer(layout, step)
 
 

@@ -86,13 +86,13 @@ def planned_step(
     Raises:
         PlanError: there are fewer policies than layers.
     """
-    if driver is None and not remat:
-        return _as_written(step, tuple(of_op))
     passes: tuple[Pass[LayeredStep], ...] = (ReadWithinLayers(),)
     if remat:
         passes = (*passes, Rematerialise(remat=tuple(remat)))
     if host_optimizer or Remat.OFFLOAD in remat:
         passes = (*passes, Offload(remat=tuple(remat), optimizer=host_optimizer))
+    if driver is None and len(passes) == 1:
+        return _as_written(step, tuple(of_op))
     return (driver or PassDriver()).run(LayeredStep.of(step, of_op), passes)
 
 

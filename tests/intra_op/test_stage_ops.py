@@ -154,7 +154,8 @@ def test_a_stage_of_all_layers_has_the_tasks_of_the_step(step: StepGraph, layers
         in_two=frozenset([0] if in_two else []),
     )
     shared = slicer_of(step, layout)
-    assert shared is slicer_of(step, replace(layout, stage_of_op=list(layout.stage_of_op)))
-    assert shared is not slicer_of(step, replace(layout, fused=frozenset()))
+    assert shared is slicer_of(step, replace(layout, stage_of_input=dict(layout.stage_of_input)))
+    others: list[dict[str, Any]] = [{"fused": frozenset()}, {"served": True}, {"stage_of_input": {}}]
+    assert all(slicer_of(step, replace(layout, **other)) is not shared for other in others)
     # With the ops that its tasks can need alone it makes the same tasks.
     assert shared.outlines(0) == Slicer(layout, step, part.ops).outlines(0)

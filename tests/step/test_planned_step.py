@@ -29,6 +29,7 @@ def test_other_layers_and_policies_give_other_steps() -> None:
     one_layer = [None if layer is None else 0 for layer in of_op]
     policies: tuple[tuple[Remat, ...], ...] = ((), (Remat.FULL, Remat.NONE))
     made = [planned_step(step, of_op, remat).step for remat in policies] + [planned_step(step, one_layer).step]
+    made.append(planned_step(step, of_op, host_optimizer=True).step)
     assert len({id(each) for each in made}) == len(made)
 
 
