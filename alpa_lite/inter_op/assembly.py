@@ -139,7 +139,15 @@ def _decisions(request: PlanRequest, staged: StagedStep) -> Plan:
 
 
 def schedule_for(step: StepGraph, schedule: Schedule) -> Schedule:
-    """Return the schedule, or the one of inference if a step has no backward pass."""
+    """Return the schedule of a pipeline, or the one of inference if a step has no backward pass.
+
+    Raises `PlanError` for a schedule whose stages are equal workers.
+    """
+    if schedule.replicas(2):
+        raise PlanError(
+            f"{schedule} has workers with all layers each, which the stages of a pipeline are not. Ask for "
+            "al.planners.ParameterServer, which makes this schedule, or choose another one."
+        )
     forward_alone = Phase.BACKWARD not in step.phases and schedule.stages_per_processor == 1
     return Inference() if forward_alone else schedule
 
