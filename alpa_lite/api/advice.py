@@ -327,7 +327,7 @@ def _alarm(seconds: float) -> Callable[[], bool]:
 def _at_size(other: Workload, traced: TracedFunction, best: DegreePoint) -> OtherSize:
     """Return the plan of the best degrees at another size, with as much recomputation as it needs to fit."""
     search = _search(other, traced)
-    same = search.fastest(ANYTHING, search.leaner(best), is_over=lambda: True)
+    same = search.fastest(ANYTHING, search.nearest(ANYTHING, best), is_over=lambda: True)
     return OtherSize(name=other.name, plan=same.plan, problem=same.problem)
 
 

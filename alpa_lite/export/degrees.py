@@ -4,7 +4,7 @@ A trainer of this kind knows data, tensor, pipeline, context and expert parallel
 whole model. The degrees of a plan are read off its specs, whoever chose them (`degrees_of`). An axis stands for the
 first of these that holds:
 
-    context    it splits arguments of the batch along another dim than their samples
+    context    it splits arguments of the batch along another dim than their samples, and no weights in products
     expert     it splits experts in products with weights, and no other dims of weights (`product_axes`)
     data       it splits arguments along their samples
     tensor     it splits dims of weights in products
@@ -201,7 +201,8 @@ class _Splits:
     def role(self, axis: str) -> str:
         """Return the form of parallelism that an axis stands for; "" if it splits nothing of the step."""
         for role, split in (
-            ("context", self.positions),
+            # Sequence parallelism scatters positions over tensor-parallel devices, tokens included.
+            ("context", self.positions - self.products.weights),
             ("expert", self.products.experts),
             ("data", self.samples),
             ("tensor", self.products.weights),

@@ -180,7 +180,7 @@ class DegreeSearch:
         cluster, batch = self.request.cluster, self.request.batch_size
         if batch is None:
             return PlanError(f"{family.name} splits samples, but the batch of the step is unknown: give batch_argnums.")
-        if not any(self._samples(point) for point in self._splits(family)):
+        if not any(self._samples(point) for point in self._splits(family, DegreePoint())):
             return PlanError(
                 f"{family.name} has no degrees for a batch of {batch} on {cluster.num_devices} devices: those that it "
                 "leaves to data parallelism must divide the batch. Change the batch or the number of hosts."
@@ -200,23 +200,19 @@ class DegreeSearch:
                 self._plans[point] = error
         return self._plans[point]
 
-    def leaner(self, point: DegreePoint) -> Iterator[DegreePoint]:
-        """Yield a point and those that need less memory by smaller micro-batches and more recomputation."""
-        same = self._valid(point, {})
-        if same is not None:
-            sizes = dict.fromkeys((same.samples, 1))
-            yield from (
-                replace(same, remat=policy, samples=samples)
-                for policy in REMAT[REMAT.index(same.remat) :]
-                for samples in sizes
-            )
+    def nearest(self, family: Family, point: DegreePoint) -> Iterator[DegreePoint]:
+        """Yield a point and those that need less memory: smaller micro-batches, more recomputation, wider splits."""
+        for wider in self._splits(family, point):
+            same = self._valid(wider, {})
+            if same is not None:
+                policies, sizes = REMAT[REMAT.index(same.remat) :], dict.fromkeys((same.samples, 1))
+                yield from (replace(same, remat=policy, samples=size) for policy in policies for size in sizes)
 
     def _starts(self, family: Family) -> Iterator[DegreePoint]:
         """Yield points in the order in which they split more, from the first whose state leaves room for the rest."""
         room, devices = self.request.cluster.device.usable_bytes, self.request.cluster.num_devices
         remat = REMAT if "remat" in family.varied else REMAT[:1]
-        for split in self._splits(family):
-            point = replace(split, zero=family.zero)
+        for point in self._splits(family, DegreePoint(zero=family.zero)):
             left = _left(point, devices)
             if not left or not self._samples(point) or self._state_bytes(point, left) > SHARE_OF_STATE * room:
                 continue
@@ -225,15 +221,17 @@ class DegreeSearch:
             for samples in dict.fromkeys(sizes):
                 yield from (replace(point, samples=samples, remat=policy) for policy in remat)
 
-    def _splits(self, family: Family) -> Iterator[DegreePoint]:
-        """Yield degrees of tensor parallelism, and for the largest of these of the degrees that split further."""
-        point = DegreePoint()
+    def _splits(self, family: Family, point: DegreePoint) -> Iterator[DegreePoint]:
+        """Yield a point and wider ones: more tensor parallelism, then for the most of it more of other degrees.
+
+        They need not divide the batch: with fewer data-parallel devices a wider one may.
+        """
         yield point
         order: tuple[Degree, ...] = ("tensor", "pipeline", "context")
-        for degree in order:
-            while degree in family.varied:
-                wider = self._scaled(point, degree, up=True)
-                if wider is None:
+        for degree in (each for each in order if each in family.varied):
+            while (left := _left(point, self.request.cluster.num_devices)) > 1:
+                wider = _with(point, {degree: getattr(point, degree) * _prime(left)})
+                if wider.tensor > self.most_tensor:
                     break
                 point = wider
                 yield point
@@ -307,7 +305,7 @@ class DegreeSearch:
 
     def _valid(self, point: DegreePoint, changes: Mapping[str, Any]) -> DegreePoint | None:
         """Return a changed point with micro-batches that its devices divide; None if there is no such plan."""
-        changed: DegreePoint = replace(point, **changes)
+        changed = _with(point, changes)
         if changed.pipeline == 1:
             changed = replace(changed, chunks=1)
         room = self._samples(changed)
@@ -348,8 +346,11 @@ def _left(point: DegreePoint, devices: int) -> int:
 
 def _stepped(point: DegreePoint, name: str, values: tuple[Any, ...], *, up: bool) -> DegreePoint | None:
     place = values.index(getattr(point, name)) + (1 if up else -1)
-    changes: Mapping[str, Any] = {name: values[place]} if 0 <= place < len(values) else {}
-    return replace(point, **changes) if changes else None
+    return _with(point, {name: values[place]}) if 0 <= place < len(values) else None
+
+
+def _with(point: DegreePoint, changes: Mapping[str, Any]) -> DegreePoint:
+    return replace(point, **changes)
 
 
 def _prime(number: int) -> int:
