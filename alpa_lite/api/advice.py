@@ -28,7 +28,7 @@ from alpa_lite.inspection.text.tables import Table, plan_summary, render
 from alpa_lite.plan.plan import Plan
 from alpa_lite.planners.degree_search import DegreePoint, DegreeSearch, Family, FamilyPlan
 from alpa_lite.rules.dims import dim_classes, dim_names
-from alpa_lite.text import show_bytes, show_percent, show_ratio, show_seconds
+from alpa_lite.text import show_bytes, show_count, show_percent, show_ratio, show_seconds
 from alpa_lite.trace.batch import BatchArgnums
 from cost_models.cluster import Cluster, with_times_the_hosts
 from cost_models.hardware import Backend
@@ -60,8 +60,11 @@ ANYTHING = Family(
 TRAINERS = Backend(fused_attention=True, overlap_gradients=True, overlap_products=True)
 """What the trainers of these families do with a step (`benchmarks.published` predicts published runs in this way)."""
 
-SEARCH_SECONDS = 10.0
-"""Seconds that the search takes by default: those of all families together."""
+SECONDS = 14.0
+"""About how long `advise` takes by default, after the step is traced."""
+
+_SHARE_OF_SEARCH = 0.65
+"""The part of this time for the search; other sizes take the rest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,7 +224,7 @@ def advise(
     *args: Tree,
     cluster: Cluster | str | PathLike[str] | None = None,
     batch_argnums: BatchArgnums = None,
-    seconds: float = SEARCH_SECONDS,
+    seconds: float = SECONDS,
     dollars_per_device_hour: float | None = None,
 ) -> Advice:
     """Find the best plan of `step(*args)` in each family of trainers, and price the fastest on more and fewer hosts.
@@ -234,7 +237,7 @@ def advise(
         args: its arguments, which may be `jax.ShapeDtypeStruct`s.
         cluster: as for `parallelize`.
         batch_argnums: as for `parallelize`.
-        seconds: about how long to search.
+        seconds: about how long to search and price, after the step is traced.
         dollars_per_device_hour: the price of a device, for the price of a step.
 
     Returns:
@@ -260,13 +263,13 @@ def advise_workload(
     others: Sequence[Workload],
     *,
     batch_argnums: BatchArgnums = None,
-    seconds: float = SEARCH_SECONDS,
+    seconds: float = SECONDS,
     dollars_per_device_hour: float | None = None,
 ) -> Advice:
     """Run `advise` with the other sizes given."""
     traced = _traced(given, batch_argnums)
-    search = _search(given, traced)
-    searched = _searched(search, time.perf_counter() + seconds)
+    search, started = _search(given, traced), time.perf_counter()
+    searched = _searched(search, started + _SHARE_OF_SEARCH * seconds)
     advice = Advice(
         cluster=given.cluster,
         families=tuple(_as_planned(each, search, traced) for each in searched),
@@ -275,8 +278,11 @@ def advise_workload(
     best = advice.fastest
     if best is None or best.point is None:
         return advice
-    sizes = list[OtherSize]()
+    sizes, is_over = list[OtherSize](), _alarm(started + seconds - time.perf_counter())
     for other in others:
+        if is_over():
+            sizes.append(OtherSize(name=other.name, problem="The time was up. Give more seconds."))
+            continue
         same = other.step is given.step and other.args is given.args
         sizes.append(_at_size(other, traced if same else _traced(other, batch_argnums), best.point))
     return replace(advice, other_sizes=tuple(sizes))
@@ -287,8 +293,8 @@ def other_clusters(cluster: Cluster) -> dict[str, Cluster]:
     found = dict[str, Cluster]()
     # The groups of a mixed cluster cannot be halved alike.
     if cluster.num_hosts % 2 == 0 and not cluster.groups:
-        found[f"{cluster.num_hosts // 2} hosts"] = cluster.part(0, cluster.num_devices // 2)
-    found[f"{2 * cluster.num_hosts} hosts"] = with_times_the_hosts(cluster, 2)
+        found[show_count(cluster.num_hosts // 2, "host")] = cluster.part(0, cluster.num_devices // 2)
+    found[show_count(2 * cluster.num_hosts, "host")] = with_times_the_hosts(cluster, 2)
     return found
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import alpa_lite as al
-from alpa_lite.api.advice import SEARCH_SECONDS, Advice, Workload, advise_workload, other_clusters
+from alpa_lite.api.advice import SECONDS, Advice, Workload, advise_workload, other_clusters
 from alpa_lite.cli.command import Command, OutputError, answer, check_writable, positive, seconds, suggests, writing
 from alpa_lite.cli.exit_codes import Exit
 from alpa_lite.cli.models.named_models import MODELS, NamedModel, model_named
@@ -107,7 +107,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", required=True, type=positive, metavar="N", help="sequences of a step")
     parser.add_argument("--seq", type=positive, metavar="N", help="tokens of a sequence (default: as published)")
     parser.add_argument(
-        "--seconds", type=seconds, default=SEARCH_SECONDS, metavar="S", help="about how long to search (default: 10)"
+        "--seconds", type=seconds, default=SECONDS, metavar="S", help="about how long to take (default: 14)"
     )
     parser.add_argument("--price", type=seconds, metavar="DOLLARS", help="price of a device per hour")
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="write all plans, and the settings of trainers")

@@ -42,7 +42,7 @@ WORTHWHILE = 0.002
 
 
 _LESS: tuple[Degree, ...] = ("tensor", "pipeline", "context", "replicas", "chunks", "expert")
-_MORE: tuple[Degree, ...] = ("chunks", "pipeline", "tensor", "replicas", "context")
+_MORE: tuple[Degree, ...] = ("pipeline", "tensor", "replicas", "context")
 _TRADES: tuple[tuple[Degree, Degree], ...] = (
     ("tensor", "pipeline"),
     ("pipeline", "tensor"),
@@ -261,6 +261,7 @@ class DegreeSearch:
             ({"samples"}, partial(self._resized, up=True)),
             ({"expert"}, partial(self._scaled, degree="expert", up=True)),
             *(({a, b}, partial(self._traded, degree=a, other=b)) for a, b in _TRADES[:1]),
+            ({"chunks"}, partial(self._scaled, degree="chunks", up=True)),
             *(({degree}, partial(self._scaled, degree=degree, up=False)) for degree in _LESS),
             *(({degree, "remat"}, partial(self._relaxed, degree=degree)) for degree in _LESS[:2]),
             *(({degree}, partial(self._scaled, degree=degree, up=True)) for degree in _MORE),
