@@ -31,6 +31,7 @@ from alpa_lite.program.phases import StepGraph
 from alpa_lite.sharding.specs import Spec
 from alpa_lite.step.recomputation import Remat
 from alpa_lite.step.split import StepPrograms
+from alpa_lite.step.written_recomputation import written_recomputation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +46,8 @@ class ParallelDegrees:
         tensor, context, expert: devices that share weights, positions, and experts.
         zero: the stage of ZeRO, 0 to 3.
         sequence_parallel: whether sums over tensor-parallel devices are scattered.
-        recompute: policy of recomputation in the backward pass: "none", "selective" or "full".
+        recompute: policy of recomputation in the backward pass, of the plan or of the step itself: "none", "selective"
+            or "full".
         schedule: name of the schedule of the pipeline.
         num_microbatches: micro-batches of a step.
         batch_size: samples of a step.
@@ -246,10 +248,17 @@ def _stored(stage: StagePlan, step: StepGraph, products: ProductAxes) -> Iterato
 
 
 def _recompute(plan: Plan) -> str:
+    """Return the policy of the plan, or that of the step itself where it recomputes more."""
     policies = {policy for policy in plan.remat if policy is not Remat.NONE}
     if len(policies) > 1:
         raise PlanError(
             f"Layers of {plan.name} recompute by different policies ({plan.recomputed}), and trainers have one for "
             "all. Plan with Hybrid(remat=…)."
         )
-    return str(policies.pop()) if policies else "none"
+    return str(max([*policies, written_policy(plan)], key=list(Remat).index))
+
+
+def written_policy(plan: Plan) -> Remat:
+    """Return the policy that a step's own recomputation amounts to. Raises `PlanError` for a plan from a file."""
+    step = programs_of(plan).at(plan.num_microbatches)
+    return written_recomputation(step, plan.request.cost_model.backend.fused_attention)

@@ -243,3 +243,28 @@ def test_what_a_trainer_does_not_have_is_refused() -> None:
             plan.export(target)
     with pytest.raises(PlanError, match="has no option 'step'; it has none"):
         _plan(DataParallel(), 1).export("megatron", step="train:step")
+
+
+def test_what_the_step_recomputes_itself_is_said() -> None:
+    """Of a plan without recomputation of its own: Megatron-LM and torchtitan would otherwise store everything."""
+
+    def checkpointed(params: Any, batch: Any) -> Any:
+        @jax.checkpoint
+        def layer(x, weights):
+            return x + jax.nn.relu(x @ weights["up"]) @ weights["down"], None
+
+        def loss(params):
+            x, _ = jax.lax.scan(layer, batch["x"] @ params["in"], params["layers"])
+            return jnp.mean((x - batch["y"]) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    plan = _plan(Hybrid(data=8, zero=3), 1, checkpointed, PARAMS, BATCH)
+    assert not plan.recomputed
+    assert tomllib.loads(plan.export("torchtitan"))["activation_checkpoint"] == {"mode": "full"}
+    assert 'remat_policy: "full"' in plan.export("maxtext") and "recomputes nothing" not in plan.export("maxtext")
+    flags = _flags(_plan(DataParallel(), 1, checkpointed, PARAMS, BATCH).export("megatron"))
+    assert flags["recompute-granularity"] == "full"
+    found = al.compare(checkpointed, PARAMS, BATCH, planners=[DataParallel(), FSDP()], cluster="dgx-1")
+    assert "recomputed: full, by the step itself" in " ".join(str(found).split())

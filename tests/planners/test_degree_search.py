@@ -108,7 +108,7 @@ def test_without_time_the_first_plan_is_taken(search: DegreeSearch) -> None:
 def test_the_start_leaves_room_for_what_is_not_state() -> None:
     """Least splitting first: tensor parallelism, then a pipeline."""
     plain = al.cluster("dgx-1")
-    for memory, tensor, pipeline in ((16e9, 1, 1), (6e8, 2, 1), (3.2e8, 8, 1)):
+    for memory, tensor, pipeline in ((16e9, 1, 1), (6.6e8, 2, 1), (3.6e8, 8, 1)):
         tight = search_of(MODEL, SAMPLES, with_memory_limit(plain, memory))
         first = next(tight._starts(FAMILIES[2]))
         assert (first.tensor, first.pipeline) == (tensor, pipeline)
