@@ -6,7 +6,8 @@ and Jeeves, "Direct search solution of numerical and statistical problems", JACM
 
     degree × q, degree / q        q the smallest prime factor of what is left, or of the degree         `_scaled`
     degree / q, other · q         from tensor to pipeline parallelism, and the like                      `_traded`
-    degree / q, recompute more    which may fit where the first alone does not                           `_relaxed`
+    degree / q, recompute more    and the reverse: of one alone either may not fit                       `_balanced`
+    longer pipeline, more chunks  with less tensor parallelism                                           `_deepened`
     samples of a micro-batch      the next larger or smaller divisor of those of a device                `_resized`
     recomputation, ZeRO           the next policy or stage, in both directions                           `_stepped`
 
@@ -263,8 +264,10 @@ class DegreeSearch:
             *(({a, b}, partial(self._traded, degree=a, other=b)) for a, b in _TRADES[:1]),
             ({"chunks"}, partial(self._scaled, degree="chunks", up=True)),
             *(({degree}, partial(self._scaled, degree=degree, up=False)) for degree in _LESS),
-            *(({degree, "remat"}, partial(self._relaxed, degree=degree)) for degree in _LESS[:2]),
+            *(({degree, "remat"}, partial(self._balanced, degree=degree, up=False)) for degree in _LESS[:2]),
+            ({"tensor", "pipeline", "chunks"}, self._deepened),
             *(({degree}, partial(self._scaled, degree=degree, up=True)) for degree in _MORE),
+            *(({degree, "remat"}, partial(self._balanced, degree=degree, up=True)) for degree in _MORE),
             ({"samples"}, partial(self._resized, up=False)),
             ({"remat"}, partial(_stepped, name="remat", values=REMAT, up=True)),
             *(({a, b}, partial(self._traded, degree=a, other=b)) for a, b in _TRADES[1:]),
@@ -293,10 +296,15 @@ class DegreeSearch:
         factor = _prime(value)
         return self._valid(point, {degree: value // factor, other: getattr(point, other) * factor})
 
-    def _relaxed(self, point: DegreePoint, degree: Degree) -> DegreePoint | None:
-        """Return a point that splits less and recomputes more, which may fit where the first alone does not."""
-        wider = self._scaled(point, degree, up=False)
-        return None if wider is None else _stepped(wider, "remat", REMAT, up=True)
+    def _balanced(self, point: DegreePoint, degree: Degree, *, up: bool) -> DegreePoint | None:
+        """Return a point that splits less and recomputes more, or the reverse: of one alone either may not fit."""
+        scaled = self._scaled(point, degree, up=up)
+        return None if scaled is None else _stepped(scaled, "remat", REMAT, up=not up)
+
+    def _deepened(self, point: DegreePoint) -> DegreePoint | None:
+        """Return a point with a longer pipeline and less tensor parallelism, whose longer bubble more chunks make up."""
+        traded = self._traded(point, "tensor", "pipeline")
+        return None if traded is None else self._scaled(traded, "chunks", up=True)
 
     def _resized(self, point: DegreePoint, *, up: bool) -> DegreePoint | None:
         """Return a point with the next larger or smaller micro-batches; None if there are none."""
