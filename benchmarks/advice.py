@@ -21,7 +21,7 @@ import alpa_lite as al
 from alpa_lite.api.advice import TRAINERS
 from alpa_lite.api.parallelize import parallelize
 from alpa_lite.cli.models.named_models import model_named
-from alpa_lite.planners.trainer_configuration import TrainerConfiguration
+from alpa_lite.planners.trainer_configuration import TrainerConfiguration, settings_of
 from benchmarks.charts import Series, bars_svg
 
 RESULTS = Path(__file__).parent / "results" / "advice.json"
@@ -141,10 +141,20 @@ def measured(recipe: Recipe) -> dict[str, Any]:
         },
         "best": best["decisions"],
         "best_seconds": best["plan"]["step_seconds"],
+        "recipe_degrees": _degrees(recipe),
         "recipe_seconds": predicted,
         "recipe_problem": problem,
         "cut_short": [each["name"] for each in found["families"] if each["cut_short"]],
     }
+
+
+def _degrees(recipe: Recipe) -> str:
+    """Return the degrees of a recipe in words."""
+    found = settings_of(recipe.trainer, recipe.settings, al.cluster(recipe.cluster))
+    words = [f"{n} {name}" for name in ("pipeline", "tensor", "context") if (n := getattr(found, name)) > 1]
+    chunks = found.schedule.stages_per_processor
+    words += [f"{chunks} chunks"] if chunks > 1 else []
+    return ", ".join([*words, f"ZeRO-{found.zero}" if found.zero else "no ZeRO"])
 
 
 def advice_svg() -> str:
@@ -161,6 +171,27 @@ def advice_svg() -> str:
         Series(name="advised, predicted", values=relative("best_seconds")),
     )
     return bars_svg(names, series, unit="% of the recipe's step")
+
+
+def advice_table() -> list[str]:
+    """Return the results as lines of a table for the documentation."""
+    head = "| model | cluster | batch | advised | s | recipe | s, predicted | s, measured | CPU s |"
+    lines = [head, "| --- | --- | --: | --- | --: | --- | --: | --: | --: |"]
+    for row in json.loads(RESULTS.read_text()):
+        recipe = "does not fit" if row["recipe_seconds"] is None else f"{row['recipe_seconds']:.3g}"
+        cells = (
+            row["model"],
+            row["cluster"].replace(":", " × "),
+            f"{row['batch_size']} × {row['seq_len']}",
+            f"{row['best']['degrees']}, {row['best']['micro-batches']} micro-batches",
+            f"{row['best_seconds']:.3g}",
+            row["recipe_degrees"],
+            recipe,
+            f"{row['measured_seconds']:.3g}",
+            f"{row['cpu_seconds']:.0f}",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
 
 
 def main() -> None:

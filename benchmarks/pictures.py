@@ -44,7 +44,7 @@ from alpa_lite.schedule import (
 )
 from alpa_lite.serving import JellyBean, read_serving_problem
 from alpa_lite.sharding.specs import Spec
-from benchmarks import asynchronous, matrix_products, searchers, statements, tutorial
+from benchmarks import advice, asynchronous, matrix_products, searchers, statements, tutorial
 
 FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
 
@@ -114,6 +114,7 @@ CHARTS: Mapping[str, Callable[[], str]] = {
     "alpa-wrn": partial(statements.alpa_svg, "wrn"),
     "matrix-products": matrix_products.chart,
     "searchers": searchers.chart,
+    "advice": advice.advice_svg,
     "three-dimensions": statements.three_dimensions_svg,
     "asynchronous-updates": asynchronous.updates_svg,
     "asynchronous-seconds": asynchronous.seconds_svg,

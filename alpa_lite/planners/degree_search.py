@@ -302,7 +302,7 @@ class DegreeSearch:
         return None if scaled is None else _stepped(scaled, "remat", REMAT, up=not up)
 
     def _deepened(self, point: DegreePoint) -> DegreePoint | None:
-        """Return a point with a longer pipeline and less tensor parallelism, whose longer bubble more chunks make up."""
+        """Return a point with a longer pipeline, less tensor parallelism, and more chunks for the longer bubble."""
         traded = self._traded(point, "tensor", "pipeline")
         return None if traded is None else self._scaled(traded, "chunks", up=True)
 
