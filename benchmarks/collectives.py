@@ -42,6 +42,7 @@ from rich.console import Console
 from rich.table import Table
 
 from alpa_lite.api.doctor import virtual_cpu_environment
+from benchmarks.charts import Series, bars_svg
 from benchmarks.messages import Messages, count_messages
 from cost_models import traffic
 
@@ -264,6 +265,44 @@ def measure(num_workers: int, num_elements: int, repeats: int) -> dict[str, floa
             jax.block_until_ready(call())
             times[name].append(time.perf_counter() - start)
     return {name: statistics.median(spans[1:]) for name, spans in times.items()}
+
+
+CHART_SIZES = (4, 8, 16)
+"""The numbers of workers in the charts."""
+
+CHART_SERVERS = 4
+"""The number of servers in the charts beside a single one; `planners.ParameterServer` runs any number."""
+
+_CHART_ELEMENTS = 3 * 2**6  # which all numbers of slices divide
+
+
+def bytes_svg() -> str:
+    """Return a chart of what the member that sends most sends, servers included, in arrays of one device."""
+
+    def served(n: int) -> float:
+        # Half of what crosses the link of a server is sent by it.
+        return traffic.parameter_server(1.0, n, CHART_SERVERS).serial_bytes / 2
+
+    return _chart(lambda sent: max(sent.sent_bytes) / (4 * _CHART_ELEMENTS), served, unit="M")
+
+
+def rounds_svg() -> str:
+    """Return a chart of the rounds of messages, each of which waits for the one before."""
+    served = traffic.parameter_server(1.0, CHART_SIZES[0], CHART_SERVERS).num_rounds
+    return _chart(lambda sent: float(sent.num_rounds), lambda _: float(served), unit="rounds")
+
+
+def _chart(counted: Callable[[Messages], float], served: Callable[[int], float], *, unit: str) -> str:
+    """Return a chart of a number counted on each program, and by the formula for several servers."""
+    names = [*ALGORITHMS, f"{CHART_SERVERS} servers"]
+    names[names.index("parameter server")] = "1 server"
+
+    def values(n: int) -> tuple[float, ...]:
+        sent = (executed_messages(each, n, (_CHART_ELEMENTS,)) for each in ALGORITHMS.values())
+        return (*map(counted, sent), served(n))
+
+    series = [Series(name=f"{n} workers", values=values(n)) for n in CHART_SIZES]
+    return bars_svg(names, series, unit=unit, digits=int(unit == "M"))
 
 
 def rendered(rows: Sequence[Row]) -> Table:

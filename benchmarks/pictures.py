@@ -44,7 +44,7 @@ from alpa_lite.schedule import (
 )
 from alpa_lite.serving import JellyBean, read_serving_problem
 from alpa_lite.sharding.specs import Spec
-from benchmarks import advice, asynchronous, matrix_products, searchers, statements, tutorial
+from benchmarks import advice, asynchronous, collectives, matrix_products, searchers, statements, tutorial
 
 FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
 
@@ -113,6 +113,8 @@ CHARTS: Mapping[str, Callable[[], str]] = {
     "alpa-moe": partial(statements.alpa_svg, "moe"),
     "alpa-wrn": partial(statements.alpa_svg, "wrn"),
     "matrix-products": matrix_products.chart,
+    "all-reduce-bytes": collectives.bytes_svg,
+    "all-reduce-rounds": collectives.rounds_svg,
     "searchers": searchers.chart,
     "advice": advice.advice_svg,
     "three-dimensions": statements.three_dimensions_svg,

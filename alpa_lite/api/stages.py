@@ -31,8 +31,9 @@ from alpa_lite.errors import BatchError, NonAdditiveError, PlanError
 from alpa_lite.inspection.text.pass_files import PassFiles
 from alpa_lite.inter_op.plan_request import StepSignature
 from alpa_lite.lower.plan_fits import as_planned, check_fits
-from alpa_lite.plan.instructions import Program, build_program
+from alpa_lite.plan.instructions import Program
 from alpa_lite.plan.plan import BatchDims, Plan
+from alpa_lite.plan.program_builder import build_program
 from alpa_lite.plan.simulation import SimulatedStep, simulate_program
 from alpa_lite.plan.task_specs import TaskSpec
 from alpa_lite.planners import Planner, PlanRequest

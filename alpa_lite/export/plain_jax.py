@@ -22,8 +22,8 @@ from alpa_lite import _jax
 from alpa_lite.errors import PlanError
 from alpa_lite.export.degrees import programs_of
 from alpa_lite.lower.plan_fits import as_planned
-from alpa_lite.plan.instructions import build_program
 from alpa_lite.plan.plan import OpPlacement, Plan
+from alpa_lite.plan.program_builder import build_program
 from alpa_lite.program.ir import Graph
 from alpa_lite.sharding.specs import Spec, replicated
 from alpa_lite.step.split import TracedStep

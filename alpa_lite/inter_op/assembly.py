@@ -21,7 +21,6 @@ from alpa_lite.inter_op.boundaries import inflow_seconds, received_values, stack
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.inter_op.sharding_demands import PlacedOps, sharding_uses
 from alpa_lite.inter_op.solved_stages import PlacedStage
-from alpa_lite.plan.instructions import build_program
 from alpa_lite.plan.op_places import update_tasks
 from alpa_lite.plan.parts import NOT_PREDICTED, NOT_SOLVED, Choice
 from alpa_lite.plan.plan import (
@@ -36,6 +35,7 @@ from alpa_lite.plan.plan import (
     fingerprint,
 )
 from alpa_lite.plan.pricing import Pricer, crosses_hosts, dispatch_seconds, local_bytes
+from alpa_lite.plan.program_builder import build_program
 from alpa_lite.plan.simulation import Prices, SimulatedStep, simulate_program
 from alpa_lite.program.ir import Value
 from alpa_lite.program.phases import Phase, StepGraph

@@ -18,10 +18,11 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from alpa_lite.inter_op.plan_request import PlanRequest
-from alpa_lite.plan.instructions import InstructionKind, Program, build_program
+from alpa_lite.plan.instructions import InstructionKind, Program
 from alpa_lite.plan.parts import StageCost
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.pricing import Pricer, dispatch_seconds
+from alpa_lite.plan.program_builder import build_program
 from alpa_lite.plan.simulation import pricer_of, prices_of_plan
 from alpa_lite.program.phases import StepGraph
 

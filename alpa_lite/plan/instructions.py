@@ -1,34 +1,23 @@
-"""Build a program: one list of instructions, executed on devices or simulated on a cost model.
+"""A program: one list of instructions, executed on devices or simulated on a cost model.
 
 An instruction places an input, runs a task, sends a value, or makes, joins or frees buffers (`InstructionKind`). A
-buffer is named by value, stage and micro-batch (None: once per step). The order of the list is the dispatch order; it
-respects every dependency, because it comes from the linearised schedule.
-
-In an asynchronous pipeline (`schedule.asynchronous`) the update of a stage runs once for each group of micro-batches,
-in the loop. Its results are then named by the number of the update: version v of a state that `out` replaces is the
-buffer of the argument for v = 0, and else that of `out` by update v - 1. A version lives until its last reader has run.
+buffer is named by value, stage and micro-batch (None: once per step). `program_builder` makes the list from a plan.
 
 A `TaskTime` says when one instruction ran; simulation and measurement both return one per instruction.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
-from alpa_lite.errors import MismatchError, PlanError, VerificationError
-from alpa_lite.plan.own_updates import check_own_updates
-from alpa_lite.plan.parts import TaskRole
-from alpa_lite.plan.plan import Plan
-from alpa_lite.plan.slices import SlicedStages
 from alpa_lite.plan.task_specs import TaskSpec
-from alpa_lite.program.ir import Value, item_bytes
-from alpa_lite.program.phases import StepGraph
-from alpa_lite.schedule import AsynchronousSchedule, linearize, validate
+from alpa_lite.schedule.servers import ServerEvent
+from alpa_lite.schedule.tasks import Task
 from alpa_lite.sharding.specs import Spec
-from alpa_lite.sharding.transfer import ArrayForm, Placement, PlannedTransfer, plan_transfer
+from alpa_lite.sharding.transfer import PlannedTransfer
 from alpa_lite.text import View, one_line, show_count, view
 
 SUM = -1
@@ -64,6 +53,8 @@ class InstructionKind(StrEnum):
     SEND      send a value from one stage to another, into the spec that the receiver reads
     ZEROS     make fresh accumulators of a stage
     CONCAT    join the micro-batches of an output, or average it over several updates
+    ADD       add up what several workers have summed
+    RENEW     let the buffers of state hold what an update has made of it
     FREE      free buffers that no later instruction reads
     """
 
@@ -72,6 +63,8 @@ class InstructionKind(StrEnum):
     SEND = "SEND"
     ZEROS = "ZEROS"
     CONCAT = "CONCAT"
+    ADD = "ADD"
+    RENEW = "RENEW"
     FREE = "FREE"
 
 
@@ -100,9 +93,20 @@ class Instruction:
         return f"{head}: {reads} -> {writes}"
 
 
+class Segment(NamedTuple):
+    """Instructions `first` to `end` - 1 of a program, which belong to one event of a parameter server, or one task."""
+
+    event: ServerEvent | Task
+    first: int
+    end: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """The tasks and instructions of a step, the buffers of its outputs, and the home stage and spec of each input."""
+    """The tasks and instructions of a step, the buffers of its outputs, and the home stage and spec of each input.
+
+    `segments`: parts of the instructions that may run in another order than they are listed in, or none.
+    """
 
     tasks: tuple[TaskSpec, ...]
     instructions: tuple[Instruction, ...]
@@ -110,6 +114,7 @@ class Program:
     output_specs: tuple[Spec, ...]
     homes: Mapping[int, tuple[int, Spec]]
     num_microbatches: int
+    segments: tuple[Segment, ...] = ()
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.instructions)) or "no instructions"
@@ -123,336 +128,6 @@ class Program:
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         """Print what IPython shows where it does not render HTML."""
         printer.text(view(View.INSTRUCTIONS_SUMMARY if cycle else View.INSTRUCTIONS_TEXT, self))
-
-
-def build_program(plan: Plan, step: StepGraph) -> Program:
-    """Return the program of a plan. Raises `MismatchError` if the plan contradicts the order of the step."""
-    return _ProgramBuilder(plan, SlicedStages.of_plan(plan, step)).build()
-
-
-def tasks_of(plan: Plan, step: StepGraph) -> tuple[TaskSpec, ...]:
-    """Return the tasks of a plan's program without its instructions, of which a long schedule has very many."""
-    sliced = SlicedStages.of_plan(plan, step)
-    return tuple(sliced.task(outline, plan.buckets) for outline in sliced.slicer.outlines())
-
-
-def planned_transfer(plan: Plan, value: Value, source: tuple[int, Spec], target: tuple[int, Spec]) -> PlannedTransfer:
-    """Return the transfer of a value from one (stage, spec) to another.
-
-    Typed PRNG keys are transferred as the four-byte words that store them, along one more dim.
-    """
-
-    def layout(number: int, spec: Spec) -> Placement:
-        stage = plan.stages[number]
-        # The dim of words is whole: a key is one element.
-        dims = (*spec.dims, ()) if is_key else spec.dims
-        return Placement(submesh=stage.submesh, mesh=stage.mesh_shape, spec=Spec(dims, spec.partial))
-
-    is_key, size = value.dtype.startswith("key<"), item_bytes(value.dtype)
-    return plan_transfer(
-        ArrayForm((*value.shape, size // 4), 4) if is_key else ArrayForm(value.shape, size),
-        layout(*source),
-        layout(*target),
-        devices_per_host=plan.cluster.devices_per_host,
-    )
-
-
-class _ProgramBuilder:
-    """Builder that appends instructions in dispatch order and checks that every buffer is written before it is read."""
-
-    def __init__(self, plan: Plan, sliced: SlicedStages) -> None:
-        self.plan, self.sliced, self.slicer = plan, sliced, sliced.slicer
-        self.step, self.graph = sliced.slicer.step, sliced.slicer.graph
-        self.tasks = tuple(sliced.task(outline, plan.buckets) for outline in sliced.slicer.outlines())
-        self.instructions: list[Instruction] = []
-        self.written: dict[Buffer, Spec] = {}
-        self.batched = self.step.num_microbatches > 1
-        self.often = self.step.num_updates > 1
-        self.next_of = {old: new for new, old in self.step.aliases.items()}
-
-    def build(self) -> Program:
-        loop = [t for t in self.tasks if t.kind.in_loop]
-        if self.often:
-            check_own_updates(self.slicer, self.plan)
-        # With one micro-batch there is nothing to add up: tasks return their sums as outputs.
-        elif self.step.accumulates:
-            for number, task in enumerate(self.tasks):
-                self._zeros(number, task, 0)
-        if loop:
-            self._loop()
-        if not self.often:
-            for number, task in enumerate(self.tasks):
-                if not task.kind.in_loop:
-                    self._run(number, task, None)
-        outputs = tuple(self._output(v) for v in self.graph.outputs)
-        specs = tuple(self._output_spec(v) for v in self.graph.outputs)
-        self._free(outputs)
-        return Program(
-            tasks=self.tasks,
-            instructions=tuple(self.instructions),
-            outputs=outputs,
-            output_specs=specs,
-            homes={v: (self.slicer.homes[v], self._home_input_spec(v)) for v in self.graph.inputs},
-            num_microbatches=self.step.num_microbatches,
-        )
-
-    def _loop(self) -> None:
-        # A stage has at most one task of each kind in the loop.
-        numbers = {(t.stage, t.kind): i for i, t in enumerate(self.tasks)}
-        schedule, count, m = self.plan.schedule, len(self.plan.stages), self.step.num_microbatches
-        lists = schedule.tasks(count, m)
-        # The schedule may be the user's own.
-        validate(
-            lists,
-            count,
-            m,
-            processors=[schedule.processor_of(stage, count) for stage in range(count)],
-            in_flight=[schedule.in_flight(stage, count, m) for stage in range(count)],
-        )
-        for slot in linearize(lists):
-            number = numbers.get((slot.stage, TaskRole(slot.kind.value)))
-            # Where the two passes are one task, it runs at the place of the backward pass, and the forward place stays
-            # empty.
-            if number is None and slot.kind.sends_back:
-                number = numbers.get((slot.stage, TaskRole.FORWARD_BACKWARD))
-            update, left = divmod(slot.microbatch, self.step.microbatches_per_update)
-            if number is not None:
-                if self.often and self.step.accumulates and left == 0:
-                    self._zeros(number, self.tasks[number], update)
-                self._run(number, self.tasks[number], slot.microbatch)
-            if self.often and slot.kind.is_last and left == self.step.microbatches_per_update - 1:
-                for other, task in enumerate(self.tasks):
-                    if task.stage == slot.stage and not task.kind.in_loop:
-                        self._run(other, task, update)
-
-    def _zeros(self, number: int, task: TaskSpec, update: int) -> None:
-        """Make the accumulators of a task for an update."""
-        if task.sums:
-            sums = tuple(Buffer(p.value, task.stage, SUM - update) for p in task.sums)
-            self._emit(Instruction(kind=InstructionKind.ZEROS, stage=task.stage, task=number, writes=sums))
-
-    def _emit(self, instruction: Instruction) -> None:
-        for buffer in instruction.reads:
-            if buffer not in self.written:
-                raise VerificationError(f"{instruction} reads {buffer}, which nothing has written.")
-        # Checked while the list is built: a read before the write would be an undefined buffer on devices.
-        self.instructions.append(instruction)
-        self.written.update(zip(instruction.writes, self._specs_written(instruction), strict=True))
-
-    def _specs_written(self, instruction: Instruction) -> list[Spec]:
-        if instruction.spec is not None:
-            return [instruction.spec]
-        task = self.tasks[instruction.task]
-        outputs = task.outputs if instruction.kind is InstructionKind.RUN else ()
-        return [port.spec for port in (*outputs, *task.sums)]
-
-    def _run(self, number: int, task: TaskSpec, microbatch: int | None) -> None:
-        """Run a task, of the loop on a micro-batch, or the update of this number if there are several."""
-        reads = tuple(self._fetch(p.value, p.spec, task, microbatch) for p in task.inputs)
-        # Accumulators are updated in place: the task reads and writes them under one name.
-        sums = tuple(self._sum(p.value, task, microbatch) for p in task.sums)
-        outputs = tuple(Buffer(p.value, task.stage, self._index(p.value, microbatch)) for p in task.outputs)
-        self._emit(
-            Instruction(
-                kind=InstructionKind.RUN,
-                stage=task.stage,
-                task=number,
-                microbatch=microbatch,
-                reads=reads + (sums if self.step.accumulates else ()),
-                writes=outputs + sums,
-            )
-        )
-
-    def _index(self, value: int, microbatch: int | None) -> int | None:
-        """Return the micro-batch in a buffer's name: only values that differ between micro-batches have one."""
-        return microbatch if self._varies(value) or (self.often and self._is_updated(value)) else None
-
-    def _is_updated(self, value: int) -> bool:
-        """Return True for what an update computes."""
-        producer = self.graph.producer[value]
-        return producer is not None and not self.step.phases[producer].in_loop
-
-    def _sum(self, value: int, task: TaskSpec, number: int | None) -> Buffer:
-        """Return the buffer of a sum, for a task of the loop on a micro-batch or for an update."""
-        if not self.step.accumulates:
-            return Buffer(value, task.stage, number if self.batched else None)
-        update = (number or 0) // (self.step.microbatches_per_update if task.kind.in_loop else 1)
-        return Buffer(value, task.stage, SUM - update)
-
-    def _varies(self, value: int) -> bool:
-        """Return True for values that differ between micro-batches."""
-        if not self.batched:
-            return False
-        producer = self.graph.producer[value]
-        if producer is None:
-            return self.step.batch_dims[value] is not None
-        return self.step.phases[producer].in_loop
-
-    def _fetch(self, value: int, spec: Spec, task: TaskSpec, microbatch: int | None) -> Buffer:
-        """Return the buffer from which a task reads a value, sent or placed on the task's stage first if needed."""
-        graph, stage = self.graph, task.stage
-        producer = graph.producer[value]
-        if producer is None:
-            if version := self._version(task, microbatch) if value in self.next_of else 0:
-                return self._state(value, spec, stage, version)
-            return self._fetch_input(value, spec, stage, microbatch)
-        is_update = task.kind is TaskRole.UPDATE
-        place = self.slicer.place_of_value(value)
-        origin = place.stage if place else stage
-        # The update reads a value of the loop as its sum: resolved by an earlier update (None), or still an accumulator
-        # (SUM).
-        if is_update and self.often and self._varies(value):
-            return self._sum(value, task, microbatch)
-        if is_update and self.batched and self._varies(value):
-            local = Buffer(value, stage, None)
-            if local in self.written:
-                return local
-            if origin == stage:
-                return Buffer(value, stage, SUM)
-            return self._send(Buffer(value, origin, None), local, spec)
-        target = Buffer(value, stage, self._index(value, microbatch))
-        if target in self.written:
-            return target
-        # One copy per stage serves all of its tasks: the plan gives one spec for each value that comes in.
-        return self._send(Buffer(value, origin, target.microbatch), target, spec)
-
-    def _version(self, task: TaskSpec, number: int | None) -> int:
-        """Return how many updates are in the state that a task reads, on a micro-batch or as the update of a number."""
-        schedule = self.plan.schedule
-        if not self.often or number is None or not isinstance(schedule, AsynchronousSchedule):
-            return 0
-        # An update changes the newest version, whichever one the gradients are of.
-        return schedule.version(task.stage, len(self.plan.stages), number) if task.kind.in_loop else number
-
-    def _state(self, value: int, spec: Spec, stage: int, version: int) -> Buffer:
-        """Return the buffer of an argument after some updates, which the update of this stage has written."""
-        buffer = Buffer(self.next_of[value], stage, version - 1)
-        if self.written.get(buffer) != spec:
-            raise PlanError(
-                f"Version {version} of {self.graph.values[value].name} leaves the update of stage {stage} in the spec "
-                f"{self.written.get(buffer)}, but is read in {spec}. Leave out the pins of results, or use a "
-                "synchronous schedule."
-            )
-        return buffer
-
-    def _fetch_input(self, value: int, spec: Spec, stage: int, microbatch: int | None) -> Buffer:
-        home, home_spec = self.slicer.homes[value], self._home_input_spec(value)
-        index = self._index(value, microbatch)
-        target = Buffer(value, stage, index)
-        if target in self.written:
-            return target
-        # A batch is placed on every stage that reads it. Any other input exists on its home stage alone and is sent
-        # from there.
-        if self.step.batch_dims[value] is not None or stage == home:
-            self._emit(
-                Instruction(kind=InstructionKind.PLACE, stage=stage, microbatch=index, writes=(target,), spec=spec)
-            )
-            return target
-        source = Buffer(value, home, None)
-        if source not in self.written:
-            self._emit(Instruction(kind=InstructionKind.PLACE, stage=home, writes=(source,), spec=home_spec))
-        return self._send(source, target, spec)
-
-    def _send(self, source: Buffer, target: Buffer, spec: Spec) -> Buffer:
-        if source not in self.written:
-            raise MismatchError(
-                f"This plan of {self.plan.function!r} contradicts the order of its step: {target} needs {source}, "
-                "which is made later. It was edited or damaged; make a new plan with al.plan."
-            )
-        transfer = planned_transfer(
-            self.plan, self.graph.values[source.value], (source.stage, self.written[source]), (target.stage, spec)
-        )
-        self._emit(
-            Instruction(
-                kind=InstructionKind.SEND,
-                stage=target.stage,
-                source_stage=source.stage,
-                microbatch=target.microbatch,
-                reads=(source,),
-                writes=(target,),
-                spec=spec,
-                bytes=float(transfer.sent_bytes),
-                transfer=transfer,
-            )
-        )
-        return target
-
-    def _home_input_spec(self, value: int) -> Spec:
-        stage = self.plan.stages[self.slicer.homes[value]]
-        default = Spec(((),) * self.graph.values[value].rank)
-        return stage.inputs.get(value, default)
-
-    def _output_spec(self, value: int) -> Spec:
-        producer = self.graph.producer[value]
-        return self._home_input_spec(value) if producer is None else self.sliced.output_spec(value)
-
-    def _output(self, value: int) -> Buffer:
-        """Return the buffer of a graph output at the end of the step, sent to its home stage if made elsewhere."""
-        graph = self.graph
-        if self.often and value in self.next_of:
-            # As the last update finds it, like whatever an update computes.
-            return self._output_of_update(self.next_of[value], self.step.num_updates - 2)
-        if graph.producer[value] is None:
-            home = self.slicer.homes[value]
-            if self.step.batch_dims[value] is not None or Buffer(value, home) not in self.written:
-                buffer = Buffer(value, home, None)
-                if buffer not in self.written:
-                    spec = self._home_input_spec(value)
-                    self._emit(Instruction(kind=InstructionKind.PLACE, stage=home, writes=(buffer,), spec=spec))
-                return buffer
-            return Buffer(value, home)
-        place = self.slicer.place_of_value(value)
-        stage = place.stage if place else 0
-        if self.batched and self._varies(value) and self.step.batch_dims[value] is not None:
-            return self._join(value, stage, self.step.num_microbatches)
-        source, target = Buffer(value, stage), Buffer(value, self.slicer.output_stage(value))
-        if self.often and self.slicer.is_sum(value) and value not in self.step.aliases:
-            # A loss: each update has its own, of its micro-batches.
-            source = self._join(value, stage, self.step.num_updates)
-        elif self.often:
-            return self._output_of_update(value, self.step.num_updates - 1)
-        if target not in self.written:
-            self._send(source, target, self.sliced.output_spec(value))
-        return target
-
-    def _output_of_update(self, value: int, update: int) -> Buffer:
-        """Return the buffer of what an update has computed, on its home stage."""
-        place = self.slicer.place_of_value(value)
-        source = Buffer(value, place.stage if place else 0, update)
-        target = Buffer(value, self.slicer.output_stage(value), update)
-        return target if target in self.written else self._send(source, target, self.sliced.output_spec(value))
-
-    def _join(self, value: int, stage: int, count: int) -> Buffer:
-        """Join the buffers of an output of `count` micro-batches or updates into one."""
-        joined = Buffer(value, stage)
-        parts = tuple(Buffer(value, stage, i) for i in range(count))
-        spec = self.sliced.output_spec(value)
-        self._emit(Instruction(kind=InstructionKind.CONCAT, stage=stage, reads=parts, writes=(joined,), spec=spec))
-        return joined
-
-    def _free(self, outputs: Iterable[Buffer]) -> None:
-        """Insert a FREE after the last use of every buffer that is not returned."""
-        kept = set(outputs)
-        last: dict[Buffer, int] = {}
-        for i, instruction in enumerate(self.instructions):
-            # Writes count as uses, so that a buffer without readers is freed right after it was written.
-            for buffer in (*instruction.reads, *instruction.writes):
-                last[buffer] = i
-        dying: dict[int, list[Buffer]] = {}
-        for buffer, i in last.items():
-            if buffer not in kept:
-                dying.setdefault(i, []).append(buffer)
-        listed: list[Instruction] = []
-        for i, instruction in enumerate(self.instructions):
-            listed.append(instruction)
-            if i in dying:
-                # Sorted by text, since a micro-batch is None or a number, which do not compare.
-                listed.append(
-                    Instruction(
-                        kind=InstructionKind.FREE, stage=instruction.stage, reads=tuple(sorted(dying[i], key=str))
-                    )
-                )
-        self.instructions = listed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,6 +38,7 @@ class TaskLayout:
         whole: whether the step is one task: one stage and one micro-batch.
         fused: stages whose forward and backward passes are one task.
         in_two: stages whose backward pass is two tasks.
+        served: whether stage 0 alone updates the state, on behalf of workers.
     """
 
     stage_of_op: Sequence[int | None]
@@ -45,6 +46,7 @@ class TaskLayout:
     whole: bool
     fused: frozenset[int]
     in_two: frozenset[int]
+    served: bool = False
 
 
 def layout_of_plan(plan: Plan, step: StepGraph) -> TaskLayout:
@@ -61,9 +63,10 @@ def layout_of_plan(plan: Plan, step: StepGraph) -> TaskLayout:
         stage_of_op=[None if layer is None else plan.stage_of_layer(layer) for layer in plan.op_layers],
         stage_of_input={v: plan.stage_of_layer(layer) for v, layer in inputs},
         whole=len(plan.stages) == 1 and plan.num_microbatches == 1,
-        fused=_fused(lists, len(plan.stages) - 1),
+        fused=_fused(lists, plan.schedule.loss_stage(len(plan.stages))),
         # Read off the tasks of the schedule, and not asked of it, so that a user's own schedule needs no other method.
         in_two=frozenset(stage for stage, found in kinds.items() if TaskKind.WEIGHT_GRADIENT in found),
+        served=bool(plan.schedule.replicas(len(plan.stages))),
     )
 
 
@@ -108,7 +111,10 @@ def _kind_in_loop(layout: TaskLayout, stage: int, phase: Phase) -> TaskRole:
 
 
 def _fused(lists: TaskLists, last: int) -> frozenset[int]:
-    """Return the stages whose forward and backward of a micro-batch always run back to back: the last stage or none."""
+    """Return the stages whose two passes of a micro-batch always run back to back: the one of the loss, or none.
+
+    last: the stage that computes the loss.
+    """
     # A task occurs once in a list, so it can be a key for its successor.
     after = dict(pairwise(lists[processors_of(lists)[last]]))
     forwards = [task for task in after if task.stage == last and task.kind is TaskKind.FORWARD]

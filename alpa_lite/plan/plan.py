@@ -42,7 +42,7 @@ from alpa_lite.plan.parts import UserShardingUse as UserShardingUse
 from alpa_lite.program.identity import structure
 from alpa_lite.program.memo import memoized
 from alpa_lite.program.phases import StepGraph
-from alpa_lite.schedule import AsynchronousSchedule, Schedule
+from alpa_lite.schedule import Schedule
 from alpa_lite.schedule.tasks import MOST_MICROBATCHES, SpanLike
 from alpa_lite.sharding.meshes import sharing
 from alpa_lite.sharding.specs import Spec
@@ -210,10 +210,10 @@ class Plan:
     def semantics(self) -> str:
         """Whether results are those of the step on one device: `synchronous`, or `asynchronous, staleness <= 3`."""
         # With one update nothing has changed since the weights that it reads.
-        if not isinstance(self.schedule, AsynchronousSchedule) or self.num_updates == 1:
+        if not self.schedule.is_asynchronous or self.num_updates == 1:
             return "synchronous"
-        count = len(self.stages)
-        return f"asynchronous, staleness <= {max(self.schedule.staleness(stage, count) for stage in range(count))}"
+        most = self.schedule.most_stale(len(self.stages))
+        return "asynchronous, staleness " + ("without limit" if most is None else f"<= {most}")
 
     @property
     def stages_together(self) -> tuple[tuple[int, ...], ...]:
@@ -445,9 +445,15 @@ def _numbers(plan: Plan) -> Iterator[str]:
 
 def _layers(plan: Plan) -> Iterator[str]:
     """Yield the problems of layers: gaps between stages, and layers that do not exist."""
-    begins = 0
+    # Of equal workers the first one counts.
+    begins, copies = 0, plan.schedule.replicas(len(plan.stages))[1:]
     for number, stage in enumerate(plan.stages):
         first, last = stage.layers
+        if number in copies:
+            like = plan.stages[copies[0] - 1]
+            if (stage.layers, stage.mesh_shape) != (like.layers, like.mesh_shape):
+                yield f"stage {number} has other layers or another mesh than stage {copies[0] - 1}, its equal"
+            continue
         if first != begins or last < first:
             yield f"stage {number} has the layers {first} to {last}, but should begin with {begins}"
         begins = last + 1

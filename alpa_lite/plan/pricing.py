@@ -452,11 +452,16 @@ def transfer_seconds(
         return sum(pricer.step_seconds(step, planned.array.bytes) for step in steps)
 
     before = inside(planned.source, source, planned.resolve)
-    return before + _sending_seconds(planned, cost_model) + inside(planned.target, target, planned.gathers)
+    sending = max(link_seconds(planned, cost_model).values(), default=0.0)
+    return before + sending + inside(planned.target, target, planned.gathers)
 
 
-def _sending_seconds(planned: PlannedTransfer, cost_model: CostModel) -> float:
-    """Return the seconds of the sends: the maximum over devices (within hosts) and hosts (between them)."""
+def link_seconds(planned: PlannedTransfer, cost_model: CostModel) -> dict[tuple[str, str, int], float]:
+    """Return the seconds for which the sends of a transfer occupy each link.
+
+    A link is ("device" or "host", "out" or "in", number). Sends within a host occupy links of devices, those between
+    hosts links of hosts, and a shared processor is one link.
+    """
     per_host = cost_model.cluster.devices_per_host
     within, across = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
     busy: dict[tuple[str, int], set[int]] = {}
@@ -470,10 +475,11 @@ def _sending_seconds(planned: PlannedTransfer, cost_model: CostModel) -> float:
                 across[way, host] += sent
                 busy.setdefault((way, host), set()).add(device)
     # A shared processor copies one piece after the other; `within` counts each piece twice, as sent and as received.
-    loads = [sum(within.values()) / 2] if cost_model.cluster.shared_processor else within.values()
-    sending = [cost_model.transfer_seconds(b, crosses_hosts=False) for b in loads]
-    sending += [cost_model.transfer_seconds(b, crosses_hosts=True, num_links=len(busy[at])) for at, b in across.items()]
-    return max(sending, default=0.0)
+    loads = {("out", 0): sum(within.values()) / 2} if cost_model.cluster.shared_processor and within else within
+    found = {("device", *at): cost_model.transfer_seconds(b, crosses_hosts=False) for at, b in loads.items()}
+    for at, b in across.items():
+        found["host", *at] = cost_model.transfer_seconds(b, crosses_hosts=True, num_links=len(busy[at]))
+    return found
 
 
 def dispatch_seconds(cluster: Cluster) -> float:

@@ -2,7 +2,8 @@
 
     RUN    start = max(end of the RUN before it on its devices, arrival of its inputs, issued)           `run`
     SEND   start = max(end of the instruction that makes its input, end of the SEND before it
-                       between the same two submeshes)                                                   `send`
+                       between the same two submeshes), of workers and servers on the same links          `send`
+    ADD    as a RUN of one kernel that reads all inputs and writes their sum                             `add`
     issued: a host starts one program after the other, each in launch_seconds                            `issue`
     seconds of a SEND   its pieces, and the collectives of both meshes           `pricing.transfer_seconds`
 
@@ -14,7 +15,7 @@
                         + what the running task needs in addition; state of which there are several versions
                         counts as buffers                                                                 `_held`
 
-The instructions are those that `execute` runs; PLACE, ZEROS and CONCAT take no time here.
+The instructions are those that `execute` runs; PLACE, ZEROS, CONCAT and RENEW take no time here.
 """
 
 from __future__ import annotations
@@ -27,15 +28,18 @@ from enum import Enum, auto
 from alpa_lite.plan.instructions import Buffer, Instruction, InstructionKind, Program, TaskTime
 from alpa_lite.plan.parts import StageCost, TaskRole, TaskRuns, TransferRuns
 from alpa_lite.plan.plan import Plan
-from alpa_lite.plan.pricing import Pricer, dispatch_seconds, local_bytes, transfer_seconds
+from alpa_lite.plan.pricing import Pricer, dispatch_seconds, link_seconds, local_bytes, transfer_seconds
 from alpa_lite.plan.stacked_cost import at_rest
 from alpa_lite.plan.task_prices import estimate, part_seconds
 from alpa_lite.plan.task_specs import TaskSpec
+from alpa_lite.program.ir import item_bytes
 from alpa_lite.program.phases import StepGraph
-from alpa_lite.sharding.specs import Spec
+from alpa_lite.sharding.specs import Spec, replicated
+from alpa_lite.sharding.transfer import PlannedTransfer
 from alpa_lite.text import one_line
 from cost_models.cluster import Cluster
 from cost_models.composed import ComposedCostModel, CostModel
+from cost_models.work import Work
 
 
 class Prices(Enum):
@@ -158,7 +162,12 @@ def simulate_program(
     pricers, model = [pricer_of(plan, n, cost_model_for) for n in range(len(plan.stages))], cost_model_for(plan.cluster)
     given = prices_of_plan if prices is Prices.OF_PLAN else prices_of
     clock = _StepSimulation(
-        program=program, plan=plan, prices=given(program.tasks, step, plan, pricers), pricers=pricers, model=model
+        program=program,
+        plan=plan,
+        step_graph=step,
+        prices=given(program.tasks, step, plan, pricers),
+        pricers=pricers,
+        model=model,
     )
     for instruction in program.instructions:
         clock.step(instruction)
@@ -257,6 +266,7 @@ class _StepSimulation:
 
     program: Program
     plan: Plan
+    step_graph: StepGraph
     prices: Sequence[TaskPrice]
     pricers: Sequence[Pricer]
     model: CostModel
@@ -264,6 +274,7 @@ class _StepSimulation:
     ready: dict[Buffer, float] = field(default_factory=dict[Buffer, float])
     made: dict[Buffer, float] = field(default_factory=dict[Buffer, float])
     taken: dict[tuple[int, int], float] = field(default_factory=dict[tuple[int, int], float])
+    links: dict[tuple[str, str, int], float] = field(default_factory=dict[tuple[str, str, int], float])
     issued: dict[int, float] = field(default_factory=dict[int, float])
     sent: dict[tuple[int, int, int], float] = field(default_factory=dict[tuple[int, int, int], float])
 
@@ -279,6 +290,8 @@ class _StepSimulation:
             start, end = self.run(instruction)
         elif instruction.kind == InstructionKind.SEND:
             start, end = self.send(instruction)
+        elif instruction.kind == InstructionKind.ADD:
+            start, end = self.add(instruction)
         elif instruction.kind in (InstructionKind.PLACE, InstructionKind.ZEROS):
             # It overlaps with the task before the one that reads it.
             start = end = self.free[self.row_of[instruction.stage]]
@@ -305,6 +318,25 @@ class _StepSimulation:
         self.exposed[row] += start - could + max(0.0, price.seconds - price.compute_seconds)
         return start, end
 
+    def add(self, instruction: Instruction) -> tuple[float, float]:
+        """Return the span of adding up what workers have sent, which reads each array and writes the sum."""
+        row, pricer, parts = self.row_of[instruction.stage], self.pricers[instruction.stage], len(instruction.reads)
+        value = self.step_graph.graph.values[instruction.writes[0].value]
+        size = local_bytes(value, instruction.spec or replicated(value.rank), pricer.sizes)
+        work = Work(
+            flops=(parts - 1) * size / item_bytes(value.dtype),
+            bytes=(parts + 1) * size,
+            kind="elementwise",
+            dtype=value.dtype,
+            num_kernels=1,
+        )
+        seconds = self.dispatch + pricer.cost_model.compute_seconds(work, num_active_devices=pricer.mesh.num_devices)
+        free = max(self.free) if self.plan.cluster.shared_processor else self.free[row]
+        start = max([free, *(self.ready[b] for b in instruction.reads)])
+        self.free[row] = start + seconds
+        self.busy[row] += seconds
+        return start, start + seconds
+
     def issue(self, stage: int) -> float:
         """Return the time at which the host of a stage has launched its next program."""
         host = self.plan.stages[stage].submesh.first_device // self.plan.cluster.devices_per_host
@@ -327,12 +359,28 @@ class _StepSimulation:
             ends = {"source": self.pricers[a], "target": self.pricers[b]}
             self.sent[known] = transfer_seconds(transfer, self.model, **ends)
         seconds = self.dispatch + self.sent[known]
-        # The link between two submeshes carries one transfer at a time in each direction.
-        start = max(self.ready[source], self.taken.get(link, 0.0))
-        self.taken[link] = start + seconds
+        if self.plan.schedule.replicas(len(self.plan.stages)):
+            # The links of servers carry what goes to and comes from all workers.
+            start = self.queued(transfer, self.ready[source], seconds)
+        else:
+            # The link between two submeshes carries one transfer at a time in each direction.
+            start = max(self.ready[source], self.taken.get(link, 0.0))
+            self.taken[link] = start + seconds
         self.sending += seconds
         self.received[link[1]] += instruction.bytes
         return start, start + seconds
+
+    def queued(self, transfer: PlannedTransfer, ready: float, seconds: float) -> float:
+        """Return the start of a transfer of which each link of a device or host serves its part in turn.
+
+        It ends when the last of them has done so.
+        """
+        end = ready + seconds
+        for link, part in link_seconds(transfer, self.model).items():
+            busy_until = max(ready, self.links.get(link, 0.0)) + self.dispatch + part
+            self.links[link] = busy_until
+            end = max(end, busy_until)
+        return end - seconds
 
 
 def _transfer_runs(program: Program, clock: _StepSimulation) -> TransferRuns:

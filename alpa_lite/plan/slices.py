@@ -63,7 +63,7 @@ class Slicer:
         self.free = free_values(step.graph)
         self.returned = frozenset(step.graph.outputs)
         self.homes = layout.stage_of_input
-        self.whole = layout.whole
+        self.whole, self.served = layout.whole, layout.served
         self.places = places_of(layout, step)
         self.ops = [step.graph.ops[op] for op in ops] if ops is not None else step.graph.ops
 
@@ -134,7 +134,7 @@ class Slicer:
 
         A counter of steps is such a value, which the update of each stage needs before that of the first one has run.
         """
-        if self.step.num_updates == 1 or v not in self.step.aliases:
+        if self.step.num_updates == 1 or v not in self.step.aliases or self.served:
             return frozenset((0,))
         return self.stages_reading[self.step.aliases[v]] | {0}
 

@@ -23,6 +23,8 @@ from alpa_lite.planners.megatron import Megatron as Megatron
 from alpa_lite.planners.mesh_tensorflow import MeshTensorFlow as MeshTensorFlow
 from alpa_lite.planners.on_mesh import Custom as Custom
 from alpa_lite.planners.on_mesh import OnMesh as OnMesh
+from alpa_lite.planners.parameter_server import Bounded as Bounded
+from alpa_lite.planners.parameter_server import ParameterServer as ParameterServer
 from alpa_lite.planners.pipedream import PipeDream as PipeDream
 from alpa_lite.planners.pipedream import PipeDream2BW as PipeDream2BW
 from alpa_lite.planners.pipeline import Pipeline as Pipeline

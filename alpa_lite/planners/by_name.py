@@ -22,6 +22,7 @@ from alpa_lite.planners.hybrid import Hybrid
 from alpa_lite.planners.megatron import DeepSpeed3D, Megatron
 from alpa_lite.planners.mesh_tensorflow import MeshTensorFlow
 from alpa_lite.planners.on_mesh import OnMesh
+from alpa_lite.planners.parameter_server import ParameterServer
 from alpa_lite.planners.pipedream import PipeDream, PipeDream2BW
 from alpa_lite.planners.pipeline import Pipeline, TorchGPipe
 from alpa_lite.planners.planner import Planner
@@ -38,6 +39,7 @@ PLANNERS: Mapping[str, type[Planner]] = {
     "torchgpipe": TorchGPipe,
     "pipedream": PipeDream,
     "pipedream_2bw": PipeDream2BW,
+    "parameter_server": ParameterServer,
     "coloc_rl": ColocRL,
     "flexflow": FlexFlow,
     "hybrid": Hybrid,

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TypeVar
 from alpa_lite.errors import MismatchError, PlanError
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.plan.plan import Plan
-from alpa_lite.schedule import AsynchronousSchedule, Schedule
+from alpa_lite.schedule import Schedule
 
 PlannerClass = TypeVar("PlannerClass", bound=type)
 
@@ -46,7 +46,7 @@ def renamed_options(**names: str) -> Callable[[PlannerClass], PlannerClass]:
 
 def marked(name: str, schedule: Schedule) -> str:
     """Return the name of a planner for tables, in which asynchronous pipelines must not look like the others."""
-    return f"{name}, asynchronous" if isinstance(schedule, AsynchronousSchedule) else name
+    return f"{name}, asynchronous" if schedule.is_asynchronous else name
 
 
 class Planner(ABC):
@@ -66,7 +66,8 @@ class Planner(ABC):
     @property
     def is_asynchronous(self) -> bool:
         """Whether plans update weights several times per step, so that micro-batches need not add up to the batch."""
-        return isinstance(getattr(self, "schedule", None), AsynchronousSchedule)
+        schedule = getattr(self, "schedule", None)
+        return isinstance(schedule, Schedule) and schedule.is_asynchronous
 
     def slowdown(self, num_microbatches: int) -> float:
         """Return a lower bound on the time of the loop over micro-batches, relative to its work over all devices.

@@ -14,6 +14,8 @@ chunks of an interleaved pipeline): `processor_of` says where each of p*v stages
     list_scheduling   orders that follow from times and memory
     waves             schedules made so, above all those that go back and forth over the processors
     asynchronous      orders in which weights are updated several times per step
+    servers           the order of workers and servers of a parameter server
+    messages          no fixed order: what has arrived is computed
     known_schedules   all of them
     synthesis         the shortest order that is found for given times, with a bound
     clock             validation, linearization and simulation of task lists
@@ -27,6 +29,7 @@ from alpa_lite.schedule.clock import linearize as linearize
 from alpa_lite.schedule.clock import simulate as simulate
 from alpa_lite.schedule.clock import validate as validate
 from alpa_lite.schedule.known_schedules import SCHEDULES as SCHEDULES
+from alpa_lite.schedule.messages import MessageDriven as MessageDriven
 from alpa_lite.schedule.ordering import Schedule as Schedule
 from alpa_lite.schedule.ordering import schedule_named as schedule_named
 from alpa_lite.schedule.orders import EagerOneFOneB as EagerOneFOneB
@@ -37,6 +40,7 @@ from alpa_lite.schedule.orders import OneFOneB as OneFOneB
 from alpa_lite.schedule.orders import Sequential as Sequential
 from alpa_lite.schedule.orders import WarmupSchedule as WarmupSchedule
 from alpa_lite.schedule.orders import ZeroBubbleH1 as ZeroBubbleH1
+from alpa_lite.schedule.servers import ServerSchedule as ServerSchedule
 from alpa_lite.schedule.synthesis import Synthesised as Synthesised
 from alpa_lite.schedule.tasks import Task as Task
 from alpa_lite.schedule.tasks import TaskKind as TaskKind

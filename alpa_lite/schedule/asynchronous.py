@@ -36,6 +36,13 @@ class AsynchronousSchedule(Schedule):
     Results differ from those of one device: training with stale weights is another optimiser.
     """
 
+    @property
+    def is_asynchronous(self) -> bool:
+        return True
+
+    def most_stale(self, num_stages: int) -> int:
+        return max(self.staleness(stage, num_stages) for stage in range(num_stages))
+
     @abstractmethod
     def microbatches_per_update(self, num_stages: int) -> int:
         """Return the number of micro-batches whose gradients are averaged for one update."""

@@ -1,6 +1,7 @@
 """All schedules of this package, with their default options."""
 
 from alpa_lite.schedule.asynchronous import PipeDream2BWSchedule, PipeDreamSchedule
+from alpa_lite.schedule.messages import MessageDriven
 from alpa_lite.schedule.ordering import Schedule
 from alpa_lite.schedule.orders import (
     EagerOneFOneB,
@@ -24,6 +25,7 @@ SCHEDULES: tuple[Schedule, ...] = (
     ZeroBubbleV(),
     DualPipeV(),
     Wave(),
+    MessageDriven(),
     PipeDreamSchedule(),
     PipeDream2BWSchedule(),
     Inference(),

@@ -44,6 +44,25 @@ class Schedule(ABC):
         del num_stages
         return 0
 
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether micro-batches may run with weights that lack some of the updates before them."""
+        return False
+
+    def most_stale(self, num_stages: int) -> int | None:
+        """Return the most updates that the weights of a micro-batch can lack; None if there is no limit."""
+        del num_stages
+        return 0
+
+    def replicas(self, num_stages: int) -> range:
+        """Return the stages that are equal workers, which take micro-batches in turn; mostly there are none."""
+        del num_stages
+        return range(0)
+
+    def loss_stage(self, num_stages: int) -> int:
+        """Return the (first) stage that computes the loss, from which backward passes begin."""
+        return num_stages - 1
+
     def num_processors(self, num_stages: int) -> int:
         """Return the number of processors for `num_stages` stages.
 

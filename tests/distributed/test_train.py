@@ -18,6 +18,7 @@ PIPELINES = [
     "two stages:rows",
     "uneven:blocks",
     "a stage per device",
+    "workers and servers:rows",
     "two-dimensional stages:rows",
 ]
 
@@ -43,6 +44,12 @@ def test_stages_that_span_processes_and_uneven_ones(model: str) -> None:
     """Processes have devices 0, 1 and 2, 3 and 4, 5."""
     (uneven,) = trained(3, 2, model, "uneven:rows")
     assert uneven["stages"] == ["devices 0..3", "devices 4..4", "devices 5..5"]
+
+
+@pytest.mark.slow
+def test_workers_and_servers_on_processes_of_their_own() -> None:
+    (served,) = trained(2, 2, "gpt_plain", "workers and servers:rows")
+    assert served["stages"] == ["devices 2..3", "devices 0..0", "devices 1..1"]
 
 
 @pytest.mark.long

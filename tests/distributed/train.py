@@ -21,7 +21,7 @@ import jax  # noqa: E402
 import numpy as np  # noqa: E402
 from jax.sharding import NamedSharding  # noqa: E402
 
-from alpa_lite.planners import FSDP, Auto, DataParallel, Hybrid, Megatron, Pipeline, Planner  # noqa: E402
+from alpa_lite.planners import FSDP, Auto, DataParallel, Hybrid, Megatron, ParameterServer, Pipeline, Planner  # noqa: E402
 from tests.end_to_end.cases import MODELS, TOLERANCE, Training, eager_cluster, make_batch, relative_error  # noqa: E402
 
 NUM_STEPS = 3
@@ -41,6 +41,7 @@ def planner_of(name: str) -> tuple[Planner, int]:
         "two stages": (Pipeline(pipeline=2), 4),
         "a stage per device": (Pipeline(pipeline=count), 4),
         "uneven": (Hybrid(pipeline=3, devices={4: (2, 1, 1), 6: (4, 1, 1), 8: (2, 4, 2)}[count]), 4),
+        "workers and servers": (ParameterServer(servers=half, workers=half), half),
         "two-dimensional stages": (Hybrid(pipeline=2, data=half // 2, tensor=2), 4),
     }[name]
 

@@ -59,9 +59,9 @@ def test_public_names() -> None:
         "initialize local_cluster parallelize plan register_rule".split()
     )
     assert set(_public(al.planners)) == set(
-        "Auto AxoNN ColocRL ConvolutionParallel Custom DataParallel DeepSpeed3D FSDP FlexFlow GShard GridSearch Hybrid "
-        "MANUAL_PLANNERS Megatron MeshTensorFlow OnMesh OneWeirdTrick PipeDream PipeDream2BW Pipeline PlanRequest "
-        "Planner Replay TorchGPipe TrainerConfiguration Zero".split()
+        "Auto AxoNN Bounded ColocRL ConvolutionParallel Custom DataParallel DeepSpeed3D FSDP FlexFlow GShard "
+        "GridSearch Hybrid MANUAL_PLANNERS Megatron MeshTensorFlow OnMesh OneWeirdTrick ParameterServer PipeDream "
+        "PipeDream2BW Pipeline PlanRequest Planner Replay TorchGPipe TrainerConfiguration Zero".split()
     )
     assert set(_public(al.serving)) == set(
         "AccuracySample Allocation BestAccuracy CloudOnly EdgeFirst EveryAssignment Exact JellyBean MessageSource "
@@ -70,8 +70,8 @@ def test_public_names() -> None:
         "random_serving_problem read_serving_problem variant_of_plans write_serving_problem".split()
     )
     assert set(_public(al.schedule)) == set(
-        "AsynchronousSchedule DualPipeV EagerOneFOneB GPipe Inference Interleaved1F1B ListSchedule OneFOneB PipeDream "
-        "PipeDream2BW SCHEDULES Schedule Sequential "
+        "AsynchronousSchedule DualPipeV EagerOneFOneB GPipe Inference Interleaved1F1B ListSchedule MessageDriven "
+        "OneFOneB PipeDream PipeDream2BW SCHEDULES Schedule Sequential ServerSchedule "
         "Span Synthesised Task TaskKind TaskLists Timeline WarmupSchedule Wave ZeroBubbleH1 ZeroBubbleH2 ZeroBubbleV "
         "kinds_of linearize passes_of peak_held peak_in_flight processors_of schedule_named simulate splits_backward "
         "validate".split()

@@ -19,7 +19,8 @@ import pytest
 import alpa_lite as al
 from alpa_lite.cli.models.decoders import GPT
 from alpa_lite.inter_op.plan_request import PlanRequest, SentSteps, StepSignature
-from alpa_lite.plan.instructions import InstructionKind, build_program
+from alpa_lite.plan.instructions import InstructionKind
+from alpa_lite.plan.program_builder import build_program
 from alpa_lite.plan.walk import free_values
 from alpa_lite.planners import (
     FSDP,

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from alpa_lite.inspection.why.repricing import Repricing
-from alpa_lite.plan.instructions import tasks_of
 from alpa_lite.plan.parts import TaskRole
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.pricing import Estimator
+from alpa_lite.plan.program_builder import tasks_of
 from alpa_lite.plan.simulation import pricer_of
 from alpa_lite.plan.task_prices import estimate
 from alpa_lite.plan.walk import Application, Walk

@@ -7,7 +7,8 @@ and writes slots by index. A slot is cleared right after the last instruction th
     RUN      `Binder._run`       an executable, whose token goes to the `Flight`
     SEND     `Binder._send`      a transfer
     ZEROS    `Binder._zeros`
-    CONCAT   `Binder._concat`
+    CONCAT   `Binder._concat`, as ADD
+    RENEW    `Binder._renew`
     FREE     no function: the slots that the preceding instruction clears
 
 In a job of several processes, an instruction without devices of this process has no function, and its slots stay empty.
@@ -110,6 +111,8 @@ class Binder:
             InstructionKind.SEND: self._send,
             InstructionKind.ZEROS: self._zeros,
             InstructionKind.CONCAT: self._concat,
+            InstructionKind.ADD: self._concat,
+            InstructionKind.RENEW: self._renew,
         }
         actions: list[tuple[Action, list[int]]] = []
         numbers: list[int] = []
@@ -131,8 +134,8 @@ class Binder:
             if instruction.kind == InstructionKind.PLACE:
                 last_place[self.input_slot[instruction.writes[0].value]] = actions[-1][1]
                 last_place.update({slot: actions[-1][1] for slot in self._staged_by(instruction)})
-        # An argument has no FREE: its slot is cleared after the last PLACE that reads it.
-        for slot, free in last_place.items():
+        # An argument has no FREE: its slot is cleared after the last PLACE that reads it, if their order is fixed.
+        for slot, free in last_place.items() if not self.program.segments else ():
             free.append(slot)
         return Bound(
             actions=tuple((action, tuple(dict.fromkeys(free))) for action, free in actions),
@@ -242,6 +245,17 @@ class Binder:
             slots[target] = join(*take(slots))
 
         return concat
+
+    def _renew(self, number: int, instruction: Instruction) -> Action:
+        del number
+        pairs = [(self.slot[a], self.slot[b]) for a, b in zip(instruction.reads, instruction.writes, strict=True)]
+
+        def renew(slots: Slots) -> None:
+            made = [slots[source] for source, _ in pairs]
+            for (_, target), array in zip(pairs, made, strict=True):
+                slots[target] = array
+
+        return renew
 
 
 def _taker(slots: Sequence[int]) -> Callable[[Slots], Sequence[jax.Array]]:

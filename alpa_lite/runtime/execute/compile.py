@@ -37,7 +37,7 @@ from alpa_lite.plan.instructions import Buffer, InstructionKind, Program
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.task_specs import TaskSpec
 from alpa_lite.program.equations import Equation
-from alpa_lite.program.phases import StepGraph
+from alpa_lite.program.phases import Combination, StepGraph
 from alpa_lite.runtime.job.processes import all_here, any_here
 
 
@@ -146,17 +146,28 @@ def concat_units(program: Program, step: StepGraph, meshes: Sequence[Mesh]) -> d
             specs.update(dict.fromkeys(instruction.writes, boundary_spec(instruction.spec)))
     units: dict[Buffer, CompileUnit] = {}
     for instruction in program.instructions:
-        if instruction.kind == InstructionKind.CONCAT:
+        if instruction.kind in (InstructionKind.CONCAT, InstructionKind.ADD):
             (buffer,) = instruction.writes
             value, mesh = step.graph.values[buffer.value], meshes[buffer.stage]
             ins = tuple(BoundaryArray(shape=value.shape, dtype=value.dtype, spec=specs[b]) for b in instruction.reads)
             dim = step.batch_dims[buffer.value]
             runs = step.loop_results.runs.get(buffer.value, 1)
             join = _mean if dim is None else partial(_join, dim, runs)
+            how = step.loop_results.combined.get(buffer.value)
+            if instruction.kind == InstructionKind.ADD:
+                join = partial(_added, how)
             emit = partial(_emit, join, mesh, ins, specs[buffer])
-            form = ("concat", ins, dim, runs, specs[buffer])
+            form = (instruction.kind, how, ins, dim, runs, specs[buffer])
             units[buffer] = CompileUnit(name=f"output {buffer}", mesh=mesh, form=form, emit=emit)
     return units
+
+
+def _added(how: Combination | None, *parts: jax.Array) -> jax.Array:
+    """Return the sum of what several workers have summed, in their order, or what else combines micro-batches."""
+    if how is Combination.SAME:
+        return parts[0]
+    combine = {None: operator.add, Combination.MAX: jax.numpy.maximum, Combination.MIN: jax.numpy.minimum}[how]
+    return reduce(combine, parts)
 
 
 def _mean(*parts: jax.Array) -> jax.Array:

@@ -28,6 +28,7 @@ from alpa_lite.lower.emission import Executable, boundary_spec
 from alpa_lite.plan.instructions import InstructionKind, TaskTime
 from alpa_lite.plan.plan import Plan
 from alpa_lite.runtime.execute.aliasing import copies, donations, shared_results, with_copies
+from alpa_lite.runtime.execute.arrivals import BoundSegments, arrival_run
 from alpa_lite.runtime.execute.bind import Binder, Slots
 from alpa_lite.runtime.execute.compile import LoweredStep, Tell, concat_units, precompile, task_units, zeros_units
 from alpa_lite.runtime.execute.crossing import Blanks
@@ -191,6 +192,8 @@ class Executor:
             placing=self.placing,
         ).bound()
         self._at_once = self._as_one_task()
+        segments = BoundSegments(program=self.program, bound=self.bound, flight=self.flight)
+        self.arrivals = arrival_run(segments, self.plan.schedule, len(self.plan.stages))
 
     def _connected(self, blanks: Blanks) -> Delivery | None:
         """Return, in a job, the delivery of small results; all processes have compiled their tasks on return."""
@@ -321,7 +324,9 @@ class Executor:
             slots = self.bound.slots(parts)
             # The slots alone hold the arguments, so that each is freed as soon as nothing reads it any more.
             del parts
-            if record is None:
+            if record is None and self.arrivals is not None and jax.process_count() == 1:
+                self.arrivals.run(slots)
+            elif record is None:
                 self.bound.run(slots)
             elif awaited:
                 self._run_awaited(slots, record)

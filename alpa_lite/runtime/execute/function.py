@@ -18,6 +18,7 @@ from alpa_lite.errors import ExecutionError, PlanError, TraceError
 from alpa_lite.plan.instructions import InstructionKind, TaskTime
 from alpa_lite.plan.plan import Plan
 from alpa_lite.runtime.execute.aliasing import Apart, copies
+from alpa_lite.runtime.execute.arrivals import ServedRun
 from alpa_lite.runtime.execute.compile import joined_texts, summed_costs
 from alpa_lite.runtime.execute.crossing import Blanks
 from alpa_lite.runtime.execute.execute import Executor
@@ -77,6 +78,15 @@ class CompiledFunction:
         alone = self.plan.cluster.shared_processor if awaited is None else awaited
         with _jax.no_mesh():
             return typical_times(self.executor, self.traced.inputs.leaves, self.step.inputs, awaited=alone)
+
+    def staleness(self) -> tuple[int, ...]:
+        """Return by how many updates the weights of each micro-batch of the last step were too old.
+
+        Of a parameter server with several updates per step, whose order follows the devices; of any other plan (), as
+        the schedule says it. Before the first step, and in a job of several processes, it is that of the planned order.
+        """
+        run = self.executor.arrivals
+        return tuple(count for _, count in sorted(run.staleness.lacking.items())) if isinstance(run, ServedRun) else ()
 
     def allocated(self) -> tuple[Allocated, ...]:
         """Return the peak allocation on a device of each stage, as XLA reports it for the executables; nothing runs.

@@ -85,7 +85,7 @@ def compile_transfer(
 ) -> Transfer:
     """Return a transfer of arrays of a dtype (by name) between the JAX meshes of its two placements.
 
-    A transfer of typed PRNG keys is planned for the words that store them (`plan.instructions.planned_transfer`).
+    A transfer of typed PRNG keys is planned for the words that store them (`plan.program_builder.planned_transfer`).
     """
     # The cheapest form that fits: copies by JAX, the collectives of one mesh, or pieces between two meshes.
     is_key = dtype.startswith("key<")

@@ -289,7 +289,7 @@ class Flight:
             hang_policy: when launches count as hung.
             timer: measures and spends the time of waits.
 
-        `waited_seconds` counts the waits for credits since the program was compiled.
+        `waited_seconds` counts the waits for credits, and for what is to arrive, since the program was compiled.
         """
         # Deques, as one thread appends and takes from the other end while another reads.
         self.queues: tuple[deque[Launch], ...] = tuple(deque() for _ in range(num_groups))
@@ -317,7 +317,7 @@ class Flight:
             # It stays in the queue while it is awaited: the watchdog and the heartbeat must see it pending.
             oldest = queue[0].token
             if not oldest.is_ready():
-                self._wait(oldest)
+                self.wait(oldest)
             queue.popleft()
 
     def pending(self) -> tuple[Launch, ...]:
@@ -373,7 +373,8 @@ class Flight:
             f"{self._instructions.explain(pending[0].instruction)}"
         )
 
-    def _wait(self, token: Token) -> None:
+    def wait(self, token: Token) -> None:
+        """Wait until a token is ready. Raises `HangError` if nothing has ended for too long meanwhile."""
         began = self._clock()
         try:
             self._until_ready(token)

@@ -1,0 +1,203 @@
+"""A parameter server: workers pull weights, compute gradients of their samples, and push them to servers.
+
+The devices are `servers` servers and `workers` equal groups. Each server holds a contiguous range of the rows of every
+weight and of its optimizer state, and updates it; a worker has a copy of the weights while it runs a micro-batch. With
+N workers, S servers and M bytes of weights, in a step of one micro-batch per worker
+
+    a worker receives M (pull) and sends M (push); a server sends and receives N M / S; all send 2 N M
+
+so that the links of the servers are the bottleneck: they carry one transfer at a time in each direction.
+`schedule.servers` has the order of pulls, pushes and updates under each consistency.
+
+Arrays without a dim that the servers divide are held and updated by all of them.
+
+Li et al., Scaling Distributed Machine Learning with the Parameter Server (OSDI 2014).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from alpa_lite.errors import InfeasibleError, PlanError
+from alpa_lite.inter_op.assembly import StagedStep, assemble
+from alpa_lite.inter_op.plan_request import PlanRequest
+from alpa_lite.inter_op.solved_stages import PlacedStage, StagePlace
+from alpa_lite.inter_op.stage_costs import StageConstraints, StageCosts
+from alpa_lite.intra_op.strategies import AxisRole, Restriction
+from alpa_lite.plan.plan import Plan
+from alpa_lite.planners.hybrid import check_batch, submeshes_of
+from alpa_lite.planners.planner import Planner
+from alpa_lite.program.phases import Phase, StepGraph
+from alpa_lite.schedule import ServerSchedule
+from alpa_lite.sharding.meshes import LogicalMesh
+from alpa_lite.sharding.specs import Spec
+from alpa_lite.step.layers import Layers
+from alpa_lite.text import show_bytes, show_count, show_usable
+
+ROUNDS = (4, 2, 1)
+"""The numbers of micro-batches of each worker to try where there is an update for each of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounded:
+    """The consistency under which weights may lack up to `delay` updates; with 0 every round waits for the one before.
+
+    Attributes:
+        delay: the largest number of updates that the weights of a micro-batch lack.
+    """
+
+    delay: int
+
+    def __post_init__(self) -> None:
+        """Check the delay."""
+        if self.delay < 0:
+            raise PlanError(f"Bounded({self.delay}) was asked for. A delay is 0 or more updates.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterServer(Planner):
+    """Workers that pull weights from servers and push gradients to them.
+
+    Attributes:
+        servers: number of devices that hold and update the weights.
+        workers: number of equal groups of the other devices; 0: one device each.
+        consistency: "bsp": one update per step, of the whole batch, as with data parallelism; `Bounded(delay)`: an
+            update for one micro-batch of each worker, of which weights lack up to `delay`; "async": an update for each
+            micro-batch, when its gradient arrives. The last two are other optimisers than the step on one device.
+    """
+
+    servers: int = 1
+    workers: int = 0
+    consistency: str | Bounded = "bsp"
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        if self.servers < 1:
+            raise PlanError(f"servers={self.servers} was given. Ask for at least 1.")
+        # For its error about an unknown consistency.
+        self._schedule(1).microbatches_per_update(2)
+
+    @property
+    def name(self) -> str:
+        """Name for tables."""
+        bounded = f"delay {self.consistency.delay}" if isinstance(self.consistency, Bounded) else self.consistency
+        mark = ", asynchronous" if self.is_asynchronous else ""
+        return f"parameter server ({show_count(self.servers, 'server')}, {bounded}){mark}"
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether weights are updated several times per step."""
+        return self._schedule(1).is_asynchronous
+
+    def _schedule(self, workers: int) -> ServerSchedule:
+        if isinstance(self.consistency, Bounded):
+            return ServerSchedule(workers=workers, consistency="bounded", delay=self.consistency.delay)
+        return ServerSchedule(workers=workers, consistency=self.consistency)
+
+    def plan(self, request: PlanRequest) -> Plan:
+        """Return the plan.
+
+        Raises:
+            PlanError: the devices cannot be divided, or the step has no batch or no gradients.
+            InfeasibleError: a server or a worker has too little memory.
+        """
+        started = time.perf_counter()
+        places = self._places(request)
+        workers = len(places) - 1
+        schedule = self._schedule(workers)
+        request = request.under(schedule, len(places))
+        step = request.best_step(self._microbatches(request, workers), loop_parts=0)
+        if Phase.BACKWARD not in step.phases or step.num_microbatches % workers:
+            # For its sentence about the number of micro-batches.
+            schedule.tasks(len(places), step.num_microbatches)
+            raise PlanError(f"{self.name} divides gradients among workers, but {request.signature.function} has none.")
+        check_batch(self.name, step, places[1].submesh.num_devices)
+        layers = served_layers(step)
+        axis = places[0].mesh.axis_names[0]
+        pins = key_ranges(step, axis, self.servers)
+        costs = StageCosts(
+            step=step,
+            layers=layers,
+            cost_model=request.cost_model,
+            cost_model_for=request.cost_model_for,
+            constraints=StageConstraints(restriction=Restriction(roles={"data": AxisRole.BATCH}), pins=pins),
+            progress=request.progress,
+        )
+        of_workers = costs.with_pins({})
+        stages = [
+            _solved(self.name, costs if number == 0 else of_workers, place) for number, place in enumerate(places)
+        ]
+        staged = StagedStep(step=step, layers=layers, stages=stages, schedule=schedule)
+        plan = assemble(self.name, request, staged, started)
+        # A scalar, such as a counter of steps, has no rows to divide.
+        state = ((step.graph.values[v], pins[v]) for v in step.graph.inputs if v in pins)
+        whole = [value.name for value, spec in state if value.rank and spec.is_replicated]
+        note = f"held by all servers, which do not divide their dims: {', '.join(whole)}"
+        return replace(plan, notes=(*plan.notes, note)) if whole and self.servers > 1 else plan
+
+    def _microbatches(self, request: PlanRequest, workers: int) -> tuple[int, ...]:
+        """Return the numbers of micro-batches to try."""
+        rounds = ROUNDS if self.is_asynchronous else (1,)
+        return tuple(workers * each for each in rounds)
+
+    def _places(self, request: PlanRequest) -> list[StagePlace]:
+        """Return the places of the servers, which have the last devices, and of the workers."""
+        total = request.cluster.num_devices
+        left = total - self.servers
+        workers = self.workers or left
+        size = left // workers if workers > 0 else 0
+        if left < 1 or workers < 1 or size * workers != left:
+            raise PlanError(
+                f"{self.name} on {request.cluster.name}, which has {show_count(total, 'device')}, leaves {left} for "
+                f"{show_count(workers, 'worker')}. Choose a number of servers, and of workers that divide the rest."
+            )
+        *of_workers, of_servers = submeshes_of(request.cluster, [size] * workers + [self.servers])
+        data = LogicalMesh(axis_names=("data",), shape=(size,))
+        server = LogicalMesh(axis_names=("server",), shape=(self.servers,))
+        return [StagePlace(0, 0, of_servers, server), *(StagePlace(1, 1, submesh, data) for submesh in of_workers)]
+
+
+def served_layers(step: StepGraph) -> Layers:
+    """Return two layers: the update with all state, which servers have, and the loop with the batch, of the workers."""
+    of_phase = {Phase.FORWARD: 1, Phase.BACKWARD: 1, Phase.UPDATE: 0, Phase.INVARIANT: None}
+    return Layers(
+        num_layers=2,
+        of_op=tuple(of_phase[phase] for phase in step.phases),
+        of_input=tuple(0 if step.batch_dims[v] is None else 1 for v in step.graph.inputs),
+    )
+
+
+def key_ranges(step: StepGraph, axis: str, servers: int) -> Mapping[int, Spec]:
+    """Return the spec of each array of state, and of each gradient, on the servers.
+
+    It is split along its first dim that they divide.
+    """
+    graph, found = step.graph, dict[int, Spec]()
+    for value in graph.values:
+        v, producer = value.id, graph.producer[value.id]
+        # A gradient, or another sum over the samples, is what the loop makes and the update reads.
+        is_pushed = (
+            producer is not None
+            and step.phases[producer].in_loop
+            and any(step.phases[op] is Phase.UPDATE for op in graph.consumers[v])
+        )
+        if step.batch_dims[v] is None and (is_pushed or v in graph.inputs):
+            shape = step.graph.values[v].shape
+            dim = next((d for d, n in enumerate(shape) if servers > 1 and n and n % servers == 0), None)
+            found[v] = Spec(tuple((axis,) if d == dim else () for d in range(len(shape))))
+    return found
+
+
+def _solved(name: str, costs: StageCosts, place: StagePlace) -> PlacedStage:
+    solution = costs.solution(place)
+    if solution.choice is None:
+        device = costs.device(place.submesh)
+        raise InfeasibleError(
+            f"{name} does not fit: {'a server' if place.first == 0 else 'a worker'} needs at least "
+            f"{show_bytes(solution.peak_bytes)} per device, but {device.name} has "
+            f"{show_usable(device.usable_bytes, device.reserved_bytes)}. Use more servers, smaller micro-batches, or "
+            "more devices for each worker."
+        )
+    return place.with_solution(solution)

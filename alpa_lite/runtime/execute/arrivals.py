@@ -1,0 +1,229 @@
+"""Run the segments of a program as results arrive, where their order is not fixed.
+
+    parameter server   a worker starts its next micro-batch when the one before has ended and the schedule lets it, and
+                       pulls the newest weights; an update starts when all gradients that it adds up have arrived
+                                                                                                   `ServedRun`
+    message-driven     a stage starts the next task of those whose inputs have arrived             `MessageRun`
+
+What has arrived is seen at the tokens of launches, so that the order follows the devices, and differs between runs. In
+a job of several processes, all of which would have to agree on it, segments run in the order of the program.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, final
+
+from alpa_lite.plan.instructions import InstructionKind, Program
+from alpa_lite.runtime.execute.bind import Bound, Slots
+from alpa_lite.runtime.job.activity import Flight, Token
+from alpa_lite.schedule import MessageDriven, Schedule
+from alpa_lite.schedule.messages import Inboxes
+from alpa_lite.schedule.servers import ServerEvent, ServerSchedule
+from alpa_lite.schedule.tasks import Task
+
+AHEAD = 2
+"""The tasks of a stage that are launched and have not ended: while one runs, the inputs of the next one are sent."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BoundSegments:
+    """A program with segments, whose instructions are bound: launches it part by part.
+
+    Attributes:
+        program: the program.
+        bound: its actions.
+        flight: its launches.
+    """
+
+    program: Program
+    bound: Bound
+    flight: Flight
+
+    def parts(self) -> dict[ServerEvent | Task, range]:
+        """Return the actions of each segment."""
+        at = self.bound.instructions
+        return {s.event: range(bisect_left(at, s.first), bisect_left(at, s.end)) for s in self.program.segments}
+
+    def launch(self, slots: Slots, part: range) -> Token:
+        """Launch some actions, and return the token of the last task among them."""
+        tokens: list[Token] = [_ENDED]
+
+        def seen(group: int, instruction: int, token: Token) -> None:
+            del group
+            if self.program.instructions[instruction].kind is InstructionKind.RUN:
+                tokens.append(token)
+
+        self.flight.observer = seen
+        try:
+            for i in part:
+                action, free = self.bound.actions[i]
+                action(slots)
+                for slot in free:
+                    slots[slot] = None
+        finally:
+            self.flight.observer = None
+        return tokens[-1]
+
+
+class ArrivalRun(ABC):
+    """Runs the steps of a program whose segments have no fixed order."""
+
+    def __init__(self, segments: BoundSegments) -> None:
+        """Prepare for a program that was bound."""
+        self.segments, self.parts = segments, segments.parts()
+        ranges = list(self.parts.values())
+        # What is not part of a segment runs before all of them, or after.
+        self._before = range(min(part.start for part in ranges))
+        self._after = range(max(part.stop for part in ranges), len(segments.bound.actions))
+
+    def run(self, slots: Slots) -> None:
+        """Run a step."""
+        self.segments.launch(slots, self._before)
+        self.run_segments(slots)
+        self.segments.launch(slots, self._after)
+
+    @abstractmethod
+    def run_segments(self, slots: Slots) -> None:
+        """Launch all segments as what they read arrives."""
+
+    def begin(self, slots: Slots, event: ServerEvent | Task) -> Token:
+        """Launch a segment, and return the token of its last task."""
+        return self.segments.launch(slots, self.parts[event])
+
+    def wait(self, tokens: Sequence[Token]) -> None:
+        """Wait until one of some tokens is ready."""
+        self.segments.flight.wait(_Any(tokens))
+
+
+def arrival_run(segments: BoundSegments, schedule: Schedule, num_stages: int) -> ArrivalRun | None:
+    """Return what runs the program of a schedule without a fixed order; None for any other program."""
+    if segments.program.segments and isinstance(schedule, ServerSchedule):
+        return ServedRun(segments, schedule)
+    if segments.program.segments and isinstance(schedule, MessageDriven):
+        return MessageRun(segments, schedule, num_stages)
+    return None
+
+
+@dataclass(kw_only=True)
+class Staleness:
+    """Counts, in the order of events, how many updates the weights of each micro-batch lack.
+
+    `updates`: number of updates so far. `lacking`: staleness by micro-batch, of those that were applied.
+    """
+
+    schedule: ServerSchedule
+    num_microbatches: int
+    updates: int = 0
+    lacking: dict[int, int] = field(default_factory=dict[int, int])
+    _pulled: dict[int, int] = field(default_factory=dict[int, int])
+
+    def note(self, event: ServerEvent) -> None:
+        """Take note of the start of an event."""
+        if not event.is_update:
+            self._pulled[event.number] = self.updates
+            return
+        for b in self.schedule.contributions(event.number, self.num_microbatches):
+            self.lacking[b] = self.updates - self._pulled[b]
+        self.updates += 1
+
+
+class _Running(NamedTuple):
+    """A micro-batch on its worker, and the token of its last launch."""
+
+    microbatch: int
+    token: Token
+
+
+@final
+class ServedRun(ArrivalRun):
+    """Runs the workers and the servers of a parameter server."""
+
+    def __init__(self, segments: BoundSegments, schedule: ServerSchedule) -> None:
+        """Prepare for a program that was bound."""
+        super().__init__(segments)
+        self.schedule, self.num_microbatches = schedule, segments.program.num_microbatches
+        self.staleness = Staleness(schedule=schedule, num_microbatches=self.num_microbatches)
+        # Until a step has run, and in jobs, the staleness is that of the program's order.
+        for event in schedule.events(self.num_microbatches):
+            self.staleness.note(event)
+
+    def run_segments(self, slots: Slots) -> None:
+        """Launch micro-batches as workers become free, and updates as gradients arrive."""
+        m, workers = self.num_microbatches, self.schedule.workers
+        self.staleness = Staleness(schedule=self.schedule, num_microbatches=m)
+        left = [deque(range(w, m, workers)) for w in range(workers)]
+        running: dict[int, _Running] = {}
+        arrived, waiting = set[int](), self._updates()
+        while waiting:
+            for w in [w for w, each in running.items() if each.token.is_ready()]:
+                arrived.add(running.pop(w).microbatch)
+            # First the updates, so that the next pulls see them.
+            for update in [u for u, needed in waiting.items() if needed <= arrived]:
+                del waiting[update]
+                self._note(slots, ServerEvent(update, is_update=True))
+            idle = [w for w in range(workers) if left[w] and w not in running]
+            free = [w for w in idle if self.schedule.may_start(left[w][0], self.staleness.updates)]
+            for w in free:
+                b = left[w].popleft()
+                running[w] = _Running(b, self._note(slots, ServerEvent(b, is_update=False)))
+            if waiting and not free:
+                self.wait([each.token for each in running.values()])
+
+    def _updates(self) -> dict[int, set[int]]:
+        """Return the micro-batches of each update, in the order in which updates of equal readiness run."""
+        updates = [e.number for e in self.schedule.events(self.num_microbatches) if e.is_update]
+        return {u: {*self.schedule.contributions(u, self.num_microbatches)} for u in sorted(updates)}
+
+    def _note(self, slots: Slots, event: ServerEvent) -> Token:
+        self.staleness.note(event)
+        return self.begin(slots, event)
+
+
+@final
+class MessageRun(ArrivalRun):
+    """Runs the stages of a message-driven pipeline."""
+
+    def __init__(self, segments: BoundSegments, schedule: MessageDriven, num_stages: int) -> None:
+        """Prepare for a program that was bound."""
+        super().__init__(segments)
+        self.num_stages, self.limit = num_stages, schedule.most_under_way(num_stages)
+        self.most_under_way = 0
+
+    def run_segments(self, slots: Slots) -> None:
+        """Launch, on each stage that is free, what has arrived there."""
+        m = self.segments.program.num_microbatches
+        inboxes = Inboxes(num_stages=self.num_stages, num_microbatches=m, limit=self.limit)
+        launched = [deque[tuple[Task, Token]]() for _ in range(self.num_stages)]
+        self.most_under_way = 0
+        while not inboxes.is_done:
+            for queue in launched:
+                while queue and queue[0][1].is_ready():
+                    inboxes.end(queue.popleft()[0])
+            moved = False
+            # The latest stages first: what they send back lets the others go on.
+            for stage in reversed(range(self.num_stages)):
+                while len(launched[stage]) < AHEAD and (task := inboxes.next_on(stage)) is not None:
+                    inboxes.begin(task)
+                    launched[stage].append((task, self.begin(slots, task)))
+                    moved = True
+            self.most_under_way = max(self.most_under_way, inboxes.under_way)
+            if not moved and not inboxes.is_done:
+                self.wait([queue[0][1] for queue in launched if queue])
+
+
+class _Any:
+    """The token of what is ready as soon as one of several tokens is."""
+
+    def __init__(self, tokens: Sequence[Token]) -> None:
+        self._tokens = tokens
+
+    def is_ready(self) -> bool:
+        return not self._tokens or any(token.is_ready() for token in self._tokens)
+
+
+_ENDED = _Any(())
