@@ -22,6 +22,7 @@ from alpa_lite.api.advice import TRAINERS
 from alpa_lite.api.parallelize import parallelize
 from alpa_lite.cli.models.named_models import model_named
 from alpa_lite.planners.trainer_configuration import TrainerConfiguration, settings_of
+from alpa_lite.text import show_count
 from benchmarks.charts import Series, bars_svg
 
 RESULTS = Path(__file__).parent / "results" / "advice.json"
@@ -183,7 +184,7 @@ def advice_table() -> list[str]:
             row["model"],
             row["cluster"].replace(":", " × "),
             f"{row['batch_size']} × {row['seq_len']}",
-            f"{row['best']['degrees']}, {row['best']['micro-batches']} micro-batches",
+            f"{row['best']['degrees']}, {show_count(int(row['best']['micro-batches']), 'micro-batch')}",
             f"{row['best_seconds']:.3g}",
             row["recipe_degrees"],
             recipe,

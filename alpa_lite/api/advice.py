@@ -68,7 +68,7 @@ _SHARE_OF_SEARCH = 0.65
 
 
 @dataclass(frozen=True, kw_only=True)
-class Workload:
+class SizedStep:
     """A step with its arguments as shapes, and the cluster to run it on.
 
     Attributes:
@@ -247,9 +247,9 @@ def advise(
         TraceError: the step cannot be traced.
     """
     fun = step.fun if isinstance(step, ParallelFunction) else step
-    given = Workload(name="", step=fun, args=args, cluster=cluster_of(cluster))
+    given = SizedStep(name="", step=fun, args=args, cluster=cluster_of(cluster))
     others = [replace(given, name=name, cluster=each) for name, each in other_clusters(given.cluster).items()]
-    return advise_workload(
+    return advise_sized(
         given,
         others,
         batch_argnums=batch_argnums,
@@ -258,9 +258,9 @@ def advise(
     )
 
 
-def advise_workload(
-    given: Workload,
-    others: Sequence[Workload],
+def advise_sized(
+    given: SizedStep,
+    others: Sequence[SizedStep],
     *,
     batch_argnums: BatchArgnums = None,
     seconds: float = SECONDS,
@@ -298,11 +298,11 @@ def other_clusters(cluster: Cluster) -> dict[str, Cluster]:
     return found
 
 
-def _traced(given: Workload, batch_argnums: BatchArgnums) -> TracedFunction:
+def _traced(given: SizedStep, batch_argnums: BatchArgnums) -> TracedFunction:
     return parallelize(given.step, cluster=given.cluster, batch_argnums=batch_argnums).trace(*given.args)
 
 
-def _search(given: Workload, traced: TracedFunction) -> DegreeSearch:
+def _search(given: SizedStep, traced: TracedFunction) -> DegreeSearch:
     cluster, step = given.cluster, traced.step().step
     return DegreeSearch(
         request=traced.request(cluster, backend=TRAINERS),
@@ -330,7 +330,7 @@ def _alarm(seconds: float) -> Callable[[], bool]:
     return lambda: time.perf_counter() > end
 
 
-def _at_size(other: Workload, traced: TracedFunction, best: DegreePoint) -> OtherSize:
+def _at_size(other: SizedStep, traced: TracedFunction, best: DegreePoint) -> OtherSize:
     """Return the plan of the best degrees at another size, with as much recomputation as it needs to fit."""
     search = _search(other, traced)
     same = search.fastest(ANYTHING, search.nearest(ANYTHING, best), is_over=lambda: True)

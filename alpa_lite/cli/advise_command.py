@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import alpa_lite as al
-from alpa_lite.api.advice import SECONDS, Advice, Workload, advise_workload, other_clusters
+from alpa_lite.api.advice import SECONDS, Advice, SizedStep, advise_sized, other_clusters
 from alpa_lite.cli.command import Command, OutputError, answer, check_writable, positive, seconds, suggests, writing
 from alpa_lite.cli.exit_codes import Exit
 from alpa_lite.cli.models.named_models import MODELS, NamedModel, model_named
@@ -23,8 +23,8 @@ def run_advise(given: argparse.Namespace) -> int:
         raise OutputError(f"{given.output} is a file: --output takes a folder, which is made if there is none.")
     model, cluster = model_named(given.model), al.cluster(given.cluster)
     length = given.seq or model.sizes.seq_len
-    first, *others = _workloads(model, cluster, given.batch, length)
-    found = advise_workload(first, others, seconds=given.seconds, dollars_per_device_hour=given.price)
+    first, *others = _sized_steps(model, cluster, given.batch, length)
+    found = advise_sized(first, others, seconds=given.seconds, dollars_per_device_hour=given.price)
     notes = [] if given.output is None else _written(found, given.output)
     if given.picture is not None:
         _draw(found, given.picture)
@@ -48,17 +48,17 @@ def _given(given: argparse.Namespace, length: int, cluster: Cluster) -> dict[str
     }
 
 
-def _workloads(model: NamedModel, cluster: Cluster, batch: int, length: int) -> Iterator[Workload]:
+def _sized_steps(model: NamedModel, cluster: Cluster, batch: int, length: int) -> Iterator[SizedStep]:
     """Yield what is asked for, and the same with half and twice the batch, the length and the hosts."""
     step, args = model.training(batch, length)
-    yield Workload(name="", step=step, args=args, cluster=cluster)
+    yield SizedStep(name="", step=step, args=args, cluster=cluster)
     for name, each in other_clusters(cluster).items():
-        yield Workload(name=name, step=step, args=args, cluster=each)
+        yield SizedStep(name=name, step=step, args=args, cluster=each)
     sizes = {f"batch {size}": (size, length) for size in (batch // 2, 2 * batch) if size}
     sizes |= {f"{size} tokens": (batch, size) for size in (length // 2, 2 * length) if size}
     for name, (samples, tokens) in sizes.items():
         step, args = model.training(samples, tokens)
-        yield Workload(name=name, step=step, args=args, cluster=cluster)
+        yield SizedStep(name=name, step=step, args=args, cluster=cluster)
 
 
 def _written(found: Advice, folder: Path) -> list[str]:

@@ -10,7 +10,7 @@ import pytest
 
 import alpa_lite as al
 from alpa_lite.api import advice
-from alpa_lite.api.advice import Advice, Workload
+from alpa_lite.api.advice import Advice, SizedStep
 from alpa_lite.cli.models.named_models import model_named
 from alpa_lite.planners.trainer_configuration import TrainerConfiguration
 
@@ -34,7 +34,7 @@ def test_each_family_has_its_plan_and_the_last_is_the_fastest(found: Advice) -> 
 
 def test_exported_settings_mean_the_plan(found: Advice) -> None:
     """Out and in again: the settings of each trainer are a plan of the same price."""
-    given = Workload(name="", step=STEP, args=ARGUMENTS, cluster=found.cluster)
+    given = SizedStep(name="", step=STEP, args=ARGUMENTS, cluster=found.cluster)
     request = advice._search(given, advice._traced(given, None)).request
     exports = found.exports()
     assert set(exports) == {"torchtitan", "maxtext", "megatron"}
@@ -55,7 +55,7 @@ def test_other_sizes_are_those_of_the_hosts(found: Advice) -> None:
     assert best is not None and best.point is not None
     for plan in plans:
         point = replace(best.point, samples=32 // (plan.cluster.num_devices * plan.num_microbatches))
-        given = Workload(name="", step=STEP, args=ARGUMENTS, cluster=plan.cluster)
+        given = SizedStep(name="", step=STEP, args=ARGUMENTS, cluster=plan.cluster)
         alone = advice._search(given, advice._traced(given, None)).plan_at(point)
         assert isinstance(alone, al.Plan) and alone.prediction.step_seconds == plan.prediction.step_seconds
 

@@ -55,8 +55,8 @@ def test_public_names() -> None:
     """Whoever adds or removes one says so here."""
     assert set(_public(al)) == set(
         "Advice AlpaLiteError Calibration CheckReport Checkpoints CompiledFunction LoweredFunction ParallelFunction "
-        "Plan PlannedFunction PlannerComparison TracedFunction advise batch_sharding calibrate check cluster compare init_sharded "
-        "initialize local_cluster parallelize plan register_rule".split()
+        "Plan PlannedFunction PlannerComparison TracedFunction advise batch_sharding calibrate check cluster compare "
+        "init_sharded initialize local_cluster parallelize plan register_rule".split()
     )
     assert set(_public(al.planners)) == set(
         "Auto AxoNN Bounded ColocRL ConvolutionParallel Custom DataParallel DeepSpeed3D FSDP FlexFlow GShard "

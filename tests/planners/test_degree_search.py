@@ -10,7 +10,7 @@ import pytest
 
 import alpa_lite as al
 from alpa_lite.api import advice
-from alpa_lite.api.advice import ANYTHING, FAMILIES, Workload
+from alpa_lite.api.advice import ANYTHING, FAMILIES, SizedStep
 from alpa_lite.cli.models.named_models import model_named
 from alpa_lite.errors import InfeasibleError
 from alpa_lite.inter_op.microbatch_counts import divisors
@@ -26,7 +26,7 @@ SAMPLES, LENGTH = 32, 512
 
 def search_of(model: str, samples: int, cluster: Cluster) -> DegreeSearch:
     step, args = model_named(model).training(samples, LENGTH)
-    given = Workload(name="", step=step, args=args, cluster=cluster)
+    given = SizedStep(name="", step=step, args=args, cluster=cluster)
     return advice._search(given, advice._traced(given, None))
 
 
