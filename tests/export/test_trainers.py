@@ -15,7 +15,7 @@ import pytest
 
 import alpa_lite as al
 from alpa_lite.errors import PlanError
-from alpa_lite.export.degrees import degrees_of, programs_of
+from alpa_lite.export.degrees import _Splits, degrees_of, programs_of
 from alpa_lite.export.product_axes import ProductAxes
 from alpa_lite.lower.plan_fits import as_planned
 from alpa_lite.planners import FSDP, DataParallel, Hybrid, Megatron, OnMesh, Zero
@@ -268,3 +268,15 @@ def test_what_the_step_recomputes_itself_is_said() -> None:
     assert flags["recompute-granularity"] == "full"
     found = al.compare(checkpointed, PARAMS, BATCH, planners=[DataParallel(), FSDP()], cluster="dgx-1")
     assert "recomputed: full, by the step itself" in " ".join(str(found).split())
+
+
+def test_positions_scattered_over_tensor_devices_are_no_context() -> None:
+    """Sequence parallelism may scatter the batch itself; its axis splits the weights, which a context axis does not."""
+    plan = _plan(Megatron(tensor=4, data=2), 1)
+    found = programs_of(plan)
+    products = ProductAxes.of(plan.stages, as_planned(found.with_equations(1, plan.loop_parts), plan).step)
+    assert products.weights == {"model"}
+    splits = _Splits(
+        samples=frozenset({"data"}), positions=frozenset({"model", "context"}), stored=(), products=products
+    )
+    assert [splits.role(axis) for axis in ("data", "model", "context")] == ["data", "tensor", "context"]
