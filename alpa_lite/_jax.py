@@ -25,7 +25,7 @@ from jax import core as jax_core
 from jax.experimental import serialize_executable
 from jax.extend import core as jex_core
 from jax.interpreters import partial_eval
-from jax.sharding import Mesh, Sharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from cost_models.checks import printable
 
@@ -394,6 +394,20 @@ def copying_to(shardings: Sequence[Sharding]) -> Callable[[Sequence[jax.Array]],
     except (ImportError, AttributeError):  # private: it may move
         return lambda arrays: jax.device_put(list(arrays), targets)
     return lambda arrays: copy(list(arrays), devices, targets, semantics)
+
+
+HOST_MEMORY = "pinned_host"
+"""The kind of memory, of backends with devices and of the CPU backend, that is the host's and that devices reach."""
+
+
+def in_memory(x: jax.Array, *, on_host: bool) -> jax.Array:
+    """Return a copy of an array in the memory of the host, or of its devices; within a program alone."""
+    return jax.device_put(x, jax.memory.Space.Host if on_host else jax.memory.Space.Device)
+
+
+def named_sharding(mesh: Mesh | AbstractMesh, spec: PartitionSpec, *, on_host: bool = False) -> NamedSharding:
+    """Return the sharding of arrays in the memory of the devices, or of their host."""
+    return NamedSharding(mesh, spec, memory_kind=HOST_MEMORY) if on_host else NamedSharding(mesh, spec)
 
 
 def own_memory(array: np.ndarray[Any, Any], sharding: Sharding) -> np.ndarray[Any, Any]:

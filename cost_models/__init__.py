@@ -21,6 +21,7 @@ from cost_models.composed import ComposedCostModel as ComposedCostModel
 from cost_models.composed import CostModel as CostModel
 from cost_models.hardware import Backend as Backend
 from cost_models.hardware import Device as Device
+from cost_models.hardware import HostMemory as HostMemory
 from cost_models.hardware import Link as Link
 from cost_models.memory import layer_activation_bytes as layer_activation_bytes
 from cost_models.memory import microbatches_in_flight as microbatches_in_flight

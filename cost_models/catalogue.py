@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from cost_models.checks import ClusterError, JsonObject, parse_json
-from cost_models.hardware import Device, Link
+from cost_models.hardware import Device, HostMemory, Link
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -106,6 +106,18 @@ def link_from_json(value: object, where: str) -> Link:
     check_keys(where, values, Link)
     _check_magnitudes(where, values)
     return Link(**values)
+
+
+def host_memory_from_json(value: object, where: str) -> HostMemory:
+    """Build the memory of a host from an object with its fields, whose link may be a name.
+
+    Raises:
+        ClusterError: an unknown name or key, a missing key, or an invalid value.
+    """
+    values = without_comments(require_object(where, value))
+    check_keys(where, values, HostMemory)
+    _check_magnitudes(where, values)
+    return HostMemory(memory_bytes=values["memory_bytes"], link=link_from_json(values["link"], f"'link' of {where}"))
 
 
 def check_keys(

@@ -2,9 +2,10 @@
 
     num_devices = num_hosts * devices_per_host        (Cluster.num_devices)
 
-Two features are optional. Hosts may form domains that a faster network joins (an NVLink domain of many trays, a TPU
-slice). Hosts may differ: `groups` then describes them, the fields of the cluster hold the slowest values of all groups,
-and `Cluster.at` returns the cluster that a range of its devices sees.
+Three features are optional. Hosts may have memory that devices reach over a link of their own (`host_memory`), where
+plans may store what a device does not need for a while. Hosts may form domains that a faster network joins (an NVLink
+domain of many trays, a TPU slice). Hosts may differ: `groups` then describes them, the fields of the cluster hold the
+slowest values of all groups, and `Cluster.at` returns the cluster that a range of its devices sees.
 
 `load_cluster` reads the descriptions that ship in `clusters/*.json` (each value with its source) or a file of the same
 form. `with_memory`, `with_bandwidth` and `with_times_the_hosts` derive hypothetical clusters from one; where hosts
@@ -24,6 +25,7 @@ from cost_models.catalogue import (
     check_keys,
     device_from_json,
     device_sources,
+    host_memory_from_json,
     link_from_json,
     link_sources,
     read_file,
@@ -33,7 +35,7 @@ from cost_models.catalogue import (
 )
 from cost_models.catalogue import known_clusters as known_clusters
 from cost_models.checks import ClusterError, JsonObject, require_count
-from cost_models.hardware import Device, Link
+from cost_models.hardware import Device, HostMemory, Link
 
 #: Algorithms that a collective library may implement (see `schemes`).
 ALGORITHMS = ("ring", "tree", "double_tree", "halving_doubling", "hierarchical")
@@ -41,7 +43,7 @@ MOST_DEVICES = 2**17
 """Largest number of devices of a cluster; larger numbers are almost certainly mistakes in the description."""
 
 _LINKS = ("intra_host", "intra_domain", "inter_host")
-_LEFT_OUT_AT_DEFAULT = ("hosts_per_domain", "intra_domain", "algorithms", "groups")
+_LEFT_OUT_AT_DEFAULT = ("hosts_per_domain", "intra_domain", "algorithms", "groups", "host_memory")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +90,7 @@ class Cluster:
         algorithms: algorithms that the collective library implements, of "ring", "tree", "double_tree",
             "halving_doubling" and "hierarchical" (level by level).
         groups: groups of equal hosts in device order, where hosts differ; () where all are equal.
+        host_memory: the memory of each host that its devices can use; None if none is known, so that plans use none.
 
     Raises:
         ClusterError: a count below 1, a share outside its range, an unknown algorithm, groups of another number of
@@ -106,6 +109,7 @@ class Cluster:
     intra_domain: Link | None = None
     algorithms: tuple[str, ...] = ALGORITHMS
     groups: tuple[HostGroup, ...] = ()
+    host_memory: HostMemory | None = None
 
     def __post_init__(self) -> None:
         for what in ("num_hosts", "devices_per_host", "hosts_per_domain"):
@@ -159,6 +163,8 @@ class Cluster:
             first += group.num_hosts
         if not self.groups:
             listed += [("device", self.device.words), ("inside a host", self.intra_host.words)]
+        if self.host_memory is not None:
+            listed.append(("memory of a host", self.host_memory.words))
         if self.intra_domain is not None:
             listed.append(("in a domain", f"{self.intra_domain.words}, {self.hosts_per_domain} hosts"))
         if self.num_hosts > 1:
@@ -269,6 +275,9 @@ class Cluster:
         for key in _LINKS:
             if values.get(key) is not None:
                 values[key] = link_from_json(values[key], f"{key!r} of the cluster {values['name']!r}")
+        if values.get("host_memory") is not None:
+            where = f"'host_memory' of the cluster {values['name']!r}"
+            values["host_memory"] = host_memory_from_json(values["host_memory"], where)
         if mixed:
             return cls(**{**values, **_mixed(values)})
         values["device"] = device_from_json(values["device"], f"'device' of the cluster {values['name']!r}")
@@ -380,6 +389,8 @@ def _read(name_or_path: str) -> JsonObject:
 def _to_json(value: object) -> object:
     if isinstance(value, Link):
         return value.to_json()
+    if isinstance(value, HostMemory):
+        return {"memory_bytes": value.memory_bytes, "link": value.link.to_json()}
     if isinstance(value, Device):
         data = asdict(value)
         data["peak_flops"] = value.peaks
@@ -478,6 +489,7 @@ def with_bandwidth(cluster: Cluster, scale: float) -> Cluster:
         inter_host=changed(cluster.inter_host),
         intra_domain=None if cluster.intra_domain is None else changed(cluster.intra_domain),
         groups=groups,
+        host_memory=cluster.host_memory and replace(cluster.host_memory, link=changed(cluster.host_memory.link)),
     )
 
 

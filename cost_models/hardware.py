@@ -1,4 +1,4 @@
-"""Describe one device (memory, rates, efficiencies), the software on it, and one link to other devices or hosts.
+"""Describe one device (memory, rates, efficiencies), the software on it, the memory of its host, and one link.
 
     peak(dtype) of a matrix kernel = the first rate that the device has in the dtype's row of fallbacks  (Device.peak)
 
@@ -399,6 +399,37 @@ class Link:
                 rings.append(size)
                 rest = math.ceil(rest / size)
         return rings, rest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostMemory:
+    """The memory of a host that its devices can use for arrays, and the link of each device to it.
+
+    Attributes:
+        memory_bytes: memory of one host in bytes, which its devices share.
+        link: link between one device and the memory; its bandwidth is per device and direction, and both directions
+            work at the same time.
+
+    Raises:
+        ClusterError: a memory that is not above 0 (the link checks itself).
+    """
+
+    memory_bytes: float
+    link: Link
+
+    def __post_init__(self) -> None:
+        advice = "give it in bytes of one host"
+        require_amount("HostMemory.memory_bytes", self.memory_bytes, advice=advice, positive=True, error=ClusterError)
+
+    @property
+    def usable_bytes(self) -> float:
+        """Bytes that plans may use: all but the same reserve that devices have, for the system and the program."""
+        return (1 - MEMORY_RESERVE) * float(self.memory_bytes)
+
+    @property
+    def words(self) -> str:
+        """The size and the link, in words."""
+        return f"{self.memory_bytes / 2**30:.4g} GiB, of each device {self.link.words}"
 
 
 def _by_lie(efficiencies: MemberEfficiency) -> dict[tuple[int, int], float]:

@@ -1,4 +1,6 @@
-"""Simulate the two streams of one device, kernels and collectives, which run tasks as their inputs become ready.
+"""Simulate the streams of one device, kernels and collectives, which run tasks as their inputs become ready.
+
+Two further streams copy arrays to the memory of the host and back, at the same time: the link is full duplex.
 
     start(task)  = the first moment at which its stream is idle and all that it needs has ended         (simulate)
     order        = of the tasks that could start, the one with the longest path to the end              (_ways)
@@ -22,7 +24,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-Stream = Literal["compute", "communication", "both"]
+Stream = Literal["compute", "communication", "both", "to_host", "to_device"]
+
+#: The streams beside kernels and collectives.
+_COPIES: tuple[Stream, ...] = ("to_host", "to_device")
 
 #: Number of buckets in which gradients are reduced, or weights gathered, during other work.
 NUM_BUCKETS = 32
@@ -32,11 +37,11 @@ NUM_PARTS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamTask:
-    """A task that occupies one stream or both.
+    """A task that occupies one stream, or those of kernels and collectives.
 
     Attributes:
         seconds: duration in seconds without contention.
-        stream: "compute", "communication", or "both" (a loop that uses the two).
+        stream: "compute", "communication", or "both" (a loop that uses the two); "to_host" or "to_device" for copies.
         needs: indices of the tasks that must end before this one starts; all precede it in the list.
         streams: whether the task consumes in parts what tasks of the other stream produce.
     """
@@ -192,10 +197,11 @@ class _OverlapState:
                 self.readers[needed].append(number)
         self.starts, self.ends = [0.0] * len(tasks), [0.0] * len(tasks)
         self.releases: list[tuple[float, int]] = []
-        self.busy: dict[Stream, float] = {"compute": 0.0, "communication": 0.0, "both": 0.0}
+        streams: tuple[Stream, ...] = ("compute", "communication", "both", *_COPIES)
+        self.busy = dict.fromkeys(streams, 0.0)
         self.now = 0.0
         self.running: dict[Stream, tuple[int, float]] = {}
-        self.waiting: dict[Stream, list[tuple[float, int]]] = {"compute": [], "communication": [], "both": []}
+        self.waiting: dict[Stream, list[tuple[float, int]]] = {stream: [] for stream in self.busy}
         self.free: list[int] = []
         for number, missing in enumerate(self.missing):
             if not missing:
@@ -208,17 +214,22 @@ class _OverlapState:
         if not self.running:
             return False
         # A task that occupies both streams is a single entry: nothing contends with it.
-        slow = self.slow if len(self.running) == 2 else 1.0
-        first = min(self.running, key=lambda s: self.running[s][1])
-        step = self.running[first][1]
+        slow = self.slow if {"compute", "communication"} <= self.running.keys() else 1.0
+        rates = {stream: 1.0 if stream in _COPIES else slow for stream in self.running}
+        # In seconds without contention, which slows no copy down.
+        left: dict[Stream, float] = {
+            stream: seconds * (rates[stream] / slow) for stream, (_, seconds) in self.running.items()
+        }
+        first: Stream | None = min(left, key=left.__getitem__)
+        step = left[first]
         release = self.releases[0][0] - self.now if self.releases else step * slow
         # A reader may start before any running task ends: advance only to its release, in seconds without contention.
         if release < step * slow:
             first, step = None, max(0.0, release) / slow
         self.now += step * slow
-        for stream, (task, left) in self.running.items():
+        for stream, (task, seconds) in self.running.items():
             # Rounding may leave a tiny negative rest.
-            self.running[stream] = (task, max(0.0, left - step))
+            self.running[stream] = (task, max(0.0, seconds - step * (slow / rates[stream])))
             self.busy[stream] += step * slow
         while self.releases and self.releases[0][0] <= self.now:
             self._enter(heapq.heappop(self.releases)[1])
@@ -228,12 +239,16 @@ class _OverlapState:
         return True
 
     def _start(self) -> None:
+        for stream in _COPIES:
+            if stream not in self.running and self.waiting[stream]:
+                self._take(stream)
         if "both" in self.running:
             return
-        if self.waiting["both"] and not self.running:
+        if self.waiting["both"] and not self.running.keys() - _COPIES:
             # Entries hold the negated length of the path to the end, so that the most urgent task is first in each
             # heap.
-            first = max((heap[0] for heap in self.waiting.values() if heap), key=lambda entry: -entry[0])
+            heaps = (heap for stream, heap in self.waiting.items() if stream not in _COPIES)
+            first = max((heap[0] for heap in heaps if heap), key=lambda entry: -entry[0])
             if first == self.waiting["both"][0]:
                 self._take("both")
                 return
@@ -251,7 +266,7 @@ class _OverlapState:
         seconds = self.tasks[number].seconds
         self.starts[number] = self.now
         self.running[stream] = (number, seconds)
-        if stream != "both":
+        if stream in ("compute", "communication"):
             self._announce(number, seconds, "compute" if stream == "communication" else "communication")
 
     def _announce(self, number: int, seconds: float, other: Stream) -> None:

@@ -69,6 +69,7 @@ def _with_microbatches(full: Plan, request: PlanRequest, traced: TracedStep) -> 
         made,
         remat=plan.remat,
         traced_layers=plan.traced_layers,
+        host_optimizer=plan.host_optimizer,
         buckets=plan.buckets,
         first_device=plan.first_device,
         idle_devices=plan.idle_devices,

@@ -249,6 +249,11 @@ def _stored(stage: StagePlan, step: StepGraph, products: ProductAxes) -> Iterato
 
 def _recompute(plan: Plan) -> str:
     """Return the policy of the plan, or that of the step itself where it recomputes more."""
+    if plan.host_optimizer or Remat.OFFLOAD in plan.remat:
+        raise PlanError(
+            f"{plan.name} lets arrays wait in the memory of the host, which trainers have other options for. Plan "
+            'with remat="none" and without host_optimizer.'
+        )
     policies = {policy for policy in plan.remat if policy is not Remat.NONE}
     if len(policies) > 1:
         raise PlanError(

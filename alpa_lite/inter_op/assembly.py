@@ -21,6 +21,7 @@ from alpa_lite.inter_op.boundaries import inflow_seconds, received_values, stack
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.inter_op.sharding_demands import PlacedOps, sharding_uses
 from alpa_lite.inter_op.solved_stages import PlacedStage
+from alpa_lite.plan.host_use import host_bytes_of
 from alpa_lite.plan.op_places import update_tasks
 from alpa_lite.plan.parts import NOT_PREDICTED, NOT_SOLVED, Choice
 from alpa_lite.plan.plan import (
@@ -138,7 +139,15 @@ def _decisions(request: PlanRequest, staged: StagedStep) -> Plan:
 
 
 def schedule_for(step: StepGraph, schedule: Schedule) -> Schedule:
-    """Return the schedule, or the one of inference if a step has no backward pass."""
+    """Return the schedule of a pipeline, or the one of inference if a step has no backward pass.
+
+    Raises `PlanError` for a schedule whose stages are equal workers.
+    """
+    if schedule.replicas(2):
+        raise PlanError(
+            f"{schedule} has workers with all layers each, which the stages of a pipeline are not. Ask for "
+            "al.planners.ParameterServer, which makes this schedule, or choose another one."
+        )
     forward_alone = Phase.BACKWARD not in step.phases and schedule.stages_per_processor == 1
     return Inference() if forward_alone else schedule
 
@@ -262,6 +271,7 @@ def _predicted(request: PlanRequest, staged: StagedStep, plan: Plan) -> Predicti
         transfers=simulated.transfers,
         mfu=sum(needed.values()) / available if available else 0.0,
         hfu=executed / available if available else 0.0,
+        host_bytes=host_bytes_of(plan, staged.step),
     )
 
 

@@ -115,15 +115,19 @@ class Recomputed:
 
     Attributes:
         remat: policy of each layer; () if no layer recomputes anything.
-        traced_layers: with `remat`, the layer of each op of the step without recomputation.
+        traced_layers: with `remat` or `host_optimizer`, the layer of each op of the step as it was traced.
+        host_optimizer: whether the state of the optimizer waits in the memory of the host.
     """
 
     remat: tuple[Remat, ...] = ()
     traced_layers: tuple[int | None, ...] = ()
+    host_optimizer: bool = False
 
     def recorded_in(self, plan: Plan) -> Plan:
         """Return a plan of the step with recomputation that says so."""
-        return replace(plan, remat=self.remat, traced_layers=self.traced_layers) if self.remat else plan
+        if not self.remat and not self.host_optimizer:
+            return plan
+        return replace(plan, remat=self.remat, traced_layers=self.traced_layers, host_optimizer=self.host_optimizer)
 
 
 class _Answer(NamedTuple):

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from alpa_lite.intra_op.stage import StageView
 from alpa_lite.intra_op.stage_ops import StageOps
-from alpa_lite.program.ir import Graph, Op, Wiring, wiring_of
+from alpa_lite.program.ir import MOVES, Graph, Op, Wiring, wiring_of
 from alpa_lite.program.memo import memoized
 from alpa_lite.program.phases import Phase, StepGraph
 from alpa_lite.rules.fusion import accesses, is_folded, is_fusible, is_repeatable
@@ -159,7 +159,9 @@ def _written(graph: Graph, options: _LivenessOptions) -> frozenset[int]:
             found.update(op.results)
         else:
             found.update(op.results[slot.number] for slot in access.writes)
-    return frozenset(v for v in found if graph.values[v].rank > 0 and v not in free)
+    # The memory of the host is counted by `plan.host_use`.
+    values = graph.values
+    return frozenset(v for v in found if values[v].rank > 0 and v not in free and not values[v].on_host)
 
 
 class _LiveScope:
@@ -347,7 +349,7 @@ class _LiveScope:
         named = self._renamed(op_id, value)
         if named:
             return named
-        fused = not op.bodies and not any(r in self.written for r in op.results)
+        fused = not op.bodies and op.primitive not in MOVES and not any(r in self.written for r in op.results)
         readers = any(c in self.here for r in op.results for c in self.graph.consumers[r])
         return op.results if fused and readers else None
 
@@ -401,6 +403,8 @@ class _LiveScope:
                 continue
             seen.add(v)
             producer = self.graph.producer[v]
+            if self.graph.values[v].on_host:
+                continue
             if v in self.written or producer is None or producer not in self.here:
                 found[v] = None
             elif len(seen) < _MOST_SOURCES:

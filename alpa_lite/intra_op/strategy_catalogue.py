@@ -352,7 +352,7 @@ class Catalogue:
 
     def local_sizes(self, value: Value, specs: tuple[Spec, ...]) -> FloatArray:
         """Return the bytes of one device's block of a value under each spec."""
-        key = (value.shape, value.dtype, self._number(specs))
+        key = (value.shape, value.dtype, value.on_host, self._number(specs))
         if key not in self._sizes:
             self._sizes[key] = frozen(np.array([local_bytes(value, spec, self.sizes) for spec in specs]))
         return self._sizes[key]
@@ -366,7 +366,7 @@ class Catalogue:
         sum is completed in place. `paired`: the value is in the offered spec of the same index; otherwise in any of
         them, and the demanded spec must differ from all.
         """
-        key = (value.shape, value.dtype, self._number(offered), self._number(demanded), paired)
+        key = (value.shape, value.dtype, value.on_host, self._number(offered), self._number(demanded), paired)
         if key not in self._copies:
             homes, sizes = self.local_sizes(value, offered), self.local_sizes(value, demanded)
             if paired:

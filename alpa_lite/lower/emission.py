@@ -25,7 +25,7 @@ from itertools import count
 from math import prod
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from alpa_lite import _jax
 from alpa_lite.lower.local_machine import POSITIONAL, LocalMachine, PlacedTask
@@ -56,21 +56,23 @@ def boundary_shape(shape: tuple[int, ...], spec: Spec, sizes: Mapping[str, int])
 def boundary_layout(value: Value, port: Port, sizes: Mapping[str, int]) -> BoundaryArray:
     """Return the array that holds a value at a task's boundary."""
     shape = boundary_shape(value.shape, port.spec, sizes)
-    return BoundaryArray(shape=shape, dtype=value.dtype, spec=boundary_spec(port.spec))
+    return BoundaryArray(shape=shape, dtype=value.dtype, spec=boundary_spec(port.spec), on_host=value.on_host)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundaryArray:
-    """The global shape, dtype and `PartitionSpec` of an array at a task's boundary."""
+    """The global shape, dtype, `PartitionSpec` and memory of an array at a task's boundary."""
 
     shape: tuple[int, ...]
     dtype: str
     spec: PartitionSpec
+    on_host: bool = False
 
     def on(self, mesh: Mesh | AbstractMesh) -> jax.ShapeDtypeStruct:
         """Return the abstract array with its sharding on a mesh."""
         dtype = _jax.struct((), self.dtype).dtype
-        return jax.ShapeDtypeStruct(self.shape, dtype, sharding=NamedSharding(mesh, self.spec))
+        sharding = _jax.named_sharding(mesh, self.spec, on_host=self.on_host)
+        return jax.ShapeDtypeStruct(self.shape, dtype, sharding=sharding)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -79,7 +81,8 @@ class Emitted:
 
     Calling convention: inputs, sums (if accumulated), [micro-batch index] -> outputs, sums, token. The token is a
     scalar that is ready when the whole task is done. Unlike the other results it is never donated, so waiting for it
-    keeps no other buffer alive. Outputs and sums come in `order` (see `result_order`).
+    keeps no other buffer alive. Outputs and sums come in `order` (see `result_order`); the results with numbers in
+    `hosted` come in the memory of the host.
     """
 
     function: TaskFunction
@@ -90,6 +93,7 @@ class Emitted:
     donated: tuple[int, ...]
     takes_microbatch: bool
     order: tuple[int, ...] = ()
+    hosted: frozenset[int] = frozenset()
 
     def lower(self, on: Mesh | None = None) -> jax.stages.Lowered:
         """Trace and lower the function, by default for an abstract mesh without devices.
@@ -98,9 +102,9 @@ class Emitted:
         an abstract mesh.
         """
         mesh = on if on is not None else self.mesh
-        shardings = jax.tree.map(
-            lambda spec: NamedSharding(mesh, spec), self.outs, is_leaf=lambda x: isinstance(x, PartitionSpec)
-        )
+        specs, tree = jax.tree.flatten(self.outs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+        placed = [_jax.named_sharding(mesh, spec, on_host=i in self.hosted) for i, spec in enumerate(specs)]
+        shardings = jax.tree.unflatten(tree, placed)
         jitted = jax.jit(self.function, donate_argnums=self.donated, out_shardings=shardings)
         traced = jitted.trace(*(x.on(mesh) for x in self.ins))
         return traced.lower(lowering_platforms=(self.platform,)) if on is None else traced.lower()
@@ -200,6 +204,7 @@ def emit_task(placed: PlacedTask, mesh: AbstractMesh, *, name: str, platform: st
         donated=(*placed.donated, *summed),
         takes_microbatch=positional,
         order=order,
+        hosted=frozenset(place for place, i in enumerate(order) if graph.values[outs[i].value].on_host),
     )
 
 
@@ -208,14 +213,16 @@ def result_order(placed: PlacedTask) -> tuple[int, ...]:
 
     First those that replace donated inputs in the next step, in the order of these: JAX gives each result in turn the
     first donated buffer of its shape and dtype that is left, and XLA copies what is still read from a buffer that
-    another result than the next value takes.
+    another result than the next value takes. Last come the results on the host, which no buffer of a device can hold.
     """
     task, next_of = placed.task, {old: new for new, old in placed.step.aliases.items()}
     number = {(port.value, port.spec): i for i, port in enumerate(task.outputs)}
     donated = [task.inputs[i] for i in placed.donated]
     replacing = [number.get((next_of.get(port.value, -1), port.spec)) for port in donated]
-    first = dict.fromkeys(i for i in replacing if i is not None)
-    return (*first, *(i for i in range(len(task.outputs) + len(task.sums)) if i not in first))
+    first, values = dict.fromkeys(i for i in replacing if i is not None), placed.step.graph.values
+    rest = [i for i in range(len(task.outputs) + len(task.sums)) if i not in first]
+    on_host = {i for i in rest if i < len(task.outputs) and values[task.outputs[i].value].on_host}
+    return (*first, *(i for i in rest if i not in on_host), *sorted(on_host))
 
 
 def accumulates(task: TaskSpec, step: StepGraph) -> bool:
@@ -306,7 +313,7 @@ class _Form:
         value, producer = self.graph.values[v], self.graph.producer[v]
         phase = None if producer is None else self.step.phases[producer]
         free = v in self.free
-        return value.shape, value.dtype, free, phase, self.step.batch_dims[v], self.step.full_shapes[v]
+        return value.shape, value.dtype, value.on_host, free, phase, self.step.batch_dims[v], self.step.full_shapes[v]
 
     def number(self, v: int) -> Hashable:
         """Return the form's reference to a value: its number, or the content of a literal.

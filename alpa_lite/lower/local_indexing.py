@@ -39,7 +39,9 @@ from jax import Array, lax
 from jax.extend.random import threefry2x32_p
 from jax.typing import DTypeLike
 
+from alpa_lite import _jax
 from alpa_lite.lower.run_local import LocalOp, block_index, local_lowering
+from alpa_lite.program.ir import TO_DEVICE, TO_HOST
 
 
 @local_lowering("mulhi")
@@ -109,6 +111,18 @@ def tile(op: LocalOp, operands: Sequence[Array]) -> list[Array]:
 def identity(_: LocalOp, operands: Sequence[Array]) -> list[Array]:
     """Return the operands: these ops only request a placement, which the plan has decided."""
     return list(operands)
+
+
+@local_lowering(TO_HOST)
+def to_host(_: LocalOp, operands: Sequence[Array]) -> list[Array]:
+    """Copy the block of each device to the memory of its host."""
+    return [_jax.in_memory(x, on_host=True) for x in operands]
+
+
+@local_lowering(TO_DEVICE)
+def to_device(_: LocalOp, operands: Sequence[Array]) -> list[Array]:
+    """Copy the block of each device from the memory of its host."""
+    return [_jax.in_memory(x, on_host=False) for x in operands]
 
 
 #: The neutral element of each combining scatter: the operand counts on one device only, the others start from this.

@@ -35,7 +35,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import jax
@@ -43,12 +43,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from alpa_lite import _jax
 from alpa_lite.lower.run_local import LocalOp, bind_local, block_index
 from alpa_lite.plan.plan import OpPlacement
 from alpa_lite.plan.task_specs import TaskSpec
 from alpa_lite.plan.walk import Application, Walk, body_walk, sharing_axes
 from alpa_lite.program.equations import Equation
-from alpa_lite.program.ir import Graph, Op, Value, Wiring
+from alpa_lite.program.ir import TO_DEVICE, Graph, Op, Value, Wiring
 from alpa_lite.program.phases import Phase, StepGraph, parameters
 from alpa_lite.sharding.specs import Move, MoveKind, num_shards
 from alpa_lite.trace.evaluate import run_control_flow
@@ -142,6 +143,9 @@ class LocalMachine:
         array = self.buckets.held(value.id, array) if bucketed else array
         if op is not None and self._is_parameter(value) and any(step.kind is MoveKind.ALL_GATHER for step in steps):
             array = self.gathered.held(array, value.bytes / num_shards(steps[-1].spec, self.sizes))
+        if value.on_host:  # collectives run on the memory of devices
+            moved = self.reshard(_jax.in_memory(array, on_host=False), replace(value, on_host=False), steps, op)
+            return _jax.in_memory(moved, on_host=True)
         times = self.part + self.moved[value, steps]
         self.moved[value, steps] += 1
         array = jax.numpy.reshape(array, (*(1,) * times, *array.shape))
@@ -179,7 +183,9 @@ class LocalMachine:
             origins=origins,
             full_shapes=full_shapes,
         )
-        if graph is self.step.graph and op.primitive == "optimization_barrier":
+        # XLA drops barriers on the CPU backend, whose devices have the memory of the host.
+        held = op.primitive == "optimization_barrier" or (op.primitive == TO_DEVICE and self.barriers_stay)
+        if graph is self.step.graph and held:
             operands = [self._held_back(v, x) for v, x in zip(op.operands, operands, strict=True)]
         with jax.named_scope(f"op{op.id}"):
             axes = sharing_axes(op, self.sizes)

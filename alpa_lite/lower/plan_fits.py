@@ -30,7 +30,7 @@ def as_planned(step: TracedStep, plan: Plan, driver: PassDriver | None = None) -
     Raises `MismatchError` if that gives other ops than the plan lists, which happens when another version of alpa_lite
     wrote the plan.
     """
-    planned = planned_step(step.step, plan.layers_as_traced, plan.remat, driver)
+    planned = planned_step(step.step, plan.layers_as_traced, plan.remat, driver, host_optimizer=plan.host_optimizer)
     # The layers of all ops are a fingerprint of the rewriting: other recomputations give other ops or another order.
     if planned.of_op != plan.op_layers:
         raise MismatchError(

@@ -22,7 +22,7 @@ from alpa_lite.errors import PlanError
 from alpa_lite.plan.parts import TaskRole
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.task_specs import OpPlace
-from alpa_lite.program.ir import Graph
+from alpa_lite.program.ir import TO_DEVICE, Graph
 from alpa_lite.program.phases import Phase, StepGraph, weight_gradient_ops
 from alpa_lite.rules.fusion import is_fusible
 from alpa_lite.schedule import Task, TaskKind, TaskLists, kinds_of, processors_of
@@ -88,7 +88,7 @@ def places_of(layout: TaskLayout, step: StepGraph) -> tuple[OpPlace | None, ...]
             kind, wave = TaskRole.UPDATE, _wave(step, op, stage, places)
         key = (stage, kind, wave)
         places.append(known.get(key) or known.setdefault(key, OpPlace(stage=stage, kind=kind, wave=wave)))
-    return tuple(places if layout.whole else _deferred(step, places))
+    return tuple(places if layout.whole else _deferred(step, _fetched(step, places)))
 
 
 def update_tasks(step: StepGraph, stage_of_op: Sequence[int | None]) -> Counter[int]:
@@ -99,6 +99,7 @@ def update_tasks(step: StepGraph, stage_of_op: Sequence[int | None]) -> Counter[
             in_loop = step.phases[op].in_loop
             wave = 0 if in_loop else _wave(step, op, stage, places)
             places[op] = OpPlace(stage=stage, kind=TaskRole.FORWARD if in_loop else TaskRole.UPDATE, wave=wave)
+    places = _fetched(step, places)
     return Counter(place.stage for place in {*places} if place is not None and place.kind is TaskRole.UPDATE)
 
 
@@ -134,6 +135,28 @@ def _weights(layout: TaskLayout, step: StepGraph) -> frozenset[int]:
         if stage is not None and stage in members:
             members[stage].append(op)
     return frozenset().union(*(weight_gradient_ops(step, ops) for ops in members.values()))
+
+
+def _fetched(step: StepGraph, places: list[OpPlace | None]) -> list[OpPlace | None]:
+    """Return the places with copies from the host, and what needs nothing else, moved to the wave that reads them.
+
+    The state of an optimizer would else be on the device, or what is made of it, while updates wait for other stages.
+    """
+    graph, found, early = step.graph, list(places), set[int]()
+    for op in graph.ops:
+        if step.phases[op.id] is not Phase.UPDATE:
+            continue
+        makers = {graph.producer[v] for v in op.operands} - {None}
+        if op.primitive == TO_DEVICE or (makers and makers <= early and is_fusible(graph, op)):
+            early.add(op.id)
+    # In reverse order, so that a chain of ops follows its last member.
+    for number in sorted(early, reverse=True):
+        op = graph.ops[number]
+        readers = [found[c] for r in op.results for c in graph.consumers[r]]
+        here = [place for place in readers if place is not None and place.stage == (found[number] or place).stage]
+        if len(here) == len(readers) and here and not set(graph.outputs) & set(op.results):
+            found[number] = min(here, key=lambda place: place.order)
+    return found
 
 
 def _deferred(step: StepGraph, places: Sequence[OpPlace | None]) -> list[OpPlace | None]:

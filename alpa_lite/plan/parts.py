@@ -414,6 +414,7 @@ class Prediction:
             these FLOPs; 0 in files of earlier versions.
         hfu: hardware FLOPs utilisation: the same for all FLOPs that the devices execute, recomputed and repeated ones
             included.
+        host_bytes: for each stage the memory of its host that each of its devices uses; () if nothing waits there.
     """
 
     step_seconds: float
@@ -428,6 +429,7 @@ class Prediction:
     transfers: TransferRuns = field(default_factory=TransferRuns)
     mfu: float = 0.0
     hfu: float = 0.0
+    host_bytes: tuple[float, ...] = ()
 
     def __repr__(self) -> str:
         peak = show_bytes(max(self.peak_bytes, default=0.0))

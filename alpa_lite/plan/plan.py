@@ -55,7 +55,7 @@ from cost_models.uncertainty import LikelyRange, likely_range
 FORMAT = 5
 """Version of the plan file format."""
 
-_LATER = ("batch", "refusals", "notes", "first_device", "idle_devices", "user_shardings")
+_LATER = ("batch", "refusals", "notes", "first_device", "idle_devices", "user_shardings", "host_optimizer")
 """Fields that were added to this format later, and that old files lack."""
 
 # A file may come from anywhere: without these limits a few digits in it could make lowering run for hours, or out of
@@ -99,7 +99,9 @@ class Plan:
         averaged: whether the step is no sum over its samples, so that results are means over micro-batches.
         remat: policy of each layer for its backward pass; () if the step runs as it is written. With `remat`, op ids
             are those of the step with recomputation.
-        traced_layers: with `remat`, the layer of each op of the step without recomputation.
+        host_optimizer: whether the state of the optimizer waits in the memory of the host, but for the update. With
+            `host_optimizer`, op ids are those of the step with copies from there and back.
+        traced_layers: with `remat` or `host_optimizer`, the layer of each op of the step as it was traced.
         buckets: groups of gradients that are reduced together, in this order; () to reduce each separately.
         user_shardings: the shardings that the user's code gives, each with the plan's specs.
         batch: the arguments that hold the batch; None if no batch is known, or the file does not say.
@@ -130,6 +132,7 @@ class Plan:
     averaged: bool = False
     remat: tuple[Remat, ...] = ()
     traced_layers: tuple[int | None, ...] = ()
+    host_optimizer: bool = False
     buckets: tuple[tuple[int, ...], ...] = ()
     user_shardings: tuple[UserShardingUse, ...] = ()
     batch: BatchDims | None = None
@@ -137,8 +140,8 @@ class Plan:
 
     @property
     def layers_as_traced(self) -> tuple[int | None, ...]:
-        """The layer of each op of the step without the recomputation that `remat` adds."""
-        return self.traced_layers if self.remat else self.op_layers
+        """The layer of each op of the step without what `remat` and `host_optimizer` add."""
+        return self.traced_layers or self.op_layers
 
     def __getstate__(self) -> dict[str, object]:
         """Return the state that is pickled for files and other processes: all fields but the request."""
@@ -529,6 +532,8 @@ def _prediction(plan: Plan) -> Iterator[str]:
     prediction, count = plan.prediction, len(plan.stages)
     if len(prediction.peak_bytes) != count:
         yield f"it predicts the memory of {len(prediction.peak_bytes)} stages, of {count}"
+    if len(prediction.host_bytes) not in (0, count):
+        yield f"it predicts the memory on the host of {len(prediction.host_bytes)} stages, of {count}"
     for use in (*prediction.collectives, *plan.undivided):
         if not 0 <= use.stage < count:
             yield f"it predicts something of stage {use.stage}, of {count}"
@@ -536,7 +541,8 @@ def _prediction(plan: Plan) -> Iterator[str]:
     for part in (*costs, prediction, *prediction.collectives, *plan.opaque, *plan.undivided):
         for each in fields(part):
             value = getattr(part, each.name)
-            numbers = value if each.name == "peak_bytes" else (value,) if isinstance(value, float) else ()
+            of_stages = each.name in ("peak_bytes", "host_bytes")
+            numbers = value if of_stages else (value,) if isinstance(value, float) else ()
             # NaN satisfies no comparison, so that this refuses it too.
             if not all(0 <= number <= _LARGEST or each.name == "bubble_fraction" for number in numbers):
                 yield f"it predicts {each.name} of {value}"

@@ -19,7 +19,7 @@ from math import prod
 
 from alpa_lite.plan.plan import CollectiveUse, OpPlacement
 from alpa_lite.plan.walk import Application, Walk, body_walk, combination, reduced_axes, sharing_axes
-from alpa_lite.program.ir import Graph, Op, Value, Wiring, item_bytes
+from alpa_lite.program.ir import MOVES, TO_DEVICE, TO_HOST, Graph, Op, Value, Wiring, item_bytes
 from alpa_lite.program.memo import memoized
 from alpa_lite.rules import Rule
 from alpa_lite.rules.fusion import Access, accesses, on_chip
@@ -90,12 +90,14 @@ class OpPrice:
         flops: FLOPs of one device.
         num_kernels: kernels that the host launches.
         collectives: (kind, axes, buffer bytes) of the op's `own_collectives`.
+        host_seconds: time of a copy to the host or from there, on the link between them.
     """
 
     seconds: float
     flops: float
     num_kernels: float
     collectives: tuple[tuple[str, tuple[str, ...], float], ...] = ()
+    host_seconds: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -158,6 +160,11 @@ class Pricer:
             self._memo[key] = self.cost_model.collective_seconds(collective)
         return self._memo[key]
 
+    def host_seconds(self, block: float) -> float:
+        """Return the seconds of a copy of `block` bytes between a device and its host, in one direction."""
+        host = self.cost_model.cluster.host_memory
+        return host.link.seconds(block) if host is not None and block else 0.0
+
     def price_class(self, graph: Graph, op_id: int) -> PriceClass:
         """Return the price class of an op, which is equal for ops with equal prices under equal placements."""
         backend = self.cost_model.backend
@@ -172,6 +179,12 @@ class Pricer:
         kind = self.price_class(graph, op.id)
         key = (kind, placement.factors)
         found = self._prices.get(key)
+        if found is None and op.primitive in MOVES:
+            (value,), (spec,) = graph.results(op), placement.results
+            size = block_bytes(value, spec, self.sizes)
+            found = self._prices[key] = OpPrice(
+                seconds=0.0, flops=0.0, num_kernels=0.0, host_seconds=self.host_seconds(size)
+            )
         if found is None:
             local = self.local_price(kind, cuts_of(placement, self.sizes))
             # Groups of axes differ between meshes, so that collectives are not part of the shared price.
@@ -201,8 +214,10 @@ class Pricer:
     def op_seconds(self, graph: Graph, op: Op, placement: OpPlacement) -> float:
         """Return the seconds of one op, including the collectives that are part of it (`own_collectives`)."""
         price = self.price(graph, op, placement)
-        return price.seconds + sum(
-            self.collective_seconds(kind, buffer, axes) for kind, axes, buffer in price.collectives
+        return (
+            price.seconds
+            + price.host_seconds
+            + sum(self.collective_seconds(kind, buffer, axes) for kind, axes, buffer in price.collectives)
         )
 
 
@@ -393,10 +408,19 @@ class Estimator:
         # Backends that launch kernels one by one need host time for each, whatever runs on the device.
         self.calls += price.num_kernels * self.trips
         streams = self.pricer.cost_model.backend.overlap_products and application.rule.work_kind == "matmul"
+        if op.primitive in MOVES:
+            return [self._moved(op, price, operands)]
         made = self._add(price.seconds, "compute", operands, streams=streams)
         for kind, axes, buffer in price.collectives:
             made = self._use(kind, buffer, axes, op, (made,))
         return [made] * len(op.results)
+
+    def _moved(self, op: Op, price: OpPrice, operands: Sequence[int]) -> int:
+        """Append a copy to the host or from there. What comes back starts where it stands in the program."""
+        # Memory is counted from there on, and the link has no reason to wait longer.
+        before = [len(self.tasks) - 1] if op.primitive == TO_DEVICE and self.tasks else []
+        stream = "to_host" if op.primitive == TO_HOST else "to_device"
+        return self._add(price.host_seconds, stream, [*operands, *before])
 
     def control_flow(self, application: Application, operands: list[int], wiring: Wiring, walk: Walk[int]) -> list[int]:
         """Price each body from its first trips."""
@@ -497,5 +521,10 @@ def crosses_hosts(cluster: Cluster, a: Submesh, b: Submesh) -> bool:
 
 
 def local_bytes(value: Value, spec: Spec, sizes: Mapping[str, int]) -> float:
-    """Return the bytes of one device's block of a value."""
+    """Return the bytes of one device's block of a value; none for one that lies in the memory of the host."""
+    return 0.0 if value.on_host else block_bytes(value, spec, sizes)
+
+
+def block_bytes(value: Value, spec: Spec, sizes: Mapping[str, int]) -> float:
+    """Return the bytes of one device's block of a value, in the memory of the device or its host."""
     return value.num_elements * item_bytes(value.dtype) / num_shards(spec, sizes)

@@ -39,7 +39,7 @@ from alpa_lite.planners.on_mesh import OnMesh
 from alpa_lite.planners.planner import Planner, check_synchronous, renamed_options
 from alpa_lite.program.collector import rare_collection
 from alpa_lite.schedule import EagerOneFOneB, GPipe, OneFOneB, Schedule, ZeroBubbleH1
-from alpa_lite.step.recomputation import Remat
+from alpa_lite.step.recomputation import RECOMPUTING, Remat
 from alpa_lite.text import show_bytes, show_count, show_percent
 from cost_models.cluster import Cluster, with_memory_limit
 
@@ -360,7 +360,7 @@ class Auto(Planner):
                     solver=self._integer_program(),
                 ),
             ),
-            policies=tuple(Remat) if self.remat == "auto" else (Remat(self.remat),),
+            policies=RECOMPUTING if self.remat == "auto" else (Remat(self.remat),),
             num_stages=1 if self.intra_op_only else self.pipeline,
             equal=self.equal,
             at_most=at_most,

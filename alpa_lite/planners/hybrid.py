@@ -43,6 +43,7 @@ from alpa_lite.inter_op.what_would_fit import (
 )
 from alpa_lite.intra_op.stage import GivenLayout, StageSolution
 from alpa_lite.intra_op.strategies import FREE_CHOICE, AxisRole, BatchSplit, Restriction
+from alpa_lite.plan.host_use import fullest_host_bytes
 from alpa_lite.plan.plan import Plan
 from alpa_lite.planners.planner import Planner, marked, renamed_options
 from alpa_lite.planners.weights import positions_layout, projections, weights_layout
@@ -88,9 +89,11 @@ class Hybrid(Planner):
         blocks: number of natural layers of each stage (`natural_layers` for pipelines of at most as many stages as
             there are devices), if stages are to be exactly these; `equal` and `shares` then mean nothing.
         devices: number of devices of each part of the pipeline, if they should differ (`data` follows from them).
-        remat: policy of recomputation in the backward pass: "none", "selective" or "full" (`Remat`), layer by layer of
-            each stage. The last layer of all stores everything, as its backward pass follows at once, unless it is a
-            loop.
+        remat: policy of recomputation in the backward pass: "none", "selective", "full" or "offload" (`Remat`), layer
+            by layer of each stage. The last layer of all stores everything, as its backward pass follows at once,
+            unless it is a loop.
+        host_optimizer: whether the state of the optimizer waits in the memory of the host, and comes to the devices
+            for the update alone, a few parameters at a time.
     """
 
     obeys_user_shardings = True
@@ -111,7 +114,8 @@ class Hybrid(Planner):
     shares: tuple[float, ...] = ()
     blocks: tuple[int, ...] = ()
     devices: tuple[int, ...] = ()
-    remat: Literal["none", "selective", "full"] = "none"
+    remat: Literal["none", "selective", "full", "offload"] = "none"
+    host_optimizer: bool = False
 
     @property
     def name(self) -> str:
@@ -122,7 +126,8 @@ class Hybrid(Planner):
         parts += [f"cp{self.context}" if self.context > 1 else "", f"ep{self.expert}" if self.expert > 1 else ""]
         parts += [f"dp{self.data}" if self.data else "", f"zero{self.zero}" if self.zero else ""]
         parts += ["" if self.reshard_after_forward else "kept gathered"]
-        parts += [f"{self.remat} remat" if self.remat != "none" else ""]
+        parts += ["offload" if self.remat == "offload" else f"{self.remat} remat" if self.remat != "none" else ""]
+        parts += ["host optimizer" if self.host_optimizer else ""]
         return marked(" × ".join(filter(None, parts)) or "hybrid", self.schedule)
 
     @property
@@ -135,6 +140,8 @@ class Hybrid(Planner):
         started = time.perf_counter()
         request = request.under(self.schedule, self.num_stages)
         self._check_gathers()
+        if self.host_optimizer or self.remat == "offload":
+            check_host_memory(self.name, request.cluster)
         asked = user_mesh(request.step_at(1, 0), request.signature.user_shardings)
         user_axes = None if asked is None else self._user_axes(request, asked)
         places = self.places(request) if user_axes is None else self._user_places(request, user_axes)
@@ -160,7 +167,7 @@ class Hybrid(Planner):
             layers = subdivided(step, layers)
         traced_layers, per_stage = layers.of_op, layers.num_layers // self.num_stages
         remat = policies_of(step, layers, (Remat(self.remat),) * layers.num_layers)
-        planned = planned_step(step, traced_layers, remat)
+        planned = planned_step(step, traced_layers, remat, host_optimizer=self.host_optimizer)
         step, layers = planned.step, replace(layers, of_op=planned.of_op)
         costs = StageCosts(
             step=step,
@@ -168,7 +175,7 @@ class Hybrid(Planner):
             cost_model=request.cost_model,
             cost_model_for=request.cost_model_for,
             constraints=self._constraints(request, step, places[0][1], user_axes),
-            recomputed=Recomputed(remat=remat, traced_layers=traced_layers),
+            recomputed=Recomputed(remat=remat, traced_layers=traced_layers, host_optimizer=self.host_optimizer),
             progress=request.progress,
         )
         parts = [schedule.processor_of(stage, self.num_stages) for stage in range(self.num_stages)]
@@ -183,6 +190,7 @@ class Hybrid(Planner):
         ]
         staged = StagedStep(step=step, layers=layers, stages=stages, schedule=schedule)
         plan = assemble(self.name, request, staged, started)
+        check_host_bytes(plan)
         return costs.recomputed.recorded_in(replace(plan, notes=self._notes(step)))
 
     def _constraints(
@@ -206,7 +214,7 @@ class Hybrid(Planner):
         """Return the axes of each stage on a mesh of the user. Raises `PlanError` for options that say otherwise."""
         free = Hybrid(
             pipeline=self.pipeline, schedule=self.schedule, equal=self.equal, shares=self.shares, remat=self.remat,
-            blocks=self.blocks,
+            blocks=self.blocks, host_optimizer=self.host_optimizer,
         )  # fmt: skip
         if self != free or self.split:
             raise PlanError(
@@ -427,6 +435,27 @@ class Hybrid(Planner):
             changes.append(Remedy(text=text, planner=wider, request=request))
         # Fixed numbers of devices would not cover further hosts.
         return cheapest_fit(changes, more_hosts(replace(self, data=None, devices=()), request))
+
+
+def check_host_memory(name: str, cluster: Cluster) -> None:
+    """Raise `PlanError` if a plan of this name would use memory of hosts that the cluster does not describe."""
+    if cluster.host_memory is None:
+        raise PlanError(
+            f"{name} lets arrays wait in the memory of the host, but {cluster.name} states none. Describe it in the "
+            'cluster file, as "host_memory": {"memory_bytes": 1e12, "link": "pcie4"}, or set it with '
+            "dataclasses.replace(cluster, host_memory=cost_models.HostMemory(...))."
+        )
+
+
+def check_host_bytes(plan: Plan) -> None:
+    """Raise `InfeasibleError` if a plan needs more memory of a host than there is."""
+    used, host = fullest_host_bytes(plan), plan.cluster.host_memory
+    if host is not None and used > host.usable_bytes:
+        raise InfeasibleError(
+            f"{plan.name} does not fit: {show_bytes(used)} would wait in the memory of a host of {plan.cluster.name}, "
+            f"which has {show_usable(host.usable_bytes, host.memory_bytes - host.usable_bytes)}. Let less wait there, "
+            "or use more hosts."
+        )
 
 
 def _stage_axes(request: PlanRequest, num_stages: int, mesh: Mapping[str, int]) -> dict[str, int]:

@@ -28,13 +28,13 @@ from alpa_lite.inter_op.stage_costs import StageConstraints, StageCosts
 from alpa_lite.intra_op.strategies import AxisRole, Restriction
 from alpa_lite.plan.plan import Plan
 from alpa_lite.planners.hybrid import check_batch, submeshes_of
-from alpa_lite.planners.planner import Planner
+from alpa_lite.planners.planner import Planner, marked
 from alpa_lite.program.phases import Phase, StepGraph
 from alpa_lite.schedule import ServerSchedule
 from alpa_lite.sharding.meshes import LogicalMesh
 from alpa_lite.sharding.specs import Spec
 from alpa_lite.step.layers import Layers
-from alpa_lite.text import show_bytes, show_count, show_usable
+from alpa_lite.text import did_you_mean, show_bytes, show_count, show_usable
 
 ROUNDS = (4, 2, 1)
 """The numbers of micro-batches of each worker to try where there is an update for each of them."""
@@ -64,8 +64,9 @@ class ParameterServer(Planner):
         servers: number of devices that hold and update the weights.
         workers: number of equal groups of the other devices; 0: one device each.
         consistency: "bsp": one update per step, of the whole batch, as with data parallelism; `Bounded(delay)`: an
-            update for one micro-batch of each worker, of which weights lack up to `delay`; "async": an update for each
-            micro-batch, when its gradient arrives. The last two are other optimisers than the step on one device.
+            update for one micro-batch of each worker, of which weights lack up to `delay` (also as "bounded:DELAY");
+            "async": an update for each micro-batch, when its gradient arrives. The last two are other optimisers than
+            the step on one device.
     """
 
     servers: int = 1
@@ -76,15 +77,20 @@ class ParameterServer(Planner):
         """Check the options."""
         if self.servers < 1:
             raise PlanError(f"servers={self.servers} was given. Ask for at least 1.")
-        # For its error about an unknown consistency.
-        self._schedule(1).microbatches_per_update(2)
+        given = self.consistency
+        if isinstance(given, str) and given not in ("bsp", "async") and _delay_of(given) is None:
+            close = did_you_mean(given, ("bsp", "async"))
+            raise PlanError(
+                f"consistency={given!r} was given.{close} Give "
+                '"bsp", "async", or al.planners.Bounded(delay), which on the command line is bounded:DELAY.'
+            )
 
     @property
     def name(self) -> str:
         """Name for tables."""
-        bounded = f"delay {self.consistency.delay}" if isinstance(self.consistency, Bounded) else self.consistency
-        mark = ", asynchronous" if self.is_asynchronous else ""
-        return f"parameter server ({show_count(self.servers, 'server')}, {bounded}){mark}"
+        schedule = self._schedule(1)
+        rule = f"delay {schedule.delay}" if schedule.consistency == "bounded" else schedule.consistency
+        return marked(f"parameter server ({show_count(self.servers, 'server')}, {rule})", schedule)
 
     @property
     def is_asynchronous(self) -> bool:
@@ -92,9 +98,11 @@ class ParameterServer(Planner):
         return self._schedule(1).is_asynchronous
 
     def _schedule(self, workers: int) -> ServerSchedule:
-        if isinstance(self.consistency, Bounded):
-            return ServerSchedule(workers=workers, consistency="bounded", delay=self.consistency.delay)
-        return ServerSchedule(workers=workers, consistency=self.consistency)
+        given = self.consistency
+        delay = given.delay if isinstance(given, Bounded) else _delay_of(given)
+        if delay is not None:
+            return ServerSchedule(workers=workers, consistency="bounded", delay=delay)
+        return ServerSchedule(workers=workers, consistency=str(given))
 
     def plan(self, request: PlanRequest) -> Plan:
         """Return the plan.
@@ -157,6 +165,12 @@ class ParameterServer(Planner):
         data = LogicalMesh(axis_names=("data",), shape=(size,))
         server = LogicalMesh(axis_names=("server",), shape=(self.servers,))
         return [StagePlace(0, 0, of_servers, server), *(StagePlace(1, 1, submesh, data) for submesh in of_workers)]
+
+
+def _delay_of(text: str) -> int | None:
+    """Return the delay of a text such as `bounded:2`; None for any other text."""
+    name, _, delay = text.partition(":")
+    return int(delay) if name == "bounded" and delay.isdecimal() else None
 
 
 def served_layers(step: StepGraph) -> Layers:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 from alpa_lite.program.equations import Equation, GraphWithEquations
-from alpa_lite.program.ir import Graph, Op, Value
+from alpa_lite.program.ir import TO_DEVICE, TO_HOST, Graph, Op, Value
 
 Row = TypeVar("Row")
 
@@ -90,6 +90,23 @@ class ProgramEditor:
         held = self.copy(*self._like.get(value, (self.start, value)))
         op = Op(id=0, primitive="optimization_barrier", operands=(), results=(), params={}, source=source)
         return self.emit(op, (value,), (held,))[0]
+
+    def move(self, value: int, *, on_host: bool, source: str, result: int | None = None) -> int:
+        """Append an op that copies a value to the host, or from there, and return its result.
+
+        The result is a new value, or `result`, whose place is then changed.
+        """
+        assert self.start is not None, "values are moved in a program that exists"
+        moved = self.copy(*self._like.get(value, (self.start, value))) if result is None else result
+        self.values[moved] = replace(self.values[moved], on_host=on_host)
+        primitive = TO_HOST if on_host else TO_DEVICE
+        return self.emit(
+            Op(id=0, primitive=primitive, operands=(), results=(), params={}, source=source), (value,), (moved,)
+        )[0]
+
+    def rest_on_host(self, value: int) -> None:
+        """Let a value, such as an input, lie on the host."""
+        self.values[value] = replace(self.values[value], on_host=True)
 
     def graph(self, inputs: Iterable[int], outputs: Iterable[int]) -> Graph:
         """Return the graph of all that was added."""

@@ -51,6 +51,11 @@ def item_bytes(dtype: str) -> int:
     return max(1, int(digits[-1]) // 8) if digits else 4
 
 
+TO_HOST, TO_DEVICE = "to_host", "to_device"
+MOVES = frozenset((TO_HOST, TO_DEVICE))
+"""The primitives of ops that copy an array from the memory of devices to that of their host, and back."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Value:
     """One array of the program.
@@ -60,6 +65,7 @@ class Value:
     literal           the Python number of a scalar constant
     name              path of an input
     user_shardings    the shardings that the user's code gives it; they change nothing that is computed
+    on_host           whether it lies in the memory of the devices' host, where only `MOVES` read and write it
     """
 
     id: int
@@ -68,6 +74,7 @@ class Value:
     literal: bool | int | float | complex | None = None
     name: str = ""
     user_shardings: tuple[UserSharding, ...] = field(default=(), compare=False)
+    on_host: bool = False
 
     @property
     def rank(self) -> int:
@@ -101,6 +108,7 @@ class Value:
             literal=self.literal,
             name=self.name,
             user_shardings=self.user_shardings,
+            on_host=self.on_host,
         )
 
     def __str__(self) -> str:

@@ -16,7 +16,7 @@ device draws the full array and keeps its block.
 
 from __future__ import annotations
 
-from alpa_lite.program.ir import Value
+from alpa_lite.program.ir import TO_DEVICE, TO_HOST, Value
 from alpa_lite.program.user_shardings import USER_SHARDING
 from alpa_lite.rules.registry import (
     FactorKind,
@@ -133,7 +133,7 @@ def select_n(view: OpView) -> Rule:
     return pointwise(view, linear=linear_groups(view, tuple(range(1, len(view.operands)))))
 
 
-@register_rule("optimization_barrier", "device_put")
+@register_rule("optimization_barrier", "device_put", TO_HOST, TO_DEVICE)
 def barrier(view: OpView) -> Rule:
     """Return a jointly linear rule in which each operand shares its factors only with its own result."""
     b = RuleBuilder()

@@ -25,7 +25,7 @@ from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
-from alpa_lite.program.ir import Graph, Op
+from alpa_lite.program.ir import MOVES, Graph, Op
 from alpa_lite.program.memo import memoized
 from alpa_lite.rules.op_info import free_values, ranked_values, rule_of_op
 from cost_models.hardware import Fusion
@@ -43,6 +43,7 @@ _INDEXED = ("gather", "scatter", "dynamic_slice", "dynamic_update_slice")
 _UNFUSED = (
     *("sort", "reduce_window", "select_and", "cum", "argsort", "top_k", "approx_top_k", "random_bits", "rng_"),
     *("pallas_call", "custom_partitioning"),
+    *sorted(MOVES),
 )
 #: Element-wise ops of many instructions, which compilers do not repeat in several kernels.
 _EXPENSIVE = frozenset(
@@ -69,6 +70,8 @@ class Access(NamedTuple):
 
 
 _NOTHING = Access()
+#: Copies to the host and back run on the link to it, beside kernels; they write the array, and no kernel.
+_MOVED = Access(writes=(OperandSlot(True, 0),))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +112,9 @@ def accesses(graph: Graph, *, fusion: Fusion = "all", fused_attention: bool = Fa
         if op.primitive.startswith(_INDEXED):
             found.append(_indexed(graph, op))
             continue
+        if op.primitive in MOVES:
+            found.append(_MOVED)
+            continue
         reads: list[OperandSlot] = []
         for number, v in enumerate(op.operands):
             # Folded ops between the array and its reader move nothing; a group reads each array once.
@@ -134,6 +140,8 @@ def _alone(graph: Graph, op: Op) -> Access:
         return _NOTHING
     if op.primitive.startswith(_INDEXED):
         return _indexed(graph, op)
+    if op.primitive in MOVES:
+        return _MOVED
     reads = tuple(_read(graph, op, i) for i, v in enumerate(op.operands) if graph.values[_shown(graph)[v]].rank > 0)
     return Access(reads=reads, writes=tuple(OperandSlot(True, i) for i in range(len(op.results))), num_kernels=1)
 

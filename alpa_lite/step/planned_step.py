@@ -2,6 +2,7 @@
 
     read within layers    recomputed values are read in their own layer only            `ReadWithinLayers`
     rematerialise         layers recompute values as their policies say                 `Rematerialise`
+    offload               values and optimizer state wait on the host                   `Offload`
 
 Planners, lowering and explanations all make it by `planned_step`, so that they agree on the number of each op.
 """
@@ -14,6 +15,7 @@ from dataclasses import dataclass, replace
 from alpa_lite.program.passes import Pass, PassDriver
 from alpa_lite.program.phases import StepGraph
 from alpa_lite.step.layers import Layers, forward_loops
+from alpa_lite.step.offloading import offload
 from alpa_lite.step.recomputation import Remat, read_originals_across
 from alpa_lite.step.rematerialisation import LayeredStep, rematerialise
 
@@ -45,8 +47,31 @@ class Rematerialise:
         return rematerialise(program.step, program.of_op, self.remat)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offload:
+    """The pass after which arrays wait in the memory of the host (`offload`).
+
+    Attributes:
+        remat: policy of each layer.
+        optimizer: whether the state of the optimizer waits there.
+    """
+
+    remat: tuple[Remat, ...]
+    optimizer: bool
+    name = "offload"
+
+    def apply(self, program: LayeredStep) -> LayeredStep:
+        """Return the step with copies to the host and back."""
+        return offload(program, self.remat, optimizer=self.optimizer)
+
+
 def planned_step(
-    step: StepGraph, of_op: Sequence[int | None], remat: Sequence[Remat] = (), driver: PassDriver | None = None
+    step: StepGraph,
+    of_op: Sequence[int | None],
+    remat: Sequence[Remat] = (),
+    driver: PassDriver | None = None,
+    *,
+    host_optimizer: bool = False,
 ) -> LayeredStep:
     """Return the step as it is planned.
 
@@ -55,6 +80,7 @@ def planned_step(
         of_op: layer of each op of `step`, or None.
         remat: the policy of each layer; () if no layer recomputes anything beyond what the step does itself.
         driver: runs the passes.
+        host_optimizer: whether the state of the optimizer waits in the memory of the host.
 
     Raises:
         PlanError: there are fewer policies than layers.
@@ -62,6 +88,8 @@ def planned_step(
     passes: tuple[Pass[LayeredStep], ...] = (ReadWithinLayers(),)
     if remat:
         passes = (*passes, Rematerialise(remat=tuple(remat)))
+    if host_optimizer or Remat.OFFLOAD in remat:
+        passes = (*passes, Offload(remat=tuple(remat), optimizer=host_optimizer))
     return (driver or PassDriver()).run(LayeredStep.of(step, of_op), passes)
 
 

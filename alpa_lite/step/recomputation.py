@@ -81,16 +81,27 @@ def read_originals_across(step: StepGraph, of_op: Sequence[int | None]) -> StepG
 
 
 class Remat(StrEnum):
-    """The values that the backward pass of a layer recomputes.
+    """The values that the backward pass of a layer recomputes, and where it stores the others.
 
     NONE        nothing: the step as it is written
     SELECTIVE   all but results of contractions with weights (those of attention have few FLOPs and large results)
     FULL        everything: the layer stores only its inputs
+    OFFLOAD     as SELECTIVE; what is stored waits for the backward pass in the memory of the host
     """
 
     NONE = "none"
     SELECTIVE = "selective"
     FULL = "full"
+    OFFLOAD = "offload"
+
+    @property
+    def recomputed(self) -> Remat:
+        """The policy that recomputes the same values and stores all others on the device."""
+        return Remat.SELECTIVE if self is Remat.OFFLOAD else self
+
+
+RECOMPUTING = (Remat.NONE, Remat.SELECTIVE, Remat.FULL)
+"""The policies that use no memory of the host."""
 
 
 def keeps_results(policy: Remat, graph: Graph, op: Op, batch_dims: Sequence[int | None]) -> bool:

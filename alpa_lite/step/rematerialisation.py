@@ -21,7 +21,7 @@ from alpa_lite import _jax
 from alpa_lite.errors import PlanError
 from alpa_lite.program.editor import Origin, ProgramEditor
 from alpa_lite.program.equations import Equation
-from alpa_lite.program.ir import Graph, Op, Value
+from alpa_lite.program.ir import MOVES, Graph, Op, Value
 from alpa_lite.program.phases import Phase, StepGraph
 from alpa_lite.rules.op_info import free_values
 from alpa_lite.step.recomputation import Remat as Remat
@@ -37,7 +37,8 @@ class LayeredStep:
     Attributes:
         step: the step.
         of_op: layer of each op; None for ops that are repeated where they are read.
-        origins: for each rewritten graph or body, the traced op that each op is or repeats; None for barriers.
+        origins: for each rewritten graph or body, the traced op that each op is or repeats; None for barriers
+            and copies to the host and back.
     """
 
     step: StepGraph
@@ -57,7 +58,7 @@ class LayeredStep:
     def equations(self, traced: Graph, equations: Sequence[Equation]) -> tuple[Equation, ...]:
         """Return the equation of each op, from those of the graph as it was traced: copies take that of their origin.
 
-        Ops that have none are optimization barriers.
+        Ops that have none are optimization barriers, or copies to the host and back.
         """
         # By graph, since an op is identified by its number within the graph or body that contains it.
         known, own = dict[Graph, tuple[Equation, ...]](), tuple(equations)
@@ -75,6 +76,8 @@ class LayeredStep:
             return made[written]
 
         def of_written(written: Graph, op: Op, origin: Origin | None) -> Equation:
+            if origin is None and op.primitive in MOVES:
+                return Equation(primitive=inserted.MOVE_PRIMITIVES[op.primitive], params={})
             if origin is None:
                 value = written.values[op.operands[0]]
                 eqn = inserted.barrier_equation(_jax.struct(value.shape, value.dtype))
@@ -113,6 +116,7 @@ def rematerialise(step: StepGraph, of_op: Sequence[int | None], remat: Sequence[
         raise PlanError(f"{len(remat)} policies of rematerialisation were given for {num_layers} layers.")
     if all(policy is Remat.NONE for policy in remat):
         return LayeredStep.of(step, of_op)
+    remat = [policy.recomputed for policy in remat]
     looped = repeat_trips(step, of_op, remat)
     writer = _StepWriter(looped.step, of_op, remat, looped.forward)
     for op in looped.step.graph.ops:

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
+from alpa_lite.program.ir import TO_DEVICE, TO_HOST
 from alpa_lite.step.relations import Fact, Own, Relation, RelationKind, samples
 from alpa_lite.step.transfer_functions import (
     AGAIN,
@@ -323,7 +324,7 @@ def tile(site: Site) -> Transferred:
     return one(samples(dim, None if source.blocks is None else source.blocks * int(reps[dim])))
 
 
-@register_transfer("optimization_barrier", "device_put")
+@register_transfer("optimization_barrier", "device_put", TO_HOST, TO_DEVICE)
 def barrier(site: Site) -> Transferred:
     """Return the relations of the operands unchanged."""
     return Transferred(results=tuple(site.operands))

@@ -8,6 +8,7 @@ import jax
 from jax.extend import core as jex_core
 
 from alpa_lite._jax import ClosedJaxpr, DType, JaxprEqn, aval_of, open_jaxpr, struct
+from alpa_lite.program.ir import MOVES
 from alpa_lite.program.memo import memoized
 
 
@@ -15,6 +16,10 @@ from alpa_lite.program.memo import memoized
 def barrier_equation(aval: jax.ShapeDtypeStruct) -> JaxprEqn:
     """Return an `optimization_barrier` equation for one value."""
     return open_jaxpr(jax.make_jaxpr(jax.lax.optimization_barrier)(aval)).eqns[0]
+
+
+#: The primitives of `alpa_lite.program.ir.MOVES`, which `lower.local_indexing` emits as `jax.device_put`.
+MOVE_PRIMITIVES = {name: jex_core.Primitive(name) for name in sorted(MOVES)}
 
 
 @memoized(entries=1_000)

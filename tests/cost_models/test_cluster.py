@@ -386,3 +386,25 @@ def test_a_scale_that_cannot_be(scale: float) -> None:
 def test_no_memory_cannot_be() -> None:
     with pytest.raises(ClusterError, match="memory_bytes"):
         with_memory(NODES, 0)
+
+
+def test_a_cluster_states_the_memory_of_its_hosts(tmp_path):
+    """Data sheets: 1 TB and PCI Express 4.0 in a DGX A100 of 320 GB; what is missing or wrong is a sentence."""
+    cluster = load_cluster("dgx-a100-40gb")
+    host = cluster.host_memory
+    assert host is not None and (host.memory_bytes, host.link.bandwidth_bytes_per_second) == (1e12, 31.5e9)
+    assert host.usable_bytes == pytest.approx(0.9e12)
+    assert ("memory of a host", host.words) in cluster.hardware()
+    half = with_bandwidth(cluster, 0.5).host_memory
+    assert half is not None and half.link.bandwidth_bytes_per_second == 31.5e9 / 2
+    data = cluster.to_json()
+    for value, says in (
+        ({"memory_bytes": 1e12}, r"'host_memory' of the cluster 'dgx-a100-40gb' lacks link"),
+        ({"memory_bytes": 0, "link": "pcie4"}, r"HostMemory\.memory_bytes|memory_bytes of 'host_memory'"),
+        ({"memory_bytes": 1e12, "link": "pcie44"}, "no link named 'pcie44'"),
+        ({"memory_byte": 1e12, "link": "pcie4"}, "unknown keys memory_byte"),
+        ("1 TB", "a JSON object is needed"),
+    ):
+        with pytest.raises(ClusterError, match=says):
+            Cluster.from_json({**data, "host_memory": value})
+    assert Cluster.from_json({key: value for key, value in data.items() if key != "host_memory"}).host_memory is None

@@ -148,3 +148,19 @@ def test_a_collective_scatters_the_sums_of_a_kernel_in_parts():
     assert simulate(scatters(16)).seconds == pytest.approx(8 / NUM_PARTS + 16)
     # A kernel reads whole results of kernels.
     assert simulate([kernel(8), kernel(4, 0, streams=True)]).seconds == 12
+
+
+def test_copies_to_the_host_and_back_run_beside_everything_else():
+    """The link is full duplex: each direction takes its copies one after the other, and slows nothing down."""
+    kernels = [StreamTask(seconds=1.0, needs=(i - 1,) if i else ()) for i in range(4)]
+    out = [StreamTask(seconds=1.5, stream="to_host", needs=(i,)) for i in range(2)]
+    back = [StreamTask(seconds=1.5, stream="to_device", needs=(i,)) for i in range(2)]
+    found = simulate([*kernels, *out, *back], contention=0.5)
+    # Copies start at 1 and 2.5, in both directions at once.
+    assert found.ends == pytest.approx((1, 2, 3, 4, 2.5, 4.0, 2.5, 4.0))
+    loop = StreamTask(seconds=2.0, stream="both", needs=(3,))
+    assert simulate([*kernels, *out, loop]).seconds == pytest.approx(6.0)
+    long = [StreamTask(seconds=9.0, stream="to_host"), StreamTask(seconds=1.0, stream="both")]
+    assert simulate(long).ends == pytest.approx((9.0, 1.0))
+    waiting = [StreamTask(seconds=3.0, stream="to_device"), StreamTask(seconds=1.0, needs=(0,))]
+    assert (simulate(waiting).seconds, simulate(waiting).exposed_seconds) == pytest.approx((4.0, 3.0))

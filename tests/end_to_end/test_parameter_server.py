@@ -12,6 +12,7 @@ import alpa_lite as al
 from alpa_lite.errors import AlpaLiteError, PlanError
 from alpa_lite.plan.instructions import InstructionKind
 from alpa_lite.planners import Bounded, DataParallel, ParameterServer
+from alpa_lite.planners.by_name import planner_by_name
 from alpa_lite.runtime.execute.arrivals import Staleness
 from alpa_lite.schedule import ServerSchedule
 
@@ -361,7 +362,8 @@ def test_asynchronous_servers_are_not_compared_with_other_plans():
     ("options", "num_microbatches", "message"),
     [
         ({"servers": 0}, 4, "servers=0 was given. Ask for at least 1"),
-        ({"consistency": "asinc"}, 4, "no consistency 'asinc'.*async"),
+        ({"consistency": "asinc"}, 4, "consistency='asinc' was given.*async"),
+        ({"consistency": "bounded"}, 4, r"consistency='bounded' was given.*Bounded\(delay\)"),
         ({"servers": 8}, 4, "leaves 0 for 0 workers"),
         ({"servers": 2, "workers": 4}, 4, "leaves 6 for 4 workers"),
         ({"servers": 4}, 6, "each of 4 workers as many micro-batches, which 6 cannot be. Use num_microbatches=4"),
@@ -371,6 +373,26 @@ def test_asynchronous_servers_are_not_compared_with_other_plans():
 def test_options_that_cannot_be_are_refused(options, num_microbatches, message):
     with pytest.raises(PlanError, match=message):
         run(ParameterServer(**options), num_microbatches)
+
+
+def test_delay_is_given_as_text_on_the_command_line():
+    planner = planner_by_name("parameter_server:consistency=bounded:2", ["servers=4"])
+    state, batch = abstract(WIDTH, 32)
+    plan = al.plan(step, state, batch, planner=planner, num_microbatches=8, cluster="p3.16xlarge")
+    assert plan.schedule == ServerSchedule(workers=4, consistency="bounded", delay=2)
+
+
+def test_damaged_schedules_are_refused():
+    message = r"Give at least 1 worker|no consistency 'none'|runs one stage of servers and 3"
+    for options in ({"workers": 0}, {"delay": -1}, {"consistency": "none"}, {"workers": 3}):
+        with pytest.raises(PlanError, match=message):
+            ServerSchedule(**options).tasks(2, 4)
+
+
+def test_schedule_of_servers_is_none_of_a_pipeline():
+    planner = al.planners.Pipeline(pipeline=2, schedule=ServerSchedule())
+    with pytest.raises(PlanError, match=r"workers with all layers each.*Ask for al\.planners\.ParameterServer"):
+        al.plan(step, *abstract(WIDTH, 32), cluster="p3.16xlarge", planner=planner)
 
 
 def test_delay_below_zero_is_refused():

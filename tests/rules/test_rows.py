@@ -15,6 +15,7 @@ WITHOUT_ROW = {
     "element-wise, of JAX 0.11": "log2 one_minus_square",
     "element-wise, of JAX 0.12": "polynomial",
     "linear algebra": "eig geqp3 geqrf hessenberg ormqr schur symmetric_product tridiagonal",
+    "as device_put; plans insert them": "to_device to_host",
     "as squeeze and select_and_scatter_add": "expand_dims select_and_scatter",
 }
 

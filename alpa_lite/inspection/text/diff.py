@@ -140,6 +140,7 @@ def _decisions(plan: Plan, other: Plan) -> tuple[Difference, ...]:
         ("schedule", str(plan.schedule), str(other.schedule)),
         ("semantics", plan.semantics, other.semantics),
         ("rematerialised", plan.recomputed or "nothing", other.recomputed or "nothing"),
+        ("optimizer state", *("on the host" if each.host_optimizer else "on devices" for each in (plan, other))),
         ("stages", str(len(plan.stages)), str(len(other.stages))),
     ]
     for number in range(max(len(plan.stages), len(other.stages))):

@@ -25,6 +25,7 @@ from alpa_lite.inspection.text.groups import (
     group_collectives,
 )
 from alpa_lite.plan.codec import encode
+from alpa_lite.plan.host_use import fullest_host_bytes
 from alpa_lite.plan.plan import Plan, StagePlan
 from alpa_lite.text import (
     short_source,
@@ -119,6 +120,7 @@ def headline(plan: Plan) -> tuple[str, ...]:
         f"{_updates(plan)}, "
         f"schedule {plan.schedule}"
         + (f", rematerialised: {plan.recomputed}" if plan.recomputed else "")
+        + (", optimizer state on the host" if plan.host_optimizer else "")
         + (f", gradients in {len(plan.buckets)} buckets" if plan.buckets else "")
     )
     # The stage with the largest share of its memory: it is the one that would overflow.
@@ -129,12 +131,19 @@ def headline(plan: Plan) -> tuple[str, ...]:
     second = (
         f"predicted step {show_step(plan)} · {rate}"
         f"bubble {show_percent(prediction.bubble_fraction)} · "
-        f"peak {show_bytes(prediction.peak_bytes[fullest])} of {usable} · "
+        f"peak {show_bytes(prediction.peak_bytes[fullest])} of {usable} · {_on_host(plan)}"
         f"no plan below {show_seconds(solver.bound)}, gap {show_percent(solver.gap)} · "
         f"solution {solver.status}, found in {show_seconds(solver.seconds)}"
     )
     batch = () if plan.batch is None else (f"batch: {plan.batch}",)
     return (first, second, *batch, *(f"note: {note}" for note in plan_notes(plan)))
+
+
+def _on_host(plan: Plan) -> str:
+    """Return the memory of the fullest host that a plan uses, if it uses any."""
+    used, host = fullest_host_bytes(plan), plan.cluster.host_memory
+    of = "" if host is None else f" of {show_usable(host.usable_bytes, host.memory_bytes - host.usable_bytes)}"
+    return f"on the host {show_bytes(used)}{of} · " if used else ""
 
 
 def show_step(plan: Plan) -> str:
@@ -420,11 +429,14 @@ def plan_summary(plan: Plan) -> dict[str, object]:
                 "peak_bytes": peak,
                 "capacity_bytes": plan.capacity_bytes(number),
                 "reserved_bytes": plan.reserved_bytes(number),
+                "host_bytes": host,
                 # Specs in their written form: readers of JSON should not need the classes of this package.
                 "specs": {name: str(spec) for name, spec in stage.specs.items()},
                 "shapes": {name: str(shape) for name, shape in stage.shapes.items()},
             }
-            for number, (stage, peak) in enumerate(zip(plan.stages, prediction.peak_bytes, strict=True))
+            for number, (stage, peak, host) in enumerate(
+                zip(plan.stages, prediction.peak_bytes, prediction.host_bytes or [0.0] * len(plan.stages), strict=True)
+            )
         ],
         "alternatives": [
             # JSON has no infinity.

@@ -43,6 +43,7 @@ from alpa_lite.intra_op.stage import Key, Placed
 from alpa_lite.plan.plan import CollectiveUse, Plan, StageCost
 from alpa_lite.program.ir import Graph, Op
 from alpa_lite.rules.op_info import rule_of_op
+from alpa_lite.step.recomputation import Remat
 from alpa_lite.text import (
     short_source,
     show_bytes,
@@ -234,7 +235,9 @@ def _explain_layer(plan: Plan, number: int, repricing: Repricing | None) -> Expl
         f"{show_layers(*stage.layers)}."
     ]
     policy = plan.remat[number] if plan.remat else None
-    if policy is not None:
+    if policy is Remat.OFFLOAD:
+        sentences.append("What its backward pass reads waits in the memory of the host, or is computed again.")
+    elif policy is not None:
         sentences.append(f"In the backward pass it computes again: {policy}.")
     if repricing is not None:
         graph = repricing.step.graph

@@ -119,7 +119,7 @@ class Repricing:
         layers = Layers(num_layers=plan.num_layers, of_op=plan.op_layers, of_input=plan.input_layers)
         own = replace(request, cluster=plan.cluster)
         traced = own.step_of(plan)
-        step = planned_step(traced, plan.layers_as_traced, plan.remat).step
+        step = planned_step(traced, plan.layers_as_traced, plan.remat, host_optimizer=plan.host_optimizer).step
         return Repricing(plan=plan, request=own, step=step, layers=layers, ends=ends)
 
     @property

@@ -245,7 +245,7 @@ def sent_in_place(program: Program, plan: Plan) -> dict[Buffer, Buffer]:
 
 
 def _reusable(task: TaskSpec, positions: Sequence[int], step: StepGraph) -> tuple[int, ...]:
-    """Return those inputs of a task whose buffer an output can reuse: same shape, dtype and spec.
+    """Return those inputs of a task whose buffer an output can reuse: same shape, dtype, spec and memory.
 
     Those whose next value is an output come first, and of others of their shape and dtype only those behind them: in
     this order JAX hands out the buffers (`emission.result_order`).
@@ -253,7 +253,7 @@ def _reusable(task: TaskSpec, positions: Sequence[int], step: StepGraph) -> tupl
 
     def layout(port: Port) -> tuple[object, ...]:
         value = step.graph.values[port.value]
-        return value.shape, value.dtype, port.spec
+        return value.shape, value.dtype, value.on_host, port.spec
 
     free, next_of = Counter(map(layout, task.outputs)), {old: new for new, old in step.aliases.items()}
     ports = {(port.value, port.spec) for port in task.outputs}

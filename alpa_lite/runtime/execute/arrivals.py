@@ -30,6 +30,10 @@ AHEAD = 2
 """The tasks of a stage that are launched and have not ended: while one runs, the inputs of the next one are sent."""
 
 
+PAUSE = 2e-4
+"""The most seconds between two looks at what has arrived, for which a worker may have to wait in vain."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BoundSegments:
     """A program with segments, whose instructions are bound: launches it part by part.
@@ -97,7 +101,7 @@ class ArrivalRun(ABC):
 
     def wait(self, tokens: Sequence[Token]) -> None:
         """Wait until one of some tokens is ready."""
-        self.segments.flight.wait(_Any(tokens))
+        self.segments.flight.wait(_Any(tokens), longest_pause=PAUSE)
 
 
 def arrival_run(segments: BoundSegments, schedule: Schedule, num_stages: int) -> ArrivalRun | None:
@@ -165,12 +169,12 @@ class ServedRun(ArrivalRun):
             # First the updates, so that the next pulls see them.
             for update in [u for u, needed in waiting.items() if needed <= arrived]:
                 del waiting[update]
-                self._note(slots, ServerEvent(update, is_update=True))
+                self._start(slots, ServerEvent(update, is_update=True))
             idle = [w for w in range(workers) if left[w] and w not in running]
             free = [w for w in idle if self.schedule.may_start(left[w][0], self.staleness.updates)]
             for w in free:
                 b = left[w].popleft()
-                running[w] = _Running(b, self._note(slots, ServerEvent(b, is_update=False)))
+                running[w] = _Running(b, self._start(slots, ServerEvent(b, is_update=False)))
             if waiting and not free:
                 self.wait([each.token for each in running.values()])
 
@@ -179,7 +183,7 @@ class ServedRun(ArrivalRun):
         updates = [e.number for e in self.schedule.events(self.num_microbatches) if e.is_update]
         return {u: {*self.schedule.contributions(u, self.num_microbatches)} for u in sorted(updates)}
 
-    def _note(self, slots: Slots, event: ServerEvent) -> Token:
+    def _start(self, slots: Slots, event: ServerEvent) -> Token:
         self.staleness.note(event)
         return self.begin(slots, event)
 

@@ -80,7 +80,7 @@ class Binder:
     is_here   per stage, whether this process has a device of it
     indices   per stage, the indices of the micro-batches on its devices
     groups    per stage, the group of devices whose launches `flight` counts together
-    sharding  maps a stage and a spec to a sharding
+    sharding  maps a stage, a spec, and whether the array lies on the host, to a sharding
     placing   moves arguments to their shardings
     """
 
@@ -94,7 +94,7 @@ class Binder:
     indices: Sequence[Sequence[jax.Array]]
     groups: Sequence[int]
     flight: Flight
-    sharding: Callable[[int, Spec | None], NamedSharding]
+    sharding: Callable[[int, Spec | None, bool], NamedSharding]
     placing: Placing
 
     def __post_init__(self) -> None:
@@ -198,7 +198,8 @@ class Binder:
     def _place(self, number: int, instruction: Instruction) -> Action:
         del number
         buffer = instruction.writes[0]
-        sharding = self.sharding(instruction.stage, instruction.spec)
+        on_host = self.step.graph.values[buffer.value].on_host
+        sharding = self.sharding(instruction.stage, instruction.spec, on_host)
         source, target = self.input_slot[buffer.value], self.slot[buffer]
         placing = self.placing
         if buffer.microbatch is None:

@@ -125,17 +125,18 @@ class Executor:
         program, plan, step = lowered.program, lowered.plan, lowered.step
         self.program, self.plan, self.step = program, plan, step
         self.meshes = stage_meshes(plan, devices)
-        self._shardings: dict[tuple[int, Spec | None], NamedSharding] = {}
+        self._shardings: dict[tuple[int, Spec | None, bool], NamedSharding] = {}
         self._is_here = [any_here(devices_of(mesh)) for mesh in self.meshes]
         blanks = Blanks()
         self.placing = (Alone if jax.process_count() == 1 else InJob)(blanks)
         # Arguments lie on their home stages between steps, where the step reads or updates them.
-        homes = [self._sharding(*program.homes[v]) for v in step.graph.inputs]
+        values = step.graph.values
+        homes = [self._sharding(*program.homes[v], values[v].on_host) for v in step.graph.inputs]
         shapes = [value.shape for value in step.graph.values]
         held = [shapes[v] for v in step.graph.inputs]
         self.inputs = Leaves(step.input_parts, held, homes, self.placing, donated=donated)
         output_homes = zip(program.outputs, program.output_specs, strict=True)
-        self._returned = [self._sharding(buffer.stage, spec) for buffer, spec in output_homes]
+        self._returned = [self._sharding(b.stage, spec, values[b.value].on_host) for b, spec in output_homes]
         returned = [shapes[v] for v in step.graph.outputs]
         self.outputs = Leaves(step.output_parts, returned, self._returned, self.placing)
         self._shared = shared_results(program, plan, step, donated)
@@ -370,12 +371,12 @@ class Executor:
         ends = {number: end - began for number, end in watch.finish().items()}
         record.extend(spans(self.program, self._groups, launches, ends))
 
-    def _sharding(self, stage: int, spec: Spec | None) -> NamedSharding:
+    def _sharding(self, stage: int, spec: Spec | None, on_host: bool = False) -> NamedSharding:
         # One object for each, as shardings are compared before every launch, and quickly if they are the same object.
-        key = (stage, spec)
+        key = (stage, spec, on_host)
         if key not in self._shardings:
             partition = boundary_spec(spec) if spec is not None else PartitionSpec()
-            self._shardings[key] = NamedSharding(self.meshes[stage], partition)
+            self._shardings[key] = _jax.named_sharding(self.meshes[stage], partition, on_host=on_host)
         return self._shardings[key]
 
     def own_constants(self, first: int, constants: Sequence[TreeLeaf]) -> list[jax.Array]:

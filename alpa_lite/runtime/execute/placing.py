@@ -101,7 +101,7 @@ def on_plain_mesh(sharding: NamedSharding) -> NamedSharding:
     """Return the sharding on a mesh whose axes have no types, which programs on local blocks need."""
     mesh = sharding.mesh
     assert isinstance(mesh, Mesh)
-    return NamedSharding(Mesh(mesh.devices, mesh.axis_names), sharding.spec)
+    return NamedSharding(Mesh(mesh.devices, mesh.axis_names), sharding.spec, memory_kind=sharding.memory_kind)
 
 
 def described(array: jax.Array, sharding: NamedSharding) -> jax.Array:

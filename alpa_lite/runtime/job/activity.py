@@ -373,21 +373,24 @@ class Flight:
             f"{self._instructions.explain(pending[0].instruction)}"
         )
 
-    def wait(self, token: Token) -> None:
-        """Wait until a token is ready. Raises `HangError` if nothing has ended for too long meanwhile."""
+    def wait(self, token: Token, *, longest_pause: float = LONGEST_PAUSE) -> None:
+        """Wait until a token is ready, looking at it at least every `longest_pause` seconds.
+
+        Raises `HangError` if nothing has ended for too long meanwhile.
+        """
         began = self._clock()
         try:
-            self._until_ready(token)
+            self._until_ready(token, longest_pause)
         finally:
             self.waited_seconds += self._clock() - began
 
-    def _until_ready(self, token: Token) -> None:
+    def _until_ready(self, token: Token, longest_pause: float) -> None:
         # Short pauses first, as most waits are short; then longer ones, which leave the core to others.
         patience, pause = Patience(self.patience, self._clock), FIRST_PAUSE
         look_at = self._clock() + LONGEST_PAUSE
         while not token.is_ready():
             self._sleep(pause)
-            pause = min(1.5 * pause, LONGEST_PAUSE)
+            pause = min(1.5 * pause, longest_pause)
             if self.patience is None or self._clock() < look_at:
                 continue
             # Looking at all launches costs more than polling one token, and a hang need not be seen at once.

@@ -1,0 +1,105 @@
+"""Plans whose arrays wait on the host give the same numbers, and hold less on the devices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax
+import pytest
+
+import alpa_lite as al
+from alpa_lite.errors import InfeasibleError, PlanError
+from alpa_lite.planners import Hybrid
+from tests.end_to_end.cases import TOLERANCE, Training, assert_same, eager_cluster, make_batch, reference
+
+PLANNERS: Mapping[str, Hybrid] = {
+    "data_parallel": Hybrid(data=8),
+    "zero_1": Hybrid(data=8, zero=1),
+    "pipeline": Hybrid(pipeline=2),
+    "hybrid": Hybrid(pipeline=2, data=2, tensor=2, zero=1),
+    "fsdp": Hybrid(data=8, zero=3),
+}
+CASES = [
+    ("mlp", "data_parallel", "none", True, 1),
+    ("gpt", "pipeline", "offload", True, 4),
+    ("gpt", "zero_1", "offload", False, 1),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in [
+            ("gpt_scan", "fsdp", "offload", True, 1),
+            ("gpt", "hybrid", "offload", True, 4),
+            ("cnn", "data_parallel", "offload", True, 2),
+        ]
+    ),
+]
+
+
+@pytest.mark.parametrize(("model", "planner", "remat", "host_optimizer", "num_microbatches"), CASES)
+def test_five_steps_give_the_same_numbers(
+    model: str, planner: str, remat: Any, host_optimizer: bool, num_microbatches: int, devices: Any
+) -> None:
+    """With clipping by the global norm, for which the update of each stage waits in a pipeline."""
+    training = Training(model=model, optimizer="momentum+clip")
+    chosen = replace(PLANNERS[planner], remat=remat, host_optimizer=host_optimizer)
+    step = al.parallelize(training.step(), cluster=eager_cluster(), planner=chosen, num_microbatches=num_microbatches)
+    assert_same(training.run(step), reference(training), TOLERANCE)
+    assert step.last_plan.host_optimizer == host_optimizer
+    assert al.Plan.from_json(step.last_plan.to_json()) == step.last_plan
+
+
+def _arguments(training: Training) -> tuple[Any, ...]:
+    return training.start(), make_batch(training.architecture, 0), jax.random.key(0)
+
+
+def test_state_lies_on_the_host_between_steps(devices: Any) -> None:
+    """The moments alone do, in as many bytes as the plan predicts, and no device has room for them."""
+    training = Training(model="mlp", optimizer="adamw", num_steps=2)
+    plain, hosted = (
+        al.parallelize(training.step(), cluster=eager_cluster(), planner=Hybrid(data=8, host_optimizer=host))
+        for host in (False, True)
+    )
+    arguments = _arguments(training)
+    new = hosted(*arguments)[0]
+    plain(*arguments)
+    kinds = {
+        jax.tree_util.keystr(path): leaf.sharding.memory_kind for path, leaf in jax.tree_util.tree_leaves_with_path(new)
+    }
+    weights = {path for path, kind in kinds.items() if kind == "device" and "count" not in path and "step" not in path}
+    moments = {path for path, kind in kinds.items() if kind == "pinned_host"}
+    assert len(moments) == 2 * len(weights) > 0 and all("mu" in path or "nu" in path for path in moments)
+    on_host = sum(leaf.nbytes for leaf in jax.tree.leaves(new) if leaf.sharding.memory_kind == "pinned_host")
+    before, after = plain.last_plan, hosted.last_plan
+    # Every device of a data-parallel plan has all of it.
+    assert after.prediction.host_bytes == (on_host,)
+    assert after.stages[0].cost.state_bytes == before.stages[0].cost.state_bytes - on_host
+    assert after.prediction.peak_bytes[0] < before.prediction.peak_bytes[0]
+    assert after.stages[0].cost.update_seconds > before.stages[0].cost.update_seconds
+    assert "optimizer state on the host" in str(after) and "on the host" in str(before.diff(after))
+
+
+def test_activations_wait_on_the_host(devices: Any) -> None:
+    """A device then holds no more than under full recomputation, and does less work."""
+    training = Training(model="gpt", optimizer="momentum")
+    peaks, flops = dict[str, float](), dict[str, float]()
+    arguments = _arguments(training)
+    for remat in ("none", "selective", "full", "offload"):
+        planner = Hybrid(pipeline=2, remat=remat)  # type: ignore[arg-type]
+        plan = al.plan(training.step(), *arguments, cluster=eager_cluster(), planner=planner, num_microbatches=8)
+        peaks[remat], flops[remat] = plan.stages[0].cost.activation_bytes, plan.prediction.flops_per_device
+        assert (plan.prediction.host_bytes != ()) == (remat == "offload")
+    assert peaks["offload"] <= peaks["full"] < peaks["selective"] < peaks["none"]
+    assert flops["none"] <= flops["offload"] == flops["selective"] < flops["full"]
+
+
+def test_more_than_the_host_has_is_refused(devices: Any) -> None:
+    training = Training(model="mlp", optimizer="adamw")
+    step, arguments, planner = training.step(), _arguments(training), Hybrid(host_optimizer=True)
+    cluster = eager_cluster()
+    assert cluster.host_memory is not None
+    small = replace(cluster, host_memory=replace(cluster.host_memory, memory_bytes=1000.0))
+    with pytest.raises(InfeasibleError, match=r"would wait in the memory of a host of .*, which has"):
+        al.plan(step, *arguments, cluster=small, planner=planner)
+    with pytest.raises(PlanError, match=r"states none\. Describe it in the cluster file"):
+        al.plan(step, *arguments, cluster=replace(cluster, host_memory=None), planner=planner)
