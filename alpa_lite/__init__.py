@@ -12,6 +12,7 @@ from alpa_lite.inspection import register as _register_views
 
 if TYPE_CHECKING:  # type checkers and editors see the public names here; `__getattr__` imports them at run time
     from alpa_lite import errors, planners, schedule, serving
+    from alpa_lite.api.advice import Advice, advise
     from alpa_lite.api.check import check
     from alpa_lite.api.comparison import PlannerComparison, compare
     from alpa_lite.api.parallelize import ParallelFunction, cluster, parallelize, plan
@@ -30,6 +31,7 @@ if TYPE_CHECKING:  # type checkers and editors see the public names here; `__get
 __version__ = "0.1.0"
 
 __all__ = [
+    "Advice",
     "AlpaLiteError",
     "Calibration",
     "CheckReport",
@@ -42,6 +44,7 @@ __all__ = [
     "PlannerComparison",
     "TracedFunction",
     "__version__",
+    "advise",
     "batch_sharding",
     "calibrate",
     "check",
@@ -61,6 +64,7 @@ __all__ = [
 ]
 
 _SOURCES = {
+    "Advice": "api.advice",
     "AlpaLiteError": "errors",
     "Calibration": "runtime.calibrate.calibrate",
     "CheckReport": "runtime.check_report",
@@ -72,6 +76,7 @@ _SOURCES = {
     "PlannedFunction": "api.stages",
     "PlannerComparison": "api.comparison",
     "TracedFunction": "api.stages",
+    "advise": "api.advice",
     "batch_sharding": "runtime.job.processes",
     "calibrate": "runtime.calibrate.calibrate",
     "check": "api.check",

@@ -44,7 +44,7 @@ from alpa_lite.schedule import (
 )
 from alpa_lite.serving import JellyBean, read_serving_problem
 from alpa_lite.sharding.specs import Spec
-from benchmarks import asynchronous, collectives, matrix_products, searchers, statements, tutorial
+from benchmarks import advice, asynchronous, collectives, matrix_products, searchers, statements, tutorial
 
 FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
 
@@ -116,6 +116,7 @@ CHARTS: Mapping[str, Callable[[], str]] = {
     "all-reduce-bytes": collectives.bytes_svg,
     "all-reduce-rounds": collectives.rounds_svg,
     "searchers": searchers.chart,
+    "advice": advice.advice_svg,
     "three-dimensions": statements.three_dimensions_svg,
     "asynchronous-updates": asynchronous.updates_svg,
     "asynchronous-seconds": asynchronous.seconds_svg,

@@ -19,7 +19,7 @@ from alpa_lite.api.options import planner_of
 from alpa_lite.api.parallelize import ParallelFunction, parallelize
 from alpa_lite.api.plan_cache import Cache
 from alpa_lite.errors import AlpaLiteError, InfeasibleError, PlanError
-from alpa_lite.export.degrees import degrees_of
+from alpa_lite.export.degrees import degrees_of, written_policy
 from alpa_lite.inspection.text import diff
 from alpa_lite.inspection.text.tables import Table, plan_summary, render
 from alpa_lite.inter_op.plan_request import OnInterrupt
@@ -27,6 +27,7 @@ from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.progress import Progress, Say
 from alpa_lite.planners import Planner
 from alpa_lite.program.user_shardings import Mode
+from alpa_lite.step.recomputation import Remat
 from alpa_lite.text import show_bytes, show_percent, show_ratio, show_seconds
 from alpa_lite.trace.batch import BatchArgnums
 from cost_models.cluster import Cluster
@@ -136,8 +137,16 @@ def decisions_of(plan: Plan) -> dict[str, str]:
         "degrees": _degrees(plan),
         "micro-batches": str(plan.num_microbatches),
         "schedule": str(plan.schedule) if len(plan.stages) > 1 else "none",
-        "recomputed": plan.recomputed or "nothing",
+        "recomputed": _recomputed(plan),
     }
+
+
+def _recomputed(plan: Plan) -> str:
+    """Return what the plan recomputes, or what the step itself does; of a plan from a file the plan's own alone."""
+    if plan.recomputed or plan.request is None:
+        return plan.recomputed or "nothing"
+    written = written_policy(plan)
+    return "nothing" if written is Remat.NONE else f"{written}, by the step itself"
 
 
 def _degrees(plan: Plan) -> str:

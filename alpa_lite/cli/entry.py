@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import alpa_lite as al
+from alpa_lite.cli.advise_command import ADVISE
 from alpa_lite.cli.command import SUGGESTIONS, Command, SuggestingParser, answer, ended, json_alone
 from alpa_lite.cli.exit_codes import Exit
 from alpa_lite.cli.file_commands import DIFF, EXPLAIN, SIMULATE, SOLVE
@@ -205,8 +206,8 @@ COMPLETION = Command(
 
 # In the order of use, in which `--help` and the proposals of shells list them.
 COMMANDS: tuple[Command, ...] = (
-    PLAN, COMPARE, CHECK, EXPLAIN, DIFF, SIMULATE, SOLVE, SERVE, CLUSTERS, PLANNERS_COMMAND, CALIBRATE, DOCTOR, LAUNCH,
-    BENCH, DEMO, COMPLETION,
+    PLAN, COMPARE, ADVISE, CHECK, EXPLAIN, DIFF, SIMULATE, SOLVE, SERVE, CLUSTERS, PLANNERS_COMMAND, CALIBRATE, DOCTOR,
+    LAUNCH, BENCH, DEMO, COMPLETION,
 )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ A trainer of this kind knows data, tensor, pipeline, context and expert parallel
 whole model. The degrees of a plan are read off its specs, whoever chose them (`degrees_of`). An axis stands for the
 first of these that holds:
 
-    context    it splits arguments of the batch along another dim than their samples
+    context    it splits arguments of the batch along another dim than their samples, and no weights in products
     expert     it splits experts in products with weights, and no other dims of weights (`product_axes`)
     data       it splits arguments along their samples
     tensor     it splits dims of weights in products
@@ -31,6 +31,7 @@ from alpa_lite.program.phases import StepGraph
 from alpa_lite.sharding.specs import Spec
 from alpa_lite.step.recomputation import Remat
 from alpa_lite.step.split import StepPrograms
+from alpa_lite.step.written_recomputation import written_recomputation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +46,8 @@ class ParallelDegrees:
         tensor, context, expert: devices that share weights, positions, and experts.
         zero: the stage of ZeRO, 0 to 3.
         sequence_parallel: whether sums over tensor-parallel devices are scattered.
-        recompute: policy of recomputation in the backward pass: "none", "selective" or "full".
+        recompute: policy of recomputation in the backward pass, of the plan or of the step itself: "none", "selective"
+            or "full".
         schedule: name of the schedule of the pipeline.
         num_microbatches: micro-batches of a step.
         batch_size: samples of a step.
@@ -201,7 +203,8 @@ class _Splits:
     def role(self, axis: str) -> str:
         """Return the form of parallelism that an axis stands for; "" if it splits nothing of the step."""
         for role, split in (
-            ("context", self.positions),
+            # Sequence parallelism scatters positions over tensor-parallel devices, tokens included.
+            ("context", self.positions - self.products.weights),
             ("expert", self.products.experts),
             ("data", self.samples),
             ("tensor", self.products.weights),
@@ -245,6 +248,7 @@ def _stored(stage: StagePlan, step: StepGraph, products: ProductAxes) -> Iterato
 
 
 def _recompute(plan: Plan) -> str:
+    """Return the policy of the plan, or that of the step itself where it recomputes more."""
     if plan.host_optimizer or Remat.OFFLOAD in plan.remat:
         raise PlanError(
             f"{plan.name} lets arrays wait in the memory of the host, which trainers have other options for. Plan "
@@ -256,4 +260,10 @@ def _recompute(plan: Plan) -> str:
             f"Layers of {plan.name} recompute by different policies ({plan.recomputed}), and trainers have one for "
             "all. Plan with Hybrid(remat=…)."
         )
-    return str(policies.pop()) if policies else "none"
+    return str(max([*policies, written_policy(plan)], key=list(Remat).index))
+
+
+def written_policy(plan: Plan) -> Remat:
+    """Return the policy that a step's own recomputation amounts to. Raises `PlanError` for a plan from a file."""
+    step = programs_of(plan).at(plan.num_microbatches)
+    return written_recomputation(step, plan.request.cost_model.backend.fused_attention)

@@ -17,6 +17,7 @@ from alpa_lite.planners.data_parallel import Zero as Zero
 from alpa_lite.planners.flexflow import FlexFlow as FlexFlow
 from alpa_lite.planners.grid_search import GridSearch as GridSearch
 from alpa_lite.planners.hybrid import Hybrid as Hybrid
+from alpa_lite.planners.karma import Karma as Karma
 from alpa_lite.planners.manual import MANUAL_PLANNERS as MANUAL_PLANNERS
 from alpa_lite.planners.megatron import DeepSpeed3D as DeepSpeed3D
 from alpa_lite.planners.megatron import Megatron as Megatron

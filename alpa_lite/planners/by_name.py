@@ -19,6 +19,7 @@ from alpa_lite.planners.data_parallel import FSDP, DataParallel, GShard, Zero
 from alpa_lite.planners.flexflow import FlexFlow
 from alpa_lite.planners.grid_search import GridSearch
 from alpa_lite.planners.hybrid import Hybrid
+from alpa_lite.planners.karma import Karma
 from alpa_lite.planners.megatron import DeepSpeed3D, Megatron
 from alpa_lite.planners.mesh_tensorflow import MeshTensorFlow
 from alpa_lite.planners.on_mesh import OnMesh
@@ -45,6 +46,7 @@ PLANNERS: Mapping[str, type[Planner]] = {
     "hybrid": Hybrid,
     "deepspeed_3d": DeepSpeed3D,
     "grid_search": GridSearch,
+    "karma": Karma,
     "gshard": GShard,
     "mesh_tensorflow": MeshTensorFlow,
     "axonn": AxoNN,

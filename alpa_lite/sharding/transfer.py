@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from math import prod
 
@@ -74,7 +75,7 @@ class Piece:
         return tuple(stop - start for start, stop in self.box)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class PlannedTransfer:
     """The planned transfer of an array from one placement to another.
 
@@ -113,7 +114,8 @@ class PlannedTransfer:
         """Bytes that are sent to another device, without the moves inside the two meshes."""
         return sum(self.bytes_between.values())
 
-    @property
+    # Each micro-batch asks again, and there may be many thousand pieces.
+    @cached_property
     def bytes_between(self) -> Counter[tuple[int, int]]:
         """Bytes sent by (source, target) device id of the cluster, for pairs of different devices."""
         sources, targets = self.source.submesh.devices, self.target.submesh.devices

@@ -10,7 +10,8 @@ of the two bodies (`_repeated_ops`).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
+from typing import NamedTuple
 
 from alpa_lite.program.identity import FirstUses, value_numbers
 from alpa_lite.program.ir import Graph, Op, wiring_of
@@ -24,26 +25,41 @@ from alpa_lite.step.recomputation import originals
 def needed_flops(step: StepGraph) -> Mapping[str, float]:
     """Return the FLOPs of one step at the full batch, by the dtype of the operands."""
     found: dict[str, float] = {}
-    again, repeated = originals(step), _repeated_ops(step)
-    for op in step.graph.ops:
-        if op.results and all(result in again for result in op.results):
-            continue
-        _add(step.graph, op, step.runs_of(op), repeated, found)
-    return found
-
-
-def _add(graph: Graph, op: Op, runs: float, repeated: Mapping[Graph, Collection[int]], found: dict[str, float]) -> None:
-    wiring = wiring_of(op)
-    if wiring is None:
-        if flops := rule_of_op(graph, op.id).flops:
+    for graph, op, runs, is_again in executed_ops(step):
+        flops = 0.0 if is_again else rule_of_op(graph, op.id).flops
+        if flops:
             floats = (value.dtype for value in graph.operands(op) if value.is_float)
             dtype = next(floats, "float32")
             found[dtype] = found.get(dtype, 0.0) + runs * flops
-        return
-    for body in op.bodies:
-        for inner in body.ops:
-            if inner.id not in repeated.get(body, ()):
-                _add(body, inner, runs * wiring.trips, repeated, found)
+    return found
+
+
+class ExecutedOp(NamedTuple):
+    """An op without a body: its graph, how often it runs in a step, and whether it computes a forward value again."""
+
+    graph: Graph
+    op: Op
+    runs: float
+    is_again: bool
+
+
+def executed_ops(step: StepGraph) -> Iterator[ExecutedOp]:
+    """Yield the ops of a step, those of its loops and branches included."""
+    again, repeated = originals(step), _repeated_ops(step)
+
+    def inside(graph: Graph, op: Op, runs: float, is_again: bool) -> Iterator[ExecutedOp]:
+        wiring = wiring_of(op)
+        if wiring is None:
+            yield ExecutedOp(graph, op, runs, is_again)
+            return
+        for body in op.bodies:
+            for inner in body.ops:
+                inner_again = is_again or inner.id in repeated.get(body, ())
+                yield from inside(body, inner, runs * wiring.trips, inner_again)
+
+    for op in step.graph.ops:
+        is_again = bool(op.results) and all(result in again for result in op.results)
+        yield from inside(step.graph, op, step.runs_of(op), is_again)
 
 
 def _repeated_ops(step: StepGraph) -> dict[Graph, set[int]]:

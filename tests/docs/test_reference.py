@@ -38,6 +38,7 @@ VALUES = {  # that calls return
     al.plan: "Plan",
     al.check: "CheckReport",
     al.compare: "PlannerComparison",
+    al.advise: "Advice",
     al.cluster: "Cluster",
     al.calibrate: "Calibration",
     al.serving.ServingSolver.plan: "ServingPlan",
@@ -53,14 +54,14 @@ VALUES = {  # that calls return
 def test_public_names() -> None:
     """Whoever adds or removes one says so here."""
     assert set(_public(al)) == set(
-        "AlpaLiteError Calibration CheckReport Checkpoints CompiledFunction LoweredFunction ParallelFunction Plan "
-        "PlannedFunction PlannerComparison TracedFunction batch_sharding calibrate check cluster compare init_sharded "
-        "initialize local_cluster parallelize plan register_rule".split()
+        "Advice AlpaLiteError Calibration CheckReport Checkpoints CompiledFunction LoweredFunction ParallelFunction "
+        "Plan PlannedFunction PlannerComparison TracedFunction advise batch_sharding calibrate check cluster compare "
+        "init_sharded initialize local_cluster parallelize plan register_rule".split()
     )
     assert set(_public(al.planners)) == set(
         "Auto AxoNN Bounded ColocRL ConvolutionParallel Custom DataParallel DeepSpeed3D FSDP FlexFlow GShard "
-        "GridSearch Hybrid MANUAL_PLANNERS Megatron MeshTensorFlow OnMesh OneWeirdTrick ParameterServer PipeDream "
-        "PipeDream2BW Pipeline PlanRequest Planner Replay TorchGPipe TrainerConfiguration Zero".split()
+        "GridSearch Hybrid Karma MANUAL_PLANNERS Megatron MeshTensorFlow OnMesh OneWeirdTrick ParameterServer "
+        "PipeDream PipeDream2BW Pipeline PlanRequest Planner Replay TorchGPipe TrainerConfiguration Zero".split()
     )
     assert set(_public(al.serving)) == set(
         "AccuracySample Allocation BestAccuracy CloudOnly EdgeFirst EveryAssignment Exact JellyBean MessageSource "

@@ -15,7 +15,7 @@ import pytest
 
 import alpa_lite as al
 from alpa_lite.errors import PlanError
-from alpa_lite.export.degrees import degrees_of, programs_of
+from alpa_lite.export.degrees import _Splits, degrees_of, programs_of
 from alpa_lite.export.product_axes import ProductAxes
 from alpa_lite.lower.plan_fits import as_planned
 from alpa_lite.planners import FSDP, DataParallel, Hybrid, Megatron, OnMesh, Zero
@@ -243,3 +243,40 @@ def test_what_a_trainer_does_not_have_is_refused() -> None:
             plan.export(target)
     with pytest.raises(PlanError, match="has no option 'step'; it has none"):
         _plan(DataParallel(), 1).export("megatron", step="train:step")
+
+
+def test_what_the_step_recomputes_itself_is_said() -> None:
+    """Of a plan without recomputation of its own: Megatron-LM and torchtitan would otherwise store everything."""
+
+    def checkpointed(params: Any, batch: Any) -> Any:
+        @jax.checkpoint
+        def layer(x, weights):
+            return x + jax.nn.relu(x @ weights["up"]) @ weights["down"], None
+
+        def loss(params):
+            x, _ = jax.lax.scan(layer, batch["x"] @ params["in"], params["layers"])
+            return jnp.mean((x - batch["y"]) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    plan = _plan(Hybrid(data=8, zero=3), 1, checkpointed, PARAMS, BATCH)
+    assert not plan.recomputed
+    assert tomllib.loads(plan.export("torchtitan"))["activation_checkpoint"] == {"mode": "full"}
+    assert 'remat_policy: "full"' in plan.export("maxtext") and "recomputes nothing" not in plan.export("maxtext")
+    flags = _flags(_plan(DataParallel(), 1, checkpointed, PARAMS, BATCH).export("megatron"))
+    assert flags["recompute-granularity"] == "full"
+    found = al.compare(checkpointed, PARAMS, BATCH, planners=[DataParallel(), FSDP()], cluster="dgx-1")
+    assert "recomputed: full, by the step itself" in " ".join(str(found).split())
+
+
+def test_positions_scattered_over_tensor_devices_are_no_context() -> None:
+    """Sequence parallelism may scatter the batch itself; its axis splits the weights, which a context axis does not."""
+    plan = _plan(Megatron(tensor=4, data=2), 1)
+    found = programs_of(plan)
+    products = ProductAxes.of(plan.stages, as_planned(found.with_equations(1, plan.loop_parts), plan).step)
+    assert products.weights == {"model"}
+    splits = _Splits(
+        samples=frozenset({"data"}), positions=frozenset({"model", "context"}), stored=(), products=products
+    )
+    assert [splits.role(axis) for axis in ("data", "model", "context")] == ["data", "tensor", "context"]

@@ -1,0 +1,120 @@
+"""Blocks that keep, swap or recompute: the best choice of all, within memory, and the same numbers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import alpa_lite as al
+from alpa_lite.errors import InfeasibleError, PlanError
+from alpa_lite.planners import Hybrid, Karma
+from alpa_lite.planners.karma import BlockCost, best_choices, time_and_peak
+from alpa_lite.step.recomputation import Remat
+from tests.end_to_end.cases import TOLERANCE, Training, assert_same, eager_cluster, make_batch, reference
+
+KEEP, SWAP, RECOMPUTE = range(3)
+Block = list[BlockCost]
+
+
+def _block(rng: random.Random, link: float) -> Block:
+    """A block of random work and memory, whose copies take `link` seconds per byte."""
+    seconds, size, part = rng.uniform(0.5, 2.0), rng.choice([1.0, 2.0, 5.0, 8.0]), rng.choice([0.2, 0.5, 1.0])
+    return [
+        BlockCost(seconds, 2.0 * seconds, 0.0, size, 0.0, 1.0),
+        BlockCost(seconds, 2.3 * seconds, size * part * link, 0.0, size * part, 1.0 + size * part),
+        BlockCost(seconds, 3.0 * seconds, 0.0, 0.3, 0.0, 1.0 + size),
+    ]
+
+
+def _chosen(blocks: Sequence[Block], choices: Sequence[int]) -> Block:
+    return [options[choice] for options, choice in zip(blocks, choices, strict=True)]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_dynamic_program_finds_the_best_of_all_choices(seed: int) -> None:
+    """Of at most eight blocks, on links from fast to slow and in little to much memory."""
+    rng = random.Random(seed)
+    link = rng.choice([0.05, 0.3, 1.0])
+    blocks = [_block(rng, link) for _ in range(8 if seed % 20 == 0 else rng.randint(1, 6))]
+    memory = rng.uniform(2.0, 30.0)
+    outcomes = [time_and_peak(_chosen(blocks, choices), 1 / link) for choices in product(range(3), repeat=len(blocks))]
+    fitting = [outcome.seconds for outcome in outcomes if outcome.peak_bytes <= memory]
+    found = best_choices(blocks, memory, 1 / link)
+    if found is None:
+        assert not fitting
+        return
+    outcome = time_and_peak(_chosen(blocks, found), 1 / link)
+    assert outcome.peak_bytes <= memory
+    assert outcome.seconds == pytest.approx(min(fitting))
+
+
+def test_the_limits() -> None:
+    """In much memory all is kept; over a link without delay nothing is recomputed; a mixture is never slower."""
+    rng = random.Random(1)
+    blocks = [_block(rng, 0.3) for _ in range(8)]
+    assert best_choices(blocks, 1e9, 1 / 0.3) == (KEEP,) * 8
+    assert best_choices([], 1.0, 1.0) == ()
+    assert best_choices(blocks, 0.0, 1 / 0.3) is None
+    at_once = [_block(rng, 0.0) for _ in range(8)]
+    for memory in (12.0, 16.0, 24.0):
+        found = best_choices(at_once, memory, 0.0)
+        assert found is not None and RECOMPUTE not in found
+    for policy in (SWAP, RECOMPUTE):
+        alone = time_and_peak(_chosen(blocks, (policy,) * 8), 1 / 0.3)
+        found = best_choices(blocks, alone.peak_bytes, 1 / 0.3)
+        assert found is not None
+        assert time_and_peak(_chosen(blocks, found), 1 / 0.3).seconds <= alone.seconds
+
+
+def test_copies_overlap_with_the_blocks_beside_them() -> None:
+    """By hand: three blocks of 1 s forward and 2 s backward, of which the first swaps for 3 s each way."""
+    keep, swap = BlockCost(1.0, 2.0, 0.0, 4.0, 0.0, 0.0), BlockCost(1.0, 2.0, 3.0, 0.0, 3.0, 0.0)
+    # Forward the copy ends at 4 s, 1 s after the kernels; it comes back in 3 s beside the second block's 2 s.
+    assert time_and_peak([swap, keep, keep], 1.0).seconds == pytest.approx(4.0 + 2.0 + 3.0 + 2.0)
+    # At first 3 bytes wait for the link and are gone when the last two blocks are stored, and then come back.
+    assert time_and_peak([swap, keep, keep], 1.0).peak_bytes == pytest.approx(9.0)
+
+
+def _arguments(training: Training) -> tuple[Any, ...]:
+    return training.start(), make_batch(training.architecture, 0), jax.random.key(0)
+
+
+@pytest.mark.parametrize("part", [0.85, pytest.param(0.75, marks=pytest.mark.slow)])
+def test_a_plan_within_less_memory_gives_the_same_numbers(part: float, devices: Any) -> None:
+    """As those of `jax.jit` up to the order of sums; without recomputation, which XLA fuses otherwise, to the bit those
+    of plain data parallelism.
+    """
+    training = Training(model="gpt", optimizer="momentum", num_steps=3)
+    step, arguments, cluster = training.step(), _arguments(training), eager_cluster()
+    plain = al.plan(step, *arguments, cluster=cluster, planner=Hybrid(data=8))
+    memory = part * plain.prediction.peak_bytes[0]
+    with pytest.raises(InfeasibleError):
+        small = replace(cluster, device=replace(cluster.device, memory_bytes=memory, memory_reserve=0.0))
+        al.plan(step, *arguments, cluster=small, planner=Hybrid(data=8))
+    karma = al.parallelize(step, cluster=cluster, planner=Karma(memory_bytes=memory))
+    got = training.run(karma)
+    plan = karma.last_plan
+    assert plan.prediction.peak_bytes[0] <= memory and plan.prediction.step_seconds >= plain.prediction.step_seconds
+    assert plan.host_optimizer or Remat.OFFLOAD in plan.remat or Remat.FULL in plan.remat
+    assert_same(got, reference(training), TOLERANCE)
+    same = training.run(al.parallelize(step, cluster=cluster, planner=Hybrid(data=8)))
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(same), strict=True)
+    assert plan.remat or all(np.array_equal(a, b) for a, b in pairs)
+
+
+def test_what_cannot_be_is_a_sentence(devices: Any) -> None:
+    training = Training(model="mlp", optimizer="momentum")
+    step, arguments, cluster = training.step(), _arguments(training), eager_cluster()
+    with pytest.raises(PlanError, match="states none"):
+        al.plan(step, *arguments, cluster=replace(cluster, host_memory=None), planner=Karma())
+    with pytest.raises(PlanError, match="must be a number of bytes above 0"):
+        al.plan(step, *arguments, cluster=cluster, planner=Karma(memory_bytes=-1.0))
+    with pytest.raises(InfeasibleError, match="with every block recomputed a device needs"):
+        al.plan(step, *arguments, cluster=cluster, planner=Karma(memory_bytes=1e3))
