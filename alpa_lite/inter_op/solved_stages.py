@@ -100,10 +100,23 @@ class SolvedStages:
         """Start without any stage."""
         self._solved: dict[tuple[object, MeshKey, float], list[SolvedStage]] = {}
         self._structures: dict[Hashable, object] = {}
+        self._of_views: dict[Hashable, object] = {}
+        self._first_of_size: dict[Hashable, StageView] = {}
         self._builders: dict[MeshKey, Builders] = {}
 
     def structure(self, view: StageView) -> object:
-        """Return an object that stands for the signature of a view, which takes long to hash."""
+        """Return an object that stands for the signature of a view, which takes long to make and to hash."""
+        if view.key not in self._of_views:
+            self._of_views[view.key] = self._structure(view)
+        return self._of_views[view.key]
+
+    def _structure(self, view: StageView) -> object:
+        first = self._first_of_size.setdefault(view.size, view)
+        if first is view:
+            # No view so far can have its signature, as the whole step at each number of micro-batches.
+            return object()
+        # Once a second view of its size is there, the first one is compared too.
+        self._structures.setdefault(first.signature, self._of_views[first.key])
         return self._structures.setdefault(view.signature, object())
 
     def answer(self, structure: object, kind: MeshKey, asked: Question) -> SolvedStage | None:

@@ -360,6 +360,9 @@ class Keeping:
         )
 
     def _around(self, graph: Graph, op: Op) -> tuple[Wanted, ...]:
+        """Return the constraints of the operands and results of an op; () if the layout constrains nothing."""
+        if not self.layout.values:
+            return ()
         # What a sharding of the user demands, it demands of the result: the operand comes from any spec.
         operands = (
             [()] * len(op.operands) if op.primitive == USER_SHARDING else [self.of(graph, v) for v in op.operands]

@@ -14,7 +14,7 @@ from alpa_lite.intra_op.stage_ops import StageOps
 from alpa_lite.plan.op_places import TaskLayout
 from alpa_lite.plan.parts import NO_COST, Choice, TaskRole
 from alpa_lite.plan.pricing import Pricer, local_bytes
-from alpa_lite.plan.slices import SlicedStages, Slicer, home_spec
+from alpa_lite.plan.slices import SlicedStages, Slicer, home_spec, slicer_of
 from alpa_lite.plan.task_prices import estimate, part_seconds
 from alpa_lite.plan.task_specs import TaskSpec
 from alpa_lite.program.memo import memoized
@@ -139,7 +139,7 @@ def _slicer(part: StageOps, *, in_two: bool) -> Slicer:
         fused=frozenset([part.own] if part.is_last else []),
         in_two=frozenset([part.own] if in_two else []),
     )
-    return Slicer(layout, part.step, part.ops)
+    return slicer_of(part.step, layout) if part.is_whole else Slicer(layout, part.step, part.ops)
 
 
 def _memory(view: StageView, pricer: Pricer, choice: Choice) -> tuple[float, float, float]:

@@ -128,6 +128,12 @@ class StageView:
         """Return how often an op runs per step here; invariant ops run as often as their most frequent reader."""
         return self.part.runs_of(op)
 
+    @property
+    def size(self) -> tuple[int, ...]:
+        """Numbers that are equal for views of equal `signature`, and quickly told."""
+        step, part = self.step, self.part
+        return (len(part.ops), len(part.external), step.num_microbatches, step.num_updates)
+
     @cached_property
     def signature(self) -> tuple[object, ...]:
         """A key that is equal for stages that run the same ops on the same shapes, wherever they lie in the graph."""

@@ -63,6 +63,8 @@ class StageLayout:
     def paths(self) -> dict[int, Path]:
         """Return the path from the graph of the step to each scope."""
         found: dict[int, Path] = {0: ()}
+        if len(self.scopes) == 1:
+            return found
         # Scopes are numbered from outside in, so the path of an outer scope is set before its inner ones need it.
         for (scope, op_id), placed in sorted(self.placed.items(), key=lambda item: item[0]):
             if isinstance(placed, PlacedBodies):

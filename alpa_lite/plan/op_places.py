@@ -48,6 +48,10 @@ class TaskLayout:
     in_two: frozenset[int]
     served: bool = False
 
+    def __hash__(self) -> int:
+        """Return a hash of the fields that can be hashed; equality compares all."""
+        return hash((*self.stage_of_op, self.whole, self.fused, self.in_two))
+
 
 def layout_of_plan(plan: Plan, step: StepGraph) -> TaskLayout:
     """Return the tasks of a plan's stages. Raises `PlanError` for a schedule that cannot run the step."""
@@ -60,7 +64,8 @@ def layout_of_plan(plan: Plan, step: StepGraph) -> TaskLayout:
         )
     inputs = zip(step.graph.inputs, plan.input_layers, strict=True)
     return TaskLayout(
-        stage_of_op=[None if layer is None else plan.stage_of_layer(layer) for layer in plan.op_layers],
+        # A tuple, as stages have it, so that equal layouts compare equal.
+        stage_of_op=tuple([None if layer is None else plan.stage_of_layer(layer) for layer in plan.op_layers]),
         stage_of_input={v: plan.stage_of_layer(layer) for v, layer in inputs},
         whole=len(plan.stages) == 1 and plan.num_microbatches == 1,
         fused=_fused(lists, plan.schedule.loss_stage(len(plan.stages))),

@@ -125,8 +125,9 @@ class Slicer:
         return [
             v
             for v, readers in enumerate(self._readers)
-            if any(place.kind is TaskRole.UPDATE and place.stage != self.stage_of_value(v) for place in readers)
-            and self.is_sum(v)
+            # Few values are sums, and to look at all of their readers takes longer.
+            if self.is_sum(v)
+            and any(place.kind is TaskRole.UPDATE and place.stage != self.stage_of_value(v) for place in readers)
         ]
 
     def stages_renewing(self, v: int) -> frozenset[int]:
@@ -323,9 +324,10 @@ class Slicer:
             else:
                 readers = alone[place]
             for v in op.operands:
-                # Most values have one reader, or several in one task.
-                if not readers <= found[v]:
-                    found[v] = found[v] | readers if found[v] else readers
+                # Most values have one reader, or several in one task, whose set is one object.
+                known = found[v]
+                if known is not readers and not readers <= known:
+                    found[v] = known | readers if known else readers
         return found
 
     def _read_in_loop_elsewhere(self, v: int, place: OpPlace) -> bool:
@@ -345,6 +347,12 @@ class Slicer:
         # Resharding for the caller inside the task saves a program of its own, unless other tasks read the value too.
         only_returned = v in self.returned and not any(p != place for p in self._readers[v])
         return Form.RETURNED if only_returned and self.output_stage(v) == place.stage else Form.HOME
+
+
+@memoized
+def slicer_of(step: StepGraph, layout: TaskLayout) -> Slicer:
+    """Return the slicer of a whole step, one object for equal layouts, as of plans with other shardings."""
+    return Slicer(layout, step)
 
 
 _PHASES = {
@@ -381,7 +389,7 @@ class SlicedStages:
     def of_plan(plan: Plan, step: StepGraph) -> SlicedStages:
         """Slice `step`, which must be the step that the plan was made for."""
         stages = {number: stage.choice for number, stage in enumerate(plan.stages)}
-        return SlicedStages(slicer=Slicer(layout_of_plan(plan, step), step), stages=stages)
+        return SlicedStages(slicer=slicer_of(step, layout_of_plan(plan, step)), stages=stages)
 
     def task(self, outline: TaskOutline, buckets: Sequence[Sequence[int]] = ()) -> TaskSpec:
         """Return a task with its specs; `buckets` are those of the plan."""

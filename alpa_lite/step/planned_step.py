@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from alpa_lite.program.memo import memoized
 from alpa_lite.program.passes import Pass, PassDriver
 from alpa_lite.program.phases import StepGraph
 from alpa_lite.step.layers import Layers, forward_loops
@@ -90,7 +91,16 @@ def planned_step(
         passes = (*passes, Rematerialise(remat=tuple(remat)))
     if host_optimizer or Remat.OFFLOAD in remat:
         passes = (*passes, Offload(remat=tuple(remat), optimizer=host_optimizer))
+    if driver is None and len(passes) == 1:
+        return _as_written(step, tuple(of_op))
     return (driver or PassDriver()).run(LayeredStep.of(step, of_op), passes)
+
+
+@memoized
+def _as_written(step: StepGraph, of_op: tuple[int | None, ...]) -> LayeredStep:
+    # One object, since a search is begun again with another effort, and what is derived from ops is stored with their
+    # step. Not so for policies, of which there are many: steps would pile up.
+    return PassDriver().run(LayeredStep.of(step, of_op), (ReadWithinLayers(),))
 
 
 def policies_of(step: StepGraph, layers: Layers, wanted: Sequence[Remat]) -> tuple[Remat, ...]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from alpa_lite.inter_op.solved_stages import Question, SolvedStage, answer_among
+from alpa_lite.inter_op.solved_stages import Question, SolvedStage, SolvedStages, answer_among
 from alpa_lite.intra_op.problem import Status
 from alpa_lite.intra_op.stage import StageSolution
 from alpa_lite.plan.parts import NO_COST, Choice
@@ -91,3 +91,36 @@ def test_what_was_not_found_in_time_is_sought_again_in_more(status: Status) -> N
     assert answer_among(solved, _question(1, 8.0, 0.05, seconds=0.5)) is solved[0]
     patient = answer_among(solved, _question(1, 8.0, 0.05, seconds=60.0))
     assert patient is (solved[0] if status is Status.INFEASIBLE else None)
+
+
+@dataclass(eq=False)
+class _View:
+    """A stand-in for a view that records whether its signature was asked for."""
+
+    made_of: int
+    asked: bool = field(default=False)
+
+    @property
+    def key(self) -> object:
+        return self
+
+    @property
+    def size(self) -> int:
+        return self.made_of % 3
+
+    @property
+    def signature(self) -> int:
+        self.asked = True
+        return self.made_of
+
+
+@given(contents=st.lists(st.integers(0, 8), max_size=10))
+def test_views_have_one_structure_where_their_signatures_are_equal(contents: list[int]) -> None:
+    solved, views = SolvedStages(), [_View(content) for content in contents]
+    structures = [solved.structure(cast(Any, view)) for view in views]
+    for view, its in zip(views, structures, strict=True):
+        for other, others in zip(views, structures, strict=True):
+            assert (its is others) == (view.made_of == other.made_of)
+        # A signature takes long to make: alone of its size, a view does without.
+        assert view.asked == (sum(other.size == view.size for other in views) > 1)
+    assert structures == [solved.structure(cast(Any, view)) for view in views]

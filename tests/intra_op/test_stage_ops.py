@@ -17,7 +17,9 @@ from alpa_lite.intra_op.stage import GivenLayout, StageView
 from alpa_lite.intra_op.stage_ops import stage_ops
 from alpa_lite.intra_op.strategies import FREE_CHOICE
 from alpa_lite.intra_op.strategy_catalogue import Catalogue
+from alpa_lite.plan.op_places import TaskLayout
 from alpa_lite.plan.pricing import Pricer
+from alpa_lite.plan.slices import Slicer, slicer_of
 from alpa_lite.program.phases import StepGraph
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh
 from alpa_lite.sharding.specs import replicated
@@ -124,3 +126,36 @@ def test_other_processes_get_the_ops_without_what_follows_from_them(step: StepGr
     copied = pickle.loads(pickle.dumps(stage))
     assert sorted(vars(copied)) == ["is_last", "own", "stage_of_input", "stage_of_op", "step"]
     assert (copied.ops, copied.external, copied.crossing) == (stage.ops, stage.external, stage.crossing)
+
+
+def every_view(step: StepGraph, layers: Layers) -> list[StageView]:
+    ranges = [(first, last) for first in range(NUM_LAYERS) for last in range(first, NUM_LAYERS)]
+    views = [view_of(step, layers, first, last) for first, last in ranges]
+    pinned = replace(views[0], pins={views[0].external[0]: replicated(2)})
+    # The same ops once more, in other objects.
+    return [*views, pinned, view_of(step, layers, 0, 0)]
+
+
+def test_views_of_equal_signature_have_equal_size(step: StepGraph, layers: Layers) -> None:
+    views = every_view(step, layers)
+    pairs = [(one, other) for one in views for other in views if one.signature == other.signature]
+    assert len(pairs) > len(views)
+    assert all(one.size == other.size for one, other in pairs)
+
+
+@pytest.mark.parametrize("in_two", [False, True])
+def test_a_stage_of_all_layers_has_the_tasks_of_the_step(step: StepGraph, layers: Layers, in_two: bool) -> None:
+    part = view_of(step, layers, 0, NUM_LAYERS - 1).part
+    layout = TaskLayout(
+        stage_of_op=part.stage_of_op,
+        stage_of_input=dict(zip(step.graph.inputs, part.stage_of_input, strict=True)),
+        whole=False,
+        fused=frozenset([0]),
+        in_two=frozenset([0] if in_two else []),
+    )
+    shared = slicer_of(step, layout)
+    assert shared is slicer_of(step, replace(layout, stage_of_input=dict(layout.stage_of_input)))
+    others: list[dict[str, Any]] = [{"fused": frozenset()}, {"served": True}, {"stage_of_input": {}}]
+    assert all(slicer_of(step, replace(layout, **other)) is not shared for other in others)
+    # With the ops that its tasks can need alone it makes the same tasks.
+    assert shared.outlines(0) == Slicer(layout, step, part.ops).outlines(0)

@@ -244,13 +244,12 @@ def _fill(node: int, adjacency: Adjacency, sizes: Scope, most: float = math.inf)
     """Return the entries of the edges that eliminating ``node`` would add, or inf if its table exceeds ``most``."""
     if math.isinf(_table_entries(node, adjacency, sizes, most)):
         return math.inf
-    others = sorted(adjacency[node])
-    return sum(
-        float(sizes[first] * sizes[second])
-        for position, first in enumerate(others)
-        for second in others[position + 1 :]
-        if second not in adjacency[first]
-    )
+    others, entries = set(adjacency[node]), 0.0
+    for first in adjacency[node]:
+        others.remove(first)
+        if missing := others - adjacency[first]:
+            entries += sizes[first] * sum([sizes[second] for second in missing])
+    return entries
 
 
 def _connect(neighbours: set[int], adjacency: Adjacency) -> set[int]:
