@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import chain, islice
 from numbers import Integral, Real
 from typing import Literal
 
@@ -33,8 +33,8 @@ from alpa_lite.intra_op.solvers.integer_program import IntegerProgram, available
 from alpa_lite.plan.plan import INTERRUPTED, Plan, SolverReport
 from alpa_lite.plan.progress import TimeIsUp
 from alpa_lite.planners.fewer_devices import AS_FAST, on_fewer_devices
-from alpa_lite.planners.hybrid import Hybrid
-from alpa_lite.planners.manual import MANUAL_PLANNERS, ManualPlans, NoPlan
+from alpa_lite.planners.hybrid import Hybrid, check_host_memory
+from alpa_lite.planners.manual import MANUAL_PLANNERS, ManualPlans, NoPlan, plans_on_host
 from alpa_lite.planners.on_mesh import OnMesh
 from alpa_lite.planners.planner import Planner, check_synchronous, renamed_options
 from alpa_lite.program.collector import rare_collection
@@ -81,6 +81,9 @@ class Auto(Planner):
             but only where the work of a step with so many is above that. None: the search ends after few numbers.
         time_limit_seconds: the time after which the search ends, once the stage at hand is solved, with the best plan
             so far; a step for which nothing was found by then gets a manual plan. None: no limit.
+        host_memory: whether arrays may wait in the memory of hosts: plans with recomputation, offloaded activations and
+            optimizer state there (`manual.ON_HOST`) are priced too, and the fastest of all is taken. For clusters that
+            state this memory.
         manual: manual plans that are priced too, unless stages, pins, remat or the schedule are restricted, which these
             plans would not obey. If one stage is requested, only plans with one stage are.
     """
@@ -102,6 +105,7 @@ class Auto(Planner):
     idle_devices: bool = True
     gap: float | None = None
     time_limit_seconds: float | None = None
+    host_memory: bool = False
     manual: tuple[Planner, ...] = field(default=MANUAL_PLANNERS)
 
     @property
@@ -119,6 +123,8 @@ class Auto(Planner):
         """
         started = time.perf_counter()
         self._check()
+        if self.host_memory:
+            check_host_memory(self.name, request.cluster)
         if (mesh := user_mesh(request.step_at(1, 0), request.signature.user_shardings)) is not None:
             return self._as_sharded_by_the_user(request, mesh)
         with request.progress.within(self.time_limit_seconds):
@@ -127,7 +133,7 @@ class Auto(Planner):
                 return whole
             late = False
             try:
-                found = on_fewer_devices(whole, request, replace(self, manual=())._planned_on)
+                found = on_fewer_devices(whole, request, replace(self, manual=(), host_memory=False)._planned_on)
             except TimeIsUp:
                 found, late = whole, True
         taken = time.perf_counter() - started
@@ -176,7 +182,8 @@ class Auto(Planner):
                     manual.expect(min(plans, key=_step_seconds))
                 found = min(plans, key=_step_seconds, default=None)
                 too_large = [refusal.num_microbatches for refusal in refused if refusal.is_too_large]
-                for plan in manual.plans(found, too_large=too_large):
+                on_host = plans_on_host(limited) if self.host_memory else ()
+                for plan in chain(manual.plans(found, too_large=too_large), on_host):
                     if isinstance(plan, NoPlan):
                         missing.append(plan)
                     elif self._allows(plan):
@@ -250,6 +257,11 @@ class Auto(Planner):
             number = getattr(self, name)
             if number is not None and not (isinstance(number, Integral) and int(number) >= 1):
                 raise PlanError(f"{name}={number!r} was given; it must be an integer of at least 1, or None.")
+        if self.host_memory and (self._restricted or self.remat != "auto"):
+            raise PlanError(
+                "host_memory=True cannot be asked for beside pins, a schedule, recomputation and stages of one device "
+                "or of equal layers, which plans on the host might not obey. Leave them out, or use al.planners.Hybrid."
+            )
         self._integer_program()
         for name, most in (("gap", 1.0), ("time_limit_seconds", math.inf)):
             number = getattr(self, name)
@@ -315,7 +327,7 @@ class Auto(Planner):
         if not request.advise or not isinstance(problem, InfeasibleError):
             return problem
         # Manual plans would take their time again for every change that is tried.
-        alone = replace(self, manual=())
+        alone = replace(self, manual=(), host_memory=False)
         changes = [*more_microbatches(alone, request, tried=numbers_to_search(request)[-1])]
         return InfeasibleError(f"{problem} {cheapest_fit(changes, more_hosts(alone, request))}")
 

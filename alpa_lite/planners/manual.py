@@ -24,6 +24,7 @@ from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.progress import Progress
 from alpa_lite.planners.convolution_parallel import OneWeirdTrick
 from alpa_lite.planners.data_parallel import FSDP, DataParallel, GShard, Zero
+from alpa_lite.planners.hybrid import Hybrid
 from alpa_lite.planners.megatron import Megatron
 from alpa_lite.planners.pipeline import Pipeline
 from alpa_lite.planners.planner import Planner
@@ -43,8 +44,36 @@ MANUAL_PLANNERS: tuple[Planner, ...] = (
 )
 """The classic plans that `Auto` always prices."""
 
+ON_HOST: tuple[Hybrid, ...] = (
+    Hybrid(zero=3, remat="full", host_optimizer=True),
+    Hybrid(zero=3, remat="selective", host_optimizer=True),
+    Hybrid(zero=3, remat="offload", host_optimizer=True),
+    Hybrid(zero=3, host_optimizer=True),
+)
+"""Plans whose arrays wait in the memory of the host, which `Auto` prices where it may."""
+
 HOPELESS = 1.1
 """No further numbers of micro-batches are tried for a planner whose plan takes so many times as long as the best."""
+
+
+def plans_on_host(request: PlanRequest) -> Iterator[Plan | NoPlan]:
+    """Yield the plan of each of `ON_HOST` with the fewest micro-batches that fit, or the reason why there is none.
+
+    Fewer micro-batches gather the parameters less often, so that they are the fastest.
+    """
+    asked = replace(request, advise=False)
+    numbers = asked.microbatch_choices(divisors(asked.batch_size or 1))
+    for planner in ON_HOST:
+        why: AlpaLiteError = PlanError("There is no number of micro-batches to try.")
+        for number in numbers:
+            try:
+                with request.progress.during("manual", planner.name):
+                    yield planner.plan(replace(asked, num_microbatches=number))
+                break
+            except AlpaLiteError as error:
+                why = without_frames(error)
+        else:
+            yield NoPlan(planner.name, why)
 
 
 class NoPlan(NamedTuple):

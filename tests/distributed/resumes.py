@@ -1,6 +1,9 @@
-"""A process of a job that trains with checkpoints and goes on where it was: `resumes.py FOLDER STEPS [SECONDS]`.
+"""A process of a job that trains with checkpoints and goes on where it was.
 
-The first process appends a line "step loss" to FOLDER/log for each step. SECONDS: that each step takes longer.
+`resumes.py FOLDER STEPS [SECONDS [served]]`
+
+The first process appends a line "step loss" to FOLDER/log for each step. SECONDS: that each step takes longer. With
+"served" the last process is a parameter server, and the others are workers; else each process is a stage.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
-from alpa_lite.planners import DataParallel, Pipeline  # noqa: E402
+from alpa_lite.planners import DataParallel, ParameterServer, Pipeline  # noqa: E402
 
 WIDTH, SAMPLES, LAYERS = 24, 24, 3
 
@@ -51,10 +54,11 @@ def batch(step: int) -> tuple[Any, Any]:
     return x, np.tanh(x[:, ::-1])
 
 
-def main(folder: Path, num_steps: int, seconds: float) -> None:
+def main(folder: Path, num_steps: int, seconds: float, *, served: bool) -> None:
     """Train to the end, or until SIGTERM."""
     count = jax.process_count()
     planner = Pipeline(pipeline=count) if count > 1 else DataParallel()
+    planner = ParameterServer(servers=1) if served else planner
     parallel = al.parallelize(train_step, cluster=_cluster(), planner=planner, num_microbatches=2, donate_argnums=0)
     compiled = parallel.compiled(jax.eval_shape(start), *batch(0))
     with al.Checkpoints(folder / "checkpoints", keep=2) as checkpoints:
@@ -90,4 +94,4 @@ def _cluster() -> Any:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), float((*sys.argv[3:], "0")[0]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), float((*sys.argv[3:], "0")[0]), served="served" in sys.argv[4:])

@@ -37,11 +37,11 @@ def environment() -> dict[str, str]:
 
 @contextmanager
 def launched(
-    processes: int, folder: Path, seconds: float = 0.0, num_steps: int = NUM_STEPS
+    processes: int, folder: Path, seconds: float = 0.0, num_steps: int = NUM_STEPS, *, served: bool = False
 ) -> Iterator[subprocess.Popen[str]]:
     """`alpa-lite launch` of the training; nothing of it is left afterwards."""
     command = [sys.executable, "-m", "alpa_lite.cli", "launch", "--processes", str(processes), "--grace", "20"]
-    program = ["-m", "tests.distributed.resumes", str(folder), str(num_steps), str(seconds)]
+    program = ["-m", "tests.distributed.resumes", str(folder), str(num_steps), str(seconds), *["served"] * served]
     job = subprocess.Popen(
         [*command, *program], cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -90,9 +90,9 @@ def trajectory(folder: Path) -> dict[int, set[float]]:
     return found
 
 
-def finish(processes: int, folder: Path, num_steps: int = NUM_STEPS) -> str:
+def finish(processes: int, folder: Path, num_steps: int = NUM_STEPS, *, served: bool = False) -> str:
     """Train to the end; what was printed."""
-    with launched(processes, folder, num_steps=num_steps) as job:
+    with launched(processes, folder, num_steps=num_steps, served=served) as job:
         printed, _ = job.communicate(timeout=300)
     assert job.returncode == 0, printed[-4000:]
     return printed
@@ -132,6 +132,23 @@ def test_killed_at_random_the_run_is_what_it_would_have_been(kills: int, tmp_pat
             assert not [process for process in victims if process.is_running()]
     finish(2, folder, num_steps)
     assert trajectory(folder) == trajectory(undisturbed) and len(trajectory(folder)) == num_steps
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("victim", [1, 2])
+def test_killed_worker_or_server_the_job_goes_on_where_it_was(victim: int, tmp_path: Path) -> None:
+    undisturbed, folder = tmp_path / "undisturbed", tmp_path / "killed"
+    for each in (undisturbed, folder):
+        each.mkdir()
+    finish(3, undisturbed, served=True)
+    with launched(3, folder, seconds=0.3, served=True) as job:
+        until_logged(folder, job, 4)
+        members(job)[victim].kill()
+        printed, _ = job.communicate(timeout=2 * END_SECONDS)
+    assert f"process {victim} was ended by SIGKILL" in printed
+    reached = max(trajectory(folder))
+    assert reached < NUM_STEPS and "goes on at step 0 " not in finish(3, folder, served=True)
+    assert trajectory(folder) == trajectory(undisturbed)
 
 
 def test_fewer_or_more_processes_take_over(uninterrupted: dict[int, set[float]], tmp_path: Path) -> None:

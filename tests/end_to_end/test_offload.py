@@ -10,9 +10,10 @@ import jax
 import pytest
 
 import alpa_lite as al
+from alpa_lite.cli.models.sequential_networks import MLP
 from alpa_lite.errors import InfeasibleError, PlanError
-from alpa_lite.planners import Hybrid
-from tests.end_to_end.cases import TOLERANCE, Training, assert_same, eager_cluster, make_batch, reference
+from alpa_lite.planners import Auto, Hybrid
+from tests.end_to_end.cases import MODELS, TOLERANCE, Training, assert_same, eager_cluster, make_batch, reference
 
 PLANNERS: Mapping[str, Hybrid] = {
     "data_parallel": Hybrid(data=8),
@@ -103,3 +104,28 @@ def test_more_than_the_host_has_is_refused(devices: Any) -> None:
         al.plan(step, *arguments, cluster=small, planner=planner)
     with pytest.raises(PlanError, match=r"states none\. Describe it in the cluster file"):
         al.plan(step, *arguments, cluster=replace(cluster, host_memory=None), planner=planner)
+
+
+@pytest.mark.slow
+def test_auto_takes_the_host_where_nothing_else_fits(devices: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the same plan as ever where that is faster; what cannot be obeyed is refused."""
+    wide = MLP(in_features=64, hidden=128, out_features=64, num_layers=10)
+    monkeypatch.setitem(MODELS, "wide", wide)
+    training = Training(model="wide", optimizer="adamw", num_steps=2)
+    step, cluster = training.step(), eager_cluster()
+    # One sample per device, so that state takes most of the memory.
+    arguments = training.start(), make_batch(wide, 0, 8), jax.random.key(0)
+    planners = [Auto(host_memory=host, idle_devices=False) for host in (False, True)]
+    usual, either = (al.plan(step, *arguments, cluster=cluster, planner=planner) for planner in planners)
+    assert either.prediction.step_seconds == usual.prediction.step_seconds and not either.host_optimizer
+    assert any("host optimizer" in name for name, _ in either.alternatives)
+    on_host = al.plan(step, *arguments, cluster=cluster, planner=Hybrid(zero=3, remat="full", host_optimizer=True))
+    memory = 1.2 * on_host.prediction.peak_bytes[0]
+    with pytest.raises(InfeasibleError):
+        al.plan(step, *arguments, cluster=cluster, planner=Auto(max_memory_bytes=memory))
+    planner = Auto(host_memory=True, max_memory_bytes=memory)
+    parallel = al.parallelize(step, cluster=cluster, planner=planner)
+    assert_same(parallel(*arguments), jax.jit(step)(*arguments), TOLERANCE)
+    assert parallel.last_plan.host_optimizer and parallel.last_plan.prediction.peak_bytes[0] <= memory
+    with pytest.raises(PlanError, match="host_memory=True cannot be asked for beside pins"):
+        al.plan(step, *arguments, cluster=cluster, planner=Auto(host_memory=True, remat="full"))
