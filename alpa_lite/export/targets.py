@@ -9,6 +9,7 @@ from alpa_lite.errors import PlanError
 from alpa_lite.export.flax_rules import flax_rules
 from alpa_lite.export.maxtext import maxtext
 from alpa_lite.export.plain_jax import plain_jax
+from alpa_lite.export.stage_programs import stablehlo
 from alpa_lite.export.trainers import deepspeed, megatron, torchtitan
 from alpa_lite.plan.plan import Plan
 from alpa_lite.text import did_you_mean
@@ -20,6 +21,7 @@ TARGETS: Mapping[str, Callable[..., str]] = {
     "torchtitan": torchtitan,
     "deepspeed": deepspeed,
     "maxtext": maxtext,
+    "stablehlo": stablehlo,
 }
 """The function of each target; its keyword arguments are the options of the target."""
 

@@ -81,12 +81,13 @@ def test_all_degrees_are_no_faster_by_much(search: DegreeSearch) -> None:
         assert found is not None and found.prediction.step_seconds <= 1.05 * best
 
 
-def test_anything_is_no_slower_than_where_it_starts(search: DegreeSearch) -> None:
-    start = DegreePoint(pipeline=2, tensor=4, zero=1, samples=4)
+def test_changes_that_help_are_taken(search: DegreeSearch) -> None:
+    # Recomputation that memory does not ask for, and the smallest micro-batches.
+    start = DegreePoint(pipeline=2, tensor=4, zero=1, remat="full", samples=1)
     given = search.plan_at(start)
     found = search.fastest(ANYTHING, [start], is_over=never).plan
     assert isinstance(given, Plan) and found is not None
-    assert found.prediction.step_seconds <= given.prediction.step_seconds
+    assert found.prediction.step_seconds < 0.8 * given.prediction.step_seconds
 
 
 def test_points_are_hybrids_with_their_microbatches(search: DegreeSearch) -> None:
