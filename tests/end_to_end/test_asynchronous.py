@@ -295,3 +295,15 @@ def test_asynchronous_plans_are_not_compared_with_others():
     ):
         with pytest.raises(PlanError, match="compares plans that give the same results"):
             al.plan(step, state_of(), batch_of(8), planner=planner)
+
+
+def test_an_argument_in_the_place_of_another_is_refused():
+    """No update would make it: the weights before the last one would be those before all of them."""
+
+    def remembering(state, batch):
+        new, loss = step({k: state[k] for k in state_of()}, batch)
+        return {**new, "before": state["w"]}, loss
+
+    fast = pipelined(PipeDream(), 4, function=remembering)
+    with pytest.raises(PlanError, match=r"returns state/w/0 as it came in the place of state/before/0"):
+        fast({**state_of(), "before": state_of()["w"]}, batch_of(4))

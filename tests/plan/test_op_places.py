@@ -111,7 +111,7 @@ def test_the_tasks_of_an_update_are_counted_as_they_are_made(stages: int) -> Non
 
 
 def _twice_clipped(params: Any, x: jax.Array) -> Any:
-    """Weights and gradients in half precision, updates in float32, clipped by the norm of gradients and by their own."""
+    """Weights in half precision, updates in float32, clipped by the norm of the gradients and by their own."""
 
     def loss(params: Any) -> jax.Array:
         h = x
