@@ -46,8 +46,9 @@ def message(text: str) -> str:
     """Return the text of an error message with control characters escaped and the middle of long texts removed."""
     text = printable(text, keep="\n")
     # The start of a message states the problem and its end the remedy, so the middle is dropped.
-    half = LONGEST_MESSAGE // 2
-    return text if len(text) <= LONGEST_MESSAGE else f"{text[:half]} … {text[-half:]}"
+    mark = " … "
+    half = (LONGEST_MESSAGE - len(mark)) // 2
+    return text if len(text) <= LONGEST_MESSAGE else f"{text[:half]}{mark}{text[-half:]}"
 
 
 def excerpt(text: object, most: int = 80) -> str:

@@ -76,7 +76,7 @@ def try_out(data: Any, model: str, planner: str, *, whole: bool) -> str:
             step = "lowered"
             replayed.lower()
         except AlpaLiteError as error:
-            assert str(error).endswith((".", "?", ")", "…")) and len(str(error)) < 3000, str(error)
+            assert str(error).endswith((".", "?", ")", "…")) and len(str(error)) <= 3000, str(error)
             return f"refused before it was {step}"
     return step
 
