@@ -28,7 +28,7 @@ def test_hosts_of_two_kinds_are_listed():
         intra_host=slowest_link([old.intra_host, new.intra_host]),
     )
     listed = dict(mixed.hardware())
-    assert list(listed) == ["hosts 0–1", "host 2", "between hosts"]
+    assert list(listed) == ["hosts 0–1", "host 2", "memory of a host", "between hosts"]
     assert old.device.name in listed["hosts 0–1"] and new.device.name in listed["host 2"]
     assert cluster_words(mixed) == "3 hosts of 8 devices"
 
