@@ -12,7 +12,8 @@ import pytest
 import alpa_lite as al
 from alpa_lite.cli.models.decoders import Llama
 from alpa_lite.cli.models.train import init_state, make_optimizer, make_train_step
-from alpa_lite.intra_op.formulate import Builder, Builders
+from alpa_lite.intra_op.formulate import Builder, Builders, CollectiveWeights
+from alpa_lite.intra_op.problem import evaluate
 from alpa_lite.intra_op.solve import solve_stage
 from alpa_lite.intra_op.stage import Placed, StageSolution, StageView
 from alpa_lite.intra_op.strategies import BatchSplit, Restriction
@@ -128,3 +129,33 @@ def test_activations_decide_for_the_contractions_of_their_own_stage() -> None:
 
     assert leads(1)
     assert not leads(0)
+
+
+def test_weights_count_what_is_gathered_of_state_apart_from_what_ops_exchange() -> None:
+    """One product whose weight is split over all devices, or whole on each of them."""
+    step = al.parallelize(lambda w, x: w - 0.1 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w))
+    traced = step.trace(*[jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 2)
+    cut = traced.step(2).step
+    builder = built_view(StageView(step=cut, layers=make_layers(cut, 1), first=0, last=0))
+    (weight, _), sizes = cut.graph.inputs, [len(costs) for costs in builder.costs]
+    offer = builder.offers[(0, weight)]
+    rng = np.random.default_rng(0)
+
+    def cost(choices: list[int], values: float, state: float) -> float:
+        weights = CollectiveWeights(values=values, state=state)
+        return evaluate(builder.problem(limit_bytes=None, in_flight=1, weights=weights), choices).cost
+
+    finite = 0
+    for _ in range(200):
+        choices = [int(rng.integers(size)) for size in sizes]
+        # Another place of the weight changes what is gathered of it, and nothing that ops exchange.
+        other = [*choices]
+        other[offer.node] = (choices[offer.node] + 1) % len(offer.specs)
+        whole, moved = cost(choices, 1.0, 1.0), cost(other, 1.0, 1.0)
+        if np.isfinite(whole) and np.isfinite(moved):
+            finite += 1
+            values, state = cost(choices, 2.0, 1.0) - whole, cost(choices, 1.0, 2.0) - whole
+            assert whole == evaluate(builder.problem(limit_bytes=None, in_flight=1), choices).cost
+            assert cost(choices, 0.6, 0.3) == pytest.approx(whole - 0.4 * values - 0.7 * state)
+            assert cost(other, 2.0, 1.0) - moved == pytest.approx(values, abs=1e-12)
+    assert finite > 20
