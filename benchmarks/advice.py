@@ -159,9 +159,10 @@ def _degrees(recipe: Recipe) -> str:
 
 
 def advice_svg() -> str:
-    """Draw the steps of the results relative to the measured step of each recipe."""
+    """Draw the steps of the results in percent of the measured step of each recipe."""
     rows: list[Mapping[str, Any]] = json.loads(RESULTS.read_text())
-    names = [f"{row['model']}, {row['cluster'].partition(':')[0]}" for row in rows]
+    # `dgx-h100:16` as h100, so that labels do not run into each other.
+    names = [f"{row['model']}, {row['cluster'].partition(':')[0].rpartition('-')[2]}" for row in rows]
 
     def relative(key: str) -> tuple[float | None, ...]:
         return tuple(None if row[key] is None else 100 * row[key] / row["measured_seconds"] for row in rows)
@@ -171,7 +172,7 @@ def advice_svg() -> str:
         Series(name="recipe, predicted", values=relative("recipe_seconds")),
         Series(name="advised, predicted", values=relative("best_seconds")),
     )
-    return bars_svg(names, series, unit="% of the recipe's step")
+    return bars_svg(names, series, unit="%")
 
 
 def advice_table() -> list[str]:
