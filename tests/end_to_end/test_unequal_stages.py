@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import alpa_lite as al
-from alpa_lite.plan import instructions
+from alpa_lite.plan import program_builder
 from alpa_lite.planners import Auto, Hybrid
 from alpa_lite.runtime.execute.crossing import LaunchObserver, Message, Transfer
 from cost_models.cluster import HostGroup
@@ -84,7 +84,7 @@ def test_stages_send_what_the_program_says(
 ) -> None:
     """Spread, even small values cross once and are gathered by the stage that receives them."""
     if spread:
-        monkeypatch.setattr(instructions, "plan_transfer", partial(instructions.plan_transfer, direct_bytes=-1))
+        monkeypatch.setattr(program_builder, "plan_transfer", partial(program_builder.plan_transfer, direct_bytes=-1))
     training = Training(model="mlp", optimizer="momentum+clip")
     step = al.parallelize(training.step(), cluster=eager_cluster(), planner=planner, num_microbatches=2)
     executor = step.compiled(training.start(), make_batch(MODELS["mlp"], 0), jax.random.key(0)).executor
