@@ -167,10 +167,10 @@ class JointSearch:
         Stages of whole layers alone are searched: parts of one are no loops, and send more.
         """
         layering, request = self.steps.layering, self.request
-        for count in self.space.equal_stages if layering.num_layers is None else ():
+        counts = [n for n in self.space.equal_stages if natural.num_layers % n] if layering.num_layers is None else ()
+        for count in counts:
             whole, model_for = request.step_at(1, 0), request.cost_model_for
-            least = least_seconds_in_equal_stages(whole, request.cluster, model_for, count)
-            if natural.num_layers % count and least < at_most:
+            if least_seconds_in_equal_stages(whole, request.cluster, model_for, count) < at_most:
                 steps = replace(self.steps, layering=replace(layering, stages=[count]))
                 others = replace(self, steps=steps, num_stages=count, at_most=at_most)
                 # Fewer ops than stages, for one.

@@ -6,7 +6,7 @@ bytes of a host  = Σ over its devices                                          
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.pricing import block_bytes
@@ -40,8 +40,8 @@ def host_bytes_of(plan: Plan, step: StepGraph) -> tuple[float, ...]:
 
 def fullest_host_bytes(plan: Plan) -> float:
     """Return the bytes that the plan uses of the memory of the fullest host."""
-    hosts = Counter[int]()
+    hosts = defaultdict[int, float](float)
     for stage, used in zip(plan.stages, plan.prediction.host_bytes, strict=False):
         for device in stage.submesh.devices:
-            hosts[device // plan.cluster.devices_per_host] += used  # type: ignore[assignment]  # bytes may be fractions
-    return float(max(hosts.values(), default=0.0))
+            hosts[device // plan.cluster.devices_per_host] += used
+    return max(hosts.values(), default=0.0)

@@ -6,9 +6,11 @@
     update              of each stage, once per step; in several waves where stages exchange values (a global norm)
     step                the whole step, where there is one stage and one micro-batch
 
-Invariant ops have no place: every task that reads them repeats them. An op that fuses into ops of a later task, and
-that only these read, runs in that task if this transfers no more bytes between tasks: JAX's derivatives often save
-values that are made from other saved values, and a single compiled program would not store both (`_deferred`).
+Invariant ops have no place: every task that reads them repeats them. So does every wave of an update with ops that are
+cheap to repeat, where their results would take more memory between waves (`_repeated`). An op that fuses into ops of a
+later task, and that only these read, runs in that task if this transfers no more bytes between tasks: JAX's derivatives
+often save values that are made from other saved values, and a single compiled program would not store both
+(`_deferred`).
 """
 
 from __future__ import annotations
@@ -76,7 +78,7 @@ def layout_of_plan(plan: Plan, step: StepGraph) -> TaskLayout:
 
 
 def places_of(layout: TaskLayout, step: StepGraph) -> tuple[OpPlace | None, ...]:
-    """Return the place of each op, None for invariant ops."""
+    """Return the place of each op, None for those that every task which reads their results repeats."""
     weights, phases, kind = _weights(layout, step), step.phases, TaskRole.STEP
     places: list[OpPlace | None] = []
     # One object per place, of which each task has one.
@@ -145,9 +147,9 @@ def _weights(layout: TaskLayout, step: StepGraph) -> frozenset[int]:
 def _repeated(step: StepGraph, places: list[OpPlace | None]) -> list[OpPlace | None]:
     """Return the places, with None for ops of the update that every wave which reads their results repeats.
 
-    Between two waves a stage waits for others, while what the first one made is in memory. What can be made again from
-    no more bytes that stay there anyway is not kept, as one program for all waves would not store it: of gradients in
-    half precision no copies in float32. State on the host stays there until a wave needs it.
+    Between two waves a stage waits for others, with what later waves read in memory. A result is not kept there if it
+    takes no fewer bytes than the values from which cheap ops make it again: these are kept instead, such as gradients
+    in half precision and not their copies in float32. State on the host stays there until a wave needs it.
     """
     if not any(place is not None and place.wave for place in places):
         return places

@@ -1,6 +1,7 @@
 """Slice a step into tasks: all ops with the same place (`op_places`) become one executable.
 
-Invariant ops and free values are repeated in every task that reads them. Every other op is in exactly one task. Which
+Invariant ops, free values, and ops without a place (`op_places`) are repeated in every task that reads them. Every
+other op is in exactly one task. Which
 values cross the boundaries of tasks, and in which form (`Form`), follows from the data flow alone; the decisions of a
 stage say which spec each form is (`task_specs_of`).
 """
@@ -96,7 +97,7 @@ class Slicer:
         return place.stage if place else self.homes.get(v, 0)
 
     def place_of_value(self, v: int) -> OpPlace | None:
-        """Return the place of the op that computes a value; None for inputs and invariant values."""
+        """Return the place of the op that computes a value; None for inputs and repeated values."""
         producer = self.graph.producer[v]
         return None if producer is None else self.places[producer]
 

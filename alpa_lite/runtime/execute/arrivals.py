@@ -29,7 +29,6 @@ from alpa_lite.schedule.tasks import Task
 AHEAD = 2
 """The tasks of a stage that are launched and have not ended: while one runs, the inputs of the next one are sent."""
 
-
 PAUSE = 2e-4
 """The most seconds between two looks at what has arrived, for which a worker may have to wait in vain."""
 
