@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -57,7 +57,6 @@ from alpa_lite.inter_op.stage_search import StageSearch
 from alpa_lite.inter_op.survey import Profile, Survey
 from alpa_lite.inter_op.surveyed_searches import CLOSE, SurveyedSearches, only_equal
 from alpa_lite.inter_op.what_would_fit import tightest_stage
-from alpa_lite.inter_op.work_floor import least_seconds_in_equal_stages
 from alpa_lite.intra_op.solve import RELATIVE_GAP
 from alpa_lite.plan.plan import Plan
 from alpa_lite.schedule import Schedule
@@ -145,32 +144,37 @@ class JointSearch:
             with progress.during("refine", "refine"):
                 # Interleaving changes schedule and number of stages, which the user may have fixed.
                 any_schedule = len(self.schedules) > 1 and self.num_stages is None
-                yield self._plan(
+                plan = self._plan(
                     refined(self.request, found, searches.steps, self.schedules, any_schedule=any_schedule)
                 )
+                if isinstance(plan, Plan):
+                    fastest = min(fastest, plan.prediction.step_seconds)
+                yield plan
         elif not fitting or (too_large and self.at_most == math.inf):
-            # Nothing fits: either no stages of this kind exist at all, or memory is short.
-            number = (too_large or [max(guesses)])[0]
-            impossible = searches.search_for(self.schedules[0], number, "more shared").why_impossible()
-            if impossible and not fitting:
-                yield Unplanned(number, PlanError(impossible))
-            else:
-                why = tightest_stage(searches.steps, searches.space, number, searches.profiles.values())
-                yield Unplanned(number, InfeasibleError(why))
+            yield self._why_none(searches, (too_large or [max(guesses)])[0], fits=bool(fitting))
         if self.num_stages is None and only_equal(searches.steps.known):
-            yield from self._of_other_counts(searches.steps.natural, fastest)
+            yield from self._of_other_counts(searches, guesses, fastest)
 
-    def _of_other_counts(self, natural: Cut, at_most: float) -> Iterator[Plan]:
+    def _why_none(self, searches: SurveyedSearches, number: int, *, fits: bool) -> Unplanned:
+        """Return why there is no plan: either no stages of this kind exist at all, or memory is short.
+
+        `fits`: whether stages seem to fit at some number of micro-batches.
+        """
+        impossible = searches.search_for(self.schedules[0], number, "more shared").why_impossible()
+        if impossible and not fits:
+            return Unplanned(number, PlanError(impossible))
+        why = tightest_stage(searches.steps, searches.space, number, searches.profiles.values())
+        return Unplanned(number, InfeasibleError(why))
+
+    def _of_other_counts(self, searches: SurveyedSearches, numbers: Iterable[int], at_most: float) -> Iterator[Plan]:
         """Yield plans with the numbers of equal stages into which the natural layers cannot be dealt, if they take less
         than `at_most` seconds.
-
-        Stages of whole layers alone are searched: parts of one are no loops, and send more.
         """
-        layering, request = self.steps.layering, self.request
+        layering, natural = self.steps.layering, searches.steps.natural
         counts = [n for n in self.space.equal_stages if natural.num_layers % n] if layering.num_layers is None else ()
-        for count in counts:
-            whole, model_for = request.step_at(1, 0), request.cost_model_for
-            if least_seconds_in_equal_stages(whole, request.cluster, model_for, count) < at_most:
+        guesses = searches.in_equal_stages(self.space, counts, numbers) if counts else {}
+        for count in sorted(counts, key=guesses.__getitem__):
+            if guesses[count] < at_most:
                 steps = replace(self.steps, layering=replace(layering, stages=[count]))
                 others = replace(self, steps=steps, num_stages=count, at_most=at_most)
                 # Fewer ops than stages, for one.

@@ -117,6 +117,13 @@ class Profile:
         saved, working = self.saved_bytes * size, self.working_with(size)
         return in_flight_within(room, fixed[:, None], saved[:, None], working[:, None], in_flight)
 
+    def least_bytes(self, size: float, number: int, num_devices: int, num_stages: int) -> float:
+        """Return the bytes per device of equal stages at best, with `number` micro-batches of `size` samples."""
+        # The first stage holds as many micro-batches as there are stages.
+        held = self.saved_bytes.sum() * size * min(number, num_stages)
+        fixed = self.state_bytes.sum() + (self.sums_bytes.sum() if number > 1 else 0.0)
+        return float((fixed + held + num_stages * self.working_with(size).max()) / num_devices)
+
 
 def alone_on_a_device(costs: StageCosts, layer: int) -> StageCost:
     """Return the cost of a layer on one device, without a limit of memory."""
@@ -315,6 +322,11 @@ class Survey:
     def reaches(self, kind: int, size: float) -> bool:
         """Return True if layers were surveyed on a kind of submesh with micro-batches of this size or larger."""
         return all(bool(seen[kind].max() >= size) for seen in self._seen.values())
+
+    @property
+    def numbers(self) -> list[int]:
+        """The numbers of micro-batches at which layers were solved."""
+        return [*self._numbers.values()]
 
     @property
     def first_size(self) -> float:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
+from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,10 +17,11 @@ from alpa_lite.inter_op.space import Space, StageEquality
 from alpa_lite.inter_op.stage_cost_cache import StageCostCache
 from alpa_lite.inter_op.stage_costs import StageCosts
 from alpa_lite.inter_op.stage_search import PolicyCosts, StageGuesses, StageLimits, StageSearch
-from alpa_lite.inter_op.survey import Beyond, Profile, Survey
+from alpa_lite.inter_op.survey import MEMORY_SLACK, Beyond, Profile, Survey
+from alpa_lite.program.ir import wiring_of
 from alpa_lite.program.phases import weight_gradient_ops
 from alpa_lite.schedule import Schedule
-from alpa_lite.step.layers import Cut, op_flops
+from alpa_lite.step.layers import Cut, forward_loops, op_flops
 from alpa_lite.step.recomputation import Remat
 
 CLOSE = 0.02
@@ -104,6 +106,38 @@ class SurveyedSearches:
                 other = self.search_for(schedule, number, beyond)
                 if other.best_known().seconds < (1 - CLOSE) * seconds:
                     found.insert(0, other)
+        return found
+
+    def in_equal_stages(self, space: Space, counts: Collection[int], numbers: Iterable[int]) -> dict[int, float]:
+        """Return about the least seconds of a step in numbers of equal stages that do not divide the layers.
+
+        Layers are surveyed on the submeshes of such stages; a stage of whole trips of the loop over layers takes its
+        share of them, rounded up. The seconds are infinite where micro-batches need more memory than all devices have.
+
+        Args:
+            space: the submeshes of the request.
+            counts: numbers of stages.
+            numbers: numbers of micro-batches to look at.
+        """
+        known, devices = self.steps.known, space.cluster.num_devices
+        # Loops are whole there, where parts of one trip are none.
+        whole = self.steps.request.step_at(1, 0)
+        wirings = (wiring_of(whole.graph.ops[op]) for op in forward_loops(whole))
+        trips = sum(wiring.trips for wiring in wirings if wiring is not None) or 1
+        space = space.where([devices % n == 0 and devices // n in counts for n in space.devices])
+        survey = Survey(space, self.survey.profile, known.structure_of_layers())
+        for number in self.survey.numbers:
+            survey.add(self.steps.of(number, self.steps.natural))
+        found = dict.fromkeys(counts, math.inf)
+        for number, profile in product(numbers, self.profiles.values()):
+            size = self.size(number)
+            loop, update = (each.sum(axis=0) for each in survey.guess(size, profile, beyond="more shared"))
+            for kind, of_stage in enumerate(space.devices):
+                count = devices // of_stage
+                if profile.least_bytes(size, number, devices, count) <= MEMORY_SLACK * space.room_bytes[kind]:
+                    share = math.ceil(trips / count) / trips
+                    seconds = share * float(((number + count - 1) * loop[kind] + update[kind]).min())
+                    found[count] = min(found[count], seconds)
         return found
 
     def search_for(self, schedule: Schedule, number: int, beyond: Beyond, *, all_equal: bool = False) -> StageSearch:

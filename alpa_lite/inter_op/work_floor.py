@@ -20,7 +20,6 @@ divided over all devices: as long when all p are as large.                      
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -33,7 +32,6 @@ from alpa_lite.program.memo import memoized
 from alpa_lite.program.phases import StepGraph
 from alpa_lite.rules.op_info import free_values
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh
-from alpa_lite.step.layers import forward_loops
 from cost_models.cluster import Cluster
 from cost_models.composed import CostModel
 
@@ -48,24 +46,6 @@ def least_loop_seconds(step: StepGraph, cluster: Cluster, cost_model_for: Callab
     """Return the part of `least_seconds` that the loop over micro-batches takes."""
     ops = [op for op in step.graph.ops if step.phases[op.id].in_loop]
     return _least_seconds(step, ops, cluster, cost_model_for)
-
-
-def least_seconds_in_equal_stages(
-    step: StepGraph, cluster: Cluster, cost_model_for: Callable[[Cluster], CostModel], num_stages: int
-) -> float:
-    """Return a lower bound on the seconds of a step in stages on equally many devices, of whole layers of its one loop.
-
-    Some stage has at least its share of the trips, rounded up, and its devices run them for all micro-batches. It is 0
-    where the forward pass is no single loop over layers.
-    """
-    loops = [wiring_of(step.graph.ops[op]) for op in forward_loops(step)]
-    if len(loops) != 1 or loops[0] is None:
-        return 0.0
-    trips = loops[0].trips
-    # The backward pass has as many trips.
-    wirings = ((op, wiring_of(op)) for op in step.graph.ops if step.phases[op.id].in_loop)
-    ops = [op for op, wiring in wirings if wiring is not None and wiring.trips == trips]
-    return math.ceil(trips / num_stages) * num_stages / trips * _least_seconds(step, ops, cluster, cost_model_for)
 
 
 def pipeline_slowdown(num_stages: int, num_microbatches: int) -> float:

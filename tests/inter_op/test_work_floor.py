@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,6 @@ import alpa_lite as al
 from alpa_lite.inter_op.work_floor import (
     least_loop_seconds,
     least_seconds,
-    least_seconds_in_equal_stages,
     pipeline_slowdown,
 )
 from alpa_lite.planners import Auto, DataParallel
@@ -69,36 +67,6 @@ def test_the_loop_is_a_part_of_the_step() -> None:
     cluster = al.cluster("p3.16xlarge")
     loop = least_loop_seconds(step, cluster, ComposedCostModel)
     assert 0 < loop < least_seconds(step, cluster, ComposedCostModel)
-
-
-@pytest.mark.parametrize("num_stages", [1, 2, 3, 4, 5, 6])
-def test_stages_of_whole_layers_wait_for_the_one_with_the_most(num_stages: int) -> None:
-    """However the six layers are divided."""
-
-    def train(weights: jax.Array, x: jax.Array) -> jax.Array:
-        def loss(weights: jax.Array) -> jax.Array:
-            return jnp.mean(jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, weights)[0])
-
-        return weights - 0.1 * jax.grad(loss)(weights)
-
-    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((6, 512, 512), (64, 512))]
-    step, cluster = al.parallelize(train).trace(*shapes).step(1).step, al.cluster("p3.16xlarge")
-    layers = least_seconds_in_equal_stages(step, cluster, ComposedCostModel, 1)
-    assert (
-        0.9 * least_loop_seconds(step, cluster, ComposedCostModel)
-        < layers
-        < least_seconds(step, cluster, ComposedCostModel)
-    )
-    divisions = (d for d in product(range(7), repeat=num_stages) if sum(d) == 6)
-    # Each stage has its share of the devices.
-    most = min(max(d) for d in divisions) * num_stages / 6
-    found = least_seconds_in_equal_stages(step, cluster, ComposedCostModel, num_stages)
-    assert found == pytest.approx(most * layers)
-
-
-def test_steps_without_a_loop_over_layers_say_nothing_of_stages() -> None:
-    step = traced("mlp").step(1).step
-    assert least_seconds_in_equal_stages(step, al.cluster("p3.16xlarge"), ComposedCostModel, 3) == 0.0
 
 
 def _product(cluster: Cluster) -> float:
