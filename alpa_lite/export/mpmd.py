@@ -79,9 +79,10 @@ def mpmd_module(plan: Plan, platform: str | None = None) -> str:
     `main` takes and returns the arrays of the step as the plan places them. `jax.arg_info` and `jax.result_info` are
     their names; `jax.buffer_donor` marks what the step may overwrite.
 
-    Raises `PlanError` for a plan that the dialect cannot express: arrays in the memory of the host, stages that share
-    only some devices or share them with other axes, tasks whose order is decided as they run. Also for a plan from a
-    file, and for kernels that JAX lowers only where their devices are.
+    Raises `PlanError` for a plan that a module cannot express: arrays in the memory of the host, stages that share only
+    some devices or share them with other axes, tasks whose order is decided as they run, values of the whole batch that
+    are computed before its micro-batches. Also for a plan from a file, and for kernels that JAX lowers only where their
+    devices are.
     """
     traced, step = programs_of(plan).traced, step_of(plan)
     lowered = lowered_step(plan, step)
@@ -97,19 +98,25 @@ def mpmd_module(plan: Plan, platform: str | None = None) -> str:
 
 def _check(lowered: LoweredStep, step: TracedStep) -> None:
     """Raise `PlanError` for a plan that the dialect cannot express."""
-    plan, problem = lowered.plan, ""
+    plan = lowered.plan
+    if problem := _problem(plan, lowered, step):
+        raise PlanError(f"{plan.name} has no module of the MPMD dialect: {problem}.")
+
+
+def _problem(plan: Plan, lowered: LoweredStep, step: TracedStep) -> str:
+    """Return a clause on what has no place in a module, and what to do; "" if all has one."""
     if any(value.on_host for value in lowered.step.graph.values):
-        problem = (
-            "it lets arrays wait in the memory of the host, but a fragment has only what lies on its mesh. Plan "
-            "without host_optimizer and without offloading"
+        return (
+            "some of its arrays wait in the memory of the host, and its values lie on devices. Plan without "
+            "host_optimizer and without offloading"
         )
-    elif lowered.program.segments:
-        problem = (
+    if lowered.program.segments:
+        return (
             f"{plan.schedule.name} decides the order of tasks as they run, and a module has one order. Choose another "
             "schedule"
         )
-    elif step.precomputed is not None:
-        problem = (
+    if step.precomputed is not None:
+        return (
             "before its first micro-batch the step computes something of the whole batch, such as a number of tokens, "
             "which no mesh has. Plan with one micro-batch"
         )
@@ -118,13 +125,12 @@ def _check(lowered: LoweredStep, step: TracedStep) -> None:
         for device in stage.submesh.devices:
             other = owners.setdefault(device, stage)
             if _place(other) != _place(stage):
-                problem = (
+                return (
                     f"device {device} belongs to two meshes, {other.mesh_shape} on {other.submesh} and "
-                    f"{stage.mesh_shape} on {stage.submesh}, and the meshes of a topology share none. Choose another "
+                    f"{stage.mesh_shape} on {stage.submesh}, and meshes of a topology share none. Choose another "
                     "planner"
                 )
-    if problem:
-        raise PlanError(f"{plan.name} has no module of the MPMD dialect: {problem}.")
+    return ""
 
 
 def _place(stage: StagePlan) -> Hashable:

@@ -1,16 +1,16 @@
 """The partitioner and the compiler of the jaxlib wheel as judges of a module of the MPMD dialect.
 
 Nothing here knows alpa_lite. `main_of` reads a module through jaxlib's bindings. `partitioned` runs the wheel's own
-passes: propagation of shardings and export, as the MPMD package of Shardy calls them. `run` lowers what they make of
-each fragment to a program as IFRT would run it, lets XLA compile that for the devices of the fragment's mesh, and
-carries out the calls and transfers of `main` one after the other.
+passes: propagation of shardings and export, as the MPMD package of Shardy calls them. `compiled` lowers what they make
+of each fragment to a program as IFRT would run it, and lets XLA compile that for the devices of the fragment's mesh;
+calling it carries out the calls and transfers of `main` one after the other.
 """
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -138,8 +138,14 @@ def _operation(op: Any, reads: tuple[int, ...], writes: tuple[int, ...]) -> Oper
         origin=tuple((each.user_name, each.transpose_count) for each in origin),
         stage=read("stage_id", None),
         call_counter=read("call_counter", None),
-        callee=read("callee", ""),
+        callee=read("callee", "") or _called(op),
     )
+
+
+def _called(op: Any) -> str:
+    """Return the function that a fragment calls."""
+    inside = [each for region in op.regions for each in region.blocks[0].operations]
+    return next((each.attributes["callee"].value for each in inside if each.operation.name == "func.call"), "")
 
 
 def _names(main: Any, attributes: str, key: str) -> list[str]:
@@ -174,30 +180,35 @@ def partitioned(module: Any) -> Any:
     return module
 
 
-def run(module: Any, arguments: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Execute a partitioned module on the devices of this process, which its meshes take in their order."""
+def compiled(module: Any) -> Callable[[Sequence[np.ndarray]], list[np.ndarray]]:
+    """Compile a partitioned module for the devices of this process, which its meshes take in their order."""
     main, meshes, rest = main_of(module), dict[str, Mesh](), iter(jax.devices())
     for name, axes in main.meshes.items():
         sizes = list(axes.values())
         meshes[name] = Mesh(np.array([next(rest) for _ in range(int(np.prod(sizes)))]).reshape(sizes), list(axes))
     wheel.lower_to_ifrt(module)
     options, programs = wheel.get_compile_options(module, {}), dict[str, Any]()
+    for name, mesh in {op.callee: op.mesh for op in main.operations if op.callee}.items():
+        program, devices = ir.Module.parse(str(_symbol(module, name)), module.context), meshes[mesh].devices
+        programs[name] = devices.flat[0].client.compile_and_load(
+            program, _jax.DeviceList(tuple(devices.flat)), options[f"{name}_mesh_{mesh}"]
+        )
 
     def placed(array: Any, kind: OnMesh) -> jax.Array:
         return jax.device_put(array, NamedSharding(meshes[kind.mesh], kind.spec))
 
-    values = {i: placed(a, kind) for i, (a, (_, kind)) in enumerate(zip(arguments, main.arguments, strict=True))}
-    for op in main.operations:
-        if op.name == "mpmd.transfer":
-            values[op.writes[0]] = placed(values[op.reads[0]], op.of[0])
-            continue
-        if op.callee not in programs:
-            program, devices = ir.Module.parse(str(_symbol(module, op.callee)), module.context), meshes[op.mesh].devices
-            programs[op.callee] = devices.flat[0].client.compile_and_load(
-                program, _jax.DeviceList(tuple(devices.flat)), options[f"{op.callee}_mesh_{op.mesh}"]
-            )
-        made = programs[op.callee].execute_sharded([values[v] for v in op.reads])
-        for number, kind, blocks in zip(op.writes, op.of, made.disassemble_into_single_device_arrays(), strict=True):
-            sharding = NamedSharding(meshes[op.mesh], kind.spec)
-            values[number] = jax.make_array_from_single_device_arrays(kind.shape, sharding, blocks)
-    return [np.asarray(values[number]) for number in main.returned]
+    def run(arguments: Sequence[np.ndarray]) -> list[np.ndarray]:
+        values = {i: placed(a, kind) for i, (a, (_, kind)) in enumerate(zip(arguments, main.arguments, strict=True))}
+        for op in main.operations:
+            if op.name == "mpmd.transfer":
+                values[op.writes[0]] = placed(values[op.reads[0]], op.of[0])
+                continue
+            made = programs[op.callee].execute_sharded([values[v] for v in op.reads])
+            for number, kind, blocks in zip(
+                op.writes, op.of, made.disassemble_into_single_device_arrays(), strict=True
+            ):
+                sharding = NamedSharding(meshes[op.mesh], kind.spec)
+                values[number] = jax.make_array_from_single_device_arrays(kind.shape, sharding, blocks)
+        return [np.asarray(values[number]) for number in main.returned]
+
+    return run
