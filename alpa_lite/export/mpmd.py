@@ -34,7 +34,7 @@ from jaxlib.mlir.dialects import func, mpmd, sdy, stablehlo
 from alpa_lite import _jax
 from alpa_lite.errors import PlanError
 from alpa_lite.export.degrees import programs_of
-from alpa_lite.export.stage_programs import comments, for_platform, lowered_step, step_of
+from alpa_lite.export.stage_programs import comment_lines, for_platform, lowered_step, step_of
 from alpa_lite.lower.emission import BoundaryArray, Emitted, boundary_shape, boundary_spec
 from alpa_lite.plan.instructions import Buffer, Instruction, InstructionKind
 from alpa_lite.plan.parts import StagePlan, TaskRole
@@ -55,9 +55,6 @@ from alpa_lite.runtime.execute.run_transfers import moves_on_source
 from alpa_lite.sharding.transfer import PlannedTransfer
 from alpa_lite.step.split import TracedStep
 from alpa_lite.trace.trace import Traced
-
-# The classes of jaxlib's bindings of MLIR have no types.
-_Any = Any
 
 _TRANSPOSITIONS: Mapping[TaskRole, tuple[int, ...]] = {
     TaskRole.FORWARD: (0,),
@@ -93,18 +90,18 @@ def mpmd_module(plan: Plan, platform: str | None = None) -> str:
         mpmd.register_dialect(context)
         module = _ModuleBuilder(lowered, functions).build(traced, step.runs)
         module.operation.verify()
-        return "\n".join([*comments(plan), module.operation.get_asm()])
+        return "\n".join([*comment_lines(plan), module.operation.get_asm()])
 
 
 def _check(lowered: LoweredStep, step: TracedStep) -> None:
     """Raise `PlanError` for a plan that the dialect cannot express."""
-    plan = lowered.plan
-    if problem := _problem(plan, lowered, step):
-        raise PlanError(f"{plan.name} has no module of the MPMD dialect: {problem}.")
+    if problem := _problem(lowered, step):
+        raise PlanError(f"{lowered.plan.name} has no module of the MPMD dialect: {problem}.")
 
 
-def _problem(plan: Plan, lowered: LoweredStep, step: TracedStep) -> str:
+def _problem(lowered: LoweredStep, step: TracedStep) -> str:
     """Return a clause on what has no place in a module, and what to do; "" if all has one."""
+    plan = lowered.plan
     if any(value.on_host for value in lowered.step.graph.values):
         return (
             "some of its arrays wait in the memory of the host, and its values lie on devices. Plan without "
@@ -162,7 +159,7 @@ def _functions(lowered: LoweredStep, platform: str) -> Mapping[Hashable, _Functi
     for each in program.instructions:
         if each.transfer is not None and each.transfer.resolve:
             unit = _moves_unit(each, each.transfer, step.graph, meshes[each.source_stage])
-            units.setdefault(_key(each), unit)
+            units.setdefault(_key(each, step.graph), unit)
     made: dict[int, _Function] = {}
     # A fragment passes all inputs of its program by their positions.
     pairs = lowered_units(units.values(), platform, keep_unused=True)
@@ -171,11 +168,12 @@ def _functions(lowered: LoweredStep, platform: str) -> Mapping[Hashable, _Functi
     return {key: made[id(each)] for key, (_, each) in zip(units, pairs, strict=True)}
 
 
-def _key(instruction: Instruction) -> Hashable:
+def _key(instruction: Instruction, graph: Graph) -> Hashable:
     """Return what instructions of one program have in common."""
     planned = instruction.transfer
     if planned is not None:
-        return planned.array, planned.source, planned.resolve
+        dtype = graph.values[instruction.reads[0].value].dtype
+        return instruction.kind, dtype, planned.array, planned.source, planned.resolve
     if instruction.kind in (InstructionKind.RUN, InstructionKind.ZEROS):
         return instruction.kind, instruction.task
     return InstructionKind.CONCAT, instruction.writes[0]
@@ -202,6 +200,7 @@ class _ModuleBuilder:
     def __init__(self, lowered: LoweredStep, functions: Mapping[Hashable, _Function]) -> None:
         self.lowered, self.functions = lowered, functions
         self.program, self.graph, self.stages = lowered.program, lowered.step.graph, lowered.plan.stages
+        self.input_number = {value: number for number, value in enumerate(self.graph.inputs)}
         self.module = ir.Module.create()
         self.module.operation.attributes["sym_name"] = _string(re.sub(r"\W+", "_", lowered.plan.function))
         self.symbols: dict[str, str] = {}
@@ -210,14 +209,13 @@ class _ModuleBuilder:
         for number, stage in enumerate(self.stages):
             numbers.setdefault(_place(stage), []).append(number)
         self.meshes = ["_".join(map(str, ["stage", *numbers[_place(stage)]])) for stage in self.stages]
-        self.types = {each.name: self._add(each) for each in dict.fromkeys(functions.values())}
-        self.values: dict[Buffer, _Any] = {}
+        self.types = {each: self._add(each) for each in dict.fromkeys(functions.values())}
+        self.values: dict[Buffer, Any] = {}
 
-    def build(self, traced: Traced, runs: Mapping[int, tuple[int, int]]) -> _Any:
+    def build(self, traced: Traced, runs: Mapping[int, tuple[int, int]]) -> Any:
         """Return the module with `main`. `runs`: as in `TracedStep`."""
         places = [each for each in self.program.instructions if each.kind is InstructionKind.PLACE]
-        order = {value: number for number, value in enumerate(self.graph.inputs)}
-        places.sort(key=lambda each: (order[each.writes[0].value], each.microbatch or 0, each.stage))
+        places.sort(key=lambda each: (self.input_number[each.writes[0].value], each.microbatch or 0, each.stage))
         arguments = [self._placed(each) for each in places]
         with ir.InsertionPoint(self.module.body):
             main = func.FuncOp("main", (arguments, []), visibility="public")
@@ -236,10 +234,12 @@ class _ModuleBuilder:
         main.attributes["res_attrs"] = ir.ArrayAttr.get(infos)
         return self.module
 
-    def _add(self, function: _Function) -> _Any:
+    def _add(self, function: _Function) -> Any:
         """Add the functions of a lowered program to the module and return the type of its main one."""
-        source = ir.Module.parse(function.lowered.compiler_ir("stablehlo").operation.get_asm())
-        found: list[_Any] = list(source.body.operations)
+        lowered: Any = function.lowered.compiler_ir("stablehlo")
+        # Each program was lowered in a context of its own.
+        source = ir.Module.parse(lowered.operation.get_asm())
+        found: list[Any] = list(source.body.operations)
         main: Any = None
         for each in found:
             symbol = ir.SymbolTable.get_symbol_name(each).value
@@ -263,7 +263,7 @@ class _ModuleBuilder:
                 self.module.body.append(each)
         return main.type
 
-    def _symbol(self, mesh: _Any) -> str:
+    def _symbol(self, mesh: Any) -> str:
         """Return the symbol of a logical mesh, which the module declares when it is first used."""
         if str(mesh) not in self.symbols:
             self.symbols[str(mesh)] = f"logical_mesh_{len(self.symbols)}"
@@ -271,23 +271,23 @@ class _ModuleBuilder:
                 sdy.MeshOp(self.symbols[str(mesh)], mesh)
         return self.symbols[str(mesh)]
 
-    def _topology(self) -> _Any:
+    def _topology(self) -> Any:
         places = {name: _mesh(stage) for name, stage in zip(self.meshes, self.stages, strict=True)}
         # A topology has the meshes without the name of their kind of attribute.
         bare = {name: str(mesh).removeprefix("#sdy.mesh") for name, mesh in places.items()}
         listed = ", ".join(f'<"{name}" : {mesh}>' for name, mesh in bare.items())
         return ir.Attribute.parse(f"#mpmd.topology<{listed}>")
 
-    def _on_mesh(self, stage: int, tensor: _Any, spec: PartitionSpec) -> _Any:
+    def _on_mesh(self, stage: int, tensor: Any, spec: PartitionSpec) -> Any:
         """Return the type of an array on the mesh of a stage."""
-        dims = [axes if isinstance(axes, tuple) else (axes,) * (axes is not None) for axes in spec]
+        dims = [axes if isinstance(axes, tuple) else () if axes is None else (axes,) for axes in spec]
         # The words of a typed key are one more dim.
         dims += [()] * (tensor.rank - len(dims))
         shown = ", ".join("{" + ", ".join(f'"{axis}"' for axis in axes) + "}" for axes in dims)
         sharding = f"<@{self.symbol_of[stage]}, [{shown}]>"
         return ir.Type.parse(f'!mpmd.mesh_tensor<"{self.meshes[stage]}", {tensor}, sharding={sharding}>')
 
-    def _placed(self, place: Instruction) -> _Any:
+    def _placed(self, place: Instruction) -> Any:
         """Return the type of an argument."""
         value, spec = self.graph.values[place.writes[0].value], place.spec
         assert spec is not None, "every PLACE has a spec"
@@ -298,10 +298,10 @@ class _ModuleBuilder:
         tensor = ir.RankedTensorType.get(stored.shape, mlir.dtype_to_ir_type(np.dtype(stored.dtype)))
         return self._on_mesh(place.stage, tensor, boundary_spec(spec))
 
-    def _argument(self, place: Instruction, traced: Traced, runs: Mapping[int, tuple[int, int]]) -> _Any:
+    def _argument(self, place: Instruction, traced: Traced, runs: Mapping[int, tuple[int, int]]) -> Any:
         """Return the attributes of an argument: its name, and whether the caller gives up its buffer."""
         (buffer,), inputs = place.writes, traced.inputs
-        leaf = self.lowered.step.input_parts[self.graph.inputs.index(buffer.value)].leaf
+        leaf = self.lowered.step.input_parts[self.input_number[buffer.value]].leaf
         is_captured = leaf >= len(inputs.names)
         info = f"captured array {leaf - len(inputs.names)}" if is_captured else self.graph.values[buffer.value].name
         if place.microbatch is not None:
@@ -332,7 +332,7 @@ class _ModuleBuilder:
             origin = [_origin(task.name)]
         else:
             origin = [_origin(f"stage {task.stage}", count) for count in transposed]
-        order = self.functions[_key(run)].emitted.order
+        order = self._function(run).emitted.order
         fragment = self._fragment(run, [order.index(number) for number in range(len(order))], run.stage, origin)
         if run.microbatch is not None:
             counter = ir.IntegerType.get_unsigned(32)
@@ -353,26 +353,29 @@ class _ModuleBuilder:
             value = mpmd.TransferOp(landed, value).result
         self.values[target] = value
 
-    def _fragment(self, instruction: Instruction, positions: Sequence[int], stage: int, origin: Sequence[_Any]) -> _Any:
+    def _function(self, instruction: Instruction) -> _Function:
+        return self.functions[_key(instruction, self.graph)]
+
+    def _fragment(self, instruction: Instruction, positions: Sequence[int], stage: int, origin: Sequence[Any]) -> Any:
         """Append a fragment that calls the program of an instruction and returns its results at some positions."""
-        function = self.functions[_key(instruction)]
-        callee, outs = self.types[function.name], function.outs
+        function = self._function(instruction)
+        callee, outs = self.types[function], function.outs
         types = [self._on_mesh(stage, callee.results[i], outs[i]) for i in positions]
         operands = [self.values[buffer] for buffer in instruction.reads]
         fragment = mpmd.FragmentOp(types, operands, ir.ArrayAttr.get(origin), self.meshes[stage], stage_id=stage)
         takes_number = function.emitted.takes_microbatch
         block = fragment.region.blocks.append(*callee.inputs[: len(callee.inputs) - takes_number])
         with ir.InsertionPoint(block):
-            inputs: list[_Any] = list(block.arguments)
+            inputs: list[Any] = list(block.arguments)
             if takes_number:
-                number: _Any = np.array(instruction.microbatch or 0, np.int32)
+                number: Any = np.array(instruction.microbatch or 0, np.int32)
                 inputs.append(stablehlo.constant(ir.DenseElementsAttr.get(number)))
             results = func.CallOp(callee.results, function.name, inputs).results
             mpmd.ReturnOp([results[i] for i in positions])
         return fragment
 
 
-def _mesh(stage: StagePlan) -> _Any:
+def _mesh(stage: StagePlan) -> Any:
     return sdy.MeshAttr.get([sdy.MeshAxisAttr.get(name, size) for name, size in stage.mesh_shape.axis_sizes.items()])
 
 
@@ -381,20 +384,20 @@ def _part_name(name: str, part: LeafPart) -> str:
     return name if part.rows is None else f"{name}[{part.rows[0]}:{part.rows[1]}]"
 
 
-def _tensor(on_mesh: _Any) -> _Any:
+def _tensor(on_mesh: Any) -> Any:
     """Return the type of an array without its mesh, which the bindings of the dialect do not offer."""
     shaped = ir.ShapedType(on_mesh)
     return ir.RankedTensorType.get(shaped.shape, shaped.element_type)
 
 
-def _string(text: str) -> _Any:
+def _string(text: str) -> Any:
     return ir.StringAttr.get(text)
 
 
-def _origin(name: str, transpositions: int = 0) -> _Any:
+def _origin(name: str, transpositions: int = 0) -> Any:
     return mpmd.UserOriginAttr.get(name, transpositions)
 
 
-def _sharding_alone(attributes: _Any) -> _Any:
+def _sharding_alone(attributes: Any) -> Any:
     """Return the attributes of an argument or result of a function without all but its sharding."""
     return ir.DictAttr.get({each.name: each.attr for each in attributes if each.name == "sdy.sharding"})

@@ -31,7 +31,7 @@ def stablehlo(plan: Plan, platform: str | None = None) -> str:
     with for_platform(plan, platform) as target:
         # Held in a list, since programs are told apart by identity.
         tasks = lowered_tasks(lowered, target)
-    return "\n".join([*comments(plan), joined_texts((task.name, text) for task, text in tasks)])
+    return "\n".join([*comment_lines(plan), joined_texts((task.name, text) for task, text in tasks)])
 
 
 def step_of(plan: Plan) -> TracedStep:
@@ -63,7 +63,7 @@ def for_platform(plan: Plan, platform: str | None) -> Iterator[str]:
             ) from error
 
 
-def comments(plan: Plan) -> list[str]:
+def comment_lines(plan: Plan) -> list[str]:
     """Return lines of comment on a plan and its stages."""
     lines = [f"// {plan.function} by {plan.name}, {show_count(plan.num_microbatches, 'micro-batch')}"]
     return lines + [
