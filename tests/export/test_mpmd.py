@@ -46,6 +46,8 @@ DEEP_ARGUMENTS = (ARGUMENTS[0] * 2, ARGUMENTS[2])
 CASES = {
     "hybrid": (Hybrid(pipeline=2, data=2, tensor=2), 2),
     "interleaved": (Hybrid(pipeline=2, data=4, schedule=Interleaved1F1B(num_chunks=2)), 2),
+    # What stages on one mesh pass on is resharded there.
+    "interleaved_tensor": (Hybrid(pipeline=2, data=2, tensor=2, schedule=Interleaved1F1B(num_chunks=2)), 2),
     "zero_bubble": (Hybrid(pipeline=4, schedule=ZeroBubbleH1()), 4),
     "fsdp": (FSDP(), 1),
     "auto": (Auto(num_layers=2, manual=()), 2),
