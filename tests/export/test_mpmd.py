@@ -296,6 +296,19 @@ def test_what_the_dialect_cannot_say_is_refused(planner: Any, num_microbatches: 
         plan.export("mpmd")
 
 
+def test_values_of_the_whole_batch_before_its_micro_batches_are_refused() -> None:
+    def masked(w, x, mask):
+        def loss(w):
+            return jnp.sum((x @ w) ** 2 * mask[:, None]) / jnp.sum(mask)
+
+        return w - 0.1 * jax.grad(loss)(w)
+
+    x = ARGUMENTS[2]
+    plan = al.plan(masked, ARGUMENTS[0][0], x, x[:, 0] > 0, cluster="dgx-1", planner=FSDP(), num_microbatches=2)
+    with pytest.raises(PlanError, match=r"of the whole batch.*Plan with one micro-batch"):
+        plan.export("mpmd")
+
+
 def test_meshes_that_share_devices_are_refused() -> None:
     plan = planned(*CASES["hybrid"]).last_plan
     first, second = plan.stages
