@@ -27,7 +27,9 @@ def sharding_of(row: Row) -> Sharding:
     if "fsdp" in text or "zero-3" in text or "full_shard" in text:
         degree = re.search(r"fsdp(?:2\b)?+\s*(\d+)", text)  # a 2 that stands alone is the version
         size = int(degree[1]) if degree else row.data
-        return Sharding(stage=3, replicas=max(1, row.data // size) if row.data % size == 0 else 1)
+        # Systems cut flat buffers into any number of parts; a plan cuts dims, into as many as divide the width.
+        size = gcd(size, row.hidden, row.data) if row.hidden else gcd(size, row.data)
+        return Sharding(stage=3, replicas=row.data // size)
     if "shard-largest" in text:
         # Every array of state lies in parts on all devices, whatever computes with it.
         return Sharding(stage=3)
@@ -56,9 +58,12 @@ def expert_devices(row: Row) -> int:
 def is_recent(row: Row) -> bool:
     """Whether the run's software dates from about 2023 on.
 
-    By then bfloat16 had replaced float16, and frameworks reduced gradients during the backward pass.
+    By then bfloat16 had replaced float16, frameworks reduced gradients during the backward pass, and Megatron's tensor
+    devices shared the positions between products, which made it needless to recompute whole layers (Korthikanti et al.
+    2022): runs of it that do the one and not the other are older, in whatever precision.
     """
-    return not row.precision.startswith(("fp16", "fp32", "tf32"))
+    old_megatron = row.model > 1 and not scatters_sums(row) and row.recompute.lower().startswith("full")
+    return not row.precision.startswith(("fp16", "fp32", "tf32")) and not (old_megatron and issues_kernels(row))
 
 
 def fuses_attention(row: Row) -> bool:
@@ -95,10 +100,15 @@ _COMPILERS = ("xla", "jax", "alpa", "logical mesh", "maxtext", "tensorflow", "to
 CALL_SECONDS = {"all": 5.7e-5, "calls": 1e-5}
 
 
+def issues_kernels(row: Row) -> bool:
+    """Whether the host issues each kernel by itself: no compiler is named, nor do the devices need one."""
+    notes = row.notes.lower().replace("no torch.compile", "")
+    return not device_name(row.hardware).startswith("tpu") and not any(word in notes for word in _COMPILERS)
+
+
 def call_seconds(row: Row) -> float:
     """Return the host seconds per kernel; 0 where the description names a compiler, or the devices need one."""
-    notes = row.notes.lower().replace("no torch.compile", "")
-    if device_name(row.hardware).startswith("tpu") or any(word in notes for word in _COMPILERS):
+    if not issues_kernels(row):
         return 0.0
     return CALL_SECONDS["calls" if runs_eagerly(row) else "all"]
 

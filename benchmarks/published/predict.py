@@ -94,6 +94,8 @@ class Predictor:
             tensor=row.model,
             context=row.context,
             expert=expert_devices(row),
+            # As stated, and not where moving other tensors is cheaper than moving tokens; a search was free to choose.
+            split={"experts": "expert"} if row.expert > 1 < expert_devices(row) else {},
             zero=sharding.stage,
             replicas=sharding.replicas,
             sequence_parallel=scatters_sums(row),
