@@ -16,8 +16,9 @@ a start-up time per kernel and the waste of matrix products in blocks, and colle
 n is the number of kernels, rate = efficiency * peak / units the rate of one unit, fill the depth that a unit loses
 before it is busy. A unit reads r + c numbers for r c multiply-adds, so that large tiles use what they read more often
 (h). In a fused attention kernel the exponentials of the scores cost as much as 32 more columns of the products around
-them, and heads are padded to whole vector registers (`Device.lanes`). Roofline: Williams, Waterman, Patterson, CACM 52(4), 2009. Tiles, waves and split K: NVIDIA's "Matrix
-Multiplication Background User's Guide", sections on tile and wave quantisation.
+them, and heads are padded to whole vector registers (`Device.lanes`). Roofline: Williams, Waterman, Patterson, CACM
+52(4), 2009. Tiles, waves and split K: NVIDIA's "Matrix Multiplication Background User's Guide", sections on tile and
+wave quantisation.
 
 n virtual devices that share one processor take max(n, 1/share) times as long as one device that could use all of it;
 share = the fraction of the processor that one device can use                 (ComposedCostModel.compute_seconds)

@@ -183,10 +183,10 @@ def _busiest(row: Row, experts: RowExperts) -> float:
     """Return the tokens that the busiest device computes, relative to the average of all.
 
     GShard's groups have room for what experts get on average, and so do experts if routers are forced to balance them;
-    where they have a capacity, it is a quarter above the average (the recipes of MaxText). Systems that sort tokens wait
-    for the busiest device: of n experts on each, which get more or less than others independently, it has the excess of
-    one by the square root of n. A device with all experts has all tokens. On TPUs one kernel multiplies all of them, in
-    blocks of which those with tokens of two experts are computed for both (megablox).
+    where they have a capacity, it is a quarter above the average (the recipes of MaxText). Systems that sort tokens
+    wait for the busiest device: of n experts on each, which get more or less than others independently, it has the
+    excess of one by the square root of n. A device with all experts has all tokens. On TPUs one kernel multiplies all
+    of them, in blocks of which those with tokens of two experts are computed for both (megablox).
     """
     text = row.notes.lower()
     if "capacity" in text:

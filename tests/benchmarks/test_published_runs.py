@@ -52,6 +52,16 @@ def write(path: Path, runs: Sequence[Mapping[str, str]]) -> Path:
     return path
 
 
+def test_experts_lie_on_the_devices_that_the_table_gives_them() -> None:
+    """And not on the tensor devices, where that would be cheaper."""
+    run = Predictor().predict(
+        row(**SMALL, family="moe", experts_topk="8/2", n_devices=8, tp=2, ep=4, zero_fsdp="distributed optimizer")
+    )
+    specs = {path: str(spec) for path, spec in run.plan.stages[0].specs.items() if "/experts/w_" in path}
+    held = [spec for path, spec in specs.items() if "opt_state" not in path and "router" not in path]
+    assert len(held) == 2 and all("expert" in spec for spec in held)
+
+
 def test_predictions_are_written_row_by_row(table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["--runs", str(table), "--out", str(tmp_path / "out.json")])
     found = json.loads((tmp_path / "out.json").read_text())
