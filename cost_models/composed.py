@@ -151,7 +151,9 @@ def _head_loss(product: Product | None, lanes: int = 1) -> float:
     # Of the two products of attention, one contracts over the width of the head and the other has it as its columns;
     # the other size is the number of keys, which is larger.
     width = min(product.depth, product.columns)
-    return (ceil(width / lanes) * lanes + SOFTMAX_COLUMNS) / width
+    # The width is a quotient of FLOPs, which may be rounded up.
+    padded = ceil(width / lanes - 1e-6) * lanes if lanes > 1 else width
+    return (padded + SOFTMAX_COLUMNS) / width
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,10 +60,17 @@ def is_recent(row: Row) -> bool:
 
     By then bfloat16 had replaced float16, frameworks reduced gradients during the backward pass, and Megatron's tensor
     devices shared the positions between products, which made it needless to recompute whole layers (Korthikanti et al.
-    2022): runs of it that do the one and not the other are older, in whatever precision.
+    2022): its runs on the devices of that time that do the one and not the other are older, in whatever precision.
     """
-    old_megatron = row.model > 1 and not scatters_sums(row) and row.recompute.lower().startswith("full")
-    return not row.precision.startswith(("fp16", "fp32", "tf32")) and not (old_megatron and issues_kernels(row))
+    megatron = row.model > 1 and issues_kernels(row) and not is_torch(row)
+    whole_layers = not scatters_sums(row) and row.recompute.lower().startswith("full")
+    if megatron and whole_layers and device_name(row.hardware).startswith(_OLDER_DEVICES):
+        return False
+    return not row.precision.startswith(("fp16", "fp32", "tf32"))
+
+
+#: Accelerators from before the generation for which libraries had fused attention from the start.
+_OLDER_DEVICES = ("v100", "a100", "a10", "a40", "t4", "tpu-v2", "tpu-v3", "rtx-3090")
 
 
 def fuses_attention(row: Row) -> bool:
@@ -74,7 +81,7 @@ def fuses_attention(row: Row) -> bool:
     """
     if not is_recent(row):
         return False
-    older = device_name(row.hardware).startswith(("v100", "a100", "a10", "a40", "t4", "tpu-v2", "tpu-v3", "rtx-3090"))
+    older = device_name(row.hardware).startswith(_OLDER_DEVICES)
     return not older or row.precision.endswith("-te") or is_torch(row)
 
 

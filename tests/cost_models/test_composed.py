@@ -95,13 +95,14 @@ def test_small_matmuls_lose(cluster: Cluster, flops: float, more: float):
 
 
 def test_heads_are_padded_to_whole_registers():
-    def seconds(width: int, lanes: int) -> float:
+    def seconds(width: float, lanes: int) -> float:
         shape = Product(rows=1 << 10, columns=1 << 10, depth=width, count=1)
         work = Work(flops=shape.flops, kind="attention", dtype="float16", product=shape)
         return estimate(work, replace(UNITS, lanes=lanes)).arithmetic_seconds
 
     assert seconds(64, 128) == pytest.approx(seconds(128, 128))
     assert seconds(128, 128) == seconds(128, 1)
+    assert seconds(128 + 1e-12, 128) == pytest.approx(seconds(128, 128))  # a rounded quotient
     assert seconds(129, 128) == pytest.approx(seconds(256, 128))
     assert seconds(64, 1) == pytest.approx(seconds(128, 1) * (64 + 32) / (128 + 32))
     with pytest.raises(ClusterError, match="lanes is 0, but a whole number"):

@@ -147,6 +147,8 @@ def test_megatron_that_recomputes_layers_whole_and_splits_no_positions_is_of_the
         {"tp": 1},
         {"notes": "JAX/XLA"},
         {"hardware": "TPU v4"},
+        {"hardware": "H100-SXM-80GB"},
+        {"zero_fsdp": "FSDP FULL_SHARD"},
     ):
         assert is_recent(row(**{**old, **newer})), newer
 
