@@ -55,6 +55,10 @@ def expert_devices(row: Row) -> int:
     return gcd(row.expert, row.data)
 
 
+#: Accelerators from before the generation for which libraries had fused attention from the start.
+_OLDER_DEVICES = ("v100", "a100", "a10", "a40", "t4", "tpu-v2", "tpu-v3", "rtx-3090")
+
+
 def is_recent(row: Row) -> bool:
     """Whether the run's software dates from about 2023 on.
 
@@ -67,10 +71,6 @@ def is_recent(row: Row) -> bool:
     if megatron and whole_layers and device_name(row.hardware).startswith(_OLDER_DEVICES):
         return False
     return not row.precision.startswith(("fp16", "fp32", "tf32"))
-
-
-#: Accelerators from before the generation for which libraries had fused attention from the start.
-_OLDER_DEVICES = ("v100", "a100", "a10", "a40", "t4", "tpu-v2", "tpu-v3", "rtx-3090")
 
 
 def fuses_attention(row: Row) -> bool:
