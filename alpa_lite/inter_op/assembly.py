@@ -10,6 +10,7 @@ Dims of arguments that the devices do not divide stay whole. The plan says what 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -22,7 +23,7 @@ from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.inter_op.sharding_demands import PlacedOps, sharding_uses
 from alpa_lite.inter_op.solved_stages import PlacedStage
 from alpa_lite.plan.host_use import host_bytes_of
-from alpa_lite.plan.op_places import update_tasks
+from alpa_lite.plan.op_places import fused_stages, update_tasks
 from alpa_lite.plan.parts import NOT_PREDICTED, NOT_SOLVED, Choice
 from alpa_lite.plan.plan import (
     ArrayShape,
@@ -41,7 +42,7 @@ from alpa_lite.plan.simulation import Prices, SimulatedStep, simulate_program
 from alpa_lite.program.ir import Value
 from alpa_lite.program.phases import Phase, StepGraph
 from alpa_lite.rules.op_info import opaque_ops, rule_of_op
-from alpa_lite.schedule import Inference, Schedule, simulate
+from alpa_lite.schedule import Inference, Schedule, processors_of, simulate
 from alpa_lite.sharding.meshes import sharing
 from alpa_lite.step.layers import Layers
 from alpa_lite.step.model_flops import needed_flops
@@ -325,9 +326,14 @@ def _estimated(request: PlanRequest, staged: StagedStep) -> StepEstimate:
     beside = max(1, request.cluster.devices_per_host // stages[0].submesh.num_devices)
     of_layer = [number for number, stage in enumerate(stages) for _ in range(stage.first, stage.last + 1)]
     of_op = [None if layer is None else of_layer[layer] for layer in staged.layers.of_op]
-    per_stage = max(map(len, tasks)) + max(update_tasks(step, of_op).values(), default=0)
-    programs = 1 if whole else min(len(tasks), beside) * per_stage
-    dispatched = model.launch_seconds() * programs
+    processors = processors_of(tasks)
+    # A task without work is not launched, and the two passes of the last stage may be one program.
+    programs = Counter(processors[span.stage] for span in timeline.spans if span.end_seconds > span.start_seconds)
+    programs.subtract({processors[stage]: m for stage in fused_stages(tasks, staged.schedule.loss_stage(count))})
+    for stage, number in update_tasks(step, of_op).items():
+        programs[processors[stage]] += number
+    launched = 1 if whole else sum(sorted(programs.values())[-beside:])
+    dispatched = model.launch_seconds() * launched
     seconds = max(dispatched, timeline.makespan_seconds + update + stacked) + request.cluster.skew_seconds
     return StepEstimate(step_seconds=seconds, bubble_fraction=timeline.bubble_fraction)
 

@@ -70,7 +70,7 @@ def layout_of_plan(plan: Plan, step: StepGraph) -> TaskLayout:
         stage_of_op=tuple([None if layer is None else plan.stage_of_layer(layer) for layer in plan.op_layers]),
         stage_of_input={v: plan.stage_of_layer(layer) for v, layer in inputs},
         whole=len(plan.stages) == 1 and plan.num_microbatches == 1,
-        fused=_fused(lists, plan.schedule.loss_stage(len(plan.stages))),
+        fused=fused_stages(lists, plan.schedule.loss_stage(len(plan.stages))),
         # Read off the tasks of the schedule, and not asked of it, so that a user's own schedule needs no other method.
         in_two=frozenset(stage for stage, found in kinds.items() if TaskKind.WEIGHT_GRADIENT in found),
         served=bool(plan.schedule.replicas(len(plan.stages))),
@@ -118,7 +118,7 @@ def _kind_in_loop(layout: TaskLayout, stage: int, phase: Phase) -> TaskRole:
     return TaskRole.INPUT_GRADIENT if in_parts else TaskRole(phase.value)
 
 
-def _fused(lists: TaskLists, last: int) -> frozenset[int]:
+def fused_stages(lists: TaskLists, last: int) -> frozenset[int]:
     """Return the stages whose two passes of a micro-batch always run back to back: the one of the loss, or none.
 
     last: the stage that computes the loss.

@@ -1,8 +1,9 @@
-"""What a survey says of equal stages that the layers cannot be dealt to."""
+"""What searches expect before they solve: of equal stages that the layers cannot be dealt to, and of schedules."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import pytest
 
 import alpa_lite as al
 from alpa_lite.planners import Auto
-from alpa_lite.schedule import OneFOneB
+from alpa_lite.schedule import GPipe, OneFOneB, Schedule, ZeroBubbleH1
 from cost_models.cluster import with_memory_limit
 
 
@@ -19,6 +20,16 @@ def _train(weights: jax.Array, x: jax.Array) -> jax.Array:
         return jnp.mean(jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, weights)[0])
 
     return weights - 0.1 * jax.grad(loss)(weights)
+
+
+def _written_out(weights: list[jax.Array], x: jax.Array) -> list[jax.Array]:
+    def loss(weights: list[jax.Array]) -> jax.Array:
+        h = x
+        for w in weights:
+            h = jnp.tanh(h @ w)
+        return jnp.mean(h)
+
+    return [w - 0.1 * g for w, g in zip(weights, jax.grad(loss)(weights), strict=True)]
 
 
 def _shapes(layers: int) -> list[jax.ShapeDtypeStruct]:
@@ -45,3 +56,17 @@ def test_stages_without_memory_are_never_looked_at() -> None:
     search = Auto()._search(al.parallelize(_train).trace(*_shapes(6)).request(cluster), math.inf)
     searches, guesses, _ = search._surveyed()
     assert searches.in_equal_stages(search.space, (4,), guesses) == {4: math.inf}
+
+
+def test_the_schedule_is_the_fastest_where_hosts_issue_programs_more_slowly_than_they_run() -> None:
+    """A backward pass in two tasks starts more programs, but none for a gradient that no stage waits for."""
+    cluster = replace(al.cluster("p4d.24xlarge", num_hosts=1), devices_per_host=2)
+    arguments = [jax.ShapeDtypeStruct((1024, 1024), jnp.float32)] * 12, jax.ShapeDtypeStruct((24, 1024), jnp.float32)
+
+    def planned(schedule: Schedule | None) -> al.Plan:
+        planner = Auto(pipeline=2, manual=(), schedule=schedule)
+        return al.plan(_written_out, *arguments, cluster=cluster, planner=planner, num_microbatches=1)
+
+    seconds = {s: planned(s).prediction.step_seconds for s in (OneFOneB(), GPipe(), ZeroBubbleH1())}
+    assert seconds[ZeroBubbleH1()] < 0.95 * seconds[OneFOneB()]
+    assert planned(None).prediction.step_seconds <= 1.005 * min(seconds.values())
