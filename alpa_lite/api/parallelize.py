@@ -216,7 +216,7 @@ class ParallelFunction(Generic[P, R]):
         state stays where it is, if only the batch is smaller, or if `like` names a step with that state; or anew.
         """
         # A plan that obeys the placement of one call is none for another placement.
-        pins = self.options.user_shardings == "pin"
+        pins = self.options.user_shardings == "pin" or self.options.planner.needs_user_shardings
         for other, compiled in self._compiled.items():
             if key.has_same_arrays(other, split_alike=pins):
                 with suppress(AlpaLiteError):  # whatever does not fit is planned anew, and told then

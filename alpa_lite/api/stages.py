@@ -120,6 +120,9 @@ class TracedFunction:
         target = self._cluster_of(given)
         chosen = planner_of(planner) if planner is not None else self.options.planner
         wanted = self.options.num_microbatches if num_microbatches is None else num_microbatches
+        if chosen.needs_user_shardings and self.traced.user_shardings.mode == "hint":
+            # The ops of the plan are those of the step with its demands, which is lowered later as well.
+            return replace(self, traced=self.traced.pinned())._planned(given, chosen, wanted, cache)
         # A planner with a mesh of its own would drop the user's demands in silence.
         if self.traced.user_shardings.mode == "pin" and not chosen.obeys_user_shardings:
             raise PlanError(

@@ -1,7 +1,7 @@
 """The shardings of the user as demands on a plan, and what a plan makes of them.
 
-    demands    on the mesh that they name: specs of arguments, and layout constraints on the results of the ops that
-               hold a sharding                                              `user_mesh`, `argument_pins`, `user_layout`
+    demands    on the mesh that they name: specs of arguments and results, and layout constraints on the results of the
+               ops that hold a sharding                      `user_mesh`, `argument_pins`, `result_pins`, `user_layout`
     uses       for each line of the user's code and each argument: whether the plan has that sharding  `sharding_uses`
 
 A sharding that the shape of the array does not allow, since its parts would be unequal, demands nothing.
@@ -59,6 +59,11 @@ def argument_pins(step: StepGraph, given: UserShardings) -> dict[str, Sequence[A
         and name in arrays
         and all(len(sharding.dims) == value.rank and sharding.divides(value.shape) for value in arrays[name])
     }
+
+
+def result_pins(given: UserShardings) -> dict[str, Sequence[Any]]:
+    """Return the specs of results that the user gives and a plan obeys, by path, in the form of `Pins`."""
+    return {name: [dim or None for dim in s.dims] for name, s in given.results.items() if given.obeys(s.source)}
 
 
 def user_layout(step: StepGraph, given: UserShardings, axes: Mapping[str, int]) -> GivenLayout:

@@ -58,6 +58,9 @@ class Planner(ABC):
     obeys_user_shardings: ClassVar[bool] = False
     """Whether plans have the shardings of the user with `user_shardings="pin"`; other planners refuse that."""
 
+    needs_user_shardings: ClassVar[bool] = False
+    """Whether the shardings of the user are demands on the plan unless `user_shardings="ignore"` drops them."""
+
     @property
     @abstractmethod
     def name(self) -> str:

@@ -3,8 +3,9 @@
 Input: a closed jaxpr. Output: one that computes the same, of operations that the factor rules know.
 
     mutable arrays (`jax.new_ref`)    become the values that they hold; loops and branches carry them   `without_refs`
-    constraints, reshardings          become `user_sharding` equations, which compute nothing and say what the user
-                                      wants; with `user_shardings="ignore"` they are removed            `without_meshes`
+    constraints, reshardings,         become `user_sharding` equations, which compute nothing and say what the user
+    shardings of inner `jax.jit`s     wants; with `user_shardings="ignore"` they are removed            `without_meshes`
+    shardings of a jitted step        are returned beside it: they are those of arguments and results   `of_jitted_step`
     types that name a mesh            become plain ones, in the bodies of loops too
     shard_map                         becomes vmap over the blocks, with one dim for each mesh axis
     primitives of other libraries     become calls of the function that defines them                    `_expanded`
@@ -19,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.extend import core as jex_core
@@ -99,6 +100,47 @@ def _makes_refs(jaxpr: Jaxpr) -> bool:
         return True
     bodies = (_jax.open_jaxpr(b) for eqn in jaxpr.eqns if _is_own(eqn) for b in _jax.inner_jaxprs(eqn))
     return any(map(_makes_refs, bodies))
+
+
+class JittedStep(NamedTuple):
+    """A step without the shardings of the `jax.jit` that it is, and these.
+
+    Attributes:
+        jaxpr: the step.
+        arguments: the layout of each argument leaf that `in_shardings` gives; None where it gives none.
+        results: the layout of each result leaf that `out_shardings` gives.
+    """
+
+    jaxpr: ClosedJaxpr
+    arguments: tuple[UserSharding | None, ...]
+    results: tuple[UserSharding | None, ...]
+
+
+def of_jitted_step(jaxpr: ClosedJaxpr) -> JittedStep:
+    """Return a step apart from its `in_shardings`, if it is a function that `jax.jit` returned.
+
+    There they say where arguments lie when the step is called; in an inner `jax.jit` they are constraints. Those of the
+    results stay, too, as constraints on them.
+    """
+    opened = _jax.open_jaxpr(jaxpr)
+    if len(opened.eqns) != 1 or not _is_jit(opened.eqns[0]):
+        return JittedStep(jaxpr, (None,) * len(opened.invars), (None,) * len(opened.outvars))
+    (call,) = opened.eqns
+    given = {v: s for v, s in zip(call.invars, call.params["in_shardings"], strict=True) if v in opened.invars}
+    returned = dict(zip(call.outvars, call.params["out_shardings"], strict=True))
+    bare = call.replace(params={**call.params, "in_shardings": (None,) * len(call.invars)})
+    return JittedStep(
+        _jax.with_open_jaxpr(jaxpr, opened.replace(eqns=[bare])),
+        tuple(user_sharding(given.get(v), len(v.aval.shape)) for v in opened.invars),
+        tuple(
+            None if isinstance(v, _jax.Literal) else user_sharding(returned.get(v), len(v.aval.shape))
+            for v in opened.outvars
+        ),
+    )
+
+
+def _is_jit(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name in ("jit", "pjit") and "in_shardings" in eqn.params
 
 
 def without_meshes(jaxpr: ClosedJaxpr, user_shardings: Mode = "ignore") -> ClosedJaxpr:
@@ -202,16 +244,20 @@ class _MeshRemover:
         constvars, invars = [renamed(v) for v in jaxpr.constvars], [renamed(v) for v in jaxpr.invars]
         equations: list[JaxprEqn] = []
         for eqn in jaxpr.eqns:
-            wanted = self._wanted(eqn)
+            wanted = self._wanted_results(eqn)
             if eqn.primitive.name in _CONSTRAINTS:
                 changed = True
-                if wanted is None:
+                if wanted[0] is None:
                     # The result is another name of the operand in all later equations.
                     now |= zip(eqn.outvars, map(renamed, eqn.invars), strict=True)
                 else:
-                    equations.append(self._constraint(eqn, renamed(eqn.invars[0]), renamed(eqn.outvars[0]), wanted))
+                    equations.append(self._constraint(eqn, renamed(eqn.invars[0]), renamed(eqn.outvars[0]), wanted[0]))
                 continue
             operands, results = [renamed(v) for v in eqn.invars], [renamed(v) for v in eqn.outvars]
+            for n, demand in enumerate(self._wanted_operands(eqn)):
+                if demand is not None:
+                    outside, operands[n] = operands[n], _jax.Var(operands[n].aval)
+                    equations.append(self._constraint(eqn, outside, operands[n], demand))
             plain = _expanded(self._without_region(eqn))
             params, context = self._params(plain.params), _jax.context_without_mesh(plain)
             same = params is eqn.params and operands == eqn.invars and results == eqn.outvars and context is eqn.ctx
@@ -219,28 +265,37 @@ class _MeshRemover:
                 plain = plain.replace(invars=operands, outvars=results, params=params, ctx=context)
             equations.append(plain)
             changed |= plain is not eqn
-            if wanted is not None:
-                changed, (result,) = True, results
-                now[eqn.outvars[0]] = type(result)(result.aval)
-                equations.append(self._constraint(eqn, result, now[eqn.outvars[0]], wanted))
+            for outvar, result, demand in zip(eqn.outvars, results, wanted, strict=True):
+                if demand is not None:
+                    changed, now[outvar] = True, _jax.Var(result.aval)
+                    equations.append(self._constraint(eqn, result, now[outvar], demand))
         if not changed:
             return jaxpr
         outvars = [renamed(v) for v in jaxpr.outvars]
         return jaxpr.replace(constvars=constvars, invars=invars, outvars=outvars, eqns=equations)
 
-    def _wanted(self, eqn: JaxprEqn) -> UserSharding | None:
-        """Return the layout that the user gives for the only result of an equation."""
-        if self._user_shardings == "ignore" or len(eqn.outvars) != 1:
-            return None
-        aval: Any = eqn.outvars[0].aval
-        # Scalars have no dims to split, and every device holds all random keys.
-        if not getattr(aval, "shape", ()) or jax.numpy.issubdtype(aval.dtype, jax.dtypes.extended):
-            return None
+    def _wanted_operands(self, eqn: JaxprEqn) -> Sequence[UserSharding | None]:
+        """Return the layout that the user gives for each operand of an equation, none for those that have none."""
+        if self._user_shardings == "ignore" or not _is_jit(eqn):
+            return ()
+        return [_if_splittable(s, v) for s, v in zip(eqn.params["in_shardings"], eqn.invars, strict=True)]
+
+    def _wanted_results(self, eqn: JaxprEqn) -> Sequence[UserSharding | None]:
+        """Return the layout that the user gives for each result of an equation."""
+        none = (None,) * len(eqn.outvars)
+        if self._user_shardings == "ignore":
+            return none
+        if _is_jit(eqn):
+            return [_if_splittable(s, v) for s, v in zip(eqn.params["out_shardings"], eqn.outvars, strict=True)]
+        if len(eqn.outvars) != 1:
+            return none
+        (result,) = eqn.outvars
         if eqn.primitive.name == "sharding_constraint":
-            return user_sharding(eqn.params["sharding"], aval.ndim)
+            return (_if_splittable(eqn.params["sharding"], result),)
         # On a mesh of explicit types alone `out_sharding` is the user's: elsewhere JAX writes it for itself.
+        aval: Any = result.aval
         of_type = eqn.primitive.name == "reshard" or eqn.params.get("out_sharding") is not None
-        return user_sharding(aval.sharding, aval.ndim) if of_type and _is_explicit(aval.sharding.mesh) else None
+        return (_if_splittable(aval.sharding, result) if of_type and _is_explicit(aval.sharding.mesh) else None,)
 
     def _constraint(self, eqn: JaxprEqn, operand: Any, result: Any, wanted: UserSharding) -> JaxprEqn:
         """Return the equation that says what the user wants for the result of an equation."""
@@ -299,6 +354,15 @@ class _MeshRemover:
         if isinstance(value, _jax.Jaxpr):
             return self.opened(value)
         return self.closed(value) if isinstance(value, _jax.ClosedJaxpr) else value
+
+
+def _if_splittable(sharding: Sharding | None, atom: Var | Literal) -> UserSharding | None:
+    """Return the layout that a sharding gives an array; None for scalars and random keys, which are whole anyway."""
+    aval: Any = atom.aval
+    shape = getattr(aval, "shape", ())
+    if not shape or jax.numpy.issubdtype(aval.dtype, jax.dtypes.extended):
+        return None
+    return user_sharding(sharding, len(shape))
 
 
 def _struct(atom: Var | Literal) -> jax.ShapeDtypeStruct:
