@@ -69,7 +69,8 @@ def result_pins(given: UserShardings) -> dict[str, Sequence[Any]]:
 def user_layout(step: StepGraph, given: UserShardings, axes: Mapping[str, int]) -> GivenLayout:
     """Return the layout constraints on the results of the ops that pin a sharding of the user; other ops are exempt.
 
-    An axis that the user's sharding does not use splits no dim, unless some dims are open.
+    An axis that the user's sharding does not use splits no dim, unless some dims are open. Where XLA has propagated the
+    shardings, ops also read their operands as these lie, if they can: XLA divides an op as its operands are divided.
     """
     layout: dict[Graph, list[Wanted]] = {}
     held: dict[Graph, set[int]] = {}
@@ -77,11 +78,13 @@ def user_layout(step: StepGraph, given: UserShardings, axes: Mapping[str, int]) 
         if op.primitive != USER_SHARDING or not given.obeys(op.source):
             continue
         value = graph.values[op.results[0]]
-        sharding = value.user_shardings[0]
+        sharding = UserSharding(mesh=op.params["mesh"], dims=op.params["dims"])
         # XLA pads parts of different sizes, but the parts in a plan are all equal.
         if sharding.divides(value.shape):
             layout.setdefault(graph, [()] * len(graph.values))[value.id] = _wanted(sharding, axes)
             held.setdefault(graph, set()).add(op.id)
+    if given.propagated:
+        return GivenLayout(values=layout, reads_otherwise=True)
     exempt = {graph: frozenset(range(len(graph.ops))) - ops for graph, ops in held.items()}
     return GivenLayout(values=layout, exempt=exempt)
 

@@ -1,15 +1,13 @@
-"""The plan that a compiled program is: its shardings of arguments and results.
+"""The plan that a compiled program is: its shardings of arguments and results, and what XLA makes of them inside.
 
     text        →  arguments and results, each with the blocks that devices hold           `partitioned_program`
     blocks      →  specs on one mesh: that which the step or the text names, else the coarsest that has them all
     arguments   →  those of the step, by their paths where the text has them, else by their order
 
-It is `OnMesh` with these specs. The integer program chooses those of the values in between, which the text does not
-have; where the step names shardings of its own, it obeys these.
-
-A compiled program has the shapes of the results on one device, but mostly not their shardings: a result is returned as
-its argument if it is state and its block is that of the argument, else in the only spec with such blocks, if there is
-only one. Others are left open, and a note says so.
+The rest is as for a jitted step (`jitted`): values in between lie as Shardy's propagation says, and as the step itself
+demands. A compiled program has the shapes of the results on one device, but mostly not their shardings: a result is
+returned as its argument if it is state and its block is that of the argument, else in the only spec with such blocks,
+if there is only one. Others are left to the propagation, too.
 """
 
 from __future__ import annotations
@@ -21,14 +19,15 @@ from math import prod
 from typing import NamedTuple
 
 from alpa_lite.errors import MismatchError, PlanError
-from alpa_lite.inter_op.plan_request import Pin, PlanRequest
+from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.inter_op.sharding_demands import user_mesh
 from alpa_lite.plan.plan import Plan
-from alpa_lite.planners.on_mesh import OnMesh
+from alpa_lite.planners.jitted import Inside, check_one_batch, plan_under_demands
 from alpa_lite.planners.partitioned_program import PartitionedProgram, ProgramArray, read_program
 from alpa_lite.planners.planner import Planner
 from alpa_lite.planners.trainer_configuration import written
 from alpa_lite.program.phases import StepGraph
+from alpa_lite.program.user_shardings import UserSharding, UserShardings
 from alpa_lite.sharding.specs import Spec
 from alpa_lite.sharding.tile_assignments import axes_of, spec_on
 from alpa_lite.text import show_count
@@ -45,12 +44,13 @@ class Compiled(Planner):
         program: the text of `compiled.as_text()` or `lowered.as_text()`, where `lowered = jax.jit(…).lower(…)` and
             `compiled = lowered.compile()`; or the path of a file with it, which is read at once. Either becomes what
             was read from it.
+        inside: who chooses the shardings of values in between, as in `Jitted`.
     """
 
     obeys_user_shardings = True
-    needs_user_shardings = True
 
     program: str | PartitionedProgram
+    inside: Inside = "propagated"
 
     def __post_init__(self) -> None:
         """Read the text. Raises `PlanError` if it is no program, or has shardings that no plan has."""
@@ -60,10 +60,11 @@ class Compiled(Planner):
     @property
     def name(self) -> str:
         """Name for tables."""
-        return "as compiled"
+        return "as compiled" if self.inside == "propagated" else "as compiled, cheapest inside"
 
-    def plan(self, request: PlanRequest) -> Plan:
-        """Return the plan. Raises `MismatchError` for the program of another step or number of devices."""
+    def demands(self, request: PlanRequest) -> UserShardings:
+        """Return the shardings of the program. Raises `MismatchError` for that of another step or number of devices."""
+        check_one_batch(self.name, request)
         program, cluster = self.program, request.cluster
         assert isinstance(program, PartitionedProgram)
         if program.num_devices != cluster.num_devices:
@@ -75,13 +76,26 @@ class Compiled(Planner):
         pairs = _Pairs.of(program, request, step)
         axes = _mesh(program, request, step)
         found = _specs(program, pairs, axes)
-        open_results = [leaf.path for leaf, _ in pairs.results if leaf.path not in found.results and leaf.shape]
-        note = (
-            f"the program does not say how {show_count(len(open_results), 'result')} ({_first(open_results)}) "
-            "lie: they are returned as the planner chose"
+        if not found.arguments and not found.results:
+            raise PlanError(
+                "The program does not say how its arguments and results lie. Lower jax.jit(step, in_shardings=…), or "
+                "give the text of compiled.as_text(), which has what XLA chose."
+            )
+
+        def shardings(kind: str, specs: Mapping[str, Spec]) -> dict[str, UserSharding]:
+            mesh = tuple(axes.items())
+            return {p: UserSharding(mesh=mesh, dims=s.dims, source=f"{kind} {p}") for p, s in specs.items()}
+
+        return UserShardings(
+            mode="pin",
+            arguments=shardings("argument", found.arguments),
+            results=shardings("result", found.results),
+            propagated=self.inside == "propagated",
         )
-        plan = OnMesh(axes=axes, pins=found.arguments, outputs=found.results).plan(request)
-        return replace(plan, name=self.name, notes=(*plan.notes, *([note] if open_results else ())))
+
+    def plan(self, request: PlanRequest) -> Plan:
+        """Return the plan."""
+        return plan_under_demands(self.name, request)
 
 
 class _Leaf(NamedTuple):
@@ -234,7 +248,8 @@ def _mesh(program: PartitionedProgram, request: PlanRequest, step: StepGraph) ->
     def has_all(axes: Mapping[str, int]) -> bool:
         return prod(axes.values()) == program.num_devices and all(spec_on(t, axes, rank) is not None for t, rank in tiled)
 
-    own = user_mesh(step, request.signature.user_shardings)
+    given = request.signature.user_shardings
+    own = None if given.mode == "ignore" else user_mesh(step, replace(given, mode="pin"))
     if own is not None and not has_all(own):
         raise PlanError(
             f"{request.signature.function} names shardings on the mesh {own}, on which those of the program are not "
@@ -256,10 +271,10 @@ def _mesh(program: PartitionedProgram, request: PlanRequest, step: StepGraph) ->
 
 
 class _Specs(NamedTuple):
-    """Pins of arguments and results by path."""
+    """Specs of arguments and results by path."""
 
-    arguments: dict[str, Pin]
-    results: dict[str, Pin]
+    arguments: dict[str, Spec]
+    results: dict[str, Spec]
 
 
 def _specs(program: PartitionedProgram, pairs: _Pairs, axes: Mapping[str, int]) -> _Specs:
@@ -277,8 +292,7 @@ def _specs(program: PartitionedProgram, pairs: _Pairs, axes: Mapping[str, int]) 
         spec = _result_spec(leaf, array, ways, specs, axes) if program.is_of_device or array.tiling is not None else None
         if spec is not None:
             returned[leaf.path] = spec
-    pins = [{path: [dim or None for dim in spec.dims] for path, spec in each.items()} for each in (specs, returned)]
-    return _Specs(*pins)
+    return _Specs(specs, returned)
 
 
 def _result_spec(
@@ -305,6 +319,3 @@ def _specs_with(ways: Sequence[int], axes: Mapping[str, int]) -> Iterator[tuple[
                 rest = {axis: size for axis, size in axes.items() if axis not in dim}
                 yield from ((dim, *others) for others in _specs_with(ways[1:], rest))
 
-
-def _first(paths: Sequence[str]) -> str:
-    return f"{paths[0]} and others" if len(paths) > 1 else paths[0] if paths else ""

@@ -178,9 +178,8 @@ def _read_stablehlo(text: str) -> PartitionedProgram:
 
 def _tensor(text: str, meshes: Mapping[str, Mapping[str, int]], devices: int) -> ProgramArray:
     """Return an argument or result of a function of StableHLO."""
-    kind = re.search(r"tensor<([^>]*)>", text)
-    *sizes, element = kind[1].split("x") if kind else ["", ""]
-    if kind is None or not all(size.isdecimal() for size in sizes):
+    kind = re.search(r"tensor<((?:\d+x)*)([^?>]+)", text)
+    if kind is None:
         raise PlanError(f"The array {text[:60]!r} of the StableHLO has no static shape, which a plan needs.")
     name, tiling = _LOCATED.search(text), None
     if (start := text.find("#sdy.sharding<")) >= 0:
@@ -189,8 +188,8 @@ def _tensor(text: str, meshes: Mapping[str, Mapping[str, int]], devices: int) ->
         tiling = hlo_tiling(old[1], devices)
     return ProgramArray(
         name=_path(name[1]) if name else "",
-        dtype=_dtype(element),
-        shape=tuple(map(int, sizes)),
+        dtype=_dtype(kind[2]),
+        shape=tuple(map(int, re.findall(r"\d+", kind[1]))),
         tiling=tiling,
     )
 

@@ -80,12 +80,14 @@ class UserShardings:
         arguments: the layouts of arguments that lie on several devices, by path.
         results: the layouts of results that `out_shardings` of a jitted step gives, by path; the values have them too.
         part: the part that a plan obeys; None for all.
+        propagated: whether values in between have the shardings that XLA's propagation makes of these.
     """
 
     mode: Mode = "hint"
     arguments: Mapping[str, UserSharding] = field(default_factory=dict[str, UserSharding])
     results: Mapping[str, UserSharding] = field(default_factory=dict[str, UserSharding])
     part: SourceOnMesh | None = None
+    propagated: bool = False
 
     def obeys(self, source: str) -> bool:
         """Return True if the shardings of a line or argument are among those that a plan obeys."""

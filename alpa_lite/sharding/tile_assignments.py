@@ -150,6 +150,16 @@ def shardy_tiling(text: str, meshes: Mapping[str, Mapping[str, int]]) -> Tiling:
     return Tiling(ways=tuple(ways), blocks=tuple(blocks))
 
 
+def shardy_dims(text: str) -> tuple[tuple[str, ...], ...] | None:
+    """Return the axes of each dim of a sharding of Shardy, major first; None if it has parts of axes."""
+    found = _SHARDY.fullmatch(text.strip())
+    if found is None or re.search(r":\(", found[3]):
+        return None
+    return tuple(
+        tuple(name for name, _, _ in _AXIS.findall(dim)) for dim in re.findall(r"\{([^}]*)\}", found[3])
+    )
+
+
 def axes_of(tilings: Iterable[Tiling], num_devices: int) -> tuple[int, ...] | None:
     """Return the sizes of the axes of the coarsest mesh on which all tilings are specs; None if there is none."""
     strides = {1, num_devices}

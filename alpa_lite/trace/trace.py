@@ -44,6 +44,7 @@ from alpa_lite.trace.call import (
 )
 from alpa_lite.trace.explicit_types import Types, argument_types, result_types, traced_with_types
 from alpa_lite.trace.passes.plain_jaxpr import JittedStep, of_jitted_step, user_sharding, without_meshes, without_refs
+from alpa_lite.trace.passes.propagated import propagated
 from cost_models.checks import printable
 
 KeyPath = tuple[Any, ...]
@@ -162,9 +163,22 @@ class Traced:
 
     def pinned(self) -> Traced:
         """Return the step traced again, with the shardings that the user gives as demands on its plan."""
-        given = replace(self.user_shardings, mode="pin")
+        return self.under(replace(self.user_shardings, mode="pin"))
+
+    def under(self, given: UserShardings) -> Traced:
+        """Return the step traced again, with other shardings of arguments and results as demands on its plan.
+
+        Those that the function names inside are demands too, unless `user_shardings="ignore"` has dropped them.
+        Raises `TraceError` if the shardings are to be propagated, and the step cannot be lowered without devices.
+        """
         under = _Context(mesh=self._mesh, types=self._types)
-        jaxpr = _plain_step(self._flat, self.inputs.leaves, under, self.name, "pin").jaxpr
+        mode: Mode = "ignore" if self.user_shardings.mode == "ignore" else "pin"
+        jaxpr = _plain_step(self._flat, self.inputs.leaves, under, self.name, mode).jaxpr
+        if given.propagated:
+            arguments = list(map(given.arguments.get, self.inputs.names))
+            results = list(map(given.results.get, self.outputs.names))
+            jaxpr, arguments = propagated(jaxpr, arguments, results, self.name)
+            given = replace(given, arguments=_with_source("argument", self.inputs.names, arguments))
         return replace(self, user_shardings=given, jaxpr=jaxpr)
 
     def require_batch(self) -> int:

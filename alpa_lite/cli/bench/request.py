@@ -32,7 +32,7 @@ from alpa_lite.cli.models.transformer import Computation, Transformer
 from alpa_lite.cli.models.transformer_layers import Experts
 from alpa_lite.cli.user_files import load_example, make_planner
 from alpa_lite.errors import AlpaLiteError, PlanError
-from alpa_lite.planners import Auto, Planner
+from alpa_lite.planners import Auto, Compiled, Jitted, Planner
 from alpa_lite.planners.by_name import FROM_TEXT, PLANNERS, is_settings
 from alpa_lite.planners.planner import Replay
 from alpa_lite.text import did_you_mean
@@ -267,8 +267,8 @@ def _all(cluster: Cluster) -> Iterator[Contender]:
     # First, so that a long comparison has the search's plans early.
     yield from map(_contender, SEARCHES)
     for name, kind in PLANNERS.items():
-        # The variants of the search are in `SEARCHES`; models of this list name no shardings.
-        if kind is Auto or kind.needs_user_shardings:
+        # The variants of the search are in `SEARCHES`; models of this command name no shardings.
+        if kind in (Auto, Jitted, Compiled):
             continue
         for options in _degrees(name, cluster):
             shown = name + "".join(f":{key}={value}" for key, value in options.items())

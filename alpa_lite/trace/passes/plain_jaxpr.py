@@ -152,7 +152,17 @@ def without_meshes(jaxpr: ClosedJaxpr, user_shardings: Mode = "ignore") -> Close
     moves along these dims.
     """
     with _jax.no_mesh():
-        return _MeshRemover(user_shardings).closed(jaxpr)
+        return _MeshRemover(user_shardings, {}).closed(jaxpr)
+
+
+def with_shardings(jaxpr: ClosedJaxpr, found: Mapping[tuple[int, int], UserSharding | None]) -> ClosedJaxpr:
+    """Return a closed jaxpr without meshes, in which results have the layouts that XLA gives them.
+
+    found: the layouts by the id of an equation and the number of its result, or by the id of a jaxpr, of the step or of
+    the body of a loop, and the number of its argument; other values remain open.
+    """
+    with _jax.no_mesh():
+        return _MeshRemover("pin", found).closed(jaxpr)
 
 
 _CONSTRAINTS = frozenset({"sharding_constraint", "reshard", "mesh_cast", "pvary", "pcast"})
@@ -161,7 +171,8 @@ _CONSTRAINTS = frozenset({"sharding_constraint", "reshard", "mesh_cast", "pvary"
 user_sharding_p = jex_core.Primitive(USER_SHARDING)
 """Return the operand.
 
-Parameters: `mesh` and `dims` of the `UserSharding` that the user wants; `pinned`, whether the plan must obey it.
+Parameters: `mesh` and `dims` of the `UserSharding` that the user wants; `pinned`, whether the plan must obey it;
+`propagated`, whether it is what XLA's propagation makes of others.
 """
 
 user_sharding_p.def_impl(lambda x, **_: x)
@@ -210,8 +221,9 @@ class _MeshRemover:
     That matters beyond speed: the conversion to a graph makes one body of each jaxpr object, which is analysed once.
     """
 
-    def __init__(self, user_shardings: Mode) -> None:
+    def __init__(self, user_shardings: Mode, found: Mapping[tuple[int, int], UserSharding | None]) -> None:
         self._user_shardings: Mode = user_shardings
+        self._found = found
         # Original and rewritten jaxpr by the id of the original, which is held so that its id is not reused.
         self._rewritten: dict[int, tuple[Jaxpr, Jaxpr]] = {}
 
@@ -243,6 +255,11 @@ class _MeshRemover:
 
         constvars, invars = [renamed(v) for v in jaxpr.constvars], [renamed(v) for v in jaxpr.invars]
         equations: list[JaxprEqn] = []
+        for n, (variable, argument) in enumerate(zip(jaxpr.invars, invars, strict=True)):
+            demand = self._found.get((id(jaxpr), n))
+            if demand is not None and jaxpr.eqns:
+                changed, now[variable] = True, _jax.Var(argument.aval)
+                equations.append(self._constraint(jaxpr.eqns[0], argument, now[variable], demand))
         for eqn in jaxpr.eqns:
             wanted = self._wanted_results(eqn)
             if eqn.primitive.name in _CONSTRAINTS:
@@ -283,6 +300,8 @@ class _MeshRemover:
     def _wanted_results(self, eqn: JaxprEqn) -> Sequence[UserSharding | None]:
         """Return the layout that the user gives for each result of an equation."""
         none = (None,) * len(eqn.outvars)
+        if self._found:
+            return [self._found.get((id(eqn), n)) for n in range(len(eqn.outvars))]
         if self._user_shardings == "ignore":
             return none
         if _is_jit(eqn):
@@ -299,7 +318,12 @@ class _MeshRemover:
 
     def _constraint(self, eqn: JaxprEqn, operand: Any, result: Any, wanted: UserSharding) -> JaxprEqn:
         """Return the equation that says what the user wants for the result of an equation."""
-        params = {"mesh": wanted.mesh, "dims": wanted.dims, "pinned": self._user_shardings == "pin"}
+        params = {
+            "mesh": wanted.mesh,
+            "dims": wanted.dims,
+            "pinned": self._user_shardings == "pin",
+            "propagated": bool(self._found),
+        }
         context = _jax.context_without_mesh(eqn)
         return eqn.replace(
             primitive=user_sharding_p,
