@@ -1,7 +1,7 @@
 """Commands on a user's train step.
 
-`plan` plans it for a cluster, `compare` by several planners, `import` as another program has it; `check` compares it with `jax.jit` on this machine. `plan`
-also compares several clusters, and shows the cost of pins.
+`plan` plans it for a cluster, `compare` by several planners, `import` as another program has it; `check` compares it
+with `jax.jit` on this machine. `plan` also compares several clusters, and shows the cost of pins.
 """
 
 from __future__ import annotations
@@ -355,7 +355,9 @@ def run_import(given: argparse.Namespace) -> int:
     step, args, kwargs = load_example(given.step)
     clusters = _clusters(given)
     if len(clusters) > 1:
-        raise PlanError(f"A plan is for one cluster, but --cluster was given {len(clusters)} times. Leave out all but one.")
+        raise PlanError(
+            f"A plan is for one cluster, but --cluster was given {len(clusters)} times. Leave out all but one."
+        )
     asked = _PlanArguments(
         step=step,
         args=args,
@@ -377,7 +379,9 @@ def _kind_of(path: Path) -> str:
 
 
 def _import_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", type=Path, metavar="FILE", help="the text of a compiled program, or settings of a trainer")
+    parser.add_argument(
+        "file", type=Path, metavar="FILE", help="the text of a compiled program, or settings of a trainer"
+    )
     parser.add_argument("--step", required=True, metavar="MODULE:FUNCTION", help=STEP_HELP)
     kinds = ", ".join(f"{ending} {kind}" for ending, kind in _KINDS.items())
     parser.add_argument(

@@ -129,7 +129,7 @@ def planner_by_name(name: str, options: Sequence[str]) -> Planner:
                 f"Choose one of {', '.join(FROM_TEXT)}."
             )
         if options:
-            raise PlanError(f"What {name} has written takes no options: it says all. Leave out --option.")
+            raise PlanError(f"Settings of {name} take no options: they say all that they decide. Leave out --option.")
         return FROM_TEXT[name](settings)
     planner = planner_of_name(name)
     hints, known = get_type_hints(planner), options_of(planner)

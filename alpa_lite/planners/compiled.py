@@ -246,7 +246,8 @@ def _mesh(program: PartitionedProgram, request: PlanRequest, step: StepGraph) ->
     tiled = [(array.tiling, len(array.shape)) for array in arrays if array.tiling is not None]
 
     def has_all(axes: Mapping[str, int]) -> bool:
-        return prod(axes.values()) == program.num_devices and all(spec_on(t, axes, rank) is not None for t, rank in tiled)
+        is_whole = prod(axes.values()) == program.num_devices
+        return is_whole and all(spec_on(tiling, axes, rank) is not None for tiling, rank in tiled)
 
     given = request.signature.user_shardings
     own = None if given.mode == "ignore" else user_mesh(step, replace(given, mode="pin"))
@@ -289,7 +290,9 @@ def _specs(program: PartitionedProgram, pairs: _Pairs, axes: Mapping[str, int]) 
         # XLA pads results whose blocks are not equal; those of a plan are.
         if leaf.is_key or ways is None or any(n % w for n, w in zip(leaf.shape, ways, strict=True)):
             continue
-        spec = _result_spec(leaf, array, ways, specs, axes) if program.is_of_device or array.tiling is not None else None
+        spec = (
+            _result_spec(leaf, array, ways, specs, axes) if program.is_of_device or array.tiling is not None else None
+        )
         if spec is not None:
             returned[leaf.path] = spec
     return _Specs(specs, returned)
@@ -318,4 +321,3 @@ def _specs_with(ways: Sequence[int], axes: Mapping[str, int]) -> Iterator[tuple[
             if prod(axes[axis] for axis in dim) == ways[0]:
                 rest = {axis: size for axis, size in axes.items() if axis not in dim}
                 yield from ((dim, *others) for others in _specs_with(ways[1:], rest))
-

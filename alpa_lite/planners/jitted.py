@@ -83,12 +83,13 @@ def plan_under_demands(name: str, request: PlanRequest) -> Plan:
     axes, cluster = user_mesh(request.step_at(1, 0), request.signature.user_shardings), request.cluster
     if axes is None:
         raise PlanError(
-            f"A plan {name} follows the shardings of a program, which this planner gets where it plans alone. Name it as "
-            "the planner of al.plan or al.compare."
+            f"A plan {name} follows the shardings of a program, which this planner gets where it plans alone. Name it "
+            "as the planner of al.plan or al.compare."
         )
     if prod(axes.values()) != cluster.num_devices:
         raise PlanError(
-            f"{request.signature.function} names shardings on the mesh {axes}, which has {prod(axes.values())} devices, "
-            f"but {cluster.name} has {cluster.num_devices}. Plan for a cluster of that size, or name a mesh of this one."
+            f"{request.signature.function} names shardings on the mesh {axes}, which has {prod(axes.values())} "
+            f"devices, but {cluster.name} has {cluster.num_devices}. Plan for a cluster of that size, or name a mesh "
+            "of this one."
         )
     return replace(OnMesh(axes=axes).plan(request), name=name)

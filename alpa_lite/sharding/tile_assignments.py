@@ -26,6 +26,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 
 import numpy as np
@@ -34,7 +35,9 @@ from alpa_lite.errors import PlanError
 from alpa_lite.sharding.specs import Spec
 
 _DEVICES = re.compile(r"devices=\[([\d,]+)\](?:<=\[([\d,]+)\](?:T\(([\d,]+)\))?|([\d,]+))(.*)", re.DOTALL)
-_SHARDY = re.compile(r"#sdy\.sharding<\s*(?:@([\w.\"-]+)|mesh<\[([^\]]*)\]>)\s*,\s*\[(.*?)\]\s*(?:,\s*(.*?))?>$", re.DOTALL)
+_SHARDY = re.compile(
+    r"#sdy\.sharding<\s*(?:@([\w.\"-]+)|mesh<\[([^\]]*)\]>)\s*,\s*\[(.*?)\]\s*(?:,\s*(.*?))?>$", re.DOTALL
+)
 _AXIS = re.compile(r'"([^"]+)"(?::\((\d+)\)(\d+))?')
 _SIZE = re.compile(r'"([^"]+)"\s*=\s*(\d+)')
 
@@ -150,16 +153,6 @@ def shardy_tiling(text: str, meshes: Mapping[str, Mapping[str, int]]) -> Tiling:
     return Tiling(ways=tuple(ways), blocks=tuple(blocks))
 
 
-def shardy_dims(text: str) -> tuple[tuple[str, ...], ...] | None:
-    """Return the axes of each dim of a sharding of Shardy, major first; None if it has parts of axes."""
-    found = _SHARDY.fullmatch(text.strip())
-    if found is None or re.search(r":\(", found[3]):
-        return None
-    return tuple(
-        tuple(name for name, _, _ in _AXIS.findall(dim)) for dim in re.findall(r"\{([^}]*)\}", found[3])
-    )
-
-
 def axes_of(tilings: Iterable[Tiling], num_devices: int) -> tuple[int, ...] | None:
     """Return the sizes of the axes of the coarsest mesh on which all tilings are specs; None if there is none."""
     strides = {1, num_devices}
@@ -168,9 +161,9 @@ def axes_of(tilings: Iterable[Tiling], num_devices: int) -> tuple[int, ...] | No
             if ways > 1:
                 strides |= _strides(blocks)
     listed = sorted(strides)
-    if any(large % small for small, large in zip(listed, listed[1:], strict=False)):
+    if any(large % small for small, large in pairwise(listed)):
         return None
-    return tuple(large // small for small, large in zip(listed, listed[1:], strict=False))[::-1]
+    return tuple(large // small for small, large in pairwise(listed))[::-1]
 
 
 def _strides(blocks: Sequence[int]) -> set[int]:
@@ -207,7 +200,7 @@ def spec_on(tiling: Tiling, axes: Mapping[str, int], rank: int) -> Spec | None:
         dim = tuple(sorted(weights, key=lambda axis: -weights[axis]))
         # What splits a dim into as many blocks as there are devices along its axes, in their order.
         is_spec = prod(axes[axis] for axis in dim) == ways and np.array_equal(expected, blocks)
-        if not is_spec or any(weights[a] != weights[b] * axes[b] for a, b in zip(dim, dim[1:], strict=False)):
+        if not is_spec or any(weights[a] != weights[b] * axes[b] for a, b in pairwise(dim)):
             return None
         dims.append(dim)
     return Spec(tuple(dims))

@@ -301,7 +301,8 @@ def _plain_step(
     flat: Callable[..., Tree], avals: Sequence[jax.ShapeDtypeStruct], under: _Context, name: str, user_shardings: Mode
 ) -> JittedStep:
     """Return the jaxpr of a function, traced under the mesh that the user has set, without this and other meshes, and
-    without mutable arrays, with the shardings of arguments and results that a jitted function has. Unless `user_shardings` is "ignore", shardings that the function names remain as equations.
+    without mutable arrays, with the shardings of arguments and results that a jitted function has. Unless
+    `user_shardings` is "ignore", shardings that the function names remain as equations.
 
     What the user's code says of meshes is read where it runs, under that mesh; a plan lays out the arrays anew.
     """

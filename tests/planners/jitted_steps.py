@@ -85,7 +85,5 @@ def result_parts(plan: al.Plan) -> list[tuple[int, ...]]:
 
 def collectives(plan: al.Plan) -> Counter[tuple[str, float]]:
     """How often which collective sends so many bytes per step."""
-    found: Counter[tuple[str, float]] = Counter()
-    for use in plan.prediction.collectives:
-        found[str(use.kind), use.bytes] += use.count
-    return found
+    uses = plan.prediction.collectives
+    return Counter((str(use.kind), use.bytes) for use in uses for _ in range(round(use.count)))

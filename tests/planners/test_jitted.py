@@ -64,7 +64,7 @@ def test_values_in_between_lie_as_xla_propagates_them(devices: Any) -> None:
     ) + _combined(text)
 
 
-def jitted_text(devices: Any) -> str:
+def jitted_text(devices: Any) -> Any:
     return jax.jit(step, in_shardings=on(mesh_of(devices, data=8), (P(), P("data")))).lower(*ARGS).compile().as_text()
 
 
@@ -117,7 +117,8 @@ def test_the_plan_runs_and_computes_what_jit_does(devices: Any) -> None:
     found, expected = parallel(*values), jax.jit(step)(*values)
     for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
-    assert found[0]["up"].sharding.shard_shape((64, 256)) == (64, 64)
+    (params, _) = found
+    assert params["up"].sharding.shard_shape((64, 256)) == (64, 64)
 
 
 def test_without_a_demand_a_jitted_step_is_planned_as_any() -> None:
@@ -150,7 +151,7 @@ def test_a_step_that_cannot_be_lowered_without_devices(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(propagated, "_propagate", fail)
     jitted = jax.jit(step, in_shardings=on(mesh_of(), SPECS))
-    with pytest.raises(TraceError, match='a kernel for GPUs. Plan with inside="cheapest"'):
+    with pytest.raises(TraceError, match=r'a kernel for GPUs\. Plan with inside="cheapest"'):
         plan_of(Jitted(), jitted)
     assert plan_of(CHEAPEST, jitted)
 

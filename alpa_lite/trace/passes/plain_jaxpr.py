@@ -131,11 +131,8 @@ def of_jitted_step(jaxpr: ClosedJaxpr) -> JittedStep:
     bare = call.replace(params={**call.params, "in_shardings": (None,) * len(call.invars)})
     return JittedStep(
         _jax.with_open_jaxpr(jaxpr, opened.replace(eqns=[bare])),
-        tuple(user_sharding(given.get(v), len(v.aval.shape)) for v in opened.invars),
-        tuple(
-            None if isinstance(v, _jax.Literal) else user_sharding(returned.get(v), len(v.aval.shape))
-            for v in opened.outvars
-        ),
+        tuple(_if_splittable(given.get(v), v) for v in opened.invars),
+        tuple(None if isinstance(v, _jax.Literal) else _if_splittable(returned.get(v), v) for v in opened.outvars),
     )
 
 
@@ -215,6 +212,29 @@ _INVARIANT = {} if _jax.psum_p is None else {"psum_invariant": _jax.psum_p}
 """
 
 
+class _Names:
+    """The variables of a rewritten jaxpr in place of those of the original, and whether anything is changed."""
+
+    def __init__(self) -> None:
+        self.now: dict[Var, Var | Literal] = {}
+        self.changed = False
+
+    def of(self, atom: Var | Literal) -> Any:
+        """Return the variable in place of one, of a type without mesh; literals stay."""
+        if isinstance(atom, _jax.Literal):
+            return atom
+        if atom not in self.now:
+            aval = _on_no_mesh(atom.aval)
+            self.now[atom] = atom if aval is atom.aval else type(atom)(aval)
+            self.changed |= self.now[atom] is not atom
+        return self.now[atom]
+
+    def renewed(self, variable: Var) -> Var:
+        """Return a new variable, which later equations read in place of one."""
+        self.changed, self.now[variable] = True, (found := _jax.Var(self.of(variable).aval))
+        return found
+
+
 class _MeshRemover:
     """Rewrites jaxprs; one that several equations hold is rewritten once, and stays one.
 
@@ -240,56 +260,50 @@ class _MeshRemover:
         return self._rewritten[id(jaxpr)][1]
 
     def _rewrite(self, jaxpr: Jaxpr) -> Jaxpr:
-        now: dict[Var, Var | Literal] = {}
-        changed = False
-
-        def renamed(atom: Var | Literal) -> Any:
-            nonlocal changed
-            if isinstance(atom, _jax.Literal):
-                return atom
-            if atom not in now:
-                aval = _on_no_mesh(atom.aval)
-                now[atom] = atom if aval is atom.aval else type(atom)(aval)
-                changed |= now[atom] is not atom
-            return now[atom]
-
-        constvars, invars = [renamed(v) for v in jaxpr.constvars], [renamed(v) for v in jaxpr.invars]
+        names = _Names()
+        constvars, invars = [list(map(names.of, variables)) for variables in (jaxpr.constvars, jaxpr.invars)]
         equations: list[JaxprEqn] = []
         for n, (variable, argument) in enumerate(zip(jaxpr.invars, invars, strict=True)):
             demand = self._found.get((id(jaxpr), n))
+            # Without equations there is nothing that would read the argument elsewhere.
             if demand is not None and jaxpr.eqns:
-                changed, now[variable] = True, _jax.Var(argument.aval)
-                equations.append(self._constraint(jaxpr.eqns[0], argument, now[variable], demand))
+                equations.append(self._constraint(jaxpr.eqns[0], argument, names.renewed(variable), demand))
         for eqn in jaxpr.eqns:
-            wanted = self._wanted_results(eqn)
-            if eqn.primitive.name in _CONSTRAINTS:
-                changed = True
-                if wanted[0] is None:
-                    # The result is another name of the operand in all later equations.
-                    now |= zip(eqn.outvars, map(renamed, eqn.invars), strict=True)
-                else:
-                    equations.append(self._constraint(eqn, renamed(eqn.invars[0]), renamed(eqn.outvars[0]), wanted[0]))
-                continue
-            operands, results = [renamed(v) for v in eqn.invars], [renamed(v) for v in eqn.outvars]
-            for n, demand in enumerate(self._wanted_operands(eqn)):
-                if demand is not None:
-                    outside, operands[n] = operands[n], _jax.Var(operands[n].aval)
-                    equations.append(self._constraint(eqn, outside, operands[n], demand))
-            plain = _expanded(self._without_region(eqn))
-            params, context = self._params(plain.params), _jax.context_without_mesh(plain)
-            same = params is eqn.params and operands == eqn.invars and results == eqn.outvars and context is eqn.ctx
-            if not same:
-                plain = plain.replace(invars=operands, outvars=results, params=params, ctx=context)
-            equations.append(plain)
-            changed |= plain is not eqn
-            for outvar, result, demand in zip(eqn.outvars, results, wanted, strict=True):
-                if demand is not None:
-                    changed, now[outvar] = True, _jax.Var(result.aval)
-                    equations.append(self._constraint(eqn, result, now[outvar], demand))
-        if not changed:
+            write = self._of_constraint if eqn.primitive.name in _CONSTRAINTS else self._of_equation
+            equations += write(eqn, names)
+        if not names.changed:
             return jaxpr
-        outvars = [renamed(v) for v in jaxpr.outvars]
+        outvars = list(map(names.of, jaxpr.outvars))
         return jaxpr.replace(constvars=constvars, invars=invars, outvars=outvars, eqns=equations)
+
+    def _of_constraint(self, eqn: JaxprEqn, names: _Names) -> list[JaxprEqn]:
+        """Return the equation in place of one that returns its operand and says where it is, if any is needed."""
+        names.changed = True
+        (wanted,) = self._wanted_results(eqn) or (None,)
+        if wanted is not None:
+            return [self._constraint(eqn, names.of(eqn.invars[0]), names.of(eqn.outvars[0]), wanted)]
+        # The result is another name of the operand in all later equations.
+        names.now |= zip(eqn.outvars, map(names.of, eqn.invars), strict=True)
+        return []
+
+    def _of_equation(self, eqn: JaxprEqn, names: _Names) -> list[JaxprEqn]:
+        """Return an equation on plain arrays, with the constraints on its operands and results."""
+        operands, results = list(map(names.of, eqn.invars)), list(map(names.of, eqn.outvars))
+        before, after = list[JaxprEqn](), list[JaxprEqn]()
+        for n, demand in enumerate(self._wanted_operands(eqn)):
+            if demand is not None:
+                outside, operands[n] = operands[n], _jax.Var(operands[n].aval)
+                before.append(self._constraint(eqn, outside, operands[n], demand))
+        plain = _expanded(self._without_region(eqn))
+        params, context = self._params(plain.params), _jax.context_without_mesh(plain)
+        same = params is eqn.params and operands == eqn.invars and results == eqn.outvars and context is eqn.ctx
+        if not same:
+            plain = plain.replace(invars=operands, outvars=results, params=params, ctx=context)
+        names.changed |= plain is not eqn
+        for outvar, result, demand in zip(eqn.outvars, results, self._wanted_results(eqn), strict=True):
+            if demand is not None:
+                after.append(self._constraint(eqn, result, names.renewed(outvar), demand))
+        return [*before, plain, *after]
 
     def _wanted_operands(self, eqn: JaxprEqn) -> Sequence[UserSharding | None]:
         """Return the layout that the user gives for each operand of an equation, none for those that have none."""

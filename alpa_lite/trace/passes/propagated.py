@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import stablehlo
+from jaxlib.mlir.dialects import sdy, stablehlo
 from jaxlib.mlir.passmanager import PassManager
 
 from alpa_lite import _jax
@@ -29,7 +29,6 @@ from alpa_lite._jax import AnyJaxpr, ClosedJaxpr, Jaxpr, JaxprEqn
 from alpa_lite.errors import TraceError
 from alpa_lite.program.memo import memoized
 from alpa_lite.program.user_shardings import USER_SHARDING, UserSharding
-from alpa_lite.sharding.tile_assignments import shardy_dims
 from alpa_lite.trace.from_jaxpr import called_jaxpr
 from alpa_lite.trace.passes.plain_jaxpr import with_shardings
 
@@ -84,17 +83,16 @@ def propagated(
             f"XLA's propagation cannot be run on {name} without devices: {str(error).strip().splitlines()[0]}. Plan "
             'with inside="cheapest", with which the planner chooses the shardings of values in between.'
         ) from error
-    shardings = _of_marks(module)
+    marks = _of_marks(module)
 
-    def layout(text: str | None) -> UserSharding | None:
-        dims = None if text is None else shardy_dims(text)
+    def layout(dims: _Dims | None) -> UserSharding | None:
         return None if dims is None else UserSharding(mesh=given[0].mesh, dims=dims)
 
-    found = {key: layout(shardings.get(number)) for key, number in probe.numbers.items()}
+    found = {key: layout(marks.get(number)) for key, number in probe.numbers.items()}
     own = _of_arguments(module)[len(consts) :]
     return Propagated(
         with_shardings(jaxpr, found),
-        tuple(s if s is not None else layout(text) for s, text in zip(arguments, own, strict=True)),
+        tuple(s if s is not None else layout(dims) for s, dims in zip(arguments, own, strict=True)),
     )
 
 
@@ -203,16 +201,20 @@ def _propagate(lowered: Any) -> Any:
     return copy
 
 
-def _of_marks(module: Any) -> Mapping[int, str | None]:
-    """Return the sharding at each mark; None where the calls of a function differ."""
-    found = dict[int, str | None]()
+_Dims = tuple[tuple[str, ...], ...]
+"""For each dim the axes that split it, major first."""
+
+
+def _of_marks(module: Any) -> Mapping[int, _Dims | None]:
+    """Return the axes at each mark; None where the calls of a function differ."""
+    found = dict[int, _Dims | None]()
     for operation in _operations(module.operation):
         if operation.name not in ("sdy.sharding_constraint", "sdy.reshard"):
             continue
         mark = re.search(rf"{_MARK}(\d+)", str(operation.location))
         if mark is not None:
-            text, number = str(operation.attributes["sharding"]), int(mark[1])
-            found[number] = text if found.get(number, text) == text else None
+            dims, number = _dims(operation.attributes["sharding"]), int(mark[1])
+            found[number] = dims if found.get(number, dims) == dims else None
     return found
 
 
@@ -225,8 +227,19 @@ def _operations(operation: Any) -> Iterator[Any]:
                 yield from _operations(inner.operation)
 
 
-def _of_arguments(module: Any) -> list[str | None]:
-    """Return the shardings of the arguments of a module's entry function."""
-    main = next(op for op in _operations(module.operation) if op.name == "func.func" and '"main"' in str(op.attributes["sym_name"]))
-    each = [ir.DictAttr(a) for a in main.attributes["arg_attrs"]] if "arg_attrs" in main.attributes else []
-    return [str(a["sdy.sharding"]) if "sdy.sharding" in a else None for a in each]
+def _of_arguments(module: Any) -> list[_Dims | None]:
+    """Return the axes of the arguments of a module's entry function."""
+    functions = (op for op in _operations(module.operation) if op.name == "func.func")
+    main = next(op for op in functions if ir.StringAttr(op.attributes["sym_name"]).value == "main")
+    return [_dims(a["sdy.sharding"]) if "sdy.sharding" in a else None for a in main.attributes["arg_attrs"]]
+
+
+def _dims(sharding: Any) -> _Dims | None:
+    """Return the axes of each dim in an attribute of Shardy; None if it has parts of axes."""
+    dims = [
+        [sdy.AxisRefAttr(axis) for axis in sdy.DimensionShardingAttr(dim).axes]
+        for dim in sdy.TensorShardingAttr(sharding).dimension_shardings
+    ]
+    if any(axis.sub_axis_info is not None for dim in dims for axis in dim):
+        return None
+    return tuple(tuple(axis.name for axis in dim) for dim in dims)
