@@ -59,8 +59,8 @@ def test_public_names() -> None:
         "init_sharded initialize local_cluster parallelize plan register_rule".split()
     )
     assert set(_public(al.planners)) == set(
-        "Auto AxoNN Bounded ColocRL ConvolutionParallel Custom DataParallel DeepSpeed3D FSDP FlexFlow GShard "
-        "GridSearch Hybrid Karma MANUAL_PLANNERS Megatron MeshTensorFlow OnMesh OneWeirdTrick ParameterServer "
+        "Auto AxoNN Bounded ColocRL Compiled ConvolutionParallel Custom DataParallel DeepSpeed3D FSDP FlexFlow "
+        "GShard GridSearch Hybrid Jitted Karma MANUAL_PLANNERS Megatron MeshTensorFlow OnMesh OneWeirdTrick ParameterServer "
         "PipeDream PipeDream2BW Pipeline PlanRequest Planner Replay TorchGPipe TrainerConfiguration Zero".split()
     )
     assert set(_public(al.serving)) == set(
