@@ -14,7 +14,7 @@ HLO = r"""HloModule jit_f, is_scheduled=true, entry_computation_layout={(s32[4])
 }
 
 ENTRY %main.1_spmd (param: s32[4], param.1: f32[8]) -> (s32[4], pred[2,3]) {
-  %param.1 = bf16[8]{0:T(8)S(1)} parameter(1), sharding={replicated}, metadata={op_name="o[0][\'a.b\'].mu[<flat index 2>]"}
+  %p = bf16[8]{0:T(8)} parameter(1), sharding={replicated}, metadata={op_name="o[0][\'a.b\'].mu[<flat index 2>]"}
   %param = s32[4]{0:T(128)} parameter(0), sharding={devices=[4]<=[4]}, metadata={op_name="x" source_file="f.py"}
   ROOT %tuple = (s32[4], /*index=1*/pred[2,3]{1,0}) tuple(%param, %o), sharding={{devices=[4]<=[4]}, {replicated}}
 }
@@ -39,7 +39,7 @@ def test_compiled_hlo() -> None:
 
 def test_arguments_that_are_one_tuple() -> None:
     """As XLA passes them where there are very many."""
-    text = HLO.replace("  %param.1 = bf16", "  %unused = bf16").replace("parameter(1), sharding", "copy(%x), sharding")
+    text = HLO.replace("  %p = bf16", "  %unused = bf16").replace("parameter(1), sharding", "copy(%x), sharding")
     text = text.replace(
         "%param = s32[4]{0:T(128)} parameter(0), sharding={devices=[4]<=[4]}",
         "%param = (s32[4]{0}, f32[2]{0}) parameter(0), sharding={{devices=[4]<=[4]}, {replicated}}",
