@@ -126,6 +126,8 @@ def test_without_a_demand_a_jitted_step_is_planned_as_any() -> None:
     assert jitted.prediction.step_seconds == pytest.approx(plain.prediction.step_seconds, rel=1e-9)
     uses = {use.source: use.wanted for use in jitted.user_shardings}
     assert uses["argument params/up"] == "[-, model]" and not plain.user_shardings
+    # They are those of arguments alone, no constraints in the step as well.
+    assert all(source.startswith("argument ") for source in uses)
 
 
 @pytest.mark.parametrize(
