@@ -109,6 +109,15 @@ def test_a_loop_over_layers_is_propagated_into() -> None:
     assert [use.count for use in sums if use.phase == "forward"] == [3]
 
 
+def test_a_callback_does_not_hinder_propagation() -> None:
+    def called(params: Any, batch: Any) -> Any:
+        scale = jax.pure_callback(lambda x: x, jax.ShapeDtypeStruct((), "float32"), batch["x"].sum())
+        return step(params, {**batch, "x": batch["x"] * scale})
+
+    plan = plan_of(Jitted(), jax.jit(called, in_shardings=on(mesh_of(), SPECS)))
+    assert parts(plan)["params/up"] == (1, 4)
+
+
 def test_the_plan_runs_and_computes_what_jit_does(devices: Any) -> None:
     jitted = jax.jit(step, in_shardings=on(mesh_of(devices), SPECS))
     rng = np.random.default_rng(0)
@@ -149,7 +158,7 @@ def test_a_step_that_cannot_be_lowered_without_devices(monkeypatch: pytest.Monke
     from alpa_lite.trace.passes import propagated
 
     def fail(_: Any) -> Any:
-        raise NotImplementedError("a kernel for GPUs")
+        raise NotImplementedError("a kernel for GPUs.")
 
     monkeypatch.setattr(propagated, "_propagate", fail)
     jitted = jax.jit(step, in_shardings=on(mesh_of(), SPECS))

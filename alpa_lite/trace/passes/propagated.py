@@ -79,8 +79,9 @@ def propagated(
             lowered = traced.lower(lowering_platforms=("cpu",))
         module = _propagate(lowered)
     except Exception as error:  # kernels and callbacks fail to lower in ways of their own
+        why = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         raise TraceError(
-            f"XLA's propagation cannot be run on {name} without devices: {str(error).strip().splitlines()[0]}. Plan "
+            f"XLA's propagation cannot be run on {name} without devices: {why}. Plan "
             'with inside="cheapest", with which the planner chooses the shardings of values in between.'
         ) from error
     marks = _of_marks(module)
@@ -144,6 +145,9 @@ class _Probe:
 
     def _bound(self, eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
         """Return the results of an equation whose bodies, if it has any, are evaluated with constraints too."""
+        # Callbacks cannot be lowered without devices; what the host returns has no sharding to propagate.
+        if eqn.primitive.name.endswith("_callback"):
+            return [jax.numpy.zeros(aval.shape, aval.dtype) for aval in map(_jax.aval_of, eqn.outvars)]
         params = dict(eqn.params)
         for name in _BODIES.get(eqn.primitive.name, ()):
             body = params[name]
