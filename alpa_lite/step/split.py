@@ -24,7 +24,7 @@ import numpy as np
 
 from alpa_lite import _jax
 from alpa_lite._jax import Array
-from alpa_lite.errors import BatchError, NonAdditiveError, PlanError, TraceError
+from alpa_lite.errors import BatchError, NonAdditiveError, TraceError
 from alpa_lite.program.collector import rare_collection
 from alpa_lite.program.equations import Equation, GraphWithEquations
 from alpa_lite.program.ir import Graph
@@ -52,6 +52,7 @@ from alpa_lite.step.merged_sizes import bodies_apart, merge
 from alpa_lite.step.relations import Refusal, Relation, RelationKind
 from alpa_lite.step.transfer_functions import FOLLOWING
 from alpa_lite.trace.passes.code_motion import HoistValues, Precomputed, TwoSizes, inputs_of_data
+from alpa_lite.trace.passes.own_state import OwnState
 from alpa_lite.trace.passes.split_stacked import PartedProgram
 from alpa_lite.trace.step_programs import SizedPrograms
 from alpa_lite.trace.trace import Traced
@@ -177,10 +178,11 @@ class StepPrograms:
         size = _microbatch_size(traced, num_microbatches)
         if self.update_every:
             # Nothing is added up over the whole batch, so that nothing has to be proven.
-            alone = _cut(sized, sized.with_own_numbers(size), num_microbatches)
+            pair = self.driver.run(sized.with_own_numbers(size), (OwnState(replaced=traced.aliases),))
+            alone = _cut(sized, pair, num_microbatches)
             # Without gradients there is nothing to update.
             if Phase.BACKWARD in alone.step.phases:
-                return _updated_often(alone, traced, self.update_every)
+                return _updated_often(alone, self.update_every)
         try:
             return _proven(sized, size, num_microbatches)
         except NonAdditiveError:
@@ -197,12 +199,11 @@ class StepPrograms:
         return self._programs[loop_parts]
 
 
-def _updated_often(alone: TracedStep, traced: Traced, update_every: int) -> TracedStep:
+def _updated_often(alone: TracedStep, update_every: int) -> TracedStep:
     """Return the step with an update for every so many micro-batches.
 
     Raises:
         BatchError: these do not divide the micro-batches.
-        PlanError: an argument is returned in the place of another one.
     """
     step, count = alone.step, alone.step.num_microbatches
     if count % update_every:
@@ -210,17 +211,6 @@ def _updated_often(alone: TracedStep, traced: Traced, update_every: int) -> Trac
             f"num_microbatches={count} was asked for, with an update of the weights for every {update_every} of them. "
             f"Use a multiple of {update_every}."
         )
-    inputs = {(part.leaf, part.rows): v for v, part in zip(step.graph.inputs, step.input_parts, strict=True)}
-    for v, part in zip(step.graph.outputs, step.output_parts, strict=True):
-        into = inputs.get((traced.aliases.get(part.leaf, -1), part.rows), v)
-        if step.graph.producer[v] is None and into != v:
-            # No op makes it, so that no update of a micro-batch would.
-            names = step.argument_paths()
-            raise PlanError(
-                f"The schedule updates the state several times per step, but the step returns {names[v]} as it came in "
-                f"the place of {names[into]}, which would happen once. Use a synchronous schedule, such as "
-                "al.schedule.OneFOneB()."
-            )
     return replace(alone, step=replace(step, num_updates=count // update_every))
 
 

@@ -297,13 +297,23 @@ def test_asynchronous_plans_are_not_compared_with_others():
             al.plan(step, state_of(), batch_of(8), planner=planner)
 
 
-def test_an_argument_in_the_place_of_another_is_refused():
-    """No update would make it: the weights before the last one would be those before all of them."""
+@pytest.mark.parametrize("schedule", [PipeDream(), PipeDream2BW()], ids=repr)
+def test_each_update_makes_state_that_no_op_or_one_of_another_argument_makes(schedule):
+    """The weights before the update; the weights twice; two counters that change places."""
 
     def remembering(state, batch):
         new, loss = step({k: state[k] for k in state_of()}, batch)
-        return {**new, "before": state["w"]}, loss
+        return {**new, "before": state["w"], "twin": new["w"], "even": state["odd"], "odd": state["even"]}, loss
 
-    fast = pipelined(PipeDream(), 4, function=remembering)
-    with pytest.raises(PlanError, match=r"returns state/w/0 as it came in the place of state/before/0"):
-        fast({**state_of(), "before": state_of()["w"]}, batch_of(4))
+    start = state_of()
+    more = {"before": start["w"], "twin": start["w"], "even": jnp.float32(0), "odd": jnp.float32(1)}
+    after, group = [], schedule.microbatches_per_update(STAGES)
+    for updates in (2, 3):
+        count = updates * group
+        batch = jax.tree.map(lambda a, count=count: a[: count * SAMPLES], batch_of(3 * group))
+        after.append(pipelined(schedule, count, function=remembering)({**start, **more}, batch)[0])
+    early, late = after
+    close(late["before"], early["w"])
+    for state in after:
+        close(state["twin"], state["w"])
+    assert [float(s["even"]) for s in after] == [0.0, 1.0] and [float(s["odd"]) for s in after] == [1.0, 0.0]

@@ -136,7 +136,7 @@ def test_bounded_delay_of_none_is_one_synchronous_step_per_round():
 
 @pytest.mark.slow
 def test_state_that_the_loop_makes_or_leaves_alone_is_served():
-    """Averages of the batch; a rate that stays; the weights before; outputs of each sample."""
+    """Averages of the batch; a rate that stays; the weights before, and twice; outputs of each sample."""
 
     def many(state, x):
         def loss(w):
@@ -145,11 +145,13 @@ def test_state_that_the_loop_makes_or_leaves_alone_is_served():
 
         (value, out), grad = jax.value_and_grad(loss, has_aux=True)(state["w"])
         mean = jnp.mean(x, 0)
-        new = {"w": state["w"] - state["rate"] * grad, "mean": mean, "before": state["w"]}
+        weights = state["w"] - state["rate"] * grad
+        new = {"w": weights, "twin": weights, "mean": mean, "before": state["w"]}
         return {**new, "rate": state["rate"]}, (value, out)
 
     array = jax.random.normal(jax.random.key(2), (WIDTH,))
-    state = {"w": jnp.eye(WIDTH), "mean": array, "before": jnp.zeros((WIDTH, WIDTH)), "rate": jnp.float32(0.1)}
+    state = {"w": jnp.eye(WIDTH), "mean": array, "rate": jnp.float32(0.1)}
+    state |= {name: jnp.zeros((WIDTH, WIDTH)) for name in ("twin", "before")}
     x = jax.random.normal(jax.random.key(4), (2 * WORKERS * SAMPLES, WIDTH))
     for consistency in ("bsp", Bounded(0)):
         planner = ParameterServer(servers=4, consistency=consistency)
