@@ -138,7 +138,8 @@ def _module_of(values: Mapping[str, str]) -> dict[str, Any]:
     empty = dict.fromkeys(
         ("SUMMARY", "NOT_SAID", "MESHES", "RESULTS", "TASKS", "ORDER", "CONSTRAINTS", "INSIDE", "RECEIVED", "SUMS"), ""
     )
-    empty |= {"DONATED": "()", "COMBINED": "{}", "AHEAD": "", "ONCE": "{}", "OWN_COLUMNS": "{}", "FINGERPRINT": ""}
+    empty |= dict.fromkeys(("COMBINED", "RETURNED", "ONCE", "OWN_COLUMNS"), "{}")
+    empty |= {"DONATED": "()", "AHEAD": "", "FINGERPRINT": ""}
     names = dict[str, Any](__name__="exported")
     # The numbers of equations are those that the module itself finds.
     exec(compile(filled_template(_TEMPLATE, {**empty, **values}), _TEMPLATE, "exec"), names)
@@ -194,6 +195,7 @@ class _Tables:
         self.ahead = _ancestors(flat, further)
         self.found = matched(made.graph, flat, _known(made.graph.inputs, [*inputs, *further]))
         self.recomputes = True
+        self.returned: dict[int, set[int]] = defaultdict(set)
         self.tasks: list[_ListedTask] = []
         self.order: list[tuple[int, int | None]] = []
         self._fill_tasks()
@@ -213,6 +215,7 @@ class _Tables:
             "RESULTS": lines(self._results()),
             "DONATED": repr(tuple(n for n, donated in enumerate(self.traced.inputs.donated) if donated)),
             "TASKS": lines(tasks),
+            "RETURNED": repr({task: ranges(values) for task, values in self.returned.items()}),
             "ORDER": lines(_wrapped(f"({task}, {microbatch})," for task, microbatch in self.order)),
             "CONSTRAINTS": self._per_stage(self._constraints),
             "INSIDE": lines(f"{{{', '.join(self._inside(stage))}}}," for stage in stages),
@@ -278,7 +281,7 @@ class _Tables:
             if sources:
                 self.tasks[max(sources)].equations.add(e)
                 made_in |= dict.fromkeys(flat.equations[e].results, max(sources))
-        wrong = {e for task in self.tasks for e in task.equations if (e in loop) != task.in_loop}
+        wrong = {e for t in self.tasks for e in t.equations - self.ahead if (e in loop) != t.in_loop}
         if wrong and plan.num_microbatches > 1:
             raise PlanError(
                 f"{plan.name} cannot be exported as plain JAX: {len(wrong)} equations of the jaxpr of {plan.function}, "
@@ -287,7 +290,7 @@ class _Tables:
             )
 
     def _return_free(self) -> None:
-        """Let an update of its stage make each result that depends on no sample, such as the next key."""
+        """Let an update of its stage return each result that depends on no sample, such as the next key."""
         listed = {e for task in self.tasks for e in task.equations}
         maker = {v: e for e, eqn in enumerate(self.flat.equations) for v in eqn.results}
         for value, buffer in zip(self.flat.outputs, self.program.outputs, strict=True):
@@ -300,7 +303,7 @@ class _Tables:
                 name = f"stage {stage} update"
                 self.tasks.append(_ListedTask(name=name, stage=stage, in_loop=False, equations=set()))
                 self.order.append((updates[0], None))
-            self.tasks[updates[-1]].equations.add(maker[value])
+            self.returned[updates[0]].add(value)
 
     # -- shardings
 

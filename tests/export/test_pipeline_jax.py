@@ -123,14 +123,17 @@ def _on_host(leaf: Any) -> np.ndarray:
 @pytest.mark.parametrize(
     ("step", "planner", "num_microbatches"),
     [
-        ("layers", Hybrid(pipeline=2, data=4), 4),
         ("layers", Hybrid(pipeline=2, tensor=2, data=2, remat="full"), 2),
-        ("layers", Hybrid(pipeline=2, data=4, schedule=al.schedule.Interleaved1F1B(num_chunks=2)), 4),
-        ("layers", Hybrid(pipeline=4, data=2, zero=1, schedule=al.schedule.ZeroBubbleH1()), 4),
-        ("layers", Hybrid(pipeline=2, data=4), 1),
         ("language", Hybrid(pipeline=2, data=4), 4),
-        ("language", Hybrid(data=4, tensor=2, zero=3), 2),
         ("looped", FSDP(), 2),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("layers", Hybrid(pipeline=2, data=4, schedule=al.schedule.Interleaved1F1B(num_chunks=2)), 4),
+                ("layers", Hybrid(pipeline=4, data=2, zero=1, schedule=al.schedule.ZeroBubbleH1()), 4),
+                ("language", Hybrid(data=4, tensor=2, zero=3), 2),
+            )
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else getattr(value, "name", value),
 )
@@ -237,7 +240,7 @@ def test_what_a_loop_of_stage_functions_cannot_say_is_refused() -> None:
     refused = [
         ("looped", pipeline, {}, "parts of a scan over layers"),
         ("layers", Hybrid(pipeline=2, data=4, schedule=al.schedule.PipeDream2BW()), {}, "several updates in a step"),
-        ("layers", Hybrid(pipeline=2, data=4, host_optimizer=True), {}, "memory of the host"),
+        ("language", Hybrid(pipeline=2, data=4, host_optimizer=True), {}, "memory of the host"),
     ]
     for step, planner, options, why in refused:
         planned, _, _ = _planned(step, planner, 4, **options)
