@@ -5,10 +5,11 @@ passes. Arguments have the same order in both. From these on, an op is the equat
 
     with its primitive, whose operands are the equations (or arguments, or literals) that its operands are
 
-and where several are, as two sums of one array along different dims, the one with its parameters that comes next. A
-value that a plan computes again has the same operands as the first one, and is the same equation. Ops with operands
-that the program does not have, such as loops and branches, into whose bodies constants move, are matched in their
-order, by the shapes of their results.
+and where several are, as two sums of one array along different dims, the one with its parameters that comes next. Equal
+equations on equal operands make equal values, whichever of them an op was matched with. A value that a plan computes
+again has the same operands as the first one, and is the same equation. Ops with operands that the program does not
+have, such as loops and branches, into whose bodies constants move, are matched in their order, by the shapes of their
+results.
 """
 
 from __future__ import annotations
@@ -64,6 +65,8 @@ class _Matcher:
     program: Any
     values: dict[int, int]
     equations: dict[int, int] = field(default_factory=dict[int, int])
+    # Value of the program → the first value that an equal equation makes.
+    first: dict[int, int] = field(default_factory=dict[int, int])
     taken: set[int] = field(default_factory=set[int])
     plain: PlainParams = field(default_factory=PlainParams)
 
@@ -71,8 +74,13 @@ class _Matcher:
         graph, program = self.graph, self.program
         alike: dict[Hashable, list[int]] = defaultdict(list)
         shaped: dict[Hashable, list[int]] = defaultdict(list)
+        given, made = set(self.values.values()), dict[Hashable, list[int]]()
         for number, eqn in enumerate(program.equations):
             operands, shapes = tuple(map(self._operand, eqn.operands)), self._shapes(eqn.results)
+            equal = eqn.primitive.name, operands, shapes, params_text(self.plain.of(eqn.params))
+            self.first.update(zip(eqn.results, made.setdefault(equal, eqn.results), strict=True))
+            if not given.isdisjoint(eqn.results):
+                continue  # what is an input of the graph, no op of it makes
             alike[eqn.primitive.name, operands, shapes].append(number)
             shaped[eqn.primitive.name, shapes].append(number)
         for op in graph.ops:
@@ -112,11 +120,12 @@ class _Matcher:
     def _operand(self, atom: Any) -> Hashable:
         """Return what an operand of an equation is: a value of the program, or a literal."""
         if isinstance(atom, int):
-            return atom
+            return self.first.get(atom, atom)
         aval = _jax.aval_of(atom)
         return repr(np.asarray(atom.val, aval.dtype).item()) if np.ndim(atom.val) == 0 else repr(atom)
 
     def _value(self, value: int) -> Hashable:
         """Return what a value of the graph is; None if the program does not have it."""
         literal = self.graph.values[value].literal
-        return self.values.get(value) if literal is None else repr(literal)
+        found = self.values.get(value)
+        return (None if found is None else self.first.get(found, found)) if literal is None else repr(literal)

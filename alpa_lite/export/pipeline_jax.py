@@ -282,6 +282,9 @@ class _Tables:
                 self.tasks[max(sources)].equations.add(e)
                 made_in |= dict.fromkeys(flat.equations[e].results, max(sources))
         wrong = {e for t in self.tasks for e in t.equations - self.ahead if (e in loop) != t.in_loop}
+        # Of these, what adds up samples is not known to be a sum over micro-batches.
+        added = {e for t in self.tasks for e in t.equations & loop} - listed
+        wrong |= {e for e in added if any(flat.batch_dim(v) is None for v in flat.equations[e].results)}
         if wrong and plan.num_microbatches > 1:
             raise PlanError(
                 f"{plan.name} cannot be exported as plain JAX: {len(wrong)} equations of the jaxpr of {plan.function}, "

@@ -63,7 +63,12 @@ def language_step(state: Any, batch: Any) -> Any:
     grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, 0.5 / norm), grads)
     momentum = jax.tree.map(lambda m, g: 0.9 * m + g, momentum, grads)
     params = jax.tree.map(lambda p, m: p - 0.1 * m, params, momentum)
-    return (params, momentum, jax.random.split(key)[0]), {"loss": value, "norm": norm}
+    return (params, momentum, jax.random.split(key)[0]), {
+        "loss": value,
+        "norm": norm,
+        # Once more: what is hoisted out of the loop, and what is summed in it.
+        "tokens": jnp.sum(batch["mask"]),
+    }
 
 
 def looped_step(params: Any, batch: Any) -> Any:
