@@ -288,7 +288,7 @@ class Cluster:
 def slowest_device(devices: Sequence[Device]) -> Device:
     """Return a device with the slowest rates, the longest times and the least memory of `devices`.
 
-    Units and tiles are taken from the device with the lowest 16-bit rate.
+    Units, tiles and lanes are taken from the device with the lowest 16-bit rate.
     """
     base = min(devices, key=lambda device: device.peak("bfloat16"))
     if all(device == base for device in devices):

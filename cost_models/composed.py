@@ -10,14 +10,15 @@ a start-up time per kernel and the waste of matrix products in blocks, and colle
     waves      = ceil(blocks / units),   blocks = count * ceil(rows / r) * ceil(columns / c)
     steps      = depth, or depth / (units // blocks), at least min(depth, 256), where blocks leave units idle (split K)
     reuse(r,c) = h / (h + 8), relative to the largest tile,  h = r c / (r + c)
-    attention  = flops (d + 32) / (d * efficiency * peak), d the width of a head                       (_head_loss)
+    attention  = flops (p + 32) / (d * efficiency * peak), d the width of a head, p with its padding   (_head_loss)
     fraction of peak = flops / (peak * seconds)                                                   (achieved_fraction)
 
 n is the number of kernels, rate = efficiency * peak / units the rate of one unit, fill the depth that a unit loses
 before it is busy. A unit reads r + c numbers for r c multiply-adds, so that large tiles use what they read more often
 (h). In a fused attention kernel the exponentials of the scores cost as much as 32 more columns of the products around
-them. Roofline: Williams, Waterman, Patterson, CACM 52(4), 2009. Tiles, waves and split K: NVIDIA's "Matrix
-Multiplication Background User's Guide", sections on tile and wave quantisation.
+them, and heads are padded to whole vector registers (`Device.lanes`). Roofline: Williams, Waterman, Patterson, CACM
+52(4), 2009. Tiles, waves and split K: NVIDIA's "Matrix Multiplication Background User's Guide", sections on tile and
+wave quantisation.
 
 n virtual devices that share one processor take max(n, 1/share) times as long as one device that could use all of it;
 share = the fraction of the processor that one device can use                 (ComposedCostModel.compute_seconds)
@@ -88,7 +89,7 @@ def estimate(work: Work, device: Device) -> ComputeEstimate:
     ideal = work.flops / sustained_flops(work, device)
     tile, arithmetic = None, ideal
     if work.kind == "attention":
-        arithmetic = ideal * _head_loss(work.product)
+        arithmetic = ideal * _head_loss(work.product, device.lanes)
     elif work.product is not None and work.flops and work.kind != "elementwise":
         tiling = _best_tiling(work.product, device)
         # The tiling describes one kernel of the product; `work` may total several, for which the same loss holds.
@@ -140,11 +141,19 @@ def sustained_flops(work: Work, device: Device) -> float:
     return parts.get(work.kind, 1.0) * device.efficiencies[units] * device.peaks[units]
 
 
-def _head_loss(product: Product | None) -> float:
-    """Return the slowdown of a fused attention kernel for heads of this width, relative to wide heads."""
+def _head_loss(product: Product | None, lanes: int = 1) -> float:
+    """Return the slowdown of a fused attention kernel for heads of this width, relative to wide heads.
+
+    Heads are padded to a multiple of `lanes`; without it, this is the least slowdown of heads that are no wider.
+    """
+    if product is None:
+        return 1.0
     # Of the two products of attention, one contracts over the width of the head and the other has it as its columns;
     # the other size is the number of keys, which is larger.
-    return 1 + SOFTMAX_COLUMNS / min(product.depth, product.columns) if product is not None else 1.0
+    width = min(product.depth, product.columns)
+    # The width is a quotient of FLOPs, which may be rounded up.
+    padded = ceil(width / lanes - 1e-6) * lanes if lanes > 1 else width
+    return (padded + SOFTMAX_COLUMNS) / width
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -64,6 +64,8 @@ class Device:
             matrix units).
         tiles: (rows, columns) of the blocks that one unit can process; the best one is used for each product.
         fill_depth: depth of a product at which a unit reaches half of its rate, as if so many steps were lost.
+        lanes: numbers that a row of a vector register holds; kernels of attention pad heads to a multiple of it. 1
+            where they pad none.
         matrix_efficiency: fraction of the peak rate that large products sustain in training, by dtype name (as in
             `peak_flops`) or one number for all; includes the drop of clock rates under load.
         convolution_efficiency: fraction of the sustained matrix rate that convolutions reach.
@@ -90,6 +92,7 @@ class Device:
     num_units: int = 1
     tiles: tuple[tuple[int, int], ...] = ((128, 128),)
     fill_depth: float = 0.0
+    lanes: int = 1
     matrix_efficiency: PeakFlops | float = 0.8
     convolution_efficiency: float = 0.75
     attention_efficiency: float = 0.7
@@ -132,6 +135,7 @@ class Device:
         require_count(f"{label} num_units", self.num_units, advice="count the units of one device", error=ClusterError)
         if not self.tiles or any(rows < 1 or columns < 1 for rows, columns in self.tiles):
             raise ClusterError(f"{label} tiles is {self.tiles!r}, but pairs of at least 1 row and column are needed.")
+        require_count(f"{label} lanes", self.lanes, advice="count those of a vector register", error=ClusterError)
         require_amount(f"{label} fill_depth", self.fill_depth, advice="give it in steps of depth", error=ClusterError)
         require_amount(f"{label} contention", self.contention, advice="give a part, 0 for none", error=ClusterError)
         parts = {f"matrix_efficiency[{dtype!r}]": part for dtype, part in self.efficiencies.items()}

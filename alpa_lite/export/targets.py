@@ -8,6 +8,7 @@ from inspect import signature
 from alpa_lite.errors import PlanError
 from alpa_lite.export.flax_rules import flax_rules
 from alpa_lite.export.maxtext import maxtext
+from alpa_lite.export.mpmd import mpmd_module
 from alpa_lite.export.plain_jax import plain_jax
 from alpa_lite.export.stage_programs import stablehlo
 from alpa_lite.export.trainers import deepspeed, megatron, torchtitan
@@ -22,6 +23,7 @@ TARGETS: Mapping[str, Callable[..., str]] = {
     "deepspeed": deepspeed,
     "maxtext": maxtext,
     "stablehlo": stablehlo,
+    "mpmd": mpmd_module,
 }
 """The function of each target; its keyword arguments are the options of the target."""
 

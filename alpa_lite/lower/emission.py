@@ -95,8 +95,10 @@ class Emitted:
     order: tuple[int, ...] = ()
     hosted: frozenset[int] = frozenset()
 
-    def lower(self, on: Mesh | None = None) -> jax.stages.Lowered:
+    def lower(self, on: Mesh | AbstractMesh | None = None, *, keep_unused: bool = False) -> jax.stages.Lowered:
         """Trace and lower the function, by default for an abstract mesh without devices.
+
+        keep_unused: whether the program takes the inputs too that it does not read.
 
         JAX lowers some ops (a callback into Python) only for concrete devices, and raises errors of various types for
         an abstract mesh.
@@ -105,7 +107,7 @@ class Emitted:
         specs, tree = jax.tree.flatten(self.outs, is_leaf=lambda x: isinstance(x, PartitionSpec))
         placed = [_jax.named_sharding(mesh, spec, on_host=i in self.hosted) for i, spec in enumerate(specs)]
         shardings = jax.tree.unflatten(tree, placed)
-        jitted = jax.jit(self.function, donate_argnums=self.donated, out_shardings=shardings)
+        jitted = jax.jit(self.function, donate_argnums=self.donated, out_shardings=shardings, keep_unused=keep_unused)
         traced = jitted.trace(*(x.on(mesh) for x in self.ins))
         return traced.lower(lowering_platforms=(self.platform,)) if on is None else traced.lower()
 

@@ -12,7 +12,7 @@ will be emitted. Ops of one class (`PriceClass`) have equal prices under equal p
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from math import prod
@@ -333,9 +333,22 @@ class Estimator:
 
     NOTHING = -1
 
-    def __init__(self, pricer: Pricer, *, stage: int, phase: str, runs: int) -> None:
-        """Create an estimator for one task of a stage and phase; `runs` is its number of executions per step."""
+    def __init__(
+        self,
+        pricer: Pricer,
+        *,
+        stage: int,
+        phase: str,
+        runs: int,
+        batch_dims: Callable[[Graph], Sequence[int | None]] = lambda graph: (),
+    ) -> None:
+        """Create an estimator for one task of a stage and phase.
+
+        `runs` is its number of executions per step. `batch_dims` returns the dim of the samples of each value of a
+        graph; without it, no product counts as those of several experts.
+        """
         self.pricer = pricer
+        self.batch_dims = batch_dims
         self.stage = stage
         self.phase = phase
         self.runs = runs
@@ -406,7 +419,7 @@ class Estimator:
         self.compute_seconds += price.seconds * self.trips
         self.flops += price.flops * self.trips
         # Backends that launch kernels one by one need host time for each, whatever runs on the device.
-        self.calls += price.num_kernels * self.trips
+        self.calls += price.num_kernels * self._num_weights(application) * self.trips
         streams = self.pricer.cost_model.backend.overlap_products and application.rule.work_kind == "matmul"
         if op.primitive in MOVES:
             return [self._moved(op, price, operands)]
@@ -414,6 +427,21 @@ class Estimator:
         for kind, axes, buffer in price.collectives:
             made = self._use(kind, buffer, axes, op, (made,))
         return [made] * len(op.results)
+
+    def _num_weights(self, application: Application) -> int:
+        """Return the kernels as which the host issues a product: libraries have one for each weight, as of experts.
+
+        1 where nothing is issued by itself. Weights, and their gradients, are the arrays of a product without samples.
+        """
+        rule, op = application.rule, application.op
+        if not self.pricer.cost_model.backend.call_seconds or rule.work_kind != "matmul" or len(op.operands) != 2:
+            return 1
+        batch, dims = self.batch_dims(application.graph), (*rule.operands, *rule.results)
+        if not batch or sum(batch[v] is None for v in (*op.operands, *op.results)) != 1:
+            return 1
+        shared = set[int].intersection(*({f for factors in each for f in factors} for each in dims))
+        cuts = cuts_of(application.placement, self.pricer.sizes)
+        return prod(rule.sizes[f] // cuts[f] for f in shared)
 
     def _moved(self, op: Op, price: OpPrice, operands: Sequence[int]) -> int:
         """Append a copy to the host or from there. What comes back starts where it stands in the program."""

@@ -9,12 +9,14 @@ seconds of a stage        those of its parts, less what runs during other parts 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from alpa_lite.plan.parts import OpPlacement
 from alpa_lite.plan.pricing import Estimator, Pricer
 from alpa_lite.plan.task_specs import TaskSpec, run_task
 from alpa_lite.plan.walk import Machine, Walk
 from alpa_lite.program.phases import Phase, StepGraph
+from alpa_lite.rules.dims import batch_dims_of
 from cost_models.overlap import exposed_seconds, without_first, without_last
 
 
@@ -36,7 +38,8 @@ def estimate(
         for by_spec in walk.arrays.values():
             by_spec.update(dict.fromkeys(by_spec, Estimator.NOTHING))
         runs = step.num_microbatches if phase.in_loop else step.num_updates
-        parts.append(Estimator(pricer, stage=task.stage, phase=phase.value, runs=runs))
+        batch_dims = partial(batch_dims_of, step)
+        parts.append(Estimator(pricer, stage=task.stage, phase=phase.value, runs=runs, batch_dims=batch_dims))
         walk.machine = machine_of(parts[-1])
 
     walk = Walk(step.graph, placements, pricer.sizes, Estimator(pricer, stage=task.stage, phase="", runs=1))

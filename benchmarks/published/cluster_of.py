@@ -65,7 +65,7 @@ def cluster_of(row: Row) -> Cluster:
         **common,
         intra_host=_stated(row.intra_link, intra),
         inter_host=network,
-        hosts_per_domain=max(1, min(domain, row.num_devices) // per_host),
+        hosts_per_domain=_shared_equally(num_hosts, max(1, domain // per_host)),
         algorithms=("ring", "double_tree"),
     )
 
@@ -137,6 +137,14 @@ def _domain(row: Row) -> int:
     """Return the number of devices that the link inside a host connects."""
     found = re.search(r"nvl\s?(\d+)", f"{row.intra_link} {row.inter_link}".lower())
     return int(found[1]) if found else row.devices_per_host
+
+
+def _shared_equally(num_hosts: int, per_domain: int) -> int:
+    """Return the hosts that a run has in each domain: equally many, in as few domains as hold them.
+
+    Jobs ask for that with Slurm's `--segment`, so that no group of devices that talk to each other straddles two racks.
+    """
+    return -(-num_hosts // -(-num_hosts // per_domain))
 
 
 #: Rates as texts write them, and what their units are in bits per second.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +14,9 @@ from alpa_lite.cli.models.skip_networks import ResNet
 from alpa_lite.cli.models.train import Adam, TrainStep, init_state, make_train_step
 from alpa_lite.cli.models.transformer import Architecture, Computation, Encoder, Transformer
 from alpa_lite.cli.models.transformer_layers import Experts, Latent
+from benchmarks.published.cluster_of import device_name
 from benchmarks.published.plan_of import computed_length, is_recent, recompute_of, window_of
+from benchmarks.published.row import Experts as RowExperts
 from benchmarks.published.row import Row, RowError
 
 _DTYPES = {"fp16": jnp.float16, "bf16": jnp.bfloat16, "fp32": jnp.float32, "tf32": jnp.float32}
@@ -23,6 +26,9 @@ _MASKED_SHARE = 0.15
 _DROPOUT = 0.1
 #: A form whose parameters differ by less than this part from what a row states is taken to be the row's.
 _CLOSE = 0.03
+#: The same for a form that differs in the width of its heads alone: what rounding to three digits leaves.
+_EXACT = 0.005
+_WIDE_HEAD = 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,9 +78,19 @@ def model_of(row: Row, *, num_segments: int = 1) -> Transformer | ResNet:
         forms += [replace(usual, architecture=kind) for kind in kinds]
     if row.family == "moe":
         forms += [replace(form, inner=2 * form.inner) for form in forms]
-    error = [abs(form.parameter_count() / row.parameters - 1) for form in forms]
+    best = _closest(forms, row.parameters, _CLOSE)
+    if not is_recent(row) or best.architecture.latent is not None:
+        return best
+    # Heads are as wide as the layer shared among them, or of 128 whatever its width, which is a small part of a model.
+    wide = replace(best, architecture=replace(best.architecture, head_dim=_WIDE_HEAD))
+    return _closest([best, wide], row.parameters, _EXACT)
+
+
+def _closest(forms: Sequence[Transformer], parameters: float, limit: float) -> Transformer:
+    """Return the form whose parameters come closest to a number, within `limit`; the first where it is within that."""
+    error = [abs(form.parameter_count() / parameters - 1) for form in forms]
     best = min(range(len(forms)), key=error.__getitem__)
-    return forms[best] if error[best] < _CLOSE < error[0] else usual
+    return forms[best] if error[best] < limit < error[0] else forms[0]
 
 
 def _transformer(row: Row, dtype: Any, num_segments: int) -> Transformer:
@@ -144,18 +160,45 @@ def _head_dim(row: Row) -> int:
 def _experts(row: Row) -> Experts | None:
     if row.experts is None:
         return None
-    # Groups of tokens are GShard's, with room for what experts get on average. Systems without them sort tokens, and
-    # wait for the expert that got most: a quarter more, as the capacity factors of that time allow.
-    group = row.experts.group or 256
+    group = min(row.experts.group or 256, row.seq_len)
+    average = row.experts.top_k * group / row.experts.count
     return Experts(
         num_experts=row.experts.count,
         top_k=row.experts.top_k,
-        capacity_factor=1.0 if row.experts.group else 1.25,
-        group_size=min(group, row.seq_len),
+        capacity_factor=max(1, round(_busiest(row, row.experts) * average)) / average,
+        group_size=group,
         every=row.experts.every,
         shared=row.experts.shared,
         dense_inner=row.experts.dense_inner,
     )
+
+
+#: Tokens of the expert that gets most, or the room that experts have, above the average of all experts.
+_MOST = 0.25
+#: Rows of the blocks in which TPUs multiply sorted tokens by the weights of their experts: MaxText's default tile.
+_SORTED_ROWS = 512
+
+
+def _busiest(row: Row, experts: RowExperts) -> float:
+    """Return the tokens that the busiest device computes, relative to the average of all.
+
+    GShard's groups have room for what experts get on average, and so do experts if routers are forced to balance them;
+    where they have a capacity, it is a quarter above the average (the recipes of MaxText). Systems that sort tokens
+    wait for the busiest device: of n experts on each, which get more or less than others independently, it has the
+    excess of one by the square root of n. A device with all experts has all tokens. On TPUs one kernel multiplies all
+    of them, in blocks of which those with tokens of two experts are computed for both (megablox).
+    """
+    text = row.notes.lower()
+    if "capacity" in text:
+        return 1 + _MOST
+    if experts.group:
+        return 1.0
+    even = row.expert == 1 or "balanced" in text
+    busiest = 1.0 if even else 1 + _MOST / (experts.count / row.expert) ** 0.5
+    if not device_name(row.hardware).startswith("tpu"):
+        return busiest
+    per_device = row.micro_batch or row.batch_size / row.data
+    return busiest + _SORTED_ROWS / (per_device * row.seq_len * experts.top_k * row.expert / experts.count)
 
 
 def _residual(row: Row, dtype: Any) -> ResNet:

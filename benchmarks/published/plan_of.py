@@ -27,7 +27,9 @@ def sharding_of(row: Row) -> Sharding:
     if "fsdp" in text or "zero-3" in text or "full_shard" in text:
         degree = re.search(r"fsdp(?:2\b)?+\s*(\d+)", text)  # a 2 that stands alone is the version
         size = int(degree[1]) if degree else row.data
-        return Sharding(stage=3, replicas=max(1, row.data // size) if row.data % size == 0 else 1)
+        # Systems cut flat buffers into any number of parts; a plan cuts dims, into as many as divide the width.
+        size = gcd(size, row.hidden, row.data) if row.hidden else gcd(size, row.data)
+        return Sharding(stage=3, replicas=row.data // size)
     if "shard-largest" in text:
         # Every array of state lies in parts on all devices, whatever computes with it.
         return Sharding(stage=3)
@@ -53,11 +55,21 @@ def expert_devices(row: Row) -> int:
     return gcd(row.expert, row.data)
 
 
+#: Accelerators from before the generation for which libraries had fused attention from the start.
+_OLDER_DEVICES = ("v100", "a100", "a10", "a40", "t4", "tpu-v2", "tpu-v3", "rtx-3090")
+
+
 def is_recent(row: Row) -> bool:
     """Whether the run's software dates from about 2023 on.
 
-    By then bfloat16 had replaced float16, and frameworks reduced gradients during the backward pass.
+    By then bfloat16 had replaced float16, frameworks reduced gradients during the backward pass, and Megatron's tensor
+    devices shared the positions between products, which made it needless to recompute whole layers (Korthikanti et al.
+    2022): its runs on the devices of that time that do the one and not the other are older, in whatever precision.
     """
+    megatron = row.model > 1 and issues_kernels(row) and not is_torch(row)
+    whole_layers = not scatters_sums(row) and row.recompute.lower().startswith("full")
+    if megatron and whole_layers and device_name(row.hardware).startswith(_OLDER_DEVICES):
+        return False
     return not row.precision.startswith(("fp16", "fp32", "tf32"))
 
 
@@ -69,7 +81,7 @@ def fuses_attention(row: Row) -> bool:
     """
     if not is_recent(row):
         return False
-    older = device_name(row.hardware).startswith(("v100", "a100", "a10", "a40", "t4", "tpu-v2", "tpu-v3", "rtx-3090"))
+    older = device_name(row.hardware).startswith(_OLDER_DEVICES)
     return not older or row.precision.endswith("-te") or is_torch(row)
 
 
@@ -95,10 +107,15 @@ _COMPILERS = ("xla", "jax", "alpa", "logical mesh", "maxtext", "tensorflow", "to
 CALL_SECONDS = {"all": 5.7e-5, "calls": 1e-5}
 
 
+def issues_kernels(row: Row) -> bool:
+    """Whether the host issues each kernel by itself: no compiler is named, nor do the devices need one."""
+    notes = row.notes.lower().replace("no torch.compile", "")
+    return not device_name(row.hardware).startswith("tpu") and not any(word in notes for word in _COMPILERS)
+
+
 def call_seconds(row: Row) -> float:
     """Return the host seconds per kernel; 0 where the description names a compiler, or the devices need one."""
-    notes = row.notes.lower().replace("no torch.compile", "")
-    if device_name(row.hardware).startswith("tpu") or any(word in notes for word in _COMPILERS):
+    if not issues_kernels(row):
         return 0.0
     return CALL_SECONDS["calls" if runs_eagerly(row) else "all"]
 

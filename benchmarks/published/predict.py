@@ -12,10 +12,9 @@ from alpa_lite.api.stages import TracedFunction
 from alpa_lite.errors import AlpaLiteError
 from alpa_lite.planners.hybrid import Hybrid
 from benchmarks.published.cluster_of import cluster_of
-from benchmarks.published.model_of import training_of
+from benchmarks.published.model_of import model_of, training_of
 from benchmarks.published.plan_of import (
     backend_of,
-    computed_length,
     devices_of_stages,
     expert_devices,
     loops_of,
@@ -94,6 +93,8 @@ class Predictor:
             tensor=row.model,
             context=row.context,
             expert=expert_devices(row),
+            # As stated, and not where moving other tensors is cheaper than moving tokens; a search was free to choose.
+            split={"experts": "expert"} if row.expert > 1 < expert_devices(row) else {},
             zero=sharding.stage,
             replicas=sharding.replicas,
             sequence_parallel=scatters_sums(row),
@@ -109,8 +110,7 @@ class Predictor:
 
     def _traced_step(self, row: Row) -> TracedFunction:
         segments = loops_of(row)
-        key = (row.family, row.layers, row.hidden, computed_length(row), row.batch_size, row.precision, row.recompute,
-               row.heads, row.vocab, row.width, row.inner, row.experts, row.attention, segments)  # fmt: skip
+        key = (model_of(row, num_segments=segments), row.family, row.batch_size)
         if key not in self._traced:
             self._traced.clear()
             training = training_of(row, num_segments=segments)

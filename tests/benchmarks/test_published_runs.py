@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,24 @@ def write(path: Path, runs: Sequence[Mapping[str, str]]) -> Path:
         writer.writeheader()
         writer.writerows(runs)
     return path
+
+
+def test_experts_lie_on_the_devices_that_the_table_gives_them() -> None:
+    """And not on the tensor devices, where that would be cheaper."""
+    run = Predictor().predict(
+        row(**SMALL, family="moe", experts_topk="8/2", n_devices=8, tp=2, ep=4, zero_fsdp="distributed optimizer")
+    )
+    specs = {path: str(spec) for path, spec in run.plan.stages[0].specs.items() if "/experts/w_" in path}
+    held = [spec for path, spec in specs.items() if "opt_state" not in path and "router" not in path]
+    assert len(held) == 2 and all("expert" in spec for spec in held)
+
+
+def test_the_host_issues_the_products_of_each_expert() -> None:
+    """Two products forward, and two for each backward, in each layer."""
+    predictor = Predictor(change_backend=lambda backend: replace(backend, call_seconds=0.01))
+    small = {**SMALL, "n_devices": 1, "global_batch": 4, "micro_batch": 4, "family": "moe"}
+    four, eight = (predictor.predict(row(**small, experts_topk=text)).seconds for text in ("4/2", "8/2"))
+    assert eight - four == pytest.approx((8 - 4) * 6 * SMALL["layers"] * 0.01)
 
 
 def test_predictions_are_written_row_by_row(table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -94,6 +94,21 @@ def test_small_matmuls_lose(cluster: Cluster, flops: float, more: float):
     assert small == pytest.approx(formula)
 
 
+def test_heads_are_padded_to_whole_registers():
+    def seconds(width: float, lanes: int) -> float:
+        shape = Product(rows=1 << 10, columns=1 << 10, depth=width, count=1)
+        work = Work(flops=shape.flops, kind="attention", dtype="float16", product=shape)
+        return estimate(work, replace(UNITS, lanes=lanes)).arithmetic_seconds
+
+    assert seconds(64, 128) == pytest.approx(seconds(128, 128))
+    assert seconds(128, 128) == seconds(128, 1)
+    assert seconds(128 + 1e-12, 128) == pytest.approx(seconds(128, 128))  # a rounded quotient
+    assert seconds(129, 128) == pytest.approx(seconds(256, 128))
+    assert seconds(64, 1) == pytest.approx(seconds(128, 1) * (64 + 32) / (128 + 32))
+    with pytest.raises(ClusterError, match="lanes is 0, but a whole number"):
+        replace(UNITS, lanes=0)
+
+
 def test_each_type_sustains_its_own_part_of_its_peak():
     assert sustained_flops(Work(kind="matmul", dtype="float16"), UNITS) == 8e12
     assert sustained_flops(Work(kind="matmul", dtype="float32"), UNITS) == 0.5e12

@@ -13,7 +13,7 @@ from jax.experimental import io_callback
 
 from alpa_lite.plan.plan import OpPlacement
 from alpa_lite.plan.pricing import Estimator, Pricer, own_collectives, transfer_seconds
-from alpa_lite.plan.walk import Walk, replicated_placement
+from alpa_lite.plan.walk import Application, Walk, replicated_placement
 from alpa_lite.program.ir import Graph, Op
 from alpa_lite.rules.op_info import rule_of_op
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh
@@ -22,6 +22,7 @@ from alpa_lite.sharding.transfer import ArrayForm, Placement, plan_transfer
 from alpa_lite.trace.from_jaxpr import from_jaxpr
 from cost_models.cluster import load_cluster
 from cost_models.composed import ComposedCostModel
+from cost_models.hardware import Backend
 
 PRICER = Pricer(
     cost_model=ComposedCostModel(load_cluster("p3.16xlarge")),
@@ -54,6 +55,43 @@ def test_a_matrix_product_costs_two_flops_per_multiplication_and_splits_evenly()
     split = PRICER.price(graph, op, OpPlacement(factors=(("x",), (), ())))
     assert whole.flops == 2 * N**3 and split.flops == 2 * N**3 / 8
     assert split.seconds < whole.seconds
+
+
+def test_a_product_of_experts_is_issued_expert_by_expert() -> None:
+    """Where the host issues kernels, and not where a compiled program holds them; other products are one kernel."""
+    shapes = ((8, 16, 32), (8, 32, 64), (8, 64, 32))  # eight experts
+    tokens, weights, scores = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+
+    def calls(
+        equation: str, *args: Any, samples: tuple[bool, bool, bool], seconds: float, split: bool = False
+    ) -> float:
+        graph, op = _op(lambda x, y: jnp.einsum(equation, x, y), "dot_general", *args)
+        model = ComposedCostModel(load_cluster("p3.16xlarge"), Backend(call_seconds=seconds))
+        # Which arrays have samples; the numbers of their dims do not matter.
+        batch = {v: 0 if has else None for v, has in zip((*op.operands, *op.results), samples, strict=True)}
+        estimator = Estimator(
+            replace(PRICER, cost_model=model),
+            stage=0,
+            phase="forward",
+            runs=1,
+            batch_dims=lambda graph: [batch.get(v) for v in range(len(graph.values))],
+        )
+        placement = replicated_placement(graph, op)
+        if split:
+            rule = rule_of_op(graph, op.id)
+            placement = replace(placement, factors=tuple(("x",) if f == 0 else () for f in range(len(rule.sizes))))
+        specs = tuple(replicated(graph.values[v].rank) for v in (*op.operands, *op.results))
+        application = Application(graph, op, rule_of_op(graph, op.id), placement, specs[:2], specs[2:])
+        estimator.apply(application, [Estimator.NOTHING] * 2)
+        return estimator.calls
+
+    forward, expert = "etw,ewm->etm", (True, False, True)
+    assert calls(forward, tokens, weights, samples=expert, seconds=1e-5) == 8
+    assert calls(forward, tokens, weights, samples=expert, seconds=1e-5, split=True) == 1
+    assert calls(forward, tokens, weights, samples=expert, seconds=0.0) == 1
+    # As of a gradient, which has no samples; and as of the scores of attention, where all have.
+    assert calls("etw,etm->ewm", tokens, tokens, samples=(True, True, False), seconds=1e-5) == 8
+    assert calls("etw,emw->etm", tokens, scores, samples=(True, True, True), seconds=1e-5) == 1
 
 
 def test_what_one_device_does_costs_the_same_on_every_mesh() -> None:

@@ -51,7 +51,11 @@ class LoweredStep:
     equations: Sequence[Equation]
 
 
-def task_units(lowered: LoweredStep, meshes: Sequence[Mesh], donated: Mapping[int, Sequence[int]]) -> list[CompileUnit]:
+Meshes = Sequence[Mesh] | Sequence[AbstractMesh]
+"""The mesh of each stage; what is only lowered needs no devices."""
+
+
+def task_units(lowered: LoweredStep, meshes: Meshes, donated: Mapping[int, Sequence[int]]) -> list[CompileUnit]:
     """Return the tasks of a program, in order. `donated`: per task the inputs that are donated."""
     program, plan, step, equations = lowered.program, lowered.plan, lowered.step, lowered.equations
     units: list[CompileUnit] = []
@@ -61,27 +65,39 @@ def task_units(lowered: LoweredStep, meshes: Sequence[Mesh], donated: Mapping[in
             task=task, step=step, equations=equations, placements=plan.stages[task.stage].ops, donated=given
         )
         form = task_form(placed, dict(mesh.shape))
-        platform = _jax.lowering_platform(mesh.devices.flat[0])
-        emit = partial(emit_task, placed, mesh.abstract_mesh, platform=platform)
+        emit = partial(emit_task, placed, mesh.abstract_mesh)
         units.append(CompileUnit(name=task.name, mesh=mesh, form=form, emit=emit))
     return units
 
 
+def abstract_meshes(plan: Plan) -> list[AbstractMesh]:
+    """Return the logical mesh of each stage, without devices."""
+    return [AbstractMesh(s.mesh_shape.shape, s.mesh_shape.axis_names) for s in plan.stages]
+
+
+def lowered_units(
+    units: Iterable[CompileUnit], platform: str, *, keep_unused: bool = False
+) -> list[tuple[Emitted, Lowered]]:
+    """Return each unit as a function and as its lowered program, without devices; equal units share both.
+
+    keep_unused: whether a program takes the inputs too that it does not read.
+    """
+    made: dict[Hashable, tuple[Emitted, Lowered]] = {}
+    pairs: list[tuple[Emitted, Lowered]] = []
+    for unit in units:
+        form = unit.mesh.abstract_mesh, unit.form
+        if form not in made:
+            emitted = unit.emit(name=unit.name, platform=platform)
+            made[form] = emitted, emitted.lower(keep_unused=keep_unused)
+        pairs.append(made[form])
+    return pairs
+
+
 def lowered_tasks(of: LoweredStep, platform: str) -> list[tuple[TaskSpec, Lowered]]:
     """Return each task with its lowered program (`jax.stages.Lowered`), without devices; equal tasks share one."""
-    step, equations = of.step, of.equations
-    lowered: dict[Hashable, Lowered] = {}
-    pairs: list[tuple[TaskSpec, Lowered]] = []
-    for task in of.program.tasks:
-        stage = of.plan.stages[task.stage]
-        mesh = AbstractMesh(stage.mesh_shape.shape, stage.mesh_shape.axis_names)
-        # Without donations: nothing is run, and donations do not change the computation.
-        placed = PlacedTask(task=task, step=step, equations=equations, placements=stage.ops)
-        form = mesh, task_form(placed, dict(mesh.shape))
-        if form not in lowered:
-            lowered[form] = emit_task(placed, mesh, name=task.name, platform=platform).lower()
-        pairs.append((task, lowered[form]))
-    return pairs
+    # Without donations: nothing is run, and donations do not change the computation.
+    units = task_units(of, abstract_meshes(of.plan), {})
+    return [(task, each) for task, (_, each) in zip(of.program.tasks, lowered_units(units, platform), strict=True)]
 
 
 def summed_costs(costs: Iterable[tuple[Mapping[str, float] | None, int]]) -> dict[str, float]:
@@ -110,7 +126,7 @@ def joined_texts(programs: Iterable[tuple[str, Lowered | Compiled | None]]) -> s
     return "\n".join(f"// {', '.join(names)}\n{program.as_text()}" for names, program in by_identity.values())
 
 
-def zeros_units(program: Program, step: StepGraph, meshes: Sequence[Mesh]) -> dict[int, CompileUnit]:
+def zeros_units(program: Program, step: StepGraph, meshes: Meshes) -> dict[int, CompileUnit]:
     """Return the units that make the accumulators of tasks, by task number."""
     units: dict[int, CompileUnit] = {}
     for number in dict.fromkeys(i.task for i in program.instructions if i.kind == InstructionKind.ZEROS):
@@ -121,7 +137,7 @@ def zeros_units(program: Program, step: StepGraph, meshes: Sequence[Mesh]) -> di
         def make(layouts: tuple[BoundaryArray, ...] = layouts) -> tuple[jax.Array, ...]:
             return tuple(map(_zeros, layouts))
 
-        emit = partial(_emit, make, mesh, (), tuple(x.spec for x in layouts))
+        emit = partial(emit_function, make, mesh.abstract_mesh, (), tuple(x.spec for x in layouts))
         units[number] = CompileUnit(name=f"{task.name}'s sums", mesh=mesh, form=("zeros", layouts), emit=emit)
     return units
 
@@ -134,7 +150,7 @@ def _zeros(layout: BoundaryArray) -> jax.Array:
     return jax.numpy.zeros(layout.shape, layout.dtype)
 
 
-def concat_units(program: Program, step: StepGraph, meshes: Sequence[Mesh]) -> dict[Buffer, CompileUnit]:
+def concat_units(program: Program, step: StepGraph, meshes: Meshes) -> dict[Buffer, CompileUnit]:
     """Return the units that join the micro-batches of outputs, by buffer; those without a batch dim are averaged."""
     specs: dict[Buffer, PartitionSpec] = {}
     for instruction in program.instructions:
@@ -156,7 +172,7 @@ def concat_units(program: Program, step: StepGraph, meshes: Sequence[Mesh]) -> d
             how = step.loop_results.combined.get(buffer.value)
             if instruction.kind == InstructionKind.ADD:
                 join = partial(_added, how)
-            emit = partial(_emit, join, mesh, ins, specs[buffer])
+            emit = partial(emit_function, join, mesh.abstract_mesh, ins, specs[buffer])
             form = (instruction.kind, how, ins, dim, runs, specs[buffer])
             units[buffer] = CompileUnit(name=f"output {buffer}", mesh=mesh, form=form, emit=emit)
     return units
@@ -189,7 +205,17 @@ def _join(dim: int, runs: int, *parts: jax.Array) -> jax.Array:
     return whole.reshape(*shape[:dim], shape[dim] * len(parts), *shape[dim + 1 :])
 
 
-def _emit(function: Callable[..., Any], mesh: Mesh, ins: tuple[BoundaryArray, ...], outs: Any, name: str) -> Emitted:
+def emit_function(
+    function: Callable[..., Any],
+    mesh: AbstractMesh,
+    ins: tuple[BoundaryArray, ...],
+    outs: Any,
+    *,
+    name: str,
+    platform: str,
+) -> Emitted:
+    """Return a function of whole arrays as a program for a mesh. `outs`: the specs of its results, in a pytree."""
+
     def run(*arrays: jax.Array) -> Any:
         return function(*arrays)
 
@@ -197,8 +223,8 @@ def _emit(function: Callable[..., Any], mesh: Mesh, ins: tuple[BoundaryArray, ..
     run.__name__ = name.replace(" ", "_")
     return Emitted(
         function=run,
-        mesh=mesh.abstract_mesh,
-        platform=_jax.lowering_platform(mesh.devices.flat[0]),
+        mesh=mesh,
+        platform=platform,
         ins=ins,
         outs=outs,
         donated=(),
@@ -214,16 +240,20 @@ Devices = tuple[Device, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompileUnit:
-    """A program to compile for a mesh. Units of equal forms are the same program; `emit(name=…)` makes it."""
+    """A program to compile for a mesh. Units of equal forms are the same program; `emit(name=…, platform=…)` makes it.
+
+    A unit on an abstract mesh is only lowered.
+    """
 
     name: str
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
     form: Hashable
     emit: Callable[..., Emitted]
 
     @property
     def devices(self) -> Devices:
         """The devices of the mesh, in its order."""
+        assert isinstance(self.mesh, Mesh), "a unit on an abstract mesh is only lowered"
         return tuple(self.mesh.devices.flat)
 
 
@@ -264,7 +294,7 @@ class _EqualUnits:
 
     name: str
     emitted: Emitted
-    meshes: dict[Devices, Mesh]
+    meshes: dict[Devices, Mesh | AbstractMesh]
     uses: Counter[Devices]
     lowered: Lowered | None = None
     num_lowered: int = 1
@@ -283,7 +313,7 @@ def precompile(
     """
     members: dict[Hashable, list[CompileUnit]] = {}
     # Equal forms on meshes of one shape are one program, if they are on one platform: lowering depends on it.
-    keys = [(unit.mesh.abstract_mesh, unit.mesh.devices.flat[0].platform, unit.form) for unit in units]
+    keys = [(unit.mesh.abstract_mesh, unit.devices[0].platform, unit.form) for unit in units]
     for key, unit in zip(keys, units, strict=True):
         members.setdefault(key, []).append(unit)
     groups = {key: _group(alike) for key, alike in members.items()}
@@ -309,7 +339,7 @@ def _group(alike: Sequence[CompileUnit]) -> _EqualUnits:
     name = alike[0].name + more
     return _EqualUnits(
         name=name,
-        emitted=alike[0].emit(name=name),
+        emitted=alike[0].emit(name=name, platform=_jax.lowering_platform(alike[0].devices[0])),
         meshes={unit.devices: unit.mesh for unit in alike if any_here(unit.devices)},
         # Several units on the same devices share one executable: chunks of an interleaved pipeline, for example.
         uses=Counter(unit.devices for unit in alike if any_here(unit.devices)),

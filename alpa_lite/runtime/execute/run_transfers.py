@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
 from alpa_lite._jax import Device
@@ -127,7 +127,7 @@ class _InPlace(Transfer):
     """A transfer by the collectives between two specs on one mesh."""
 
     def __init__(self, planned: PlannedTransfer, mesh: Mesh, array: jax.ShapeDtypeStruct) -> None:
-        self.walk = compiled(_walk(planned, mesh), [array])
+        self.walk = compiled(moves_on_source(planned, mesh), [array])
         self._launch = in_turn(self.walk, devices_of(mesh))
 
     @property
@@ -238,8 +238,9 @@ def _gathered(planned: PlannedTransfer, x: jax.Array) -> jax.Array:
     return x
 
 
-def _walk(planned: PlannedTransfer, mesh: Mesh) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    wanted = planned.target.spec
+def moves_on_source(planned: PlannedTransfer, mesh: Mesh | AbstractMesh) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """Return the function that reshards an array on its mesh before it is sent, or instead: also returns a token."""
+    wanted = planned.sent_spec
 
     def walk(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         x = _local(planned, x)

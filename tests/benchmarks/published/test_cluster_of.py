@@ -161,3 +161,11 @@ def test_networks_with_links_of_their_own(text: str, link: str) -> None:
 def test_every_shipped_device_makes_a_cluster() -> None:
     for name in ("TPU v2", "TPU v4", "TPU v5p", "B300", "L40S", "T4", "RTX 4090", "MI250X", "Trainium2"):
         assert cluster_of(row(hardware=name, intra_link="", inter_link="")).num_devices == 8, name
+
+
+@pytest.mark.parametrize(("devices", "hosts"), [(64, 16), (128, 16), (144, 18), (256, 16), (100, 13)])
+def test_runs_have_equally_many_hosts_of_each_rack(devices: int, hosts: int) -> None:
+    """Of 18 hosts; as few racks as hold the run."""
+    link = "NVLink5 1800 GB/s/GPU bidir, NVL72 domain"
+    run = row(hardware="GB200-186GB", n_devices=devices, devices_per_node=4, intra_link=link)
+    assert cluster_of(run).hosts_per_domain == hosts

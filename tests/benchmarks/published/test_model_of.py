@@ -55,6 +55,39 @@ def test_experts_and_narrow_numbers() -> None:
     assert transformer(precision="fp32").computation.dtype == jnp.float32
 
 
+@pytest.mark.parametrize(
+    ("changes", "tokens"),
+    [
+        # Of 256 tokens with two experts each, one of 16 gets 32 on average.
+        ({}, 32),
+        ({"ep": 16}, 40),  # the busiest of sixteen devices has a quarter more
+        ({"ep": 4}, 36),  # of four experts, half of that
+        ({"ep": 16, "notes": "MoE tokens force-balanced"}, 32),
+        ({"notes": "dropped (capacity) MoE"}, 40),
+        # Blocks of 512 rows straddle the experts of a TPU: of 2048 tokens, eight sequences of 2048 have 16 for each.
+        ({"hardware": "TPU v5e", "micro_batch": 8}, 40),
+    ],
+)
+def test_tokens_of_the_busiest_device(changes: dict[str, Any], tokens: int) -> None:
+    model = transformer(**{"family": "moe", "experts_topk": "16/2", "seq_len": 2048, "n_devices": 16, **changes})
+    assert model.experts is not None and model.experts.capacity == tokens
+
+
+def test_groups_have_room_for_the_average() -> None:
+    experts = transformer(family="moe", experts_topk="16/2 (group size 64)", ep=8).experts
+    assert experts is not None and experts.capacity == 8
+
+
+def test_heads_of_128_are_told_from_the_stated_size() -> None:
+    usual = transformer(family="llama")
+    wide = replace(usual, architecture=replace(usual.architecture, head_dim=128))
+    billions = round(wide.parameter_count() / 1e9, 6)
+    assert transformer(family="llama", params_B=billions) == wide
+    assert transformer(family="llama", params_B=1.004 * usual.parameter_count() / 1e9) == usual
+    # Models of the time of float16 shared their width among heads.
+    assert transformer(family="gpt", precision="fp16", params_B=billions).architecture.head_dim == 32
+
+
 def test_notes_may_state_the_width_of_heads() -> None:
     assert transformer(notes="head dim 64; tuned").architecture.head_dim == 64
     assert transformer().architecture.head_dim == 32

@@ -15,6 +15,7 @@ from benchmarks.published.plan_of import (
     computed_length,
     devices_of_stages,
     expert_devices,
+    is_recent,
     loops_of,
     periods_of,
     recompute_of,
@@ -43,6 +44,8 @@ from tests.benchmarks.published.runs import row
         ("FSDP256 in slice (ICI), DP4 across slices (DCN)", 1024, Sharding(stage=3, replicas=4)),
         ("FSDP+DP (split not stated)", 16, Sharding(stage=3)),
         ("FSDP128", 8, Sharding(stage=3)),
+        # Eight divide the width of 256, and 24 do not.
+        ("ZeRO-3", 24, Sharding(stage=3, replicas=3)),
     ],
 )
 def test_sharding(text: str, devices: int, sharding: Sharding) -> None:
@@ -133,6 +136,21 @@ def test_communication_was_not_hidden_in_the_days_of_float16() -> None:
     assert not backend_of(row(precision="bf16", sequence_parallel="y")).overlap_products
     assert backend_of(row(precision="bf16", hardware="TPU v5e", tp=2)).overlap_products
     assert not backend_of(row(precision="bf16", notes="JAX/XLA")).overlap_gradients
+
+
+def test_megatron_that_recomputes_layers_whole_and_splits_no_positions_is_of_the_days_of_float16() -> None:
+    old = {"precision": "bf16", "tp": 2, "act_recompute": "full"}
+    assert not is_recent(row(**old)) and not backend_of(row(**old)).overlap
+    for newer in (
+        {"sequence_parallel": "y"},
+        {"act_recompute": "selective"},
+        {"tp": 1},
+        {"notes": "JAX/XLA"},
+        {"hardware": "TPU v4"},
+        {"hardware": "H100-SXM-80GB"},
+        {"zero_fsdp": "FSDP FULL_SHARD"},
+    ):
+        assert is_recent(row(**{**old, **newer})), newer
 
 
 def test_experts_on_more_devices_than_replicas_fold_over_the_tensor_devices() -> None:
