@@ -321,7 +321,7 @@ class _ModuleBuilder:
             self._send(instruction)
         elif kind in (InstructionKind.ZEROS, InstructionKind.CONCAT, InstructionKind.ADD):
             origin = [_origin(f"stage {instruction.stage} {kind.lower()}")]
-            fragment = self._fragment(instruction, range(len(instruction.writes)), instruction.stage, origin)
+            fragment = self._fragment(instruction, instruction.stage, origin)
             self.values.update(zip(instruction.writes, fragment.results, strict=True))
         else:
             assert kind in (InstructionKind.PLACE, InstructionKind.FREE), f"{kind} comes without a fixed order alone"
@@ -332,8 +332,7 @@ class _ModuleBuilder:
             origin = [_origin(task.name)]
         else:
             origin = [_origin(f"stage {task.stage}", count) for count in transposed]
-        order = self._function(run).emitted.order
-        fragment = self._fragment(run, [order.index(number) for number in range(len(order))], run.stage, origin)
+        fragment = self._fragment(run, run.stage, origin)
         if run.microbatch is not None:
             counter = ir.IntegerType.get_unsigned(32)
             fragment.attributes["call_counter"] = ir.IntegerAttr.get(counter, run.microbatch)
@@ -347,23 +346,21 @@ class _ModuleBuilder:
         value = self.values[source]
         if planned.resolve:
             origin = [_origin(f"stage {send.source_stage} reshard")]
-            value = self._fragment(send, [0], send.source_stage, origin).results[0]
+            value = self._fragment(send, send.source_stage, origin).results[0]
         if not planned.in_place:
             landed = self._on_mesh(send.stage, _tensor(value.type), boundary_spec(send.spec))
             value = mpmd.TransferOp(landed, value).result
         self.values[target] = value
 
-    def _function(self, instruction: Instruction) -> _Function:
-        return self.functions[_key(instruction, self.graph)]
-
-    def _fragment(self, instruction: Instruction, positions: Sequence[int], stage: int, origin: Sequence[Any]) -> Any:
-        """Append a fragment that calls the program of an instruction and returns its results at some positions."""
-        function = self._function(instruction)
-        callee, outs = self.types[function], function.outs
-        types = [self._on_mesh(stage, callee.results[i], outs[i]) for i in positions]
+    def _fragment(self, instruction: Instruction, stage: int, origin: Sequence[Any]) -> Any:
+        """Append a fragment on the mesh of a stage that calls the program of an instruction."""
+        function = self.functions[_key(instruction, self.graph)]
+        callee, takes_number = self.types[function], function.emitted.takes_microbatch
+        # Without donations a program returns what the instruction writes in this order, before a token.
+        written = range(len(instruction.writes))
+        types = [self._on_mesh(stage, callee.results[i], function.outs[i]) for i in written]
         operands = [self.values[buffer] for buffer in instruction.reads]
         fragment = mpmd.FragmentOp(types, operands, ir.ArrayAttr.get(origin), self.meshes[stage], stage_id=stage)
-        takes_number = function.emitted.takes_microbatch
         block = fragment.region.blocks.append(*callee.inputs[: len(callee.inputs) - takes_number])
         with ir.InsertionPoint(block):
             inputs: list[Any] = list(block.arguments)
@@ -371,7 +368,7 @@ class _ModuleBuilder:
                 number: Any = np.array(instruction.microbatch or 0, np.int32)
                 inputs.append(stablehlo.constant(ir.DenseElementsAttr.get(number)))
             results = func.CallOp(callee.results, function.name, inputs).results
-            mpmd.ReturnOp([results[i] for i in positions])
+            mpmd.ReturnOp([results[i] for i in written])
         return fragment
 
 

@@ -46,6 +46,8 @@ DEEP_ARGUMENTS = (ARGUMENTS[0] * 2, ARGUMENTS[2])
 CASES = {
     "hybrid": (Hybrid(pipeline=2, data=2, tensor=2), 2),
     "interleaved": (Hybrid(pipeline=2, data=4, schedule=Interleaved1F1B(num_chunks=2)), 2),
+    # What stages on one mesh pass on is resharded there.
+    "interleaved_tensor": (Hybrid(pipeline=2, data=2, tensor=2, schedule=Interleaved1F1B(num_chunks=2)), 2),
     "zero_bubble": (Hybrid(pipeline=4, schedule=ZeroBubbleH1()), 4),
     "fsdp": (FSDP(), 1),
     "auto": (Auto(num_layers=2, manual=()), 2),
@@ -291,6 +293,19 @@ def test_another_process_without_alpa_lite_reads_it(tmp_path: Path) -> None:
 def test_what_the_dialect_cannot_say_is_refused(planner: Any, num_microbatches: int, reason: str) -> None:
     plan = planned(planner, num_microbatches).last_plan
     with pytest.raises(PlanError, match=reason):
+        plan.export("mpmd")
+
+
+def test_values_of_the_whole_batch_before_its_micro_batches_are_refused() -> None:
+    def masked(w, x, mask):
+        def loss(w):
+            return jnp.sum((x @ w) ** 2 * mask[:, None]) / jnp.sum(mask)
+
+        return w - 0.1 * jax.grad(loss)(w)
+
+    x = ARGUMENTS[2]
+    plan = al.plan(masked, ARGUMENTS[0][0], x, x[:, 0] > 0, cluster="dgx-1", planner=FSDP(), num_microbatches=2)
+    with pytest.raises(PlanError, match=r"of the whole batch.*Plan with one micro-batch"):
         plan.export("mpmd")
 
 
