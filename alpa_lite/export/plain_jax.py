@@ -35,6 +35,7 @@ from alpa_lite.lower.plan_fits import as_planned
 from alpa_lite.plan.plan import OpPlacement, Plan
 from alpa_lite.plan.program_builder import build_program
 from alpa_lite.program.ir import Graph
+from alpa_lite.program.user_shardings import USER_SHARDING
 from alpa_lite.sharding.specs import Spec, replicated
 from alpa_lite.step.split import TracedStep
 from alpa_lite.trace.trace import Traced
@@ -121,6 +122,9 @@ def _placed(graph: Graph, placements: Mapping[int, OpPlacement]) -> dict[_Kind, 
     """Return the specs of the results of the ops of each kind, in the order of the equations."""
     found: dict[_Kind, list[_Specs]] = defaultdict(list)
     for op in graph.ops:
+        # The step that is exported does not have these: they say what it is to become.
+        if op.primitive == USER_SHARDING:
+            continue
         placement = placements.get(op.id)
         bodies = placement.bodies if placement is not None and placement.bodies else ({},) * len(op.bodies)
         for body, inside in zip(op.bodies, bodies, strict=True):

@@ -49,7 +49,7 @@ class TrainerConfiguration(Planner):
 
     def __post_init__(self) -> None:
         """Read the file that is named, so that an edited file makes another planner: cached plans go by its value."""
-        object.__setattr__(self, "settings", _written(self.settings))
+        object.__setattr__(self, "settings", written(self.settings))
 
     @property
     def name(self) -> str:
@@ -126,13 +126,13 @@ def settings_of(trainer: str, text: str, cluster: Cluster | None = None) -> Trai
             f"Choose one of {', '.join(READERS)}."
         )
     try:
-        return read(_written(text), cluster)
+        return read(written(text), cluster)
     # Parsers and the conversions of numbers raise errors of several classes, all of these kinds.
     except (ValueError, TypeError, AttributeError) as error:
         raise PlanError(f"The {trainer} settings {text[:60]!r} cannot be read: {error}.") from error
 
 
-def _written(text: str) -> str:
+def written(text: str) -> str:
     """Return the content of the file of that name, or the text. Raises `PlanError` if the file cannot be read."""
     path = Path(text.strip())
     # No file has a name of several lines, or one as long as settings may be.
