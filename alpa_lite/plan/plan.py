@@ -323,8 +323,8 @@ class Plan:
         """Return the plan in the form of another program, and write it to a file if a path is given.
 
         Args:
-            target: "jax" for a module of plain JAX; "flax" for one with logical axis rules; "megatron", "torchtitan",
-                "deepspeed" or "maxtext" for options of these trainers.
+            target: "jax" for a module of plain JAX, with stage functions and a loop for pipelines; "flax" for one with
+                logical axis rules; "megatron", "nemo", "torchtitan", "deepspeed" or "maxtext" for options of these.
             path: path of the file to write.
             options: options of the target; "jax" takes `step="module:function"`, where the step is imported from.
 

@@ -1,6 +1,6 @@
 """The way in: settings of trainers with fixed forms of parallelism, as plans.
 
-A run of Megatron-LM, torchtitan, DeepSpeed or MaxText has degrees of parallelism, micro-batches, ZeRO and
+A run of Megatron-LM, NeMo, torchtitan, DeepSpeed or MaxText has degrees of parallelism, micro-batches, ZeRO and
 recomputation. These decide a `Hybrid` plan for a step and a cluster, with as many data-parallel devices as the other
 degrees leave:
 
@@ -22,7 +22,13 @@ from alpa_lite.plan.plan import Plan
 from alpa_lite.planners.hybrid import Hybrid
 from alpa_lite.planners.maxtext_settings import read_maxtext
 from alpa_lite.planners.planner import Planner
-from alpa_lite.planners.trainer_settings import TrainerSettings, read_deepspeed, read_megatron, read_torchtitan
+from alpa_lite.planners.trainer_settings import (
+    TrainerSettings,
+    read_deepspeed,
+    read_megatron,
+    read_nemo,
+    read_torchtitan,
+)
 from alpa_lite.text import did_you_mean
 from cost_models import Cluster
 
@@ -32,9 +38,10 @@ class TrainerConfiguration(Planner):
     """The plan that the settings of another trainer stand for.
 
     Attributes:
-        trainer: "megatron", "torchtitan", "deepspeed" or "maxtext".
-        settings: the flags of Megatron-LM, the TOML of torchtitan, the JSON of DeepSpeed, or the YAML of MaxText or its
-            words NAME=VALUE; or the path of a file with them, which is read at once.
+        trainer: "megatron", "nemo", "torchtitan", "deepspeed" or "maxtext".
+        settings: the flags of Megatron-LM, the overrides of a NeMo recipe, the TOML of torchtitan, the JSON of
+            DeepSpeed, or the YAML of MaxText or its words NAME=VALUE; or the path of a file with them, which is read at
+            once.
     """
 
     trainer: str
@@ -139,6 +146,7 @@ def written(text: str) -> str:
 
 READERS: Mapping[str, Callable[[str, Cluster | None], TrainerSettings]] = {
     "megatron": lambda text, _: read_megatron(text),
+    "nemo": lambda text, _: read_nemo(text),
     "torchtitan": lambda text, _: read_torchtitan(text),
     "deepspeed": lambda text, _: read_deepspeed(text),
     "maxtext": read_maxtext,
