@@ -1,14 +1,15 @@
 """A plan of several stages or micro-batches as a module of plain JAX: stage functions, and a loop that calls them.
 
     trace       the module traces the user's step at two sizes and inlines calls, which numbers its equations
-    tasks       the numbers of the equations of each task of the plan                              `_task_rows`
+    tasks       the numbers of the equations of each task of the plan                    `_Tables._fill_tasks`
     order       the order in which the plan launches tasks, of all stages and micro-batches
-    shardings   of arguments, results, equations, what stages send each other, and sums            `_tables`
+    shardings   of arguments, results, equations, what stages send each other, and sums  `_Tables.texts`
 
 The module derives from the data flow what a task reads and returns. Each equation therefore runs where the plan wants
-it or, if the plan has no such op, in a task that has its operands (`_completed`); values that depend on no sample are
-made by every reader. Whatever the tables say, the module computes what the traced step does. That its micro-batches
-add up to the full batch is what `step.additivity` has proven of the same program (`step.merged_sizes`).
+it or, if the plan has no such op, in a task that has its operands (`_complete`); values that depend on no sample are
+made by every reader. On which stage an equation runs changes no result. That micro-batches add up to the full batch is
+what `step.additivity` has proven of the same program (`step.merged_sizes`): a module whose loop would have other
+equations than the plan's is refused.
 """
 
 from __future__ import annotations

@@ -68,6 +68,8 @@ def language_step(state: Any, batch: Any) -> Any:
         "norm": norm,
         # Once more: what is hoisted out of the loop, and what is summed in it.
         "tokens": jnp.sum(batch["mask"]),
+        # Counted from 1, which is added once and not for each micro-batch.
+        "seen": jnp.ones(WORDS).at[batch["tokens"]].add(1.0),
     }
 
 
