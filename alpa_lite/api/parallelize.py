@@ -34,7 +34,7 @@ from alpa_lite.errors import AlpaLiteError
 from alpa_lite.inter_op.plan_request import OnInterrupt
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.progress import Progress, Say
-from alpa_lite.planners import Auto, Planner
+from alpa_lite.planners import Auto, Jitted, Planner
 from alpa_lite.planners.planner import Replay
 from alpa_lite.program.user_shardings import Mode
 from alpa_lite.runtime.check_report import CheckReport
@@ -216,7 +216,7 @@ class ParallelFunction(Generic[P, R]):
         state stays where it is, if only the batch is smaller, or if `like` names a step with that state; or anew.
         """
         # A plan that obeys the placement of one call is none for another placement.
-        pins = self.options.user_shardings == "pin"
+        pins = self.options.user_shardings == "pin" or isinstance(self.options.planner, Jitted)
         for other, compiled in self._compiled.items():
             if key.has_same_arrays(other, split_alike=pins):
                 with suppress(AlpaLiteError):  # whatever does not fit is planned anew, and told then

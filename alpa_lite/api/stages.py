@@ -120,6 +120,19 @@ class TracedFunction:
         target = self._cluster_of(given)
         chosen = planner_of(planner) if planner is not None else self.options.planner
         wanted = self.options.num_microbatches if num_microbatches is None else num_microbatches
+        demands = chosen.demands(self.request(target, wanted))
+        # The ops of the plan are those of the step with its demands, which is lowered later as well.
+        function = self if demands is None else replace(self, traced=self.traced.under(demands))
+        return function._planned_as_traced(given, target, chosen, wanted, cache)
+
+    def _planned_as_traced(
+        self,
+        given: Cluster | str | PathLike[str] | None,
+        target: Cluster,
+        chosen: Planner,
+        wanted: int | str,
+        cache: Cache | None,
+    ) -> PlannedFunction:
         # A planner with a mesh of its own would drop the user's demands in silence.
         if self.traced.user_shardings.mode == "pin" and not chosen.obeys_user_shardings:
             raise PlanError(

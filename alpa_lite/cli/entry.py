@@ -28,7 +28,7 @@ from alpa_lite.cli.file_commands import DIFF, EXPLAIN, SIMULATE, SOLVE
 from alpa_lite.cli.list_commands import CLUSTERS, PLANNERS_COMMAND
 from alpa_lite.cli.machine_commands import BENCH, CALIBRATE, DEMO, DOCTOR, LAUNCH
 from alpa_lite.cli.serve_command import SERVE
-from alpa_lite.cli.step_commands import CHECK, COMPARE, PLAN
+from alpa_lite.cli.step_commands import CHECK, COMPARE, IMPORT, PLAN
 from alpa_lite.intra_op.problem_file import seconds_since_start
 
 
@@ -206,8 +206,8 @@ COMPLETION = Command(
 
 # In the order of use, in which `--help` and the proposals of shells list them.
 COMMANDS: tuple[Command, ...] = (
-    PLAN, COMPARE, ADVISE, CHECK, EXPLAIN, DIFF, SIMULATE, SOLVE, SERVE, CLUSTERS, PLANNERS_COMMAND, CALIBRATE, DOCTOR,
-    LAUNCH, BENCH, DEMO, COMPLETION,
+    PLAN, COMPARE, IMPORT, ADVISE, CHECK, EXPLAIN, DIFF, SIMULATE, SOLVE, SERVE, CLUSTERS, PLANNERS_COMMAND, CALIBRATE,
+    DOCTOR, LAUNCH, BENCH, DEMO, COMPLETION,
 )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """Commands on a user's train step.
 
-`plan` plans it for a cluster, `compare` by several planners; `check` compares it with `jax.jit` on this machine. `plan`
-also compares several clusters, and shows the cost of pins.
+`plan` plans it for a cluster, `compare` by several planners, `import` as another program has it; `check` compares it
+with `jax.jit` on this machine. `plan` also compares several clusters, and shows the cost of pins.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from alpa_lite.errors import AlpaLiteError, CheckError, InfeasibleError, PlanErr
 from alpa_lite.export.targets import TARGETS, target_of_name
 from alpa_lite.inspection.text.diff import Candidate, ClusterComparison, PinsCost, varied
 from alpa_lite.inspection.text.tables import plan_summary, whole_plan_text
-from alpa_lite.planners.by_name import PLANNERS, options_of
-from alpa_lite.planners.trainer_configuration import READERS
+from alpa_lite.planners.by_name import FROM_TEXT, PLANNERS, options_of
 from alpa_lite.program.user_shardings import Mode
 from alpa_lite.text import read_bytes
 from cost_models.cluster import Cluster, known_clusters
@@ -61,12 +60,7 @@ class _PlanArguments:
 
 def run_plan(given: argparse.Namespace) -> int:
     """Run `alpa_lite.plan` and return the exit code. Ctrl-C ends the search with the best plan so far, if any."""
-    # Before the search, which may take minutes.
-    check_writable(given.output)
-    if given.export is not None:
-        target, path = given.export
-        target_of_name(target)
-        check_writable(path)
+    _check_outputs(given)
     step, args, kwargs = load_example(given.step)
     clusters = _clusters(given)
     asked = _PlanArguments(
@@ -87,6 +81,15 @@ def run_plan(given: argparse.Namespace) -> int:
         return _plan_for_each(given, asked, clusters)
     cluster = clusters[0] if clusters else None
     return _plan_one(given, asked, cluster) if given.pins is None else _plan_with_pins(given, asked, cluster)
+
+
+def _check_outputs(given: argparse.Namespace) -> None:
+    """Raise an error for files that cannot be written, before a search that may take minutes."""
+    check_writable(given.output)
+    if given.export is not None:
+        target, path = given.export
+        target_of_name(target)
+        check_writable(path)
 
 
 def _plan_one(given: argparse.Namespace, asked: _PlanArguments, cluster: Cluster | None) -> int:
@@ -255,6 +258,11 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_microbatches(parser, "auto")
     _add_user_shardings(parser)
+    _add_outputs(parser)
+
+
+def _add_outputs(parser: argparse.ArgumentParser) -> None:
+    """Add the options that `_plan_one` and `_check_outputs` read."""
     parser.add_argument("--no-cache", action="store_true", help="plan anew even if this plan was made before")
     parser.add_argument("--all", action="store_true", help="print all rows of all tables")
     parser.add_argument("--output", type=Path, metavar="PLAN.json", help="save the plan")
@@ -318,8 +326,8 @@ def _compare_arguments(parser: argparse.ArgumentParser) -> None:
         "planners",
         nargs="+",
         metavar="PLANNER",
-        help=f"{', '.join(PLANNERS)}, with options as hybrid:pipeline=2:tensor=4; a saved plan; or the settings of "
-        f"another trainer or a file with them, as TRAINER:SETTINGS ({', '.join(READERS)})",
+        help=f"{', '.join(PLANNERS)}, with options as hybrid:pipeline=2:tensor=4; a saved plan; or what "
+        f"another program has written, or a file with it, as NAME:TEXT ({', '.join(FROM_TEXT)})",
     )
     suggests(planners, tuple(PLANNERS))
     _add_clusters(parser)
@@ -334,6 +342,65 @@ COMPARE = Command(
     example="train.py:example 'megatron:--tensor-model-parallel-size 8' auto --cluster dgx-h100:8",
     run=run_compare,
     add_arguments=_compare_arguments,
+)
+
+
+def run_import(given: argparse.Namespace) -> int:
+    """Run `alpa_lite.plan` by what another program has written, and return the exit code."""
+    _check_outputs(given)
+    kind = given.kind or _kind_of(given.file)
+    if not given.file.is_file():
+        raise PlanError(f"There is no file {str(given.file)!r} to import. Give the path of one.")
+    planner = FROM_TEXT[kind](str(given.file))
+    step, args, kwargs = load_example(given.step)
+    clusters = _clusters(given)
+    if len(clusters) > 1:
+        raise PlanError(
+            f"A plan is for one cluster, but --cluster was given {len(clusters)} times. Leave out all but one."
+        )
+    asked = _PlanArguments(
+        step=step,
+        args=args,
+        kwargs=kwargs,
+        planner=planner,
+        num_microbatches="auto",
+        user_shardings=given.user_shardings,
+        cache=not given.no_cache,
+    )
+    return _plan_one(given, asked, clusters[0] if clusters else None)
+
+
+_KINDS = {".toml": "torchtitan", ".json": "deepspeed", ".yml": "maxtext", ".yaml": "maxtext", ".sh": "megatron"}
+
+
+def _kind_of(path: Path) -> str:
+    """Return what has written a file, by its ending; programs have endings of many kinds."""
+    return _KINDS.get(path.suffix, "compiled")
+
+
+def _import_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "file", type=Path, metavar="FILE", help="the text of a compiled program, or settings of a trainer"
+    )
+    parser.add_argument("--step", required=True, metavar="MODULE:FUNCTION", help=STEP_HELP)
+    kinds = ", ".join(f"{ending} {kind}" for ending, kind in _KINDS.items())
+    parser.add_argument(
+        "--as",
+        dest="kind",
+        choices=tuple(FROM_TEXT),
+        help=f"what has written the file (default: by its ending, {kinds}, else compiled)",
+    )
+    _add_clusters(parser)
+    _add_user_shardings(parser)
+    _add_outputs(parser)
+
+
+IMPORT = Command(
+    name="import",
+    about="the plan that a compiled program or the settings of a trainer are",
+    example="compiled.txt --step train.py:example --cluster dgx-1 --output mine.json",
+    run=run_import,
+    add_arguments=_import_arguments,
 )
 
 

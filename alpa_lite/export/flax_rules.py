@@ -15,7 +15,7 @@ from importlib.resources import files
 
 from alpa_lite.errors import PlanError
 from alpa_lite.export.degrees import programs_of
-from alpa_lite.export.plain_jax import lines, not_said, summary
+from alpa_lite.export.module_text import lines, not_said, summary
 from alpa_lite.plan.plan import Plan
 from alpa_lite.program.phases import StepGraph
 from alpa_lite.rules.dims import dim_classes, dim_names

@@ -11,7 +11,7 @@ from alpa_lite.export.maxtext import maxtext
 from alpa_lite.export.mpmd import mpmd_module
 from alpa_lite.export.plain_jax import plain_jax
 from alpa_lite.export.stage_programs import stablehlo
-from alpa_lite.export.trainers import deepspeed, megatron, torchtitan
+from alpa_lite.export.trainers import deepspeed, megatron, nemo, torchtitan
 from alpa_lite.plan.plan import Plan
 from alpa_lite.text import did_you_mean
 
@@ -19,6 +19,7 @@ TARGETS: Mapping[str, Callable[..., str]] = {
     "jax": plain_jax,
     "flax": flax_rules,
     "megatron": megatron,
+    "nemo": nemo,
     "torchtitan": torchtitan,
     "deepspeed": deepspeed,
     "maxtext": maxtext,

@@ -1,4 +1,4 @@
-"""A plan as the options of trainers with fixed forms of parallelism: Megatron-LM, torchtitan, DeepSpeed.
+"""A plan as the options of trainers with fixed forms of parallelism: Megatron-LM, NeMo, torchtitan, DeepSpeed.
 
 The options say degrees, micro-batches, recomputation and ZeRO. How the weights of a layer are split over
 tensor-parallel devices, and where a pipeline is cut, is for the trainer and its model to say. Plans of other forms are
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 
 from alpa_lite.errors import PlanError
-from alpa_lite.export.degrees import degrees_of
+from alpa_lite.export.degrees import ParallelDegrees, degrees_of
 from alpa_lite.plan.plan import Plan
 from alpa_lite.planners.trainer_settings import TORCHTITAN_SCHEDULES
 
@@ -24,10 +24,7 @@ def megatron(plan: Plan) -> str:
     Raises `PlanError` for parameters that are split over data-parallel devices, and for schedules but 1F1B and its
     interleaved form.
     """
-    found = degrees_of(plan)
-    require(plan, "Megatron-LM", found.schedule in ("", "1f1b", "interleaved-1f1b"), f"schedule {found.schedule}")
-    require(plan, "Megatron-LM", found.zero < 3, "parameters split over data-parallel devices (ZeRO-3)")
-    require(plan, "Megatron-LM", found.replicas == 1, "replicas of what is split over data-parallel devices")
+    found = _as_megatron(plan, "Megatron-LM")
     flags: dict[str, object] = {
         "tensor-model-parallel-size": found.tensor,
         "pipeline-model-parallel-size": found.pipeline,
@@ -47,6 +44,42 @@ def megatron(plan: Plan) -> str:
     if found.recompute == "full":
         flags |= {"recompute-method": "uniform", "recompute-num-layers": 1}
     return "".join(f"--{name} {value}".rstrip() + "\n" for name, value in flags.items())
+
+
+def nemo(plan: Plan) -> str:
+    """Return a plan as overrides of a NeMo 2.0 recipe, `NAME=VALUE`, one in each line.
+
+    The degrees are arguments of `nemo.lightning.MegatronStrategy`, recomputation is that of Megatron Core's
+    `TransformerConfig`. Raises `PlanError` as `megatron` does, whose runtime NeMo has.
+    """
+    found = _as_megatron(plan, "NeMo")
+    strategy: dict[str, object] = {
+        "tensor_model_parallel_size": found.tensor,
+        "pipeline_model_parallel_size": found.pipeline,
+        "context_parallel_size": found.context,
+        "expert_model_parallel_size": found.expert,
+        "sequence_parallel": found.sequence_parallel,
+    }
+    if found.chunks > 1:
+        strategy["virtual_pipeline_model_parallel_size"] = found.chunks
+    values = {f"trainer.strategy.{name}": value for name, value in strategy.items()}
+    values |= {"data.micro_batch_size": found.microbatch_samples, "data.global_batch_size": found.batch_size}
+    # The strategy takes this over for its own buffers of gradients.
+    values["optim.config.use_distributed_optimizer"] = found.zero > 0
+    if found.recompute != "none":
+        values["model.config.recompute_granularity"] = found.recompute
+    if found.recompute == "full":
+        values |= {"model.config.recompute_method": "uniform", "model.config.recompute_num_layers": 1}
+    return "".join(f"{name}={value}\n" for name, value in values.items())
+
+
+def _as_megatron(plan: Plan, where: str) -> ParallelDegrees:
+    """Return the degrees of a plan that the runtime of Megatron has. Raises `PlanError` for others."""
+    found = degrees_of(plan)
+    require(plan, where, found.schedule in ("", "1f1b", "interleaved-1f1b"), f"schedule {found.schedule}")
+    require(plan, where, found.zero < 3, "parameters split over data-parallel devices (ZeRO-3)")
+    require(plan, where, found.replicas == 1, "replicas of what is split over data-parallel devices")
+    return found
 
 
 def torchtitan(plan: Plan) -> str:

@@ -1,7 +1,7 @@
 """The shardings of the user as demands on a plan, and what a plan makes of them.
 
-    demands    on the mesh that they name: specs of arguments, and layout constraints on the results of the ops that
-               hold a sharding                                              `user_mesh`, `argument_pins`, `user_layout`
+    demands    on the mesh that they name: specs of arguments and results, and layout constraints on the results of the
+               ops that hold a sharding                      `user_mesh`, `argument_pins`, `result_pins`, `user_layout`
     uses       for each line of the user's code and each argument: whether the plan has that sharding  `sharding_uses`
 
 A sharding that the shape of the array does not allow, since its parts would be unequal, demands nothing.
@@ -61,10 +61,16 @@ def argument_pins(step: StepGraph, given: UserShardings) -> dict[str, Sequence[A
     }
 
 
+def result_pins(given: UserShardings) -> dict[str, Sequence[Any]]:
+    """Return the specs of results that the user gives and a plan obeys, by path, in the form of `Pins`."""
+    return {name: [dim or None for dim in s.dims] for name, s in given.results.items() if given.obeys(s.source)}
+
+
 def user_layout(step: StepGraph, given: UserShardings, axes: Mapping[str, int]) -> GivenLayout:
     """Return the layout constraints on the results of the ops that pin a sharding of the user; other ops are exempt.
 
-    An axis that the user's sharding does not use splits no dim, unless some dims are open.
+    An axis that the user's sharding does not use splits no dim, unless some dims are open. Where XLA has propagated the
+    shardings, ops also read their operands as these lie, if they can: XLA divides an op as its operands are divided.
     """
     layout: dict[Graph, list[Wanted]] = {}
     held: dict[Graph, set[int]] = {}
@@ -72,11 +78,13 @@ def user_layout(step: StepGraph, given: UserShardings, axes: Mapping[str, int]) 
         if op.primitive != USER_SHARDING or not given.obeys(op.source):
             continue
         value = graph.values[op.results[0]]
-        sharding = value.user_shardings[0]
+        sharding = UserSharding(mesh=op.params["mesh"], dims=op.params["dims"])
         # XLA pads parts of different sizes, but the parts in a plan are all equal.
         if sharding.divides(value.shape):
             layout.setdefault(graph, [()] * len(graph.values))[value.id] = _wanted(sharding, axes)
             held.setdefault(graph, set()).add(op.id)
+    if given.propagated:
+        return GivenLayout(values=layout, reads_otherwise=True)
     exempt = {graph: frozenset(range(len(graph.ops))) - ops for graph, ops in held.items()}
     return GivenLayout(values=layout, exempt=exempt)
 

@@ -323,10 +323,12 @@ class Plan:
         """Return the plan in the form of another program, and write it to a file if a path is given.
 
         Args:
-            target: "jax" for a module of plain JAX; "flax" for one with logical axis rules; "megatron", "torchtitan",
-                "deepspeed" or "maxtext" for options of these trainers.
+            target: "jax" for a module of plain JAX, with stage functions and a loop for pipelines; "flax" for one with
+                logical axis rules; "megatron", "nemo", "torchtitan", "deepspeed" or "maxtext" for options of these;
+                "stablehlo" for the program of each task, "mpmd" for one module of the MPMD dialect with all of them.
             path: path of the file to write.
-            options: options of the target; "jax" takes `step="module:function"`, where the step is imported from.
+            options: options of the target; "jax" takes `step="module:function"`, where the step is imported from,
+                "stablehlo" and "mpmd" take `platform="tpu"` for others than that of this process.
 
         Raises:
             PlanError: an unknown target, or a plan that cannot be said in this form; the sentence says why.

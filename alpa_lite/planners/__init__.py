@@ -8,6 +8,7 @@ from alpa_lite.inter_op.plan_request import PlanRequest as PlanRequest
 from alpa_lite.planners.auto import Auto as Auto
 from alpa_lite.planners.axonn import AxoNN as AxoNN
 from alpa_lite.planners.coloc_rl import ColocRL as ColocRL
+from alpa_lite.planners.compiled import Compiled as Compiled
 from alpa_lite.planners.convolution_parallel import ConvolutionParallel as ConvolutionParallel
 from alpa_lite.planners.convolution_parallel import OneWeirdTrick as OneWeirdTrick
 from alpa_lite.planners.data_parallel import FSDP as FSDP
@@ -17,6 +18,7 @@ from alpa_lite.planners.data_parallel import Zero as Zero
 from alpa_lite.planners.flexflow import FlexFlow as FlexFlow
 from alpa_lite.planners.grid_search import GridSearch as GridSearch
 from alpa_lite.planners.hybrid import Hybrid as Hybrid
+from alpa_lite.planners.jitted import Jitted as Jitted
 from alpa_lite.planners.karma import Karma as Karma
 from alpa_lite.planners.manual import MANUAL_PLANNERS as MANUAL_PLANNERS
 from alpa_lite.planners.megatron import DeepSpeed3D as DeepSpeed3D

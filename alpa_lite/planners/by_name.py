@@ -6,19 +6,22 @@ Options may also follow the name, `hybrid:pipeline=2:tensor=4`, so that one word
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
+from functools import partial
 from typing import Literal, get_args, get_origin, get_type_hints
 
 from alpa_lite.errors import PlanError
 from alpa_lite.planners.auto import Auto
 from alpa_lite.planners.axonn import AxoNN
 from alpa_lite.planners.coloc_rl import ColocRL
+from alpa_lite.planners.compiled import Compiled
 from alpa_lite.planners.convolution_parallel import ConvolutionParallel, OneWeirdTrick
 from alpa_lite.planners.data_parallel import FSDP, DataParallel, GShard, Zero
 from alpa_lite.planners.flexflow import FlexFlow
 from alpa_lite.planners.grid_search import GridSearch
 from alpa_lite.planners.hybrid import Hybrid
+from alpa_lite.planners.jitted import Jitted
 from alpa_lite.planners.karma import Karma
 from alpa_lite.planners.megatron import DeepSpeed3D, Megatron
 from alpa_lite.planners.mesh_tensorflow import MeshTensorFlow
@@ -53,9 +56,25 @@ PLANNERS: Mapping[str, type[Planner]] = {
     "one_weird_trick": OneWeirdTrick,
     "convolution_parallel": ConvolutionParallel,
     "on_mesh": OnMesh,
+    "jitted": Jitted,
+    "compiled": Compiled,
 }
 """Planners by their name on the command line. `Custom` takes objects of JAX, and has none; `TrainerConfiguration` has
 the name of a trainer, a colon and its settings."""
+
+
+def _of_trainer(trainer: str, text: str) -> Planner:
+    found = TrainerConfiguration(trainer=trainer, settings=text)
+    # Whatever is wrong is said before anything is planned.
+    settings_of(trainer, found.settings)
+    return found
+
+
+FROM_TEXT: Mapping[str, Callable[[str], Planner]] = {
+    **{trainer: partial(_of_trainer, trainer) for trainer in READERS},
+    "compiled": lambda text: Compiled(program=text),
+}
+"""Planners of what another program has written, a text or the path of a file: `NAME:TEXT` on the command line."""
 
 
 _OPTION = re.compile(r"\w+=")
@@ -76,11 +95,11 @@ def options_of(planner: type[Planner]) -> frozenset[str]:
 
 
 def is_settings(name: str, text: str) -> bool:
-    """Return whether what follows a name are the settings of a trainer, and not the options of a planner.
+    """Return whether what follows a name was written by another program (`FROM_TEXT`), and is no list of options.
 
     A name may be both: `megatron:tensor=4` and `megatron:--tensor-model-parallel-size 4`.
     """
-    return name not in PLANNERS or (name in READERS and _OPTION.match(text) is None)
+    return name not in PLANNERS or (name in FROM_TEXT and _OPTION.match(text) is None)
 
 
 def planner_of_name(name: str) -> type[Planner]:
@@ -96,7 +115,7 @@ def planner_of_name(name: str) -> type[Planner]:
 
 
 def planner_by_name(name: str, options: Sequence[str]) -> Planner:
-    """Return a planner by name with `name=value` options, or one of `TRAINER:SETTINGS` (`TrainerConfiguration`).
+    """Return a planner by name with `name=value` options, or the planner of a text as `NAME:TEXT` (`FROM_TEXT`).
 
     Raises `PlanError` for unknown names and options.
     """
@@ -104,14 +123,14 @@ def planner_by_name(name: str, options: Sequence[str]) -> Planner:
     if has_more and not is_settings(name.replace("-", "_"), settings):
         options = [*_NEXT_OPTION.split(settings), *options]
     elif has_more:
-        trainer = name
-        if options:
+        if name not in FROM_TEXT:
             raise PlanError(
-                f"Settings of {trainer} take no options: they say all that they decide. Leave out --option."
+                f"There is no reader for settings of {name!r}.{did_you_mean(name, FROM_TEXT)} "
+                f"Choose one of {', '.join(FROM_TEXT)}."
             )
-        found = TrainerConfiguration(trainer=trainer, settings=settings)
-        settings_of(trainer, found.settings)
-        return found
+        if options:
+            raise PlanError(f"Settings of {name} take no options: they say all that they decide. Leave out --option.")
+        return FROM_TEXT[name](settings)
     planner = planner_of_name(name)
     hints, known = get_type_hints(planner), options_of(planner)
     values: dict[str, object] = {}

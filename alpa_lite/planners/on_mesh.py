@@ -30,7 +30,7 @@ from typing import NamedTuple, Protocol, TypeGuard, cast, runtime_checkable
 from alpa_lite.errors import InfeasibleError, PlanError
 from alpa_lite.inter_op.assembly import StagedStep, assemble
 from alpa_lite.inter_op.plan_request import Pin, Pins, PlanRequest, check_results, pins_on_mesh, with_results
-from alpa_lite.inter_op.sharding_demands import argument_pins, user_layout, user_mesh
+from alpa_lite.inter_op.sharding_demands import argument_pins, result_pins, user_layout, user_mesh
 from alpa_lite.inter_op.solved_stages import StagePlace
 from alpa_lite.inter_op.stage_costs import StageConstraints, StageCosts
 from alpa_lite.inter_op.what_would_fit import show_bytes, show_shortage
@@ -107,12 +107,13 @@ class MeshConstraints:
 
     def on(self, request: PlanRequest, step: StepGraph, axes: Mapping[str, int]) -> StageConstraints:
         """Return the constraints on the values of a step. Raises `PlanError` for pins that do not fit."""
-        pins, layout = self.pins, self.layout
+        pins, outputs, layout = self.pins, self.outputs, self.layout
         if request.signature.user_shardings.mode == "pin":
             # Pins given as an option take precedence over the placement of the arguments.
             pins = {**argument_pins(step, request.signature.user_shardings), **pins}
+            outputs = {**result_pins(request.signature.user_shardings), **outputs}
             layout = user_layout(step, request.signature.user_shardings, axes) if layout is NO_LAYOUT else layout
-        pinned = with_results(step, request.signature.results, pins_on_mesh(step, pins, axes), self.outputs, axes)
+        pinned = with_results(step, request.signature.results, pins_on_mesh(step, pins, axes), outputs, axes)
         return StageConstraints(
             restriction=self.restriction,
             pins=pinned.inputs,

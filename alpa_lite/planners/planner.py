@@ -12,6 +12,7 @@ from typing import Any, ClassVar, TypeVar
 from alpa_lite.errors import MismatchError, PlanError
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.plan.plan import Plan
+from alpa_lite.program.user_shardings import UserShardings
 from alpa_lite.schedule import Schedule
 
 PlannerClass = TypeVar("PlannerClass", bound=type)
@@ -57,6 +58,14 @@ class Planner(ABC):
 
     obeys_user_shardings: ClassVar[bool] = False
     """Whether plans have the shardings of the user with `user_shardings="pin"`; other planners refuse that."""
+
+    def demands(self, request: PlanRequest) -> UserShardings | None:
+        """Return the shardings that are demands on the step of the plan, beside those that it names; None: as it is.
+
+        The step is traced anew with these before it is planned. Raises `PlanError` if they cannot be determined.
+        """
+        del request
+        return None
 
     @property
     @abstractmethod

@@ -1,6 +1,6 @@
 """The way in: settings of trainers with fixed forms of parallelism, as plans.
 
-A run of Megatron-LM, torchtitan, DeepSpeed or MaxText has degrees of parallelism, micro-batches, ZeRO and
+A run of Megatron-LM, NeMo, torchtitan, DeepSpeed or MaxText has degrees of parallelism, micro-batches, ZeRO and
 recomputation. These decide a `Hybrid` plan for a step and a cluster, with as many data-parallel devices as the other
 degrees leave:
 
@@ -22,7 +22,13 @@ from alpa_lite.plan.plan import Plan
 from alpa_lite.planners.hybrid import Hybrid
 from alpa_lite.planners.maxtext_settings import read_maxtext
 from alpa_lite.planners.planner import Planner
-from alpa_lite.planners.trainer_settings import TrainerSettings, read_deepspeed, read_megatron, read_torchtitan
+from alpa_lite.planners.trainer_settings import (
+    TrainerSettings,
+    read_deepspeed,
+    read_megatron,
+    read_nemo,
+    read_torchtitan,
+)
 from alpa_lite.text import did_you_mean
 from cost_models import Cluster
 
@@ -32,9 +38,10 @@ class TrainerConfiguration(Planner):
     """The plan that the settings of another trainer stand for.
 
     Attributes:
-        trainer: "megatron", "torchtitan", "deepspeed" or "maxtext".
-        settings: the flags of Megatron-LM, the TOML of torchtitan, the JSON of DeepSpeed, or the YAML of MaxText or its
-            words NAME=VALUE; or the path of a file with them, which is read at once.
+        trainer: "megatron", "nemo", "torchtitan", "deepspeed" or "maxtext".
+        settings: the flags of Megatron-LM, the overrides of a NeMo recipe, the TOML of torchtitan, the JSON of
+            DeepSpeed, or the YAML of MaxText or its words NAME=VALUE; or the path of a file with them, which is read at
+            once.
     """
 
     trainer: str
@@ -42,7 +49,7 @@ class TrainerConfiguration(Planner):
 
     def __post_init__(self) -> None:
         """Read the file that is named, so that an edited file makes another planner: cached plans go by its value."""
-        object.__setattr__(self, "settings", _written(self.settings))
+        object.__setattr__(self, "settings", written(self.settings))
 
     @property
     def name(self) -> str:
@@ -119,13 +126,13 @@ def settings_of(trainer: str, text: str, cluster: Cluster | None = None) -> Trai
             f"Choose one of {', '.join(READERS)}."
         )
     try:
-        return read(_written(text), cluster)
+        return read(written(text), cluster)
     # Parsers and the conversions of numbers raise errors of several classes, all of these kinds.
     except (ValueError, TypeError, AttributeError) as error:
         raise PlanError(f"The {trainer} settings {text[:60]!r} cannot be read: {error}.") from error
 
 
-def _written(text: str) -> str:
+def written(text: str) -> str:
     """Return the content of the file of that name, or the text. Raises `PlanError` if the file cannot be read."""
     path = Path(text.strip())
     # No file has a name of several lines, or one as long as settings may be.
@@ -139,6 +146,7 @@ def _written(text: str) -> str:
 
 READERS: Mapping[str, Callable[[str, Cluster | None], TrainerSettings]] = {
     "megatron": lambda text, _: read_megatron(text),
+    "nemo": lambda text, _: read_nemo(text),
     "torchtitan": lambda text, _: read_torchtitan(text),
     "deepspeed": lambda text, _: read_deepspeed(text),
     "maxtext": read_maxtext,

@@ -1,4 +1,4 @@
-"""What the settings of other trainers say of a run, and the readers of Megatron-LM, torchtitan and DeepSpeed.
+"""What the settings of other trainers say of a run, and the readers of Megatron-LM, NeMo, torchtitan and DeepSpeed.
 
 Settings of other things (learning rates, files) are passed over. `maxtext_settings` has the reader of MaxText.
 """
@@ -84,6 +84,38 @@ def read_megatron(text: str) -> TrainerSettings:
         samples=int(flags.get("micro-batch-size", 1)),
         batch_size=int(batch) if batch else None,
     )
+
+
+def read_nemo(text: str) -> TrainerSettings:
+    """Read overrides of a NeMo 2.0 recipe, such as `trainer.strategy.tensor_model_parallel_size=8`.
+
+    The recipe's own values are not known here. Raises `ValueError` or `TypeError` for what cannot be read.
+    """
+    words = [word.partition("=") for word in shlex.split(text.replace("\\\n", " "), comments=True)]
+    values = {name.rpartition(".")[2]: value for name, is_override, value in words if is_override}
+    if not values:
+        raise ValueError("it has no NAME=VALUE such as trainer.strategy.tensor_model_parallel_size=8")
+    # What is unset in Python is None on the command line of a recipe.
+    values = {name: value for name, value in values.items() if value.lower() not in ("none", "null")}
+    chunks, batch = int(values.get("virtual_pipeline_model_parallel_size", 1)), values.get("global_batch_size")
+    return TrainerSettings(
+        pipeline=int(values.get("pipeline_model_parallel_size", 1)),
+        tensor=int(values.get("tensor_model_parallel_size", 1)),
+        context=int(values.get("context_parallel_size", 1)),
+        expert=int(values.get("expert_model_parallel_size", 1)),
+        zero=int(_is_true(values.get("use_distributed_optimizer", "false"))),
+        sequence_parallel=_is_true(values.get("sequence_parallel", "false")),
+        remat=_policy(values.get("recompute_granularity", "none")),
+        schedule=Interleaved1F1B(num_chunks=chunks) if chunks > 1 else OneFOneB(),
+        samples=int(values.get("micro_batch_size", 1)),
+        batch_size=int(batch) if batch else None,
+    )
+
+
+def _is_true(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise ValueError(f"{text!r} is neither true nor false")
+    return text.lower() == "true"
 
 
 TORCHTITAN_SCHEDULES: Mapping[str, Callable[[], Schedule]] = {

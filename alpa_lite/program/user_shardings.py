@@ -1,7 +1,8 @@
-"""Shardings that the user's own code gives: `with_sharding_constraint`, `reshard`, `out_sharding=`, placed arguments.
+"""Shardings that the user's own code gives: `with_sharding_constraint`, `reshard`, `out_sharding=`, placed arguments,
+`jax.jit(in_shardings=…, out_shardings=…)`.
 
 A value of a program holds the shardings that the user's code gives it. Arguments are placed by the arrays that the step
-is traced for.
+is traced for, and by the `in_shardings` of a jitted step.
 
     "hint"      the plan is free, and lists which of them it follows
     "pin"       the plan obeys them, on the mesh that they name: the value is the result of an op of the primitive
@@ -77,12 +78,16 @@ class UserShardings:
     Attributes:
         mode: whether a plan obeys them, lists them, or does not see them.
         arguments: the layouts of arguments that lie on several devices, by path.
+        results: the layouts of results that `out_shardings` of a jitted step gives, by path; the values have them too.
         part: the part that a plan obeys; None for all.
+        propagated: whether values in between have the shardings that XLA's propagation makes of these.
     """
 
     mode: Mode = "hint"
     arguments: Mapping[str, UserSharding] = field(default_factory=dict[str, UserSharding])
+    results: Mapping[str, UserSharding] = field(default_factory=dict[str, UserSharding])
     part: SourceOnMesh | None = None
+    propagated: bool = False
 
     def obeys(self, source: str) -> bool:
         """Return True if the shardings of a line or argument are among those that a plan obeys."""

@@ -78,6 +78,14 @@ _BODIES = {"scan": ("jaxpr",), "while": ("cond_jaxpr", "body_jaxpr"), "cond": ("
 _NUM_CONSTS = {"scan": ("num_consts",), "while": ("cond_nconsts", "body_nconsts")}
 
 
+def called_jaxpr(eqn: JaxprEqn) -> AnyJaxpr | None:
+    """Return the jaxpr that an equation calls once, on its operands; None for other equations."""
+    name = eqn.primitive.name
+    if name not in _CALLS and not name.startswith(("remat", "checkpoint")):
+        return None
+    return next((eqn.params[key] for key in _CALLED_JAXPR if key in eqn.params), None)
+
+
 def from_jaxpr(
     closed: ClosedJaxpr,
     input_names: Sequence[str],
@@ -225,14 +233,12 @@ class _GraphBuilder:
 
     def equation(self, eqn: JaxprEqn, operands: list[int], at: _Location, jaxpr: Jaxpr) -> list[int]:
         """Append one equation of a jaxpr, inlining calls, and return the value ids of its results."""
-        name = eqn.primitive.name
-        if name in _CALLS or name.startswith(("remat", "checkpoint")):
-            inner = next((eqn.params[key] for key in _CALLED_JAXPR if key in eqn.params), None)
-            if inner is not None:
-                # `differentiated` marks the recomputation, which alone must not be merged with the forward pass.
-                if name not in _CALLS and eqn.params.get("differentiated") and eqn.params.get("prevent_cse"):
-                    operands = [self.barrier(v, at) for v in operands]
-                return self.call(inner, operands, at)
+        name, inner = eqn.primitive.name, called_jaxpr(eqn)
+        if inner is not None:
+            # `differentiated` marks the recomputation, which alone must not be merged with the forward pass.
+            if name not in _CALLS and eqn.params.get("differentiated") and eqn.params.get("prevent_cse"):
+                operands = [self.barrier(v, at) for v in operands]
+            return self.call(inner, operands, at)
         if name == USER_SHARDING:
             return [self.user_sharding(eqn, operands[0], at)]
         if name == "convert_element_type" and self.values[operands[0]].dtype == _jax.name_of(eqn.params["new_dtype"]):
@@ -279,6 +285,9 @@ class _GraphBuilder:
         if eqn.params["pinned"]:
             made = Equation(primitive=eqn.primitive, params=eqn.params)
             (value,) = self.append(_NewOp(equation=made), [value], [eqn.outvars[0].aval], at)
+        # What XLA would give a value is no demand of the user's, to be listed.
+        if eqn.params["propagated"]:
+            return value
         wanted = UserSharding(mesh=eqn.params["mesh"], dims=eqn.params["dims"], source=at.source)
         old = self.values[value]
         self.values[value] = dataclasses.replace(old, user_shardings=(*old.user_shardings, wanted))

@@ -43,7 +43,8 @@ from alpa_lite.trace.call import (
     is_array,
 )
 from alpa_lite.trace.explicit_types import Types, argument_types, result_types, traced_with_types
-from alpa_lite.trace.passes.plain_jaxpr import user_sharding, without_meshes, without_refs
+from alpa_lite.trace.passes.plain_jaxpr import JittedStep, of_jitted_step, user_sharding, without_meshes, without_refs
+from alpa_lite.trace.passes.propagated import propagated
 from cost_models.checks import printable
 
 KeyPath = tuple[Any, ...]
@@ -141,7 +142,7 @@ class Traced:
     def retraced(self, avals: Sequence[jax.ShapeDtypeStruct]) -> Any:
         """Return the closed jaxpr of the step for flat arguments of other shapes."""
         under = _Context(mesh=self._mesh, types=self._types)
-        return _plain_jaxpr(self._flat, avals, under, self.name, self.user_shardings.mode)
+        return _plain_step(self._flat, avals, under, self.name, self.user_shardings.mode).jaxpr
 
     def result_types(self, mesh: Mesh, leaves: Sequence[object]) -> Types | None:
         """Return the shardings on the user's mesh of explicit types in which `jax.jit` returns the results of these
@@ -162,9 +163,22 @@ class Traced:
 
     def pinned(self) -> Traced:
         """Return the step traced again, with the shardings that the user gives as demands on its plan."""
-        given = replace(self.user_shardings, mode="pin")
+        return self.under(replace(self.user_shardings, mode="pin"))
+
+    def under(self, given: UserShardings) -> Traced:
+        """Return the step traced again, with other shardings of arguments and results as demands on its plan.
+
+        Those that the function names inside are demands too, unless `user_shardings="ignore"` has dropped them.
+        Raises `TraceError` if the shardings are to be propagated, and the step cannot be lowered without devices.
+        """
         under = _Context(mesh=self._mesh, types=self._types)
-        jaxpr = _plain_jaxpr(self._flat, self.inputs.leaves, under, self.name, "pin")
+        mode: Mode = "ignore" if self.user_shardings.mode == "ignore" else "pin"
+        jaxpr = _plain_step(self._flat, self.inputs.leaves, under, self.name, mode).jaxpr
+        if given.propagated:
+            arguments = list(map(given.arguments.get, self.inputs.names))
+            results = list(map(given.results.get, self.outputs.names))
+            jaxpr, arguments = propagated(jaxpr, arguments, results, self.name)
+            given = replace(given, arguments=_with_source("argument", self.inputs.names, arguments))
         return replace(self, user_shardings=given, jaxpr=jaxpr)
 
     def require_batch(self) -> int:
@@ -221,7 +235,8 @@ def trace(
     # Remembered, since traces at other batch sizes must see the mesh of this call, whatever is set by then.
     mesh = _jax.context_mesh()
     under = _Context(mesh=mesh, types=argument_types([leaf for _, leaf in paths], mesh))
-    jaxpr = _plain_jaxpr(flat, leaves, under, function_name(fun), user_shardings)
+    plain = _plain_step(flat, leaves, under, function_name(fun), user_shardings)
+    jaxpr = plain.jaxpr
     out_leaves = tuple(_struct(aval) for aval in jaxpr.out_avals)
     # A module that the step does not change remains the caller's, who still reads its arrays after the step.
     donated = roles.donated.among(len(args), kwargs or {}) - call.unchanged(box["results"])
@@ -255,7 +270,13 @@ def trace(
         aliases=aliases,
         call=call,
         user_shardings=UserShardings(
-            mode=user_shardings, arguments=_placed(names, [leaf for _, leaf in paths], leaves)
+            mode=user_shardings,
+            # As in JAX: `in_shardings` say where an argument lies, wherever its array was before.
+            arguments={
+                **_placed(names, [leaf for _, leaf in paths], leaves),
+                **_with_source("argument", names, plain.arguments),
+            },
+            results=_with_source("result", box["names"], plain.results),
         ),
         jaxpr=jaxpr,
         _flat=flat,
@@ -276,11 +297,12 @@ class _Context(NamedTuple):
     types: Types
 
 
-def _plain_jaxpr(
+def _plain_step(
     flat: Callable[..., Tree], avals: Sequence[jax.ShapeDtypeStruct], under: _Context, name: str, user_shardings: Mode
-) -> ClosedJaxpr:
+) -> JittedStep:
     """Return the jaxpr of a function, traced under the mesh that the user has set, without this and other meshes, and
-    without mutable arrays. Unless `user_shardings` is "ignore", shardings that the function names remain as equations.
+    without mutable arrays, with the shardings of arguments and results that a jitted function has. Unless
+    `user_shardings` is "ignore", shardings that the function names remain as equations.
 
     What the user's code says of meshes is read where it runs, under that mesh; a plan lays out the arrays anew.
     """
@@ -292,19 +314,27 @@ def _plain_jaxpr(
                 raise
             # The types of the batch need not divide a micro-batch.
             jaxpr = traced_with_types(flat, avals, (None,) * len(avals))
-        return without_meshes(without_refs(jaxpr, name), user_shardings)
+        step = of_jitted_step(without_refs(jaxpr, name))
+        return step._replace(jaxpr=without_meshes(step.jaxpr, user_shardings))
 
 
 def _placed(
     names: Sequence[str], leaves: Sequence[Any], avals: Sequence[jax.ShapeDtypeStruct]
 ) -> dict[str, UserSharding]:
     """Return the layout of each argument that the user has placed on several devices, by path."""
-    given = {
-        name: user_sharding(getattr(leaf, "sharding", None), len(aval.shape))
-        for name, leaf, aval in zip(names, leaves, avals, strict=True)
-    }
+    given = [
+        user_sharding(getattr(leaf, "sharding", None), len(aval.shape))
+        for leaf, aval in zip(leaves, avals, strict=True)
+    ]
+    return _with_source("argument", names, given)
+
+
+def _with_source(kind: str, names: Sequence[str], given: Sequence[UserSharding | None]) -> dict[str, UserSharding]:
+    """Return the layouts that are given, by path, each with the argument or result as its source."""
     return {
-        name: replace(sharding, source=f"argument {name}") for name, sharding in given.items() if sharding is not None
+        name: replace(sharding, source=f"{kind} {name}")
+        for name, sharding in zip(names, given, strict=True)
+        if sharding is not None
     }
 
 

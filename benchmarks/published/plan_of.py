@@ -159,6 +159,15 @@ def periods_of(row: Row) -> int:
     return row.layers // lcm(every, window_of(row).global_every or 1)
 
 
+def has_expert_axis(row: Row) -> bool:
+    """Whether experts lie on the expert devices of the plan, also where another layout were cheaper.
+
+    A search was free to choose. With context devices, experts are folded over these first (Megatron-Core), which an
+    axis of its own cannot do: it would cross more hosts, and the layout is left to its price.
+    """
+    return row.expert > 1 and row.context == 1 and expert_devices(row) > 1
+
+
 @dataclass(frozen=True, slots=True)
 class Window:
     """The positions that a local layer attends to, and every how many layers one attends to all (0: never)."""

@@ -17,6 +17,7 @@ from benchmarks.published.plan_of import (
     backend_of,
     devices_of_stages,
     expert_devices,
+    has_expert_axis,
     loops_of,
     scatters_sums,
     schedule_of,
@@ -93,8 +94,7 @@ class Predictor:
             tensor=row.model,
             context=row.context,
             expert=expert_devices(row),
-            # As stated, and not where moving other tensors is cheaper than moving tokens; a search was free to choose.
-            split={"experts": "expert"} if row.expert > 1 < expert_devices(row) else {},
+            split={"experts": "expert"} if has_expert_axis(row) else {},
             zero=sharding.stage,
             replicas=sharding.replicas,
             sequence_parallel=scatters_sums(row),

@@ -212,6 +212,63 @@ def test_comparisons_without_a_plan_are_told(capsys, at_work):
     assert code == Exit.ERROR and "keeps its own predictions" in err
 
 
+JITTED = """
+
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+def sharding(*spec):
+    return NamedSharding(AbstractMesh((2, 4), ("data", "model")), PartitionSpec(*spec))
+
+jitted = jax.jit(train_step, in_shardings=(sharding(None, "model"), sharding("data"), sharding("data")))
+
+def as_jitted():
+    return jitted, example()[1]
+
+def write(path):
+    lowered = jitted.trace(*example()[1]).lower(lowering_platforms=("cpu",))
+    path.write_text(lowered.as_text())
+"""
+
+
+@pytest.fixture
+def program(at_work):
+    """The text of a jitted step, whose module has the step too."""
+    module = at_work / "jitted_model.py"
+    module.write_text((at_work / "what_if_model.py").read_text() + JITTED)
+    made = {}
+    exec(module.read_text(), made)
+    made["write"](at_work / "step.txt")
+    return "step.txt"
+
+
+def test_a_program_is_imported(capsys, at_work, program):
+    words = ["import", program, "--step", "jitted_model.py:example", "--cluster", "p3.16xlarge"]
+    capsys.readouterr()
+    assert cli.main([*words, "--json", "--output", "mine.json"]) == 0
+    found = documented("import", json.loads(capsys.readouterr().out))
+    assert (found["kind"], found["name"]) == ("plan", "as compiled")
+    assert al.Plan.load("mine.json").prediction.step_seconds == found["step_seconds"]
+    named = ["jitted", f"compiled:{program}", f"compiled:program={program}:inside=cheapest"]
+    step = ["jitted_model.py:as_jitted", "--cluster", "p3.16xlarge", "--json"]
+    assert cli.main(["compare", *step, *named]) == 0
+    seconds = [each["plan"]["step_seconds"] for each in json.loads(capsys.readouterr().out)["plans"]]
+    assert seconds[0] == seconds[1] == found["step_seconds"] >= seconds[2]
+
+
+def test_what_cannot_be_imported(capsys, at_work, program):
+    (at_work / "flags.sh").write_text("--micro-batch-size 8")
+    for words, why in (
+        (["none.txt"], "There is no file 'none.txt' to import"),
+        (["flags.sh", "--cluster", "dgx-1"], "--cluster was given 2 times"),
+        ([program, "--num-hosts", "2"], "is partitioned for 8 devices, but p3.16xlarge has 16"),
+        ([program, "--as", "deepspeed"], "The deepspeed settings"),
+    ):
+        assert cli.main(["import", *words, "--step", "jitted_model.py:example", "--cluster", "p3.16xlarge"]) == 1
+        assert why in capsys.readouterr().err
+    assert cli.main(["import", "flags.sh", "--step", "jitted_model.py:example", "--cluster", "p3.16xlarge"]) == 0
+    assert "megatron settings" in capsys.readouterr().out
+
+
 WRONG = """
 
 import alpa_lite as al

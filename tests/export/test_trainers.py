@@ -102,6 +102,45 @@ def test_flags_of_megatron(
     }
 
 
+NEMO = {
+    # Arguments of `MegatronStrategy` (NVIDIA/NeMo, nemo/lightning/pytorch/strategies/megatron_strategy.py).
+    "trainer.strategy": {
+        "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
+        "context_parallel_size", "sequence_parallel", "expert_model_parallel_size",
+    },
+    # Of its data modules, Megatron Core's `TransformerConfig` and `OptimizerConfig`.
+    "data": {"micro_batch_size", "global_batch_size"},
+    "model.config": {"recompute_granularity", "recompute_method", "recompute_num_layers"},
+    "optim.config": {"use_distributed_optimizer"},
+}  # fmt: skip
+
+
+def test_overrides_of_nemo_are_those_of_megatron() -> None:
+    planner = Hybrid(
+        pipeline=2, tensor=2, data=2, zero=1, remat="full", sequence_parallel=False,
+        schedule=Interleaved1F1B(num_chunks=2),
+    )  # fmt: skip
+    plan = _plan(planner, 4)
+    found = dict(line.split("=") for line in plan.export("nemo").splitlines())
+    assert {name for name in found if name.rpartition(".")[2] not in NEMO[name.rpartition(".")[0]]} == set()
+    assert found == {
+        "trainer.strategy.tensor_model_parallel_size": "2",
+        "trainer.strategy.pipeline_model_parallel_size": "2",
+        "trainer.strategy.virtual_pipeline_model_parallel_size": "2",
+        "trainer.strategy.context_parallel_size": "1",
+        "trainer.strategy.expert_model_parallel_size": "1",
+        "trainer.strategy.sequence_parallel": "False",
+        "data.micro_batch_size": "4",
+        "data.global_batch_size": str(SAMPLES),
+        "optim.config.use_distributed_optimizer": "True",
+        "model.config.recompute_granularity": "full",
+        "model.config.recompute_method": "uniform",
+        "model.config.recompute_num_layers": "1",
+    }
+    with pytest.raises(PlanError, match=r"NeMo does not have parameters split .* \(ZeRO-3\)"):
+        _plan(FSDP(), 1).export("nemo")
+
+
 def test_sections_of_torchtitan() -> None:
     found = tomllib.loads(_plan(Hybrid(replicas=2, zero=3), 2).export("torchtitan"))
     assert found["parallelism"] == {

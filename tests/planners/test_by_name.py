@@ -47,7 +47,7 @@ def test_options_may_follow_the_name() -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        *(kind for name, kind in PLANNERS.items() if name not in ("mesh_tensorflow", "on_mesh")),
+        *(kind for name, kind in PLANNERS.items() if name not in ("mesh_tensorflow", "on_mesh", "compiled")),
         lambda: al.planners.Auto(pins={"w": P("data")}),
         lambda: al.planners.Hybrid(data=2, tensor=2, split={"heads": "model"}),
         lambda: al.planners.MeshTensorFlow(layout={"batch": "rows"}, mesh={"rows": 8}),

@@ -32,10 +32,9 @@ from alpa_lite.cli.models.transformer import Computation, Transformer
 from alpa_lite.cli.models.transformer_layers import Experts
 from alpa_lite.cli.user_files import load_example, make_planner
 from alpa_lite.errors import AlpaLiteError, PlanError
-from alpa_lite.planners import Auto, Planner
-from alpa_lite.planners.by_name import PLANNERS, is_settings
+from alpa_lite.planners import Auto, Compiled, Jitted, Planner
+from alpa_lite.planners.by_name import FROM_TEXT, PLANNERS, is_settings
 from alpa_lite.planners.planner import Replay
-from alpa_lite.planners.trainer_configuration import READERS
 from alpa_lite.text import did_you_mean
 from cost_models.cluster import Cluster, known_clusters
 
@@ -252,7 +251,7 @@ def _names(text: str) -> Iterator[str]:
     """Yield the names of a list. Settings of a trainer have commas of their own: they run to the end of the list."""
     first, comma, rest = text.partition(",")
     name, colon, settings = first.partition(":")
-    if colon and name in READERS and is_settings(name, settings):
+    if colon and name in FROM_TEXT and is_settings(name, settings):
         yield text
         return
     yield first
@@ -268,8 +267,8 @@ def _all(cluster: Cluster) -> Iterator[Contender]:
     # First, so that a long comparison has the search's plans early.
     yield from map(_contender, SEARCHES)
     for name, kind in PLANNERS.items():
-        # Its variants are in `SEARCHES`.
-        if kind is Auto:
+        # The variants of the search are in `SEARCHES`; models of this command name no shardings.
+        if kind in (Auto, Jitted, Compiled):
             continue
         for options in _degrees(name, cluster):
             shown = name + "".join(f":{key}={value}" for key, value in options.items())
@@ -327,7 +326,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         metavar="LIST",
         help=f"all (default), or some of {', '.join(PLANNERS)} with options, as auto,pipeline:pipeline=4; last in a "
-        f"list, the settings of a trainer ({', '.join(READERS)}), as megatron:FLAGS. Several lists are joined",
+        f"list, what another program has written ({', '.join(FROM_TEXT)}), as megatron:FLAGS. Several lists are joined",
     )
     suggests(planners, ("all", *PLANNERS))
     parser.add_argument("--batch", type=positive, metavar="N", help="samples per step (default: as the model says)")

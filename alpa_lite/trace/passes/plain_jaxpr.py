@@ -3,8 +3,9 @@
 Input: a closed jaxpr. Output: one that computes the same, of operations that the factor rules know.
 
     mutable arrays (`jax.new_ref`)    become the values that they hold; loops and branches carry them   `without_refs`
-    constraints, reshardings          become `user_sharding` equations, which compute nothing and say what the user
-                                      wants; with `user_shardings="ignore"` they are removed            `without_meshes`
+    constraints, reshardings,         become `user_sharding` equations, which compute nothing and say what the user
+    shardings of inner `jax.jit`s     wants; with `user_shardings="ignore"` they are removed            `without_meshes`
+    shardings of a jitted step        are returned beside it: they are those of arguments and results   `of_jitted_step`
     types that name a mesh            become plain ones, in the bodies of loops too
     shard_map                         becomes vmap over the blocks, with one dim for each mesh axis
     primitives of other libraries     become calls of the function that defines them                    `_expanded`
@@ -19,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.extend import core as jex_core
@@ -101,6 +102,44 @@ def _makes_refs(jaxpr: Jaxpr) -> bool:
     return any(map(_makes_refs, bodies))
 
 
+class JittedStep(NamedTuple):
+    """A step without the shardings of the `jax.jit` that it is, and these.
+
+    Attributes:
+        jaxpr: the step.
+        arguments: the layout of each argument leaf that `in_shardings` gives; None where it gives none.
+        results: the layout of each result leaf that `out_shardings` gives.
+    """
+
+    jaxpr: ClosedJaxpr
+    arguments: tuple[UserSharding | None, ...]
+    results: tuple[UserSharding | None, ...]
+
+
+def of_jitted_step(jaxpr: ClosedJaxpr) -> JittedStep:
+    """Return a step apart from its `in_shardings`, if it is a function that `jax.jit` returned.
+
+    There they say where arguments lie when the step is called; in an inner `jax.jit` they are constraints. Those of the
+    results stay, too, as constraints on them.
+    """
+    opened = _jax.open_jaxpr(jaxpr)
+    if len(opened.eqns) != 1 or not _is_jit(opened.eqns[0]):
+        return JittedStep(jaxpr, (None,) * len(opened.invars), (None,) * len(opened.outvars))
+    (call,) = opened.eqns
+    given = {v: s for v, s in zip(call.invars, call.params["in_shardings"], strict=True) if v in opened.invars}
+    returned = dict(zip(call.outvars, call.params["out_shardings"], strict=True))
+    bare = call.replace(params={**call.params, "in_shardings": (None,) * len(call.invars)})
+    return JittedStep(
+        _jax.with_open_jaxpr(jaxpr, opened.replace(eqns=[bare])),
+        tuple(_if_splittable(given.get(v), v) for v in opened.invars),
+        tuple(None if isinstance(v, _jax.Literal) else _if_splittable(returned.get(v), v) for v in opened.outvars),
+    )
+
+
+def _is_jit(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name in ("jit", "pjit") and "in_shardings" in eqn.params
+
+
 def without_meshes(jaxpr: ClosedJaxpr, user_shardings: Mode = "ignore") -> ClosedJaxpr:
     """Return a closed jaxpr without the meshes that the user's function names.
 
@@ -110,7 +149,17 @@ def without_meshes(jaxpr: ClosedJaxpr, user_shardings: Mode = "ignore") -> Close
     moves along these dims.
     """
     with _jax.no_mesh():
-        return _MeshRemover(user_shardings).closed(jaxpr)
+        return _MeshRemover(user_shardings, {}).closed(jaxpr)
+
+
+def with_shardings(jaxpr: ClosedJaxpr, found: Mapping[tuple[int, int], UserSharding | None]) -> ClosedJaxpr:
+    """Return a closed jaxpr without meshes, in which results have the layouts that XLA gives them.
+
+    found: the layouts by the id of an equation and the number of its result, or by the id of a jaxpr, of the step or of
+    the body of a loop, and the number of its argument; other values remain open.
+    """
+    with _jax.no_mesh():
+        return _MeshRemover("pin", found).closed(jaxpr)
 
 
 _CONSTRAINTS = frozenset({"sharding_constraint", "reshard", "mesh_cast", "pvary", "pcast"})
@@ -119,7 +168,8 @@ _CONSTRAINTS = frozenset({"sharding_constraint", "reshard", "mesh_cast", "pvary"
 user_sharding_p = jex_core.Primitive(USER_SHARDING)
 """Return the operand.
 
-Parameters: `mesh` and `dims` of the `UserSharding` that the user wants; `pinned`, whether the plan must obey it.
+Parameters: `mesh` and `dims` of the `UserSharding` that the user wants; `pinned`, whether the plan must obey it;
+`propagated`, whether it is what XLA's propagation makes of others.
 """
 
 user_sharding_p.def_impl(lambda x, **_: x)
@@ -162,14 +212,38 @@ _INVARIANT = {} if _jax.psum_p is None else {"psum_invariant": _jax.psum_p}
 """
 
 
+class _Names:
+    """The variables of a rewritten jaxpr in place of those of the original, and whether anything is changed."""
+
+    def __init__(self) -> None:
+        self.now: dict[Var, Var | Literal] = {}
+        self.changed = False
+
+    def of(self, atom: Var | Literal) -> Any:
+        """Return the variable in place of one, of a type without mesh; literals stay."""
+        if isinstance(atom, _jax.Literal):
+            return atom
+        if atom not in self.now:
+            aval = _on_no_mesh(atom.aval)
+            self.now[atom] = atom if aval is atom.aval else type(atom)(aval)
+            self.changed |= self.now[atom] is not atom
+        return self.now[atom]
+
+    def renewed(self, variable: Var) -> Var:
+        """Return a new variable, which later equations read in place of one."""
+        self.changed, self.now[variable] = True, (found := _jax.Var(self.of(variable).aval))
+        return found
+
+
 class _MeshRemover:
     """Rewrites jaxprs; one that several equations hold is rewritten once, and stays one.
 
     That matters beyond speed: the conversion to a graph makes one body of each jaxpr object, which is analysed once.
     """
 
-    def __init__(self, user_shardings: Mode) -> None:
+    def __init__(self, user_shardings: Mode, found: Mapping[tuple[int, int], UserSharding | None]) -> None:
         self._user_shardings: Mode = user_shardings
+        self._found = found
         # Original and rewritten jaxpr by the id of the original, which is held so that its id is not reused.
         self._rewritten: dict[int, tuple[Jaxpr, Jaxpr]] = {}
 
@@ -186,65 +260,84 @@ class _MeshRemover:
         return self._rewritten[id(jaxpr)][1]
 
     def _rewrite(self, jaxpr: Jaxpr) -> Jaxpr:
-        now: dict[Var, Var | Literal] = {}
-        changed = False
-
-        def renamed(atom: Var | Literal) -> Any:
-            nonlocal changed
-            if isinstance(atom, _jax.Literal):
-                return atom
-            if atom not in now:
-                aval = _on_no_mesh(atom.aval)
-                now[atom] = atom if aval is atom.aval else type(atom)(aval)
-                changed |= now[atom] is not atom
-            return now[atom]
-
-        constvars, invars = [renamed(v) for v in jaxpr.constvars], [renamed(v) for v in jaxpr.invars]
+        names = _Names()
+        constvars, invars = [list(map(names.of, variables)) for variables in (jaxpr.constvars, jaxpr.invars)]
         equations: list[JaxprEqn] = []
+        for n, (variable, argument) in enumerate(zip(jaxpr.invars, invars, strict=True)):
+            demand = self._found.get((id(jaxpr), n))
+            # Without equations there is nothing that would read the argument elsewhere.
+            if demand is not None and jaxpr.eqns:
+                equations.append(self._constraint(jaxpr.eqns[0], argument, names.renewed(variable), demand))
         for eqn in jaxpr.eqns:
-            wanted = self._wanted(eqn)
-            if eqn.primitive.name in _CONSTRAINTS:
-                changed = True
-                if wanted is None:
-                    # The result is another name of the operand in all later equations.
-                    now |= zip(eqn.outvars, map(renamed, eqn.invars), strict=True)
-                else:
-                    equations.append(self._constraint(eqn, renamed(eqn.invars[0]), renamed(eqn.outvars[0]), wanted))
-                continue
-            operands, results = [renamed(v) for v in eqn.invars], [renamed(v) for v in eqn.outvars]
-            plain = _expanded(self._without_region(eqn))
-            params, context = self._params(plain.params), _jax.context_without_mesh(plain)
-            same = params is eqn.params and operands == eqn.invars and results == eqn.outvars and context is eqn.ctx
-            if not same:
-                plain = plain.replace(invars=operands, outvars=results, params=params, ctx=context)
-            equations.append(plain)
-            changed |= plain is not eqn
-            if wanted is not None:
-                changed, (result,) = True, results
-                now[eqn.outvars[0]] = type(result)(result.aval)
-                equations.append(self._constraint(eqn, result, now[eqn.outvars[0]], wanted))
-        if not changed:
+            write = self._of_constraint if eqn.primitive.name in _CONSTRAINTS else self._of_equation
+            equations += write(eqn, names)
+        if not names.changed:
             return jaxpr
-        outvars = [renamed(v) for v in jaxpr.outvars]
+        outvars = list(map(names.of, jaxpr.outvars))
         return jaxpr.replace(constvars=constvars, invars=invars, outvars=outvars, eqns=equations)
 
-    def _wanted(self, eqn: JaxprEqn) -> UserSharding | None:
-        """Return the layout that the user gives for the only result of an equation."""
-        if self._user_shardings == "ignore" or len(eqn.outvars) != 1:
-            return None
-        aval: Any = eqn.outvars[0].aval
-        # Scalars have no dims to split, and every device holds all random keys.
-        if not getattr(aval, "shape", ()) or jax.numpy.issubdtype(aval.dtype, jax.dtypes.extended):
-            return None
+    def _of_constraint(self, eqn: JaxprEqn, names: _Names) -> list[JaxprEqn]:
+        """Return the equation in place of one that returns its operand and says where it is, if any is needed."""
+        names.changed = True
+        (wanted,) = self._wanted_results(eqn) or (None,)
+        if wanted is not None:
+            return [self._constraint(eqn, names.of(eqn.invars[0]), names.of(eqn.outvars[0]), wanted)]
+        # The result is another name of the operand in all later equations.
+        names.now |= zip(eqn.outvars, map(names.of, eqn.invars), strict=True)
+        return []
+
+    def _of_equation(self, eqn: JaxprEqn, names: _Names) -> list[JaxprEqn]:
+        """Return an equation on plain arrays, with the constraints on its operands and results."""
+        operands, results = list(map(names.of, eqn.invars)), list(map(names.of, eqn.outvars))
+        before, after = list[JaxprEqn](), list[JaxprEqn]()
+        for n, demand in enumerate(self._wanted_operands(eqn)):
+            if demand is not None:
+                outside, operands[n] = operands[n], _jax.Var(operands[n].aval)
+                before.append(self._constraint(eqn, outside, operands[n], demand))
+        plain = _expanded(self._without_region(eqn))
+        params, context = self._params(plain.params), _jax.context_without_mesh(plain)
+        same = params is eqn.params and operands == eqn.invars and results == eqn.outvars and context is eqn.ctx
+        if not same:
+            plain = plain.replace(invars=operands, outvars=results, params=params, ctx=context)
+        names.changed |= plain is not eqn
+        for outvar, result, demand in zip(eqn.outvars, results, self._wanted_results(eqn), strict=True):
+            if demand is not None:
+                after.append(self._constraint(eqn, result, names.renewed(outvar), demand))
+        return [*before, plain, *after]
+
+    def _wanted_operands(self, eqn: JaxprEqn) -> Sequence[UserSharding | None]:
+        """Return the layout that the user gives for each operand of an equation, none for those that have none."""
+        if self._user_shardings == "ignore" or not _is_jit(eqn):
+            return ()
+        return [_if_splittable(s, v) for s, v in zip(eqn.params["in_shardings"], eqn.invars, strict=True)]
+
+    def _wanted_results(self, eqn: JaxprEqn) -> Sequence[UserSharding | None]:
+        """Return the layout that the user gives for each result of an equation."""
+        none = (None,) * len(eqn.outvars)
+        if self._found:
+            return [self._found.get((id(eqn), n)) for n in range(len(eqn.outvars))]
+        if self._user_shardings == "ignore":
+            return none
+        if _is_jit(eqn):
+            return [_if_splittable(s, v) for s, v in zip(eqn.params["out_shardings"], eqn.outvars, strict=True)]
+        if len(eqn.outvars) != 1:
+            return none
+        (result,) = eqn.outvars
         if eqn.primitive.name == "sharding_constraint":
-            return user_sharding(eqn.params["sharding"], aval.ndim)
+            return (_if_splittable(eqn.params["sharding"], result),)
         # On a mesh of explicit types alone `out_sharding` is the user's: elsewhere JAX writes it for itself.
+        aval: Any = result.aval
         of_type = eqn.primitive.name == "reshard" or eqn.params.get("out_sharding") is not None
-        return user_sharding(aval.sharding, aval.ndim) if of_type and _is_explicit(aval.sharding.mesh) else None
+        return (_if_splittable(aval.sharding, result) if of_type and _is_explicit(aval.sharding.mesh) else None,)
 
     def _constraint(self, eqn: JaxprEqn, operand: Any, result: Any, wanted: UserSharding) -> JaxprEqn:
         """Return the equation that says what the user wants for the result of an equation."""
-        params = {"mesh": wanted.mesh, "dims": wanted.dims, "pinned": self._user_shardings == "pin"}
+        params = {
+            "mesh": wanted.mesh,
+            "dims": wanted.dims,
+            "pinned": self._user_shardings == "pin",
+            "propagated": bool(self._found),
+        }
         context = _jax.context_without_mesh(eqn)
         return eqn.replace(
             primitive=user_sharding_p,
@@ -299,6 +392,15 @@ class _MeshRemover:
         if isinstance(value, _jax.Jaxpr):
             return self.opened(value)
         return self.closed(value) if isinstance(value, _jax.ClosedJaxpr) else value
+
+
+def _if_splittable(sharding: Sharding | None, atom: Var | Literal) -> UserSharding | None:
+    """Return the layout that a sharding gives an array; None for scalars and random keys, which are whole anyway."""
+    aval: Any = atom.aval
+    shape = getattr(aval, "shape", ())
+    if not shape or jax.numpy.issubdtype(aval.dtype, jax.dtypes.extended):
+        return None
+    return user_sharding(sharding, len(shape))
 
 
 def _struct(atom: Var | Literal) -> jax.ShapeDtypeStruct:

@@ -15,6 +15,7 @@ from benchmarks.published.plan_of import (
     computed_length,
     devices_of_stages,
     expert_devices,
+    has_expert_axis,
     is_recent,
     loops_of,
     periods_of,
@@ -157,6 +158,14 @@ def test_experts_on_more_devices_than_replicas_fold_over_the_tensor_devices() ->
     folded = row(family="moe", experts_topk="16/2", n_devices=32, tp=4, ep=16)
     assert (folded.data, expert_devices(folded)) == (8, 8)
     assert expert_devices(row(family="moe", experts_topk="16/2", n_devices=32, ep=8)) == 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "fixed"),
+    [({"ep": 4}, True), ({"ep": 4, "cp": 2}, False), ({"ep": 1}, False), ({"zero_fsdp": "ILP (searched)"}, False)],
+)
+def test_experts_lie_where_the_table_says(changes: dict[str, Any], fixed: bool) -> None:
+    assert has_expert_axis(row(family="moe", experts_topk="8/2", **changes)) == fixed
 
 
 def test_masked_models_without_a_compiler_read_what_sequences_have() -> None:

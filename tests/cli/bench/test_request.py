@@ -14,9 +14,11 @@ from alpa_lite.errors import PlanError
 from alpa_lite.planners import (
     FSDP,
     Auto,
+    Compiled,
     ConvolutionParallel,
     DataParallel,
     Hybrid,
+    Jitted,
     Megatron,
     MeshTensorFlow,
     OnMesh,
@@ -127,7 +129,12 @@ def test_all_has_every_planner_and_each_level_alone():
         "mesh_tensorflow": True,  # layouts and meshes are the user's
         "on_mesh": True,
     }
-    assert {type(planner) for planner in planners} == set(PLANNERS.values()) - {MeshTensorFlow, OnMesh}
+    assert {type(planner) for planner in planners} == set(PLANNERS.values()) - {
+        MeshTensorFlow,
+        OnMesh,
+        Jitted,
+        Compiled,
+    }
     assert all(Pipeline(pipeline=n) in planners and TorchGPipe(pipeline=n) in planners for n in (2, 4, 8))
     assert ConvolutionParallel(height=2) in planners and ConvolutionParallel(filter=2) in planners
     assert Hybrid(pipeline=2, tensor=2, data=2) in planners and Hybrid(pipeline=4, tensor=2, data=1) in planners

@@ -1,0 +1,131 @@
+"""The equations of an exported pipeline that the ops of a plan are: the same primitives on the same operands.
+
+The module traces the step and inlines its calls (`trace` in `pipeline_jax.py.txt`), as alpa_lite does, but runs no
+passes. Arguments have the same order in both. From these on, an op is the equation
+
+    with its primitive, whose operands are the equations (or arguments, or literals) that its operands are
+
+and where several are, as two sums of one array along different dims, the one with its parameters that comes next. Equal
+equations on equal operands make equal values, whichever of them an op was matched with. A value that a plan computes
+again has the same operands as the first one, and is the same equation. Ops with operands that the program does not
+have, such as loops and branches, into whose bodies constants move, are matched in their order, by the shapes of their
+results.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from alpa_lite import _jax
+from alpa_lite._jax import Array
+from alpa_lite.program.equations import PlainParams
+from alpa_lite.program.identity import params_text
+from alpa_lite.program.ir import Graph, Op
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Matches:
+    """What the ops and values of a graph are in an exported program.
+
+    Attributes:
+        equations: op → number of its equation.
+        values: value of the graph → number of the value; values that the program does not have are missing.
+    """
+
+    equations: Mapping[int, int]
+    values: Mapping[int, int]
+
+
+def matched(graph: Graph, program: Any, inputs: Mapping[int, int]) -> Matches:
+    """Match a graph with a program that the module's `trace` returned; `inputs`: value of the graph → value there."""
+    return _Matcher(graph, program, dict(inputs)).run()
+
+
+def matched_constants(ours: Sequence[Array], theirs: Mapping[int, Array]) -> list[int | None]:
+    """Return for each captured array the value of the program that has the same elements; None if there is none."""
+    by_content = {_content(array): value for value, array in theirs.items()}
+    return [by_content.get(_content(array)) for array in ours]
+
+
+def _content(array: Array) -> Hashable:
+    is_key = jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key)
+    elements = np.asarray(jax.random.key_data(array) if is_key else array)
+    return str(array.dtype), elements.shape, elements.tobytes()
+
+
+@dataclass(slots=True)
+class _Matcher:
+    graph: Graph
+    program: Any
+    values: dict[int, int]
+    equations: dict[int, int] = field(default_factory=dict[int, int])
+    # Value of the program → the first value that an equal equation makes.
+    first: dict[int, int] = field(default_factory=dict[int, int])
+    taken: set[int] = field(default_factory=set[int])
+    plain: PlainParams = field(default_factory=PlainParams)
+
+    def run(self) -> Matches:
+        graph, program = self.graph, self.program
+        alike: dict[Hashable, list[int]] = defaultdict(list)
+        shaped: dict[Hashable, list[int]] = defaultdict(list)
+        given, made = set(self.values.values()), dict[Hashable, list[int]]()
+        for number, eqn in enumerate(program.equations):
+            operands, shapes = tuple(map(self._operand, eqn.operands)), self._shapes(eqn.results)
+            equal = eqn.primitive.name, operands, shapes, params_text(self.plain.of(eqn.params))
+            self.first.update(zip(eqn.results, made.setdefault(equal, eqn.results), strict=True))
+            if not given.isdisjoint(eqn.results):
+                continue  # what is an input of the graph, no op of it makes
+            alike[eqn.primitive.name, operands, shapes].append(number)
+            shaped[eqn.primitive.name, shapes].append(number)
+        for op in graph.ops:
+            operands, shapes = tuple(map(self._value, op.operands)), tuple(value.shape for value in graph.results(op))
+            found = alike[op.primitive, operands, shapes]
+            if not found:
+                rest = [n for n in shaped[op.primitive, shapes] if n not in self.taken]
+                found = [n for n in rest if op.bodies or self._may_have(n, operands)]
+            if found:
+                self._match(op, found)
+            elif op.primitive == "optimization_barrier":
+                # Before what a plan computes again; the task in which that runs is another one.
+                pairs = zip(op.results, op.operands, strict=True)
+                self.values.update({result: self.values[v] for result, v in pairs if v in self.values})
+        return Matches(equations=self.equations, values=self.values)
+
+    def _may_have(self, number: int, operands: Sequence[Hashable]) -> bool:
+        """Return whether an equation has these operands where they are known."""
+        own = self.program.equations[number].operands
+        return len(own) == len(operands) and all(
+            v is None or v == self._operand(w) for v, w in zip(operands, own, strict=True)
+        )
+
+    def _match(self, op: Op, found: Sequence[int]) -> None:
+        if len(found) > 1 and not op.bodies:
+            # Loops and branches keep their bodies among the parameters of an equation.
+            wanted = params_text(op.params)
+            same = [n for n in found if params_text(self.plain.of(self.program.equations[n].params)) == wanted]
+            found = [*(n for n in same if n not in self.taken), *same, *found]
+        self.equations[op.id] = number = found[0]
+        self.taken.add(number)
+        self.values.update(zip(op.results, self.program.equations[number].results, strict=True))
+
+    def _shapes(self, values: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(getattr(self.program.avals[v], "shape", ())) for v in values)
+
+    def _operand(self, atom: Any) -> Hashable:
+        """Return what an operand of an equation is: a value of the program, or a literal."""
+        if isinstance(atom, int):
+            return self.first.get(atom, atom)
+        aval = _jax.aval_of(atom)
+        return repr(np.asarray(atom.val, aval.dtype).item()) if np.ndim(atom.val) == 0 else repr(atom)
+
+    def _value(self, value: int) -> Hashable:
+        """Return what a value of the graph is; None if the program does not have it."""
+        literal = self.graph.values[value].literal
+        found = self.values.get(value)
+        return (None if found is None else self.first.get(found, found)) if literal is None else repr(literal)
