@@ -173,7 +173,8 @@ class JointSearch:
         layering, natural = self.steps.layering, searches.steps.natural
         counts = [n for n in self.space.equal_stages if natural.num_layers % n] if layering.num_layers is None else ()
         guesses = searches.in_equal_stages(self.space, counts, numbers) if counts else {}
-        for count in sorted(counts, key=guesses.__getitem__):
+        # Fewer stages first: more of them take longer to search.
+        for count in counts:
             if guesses[count] < at_most:
                 steps = replace(self.steps, layering=replace(layering, stages=[count]))
                 others = replace(self, steps=steps, num_stages=count, at_most=at_most)
