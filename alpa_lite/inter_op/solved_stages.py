@@ -103,6 +103,7 @@ class SolvedStages:
         self._of_views: dict[Hashable, object] = {}
         self._first_of_size: dict[Hashable, StageView] = {}
         self._builders: dict[MeshKey, Builders] = {}
+        self._in_parts: dict[Hashable, list[tuple[StageView, StageSolution]]] = {}
 
     def structure(self, view: StageView) -> object:
         """Return an object that stands for the signature of a view, which takes long to make and to hash."""
@@ -126,6 +127,10 @@ class SolvedStages:
     def add(self, structure: object, kind: MeshKey, solved: SolvedStage) -> None:
         """Add a stage that was solved."""
         self._solved.setdefault((structure, kind, solved.asked.weights), []).append(solved)
+
+    def in_parts(self, structure: object, kind: MeshKey, *, in_two: bool) -> list[tuple[StageView, StageSolution]]:
+        """Return the list of the stages that were priced with a backward pass of two tasks, or of one."""
+        return self._in_parts.setdefault((structure, kind, in_two), [])
 
     def within_memory(self, num_microbatches: int) -> list[SolvedStage]:
         """Return the stages of steps with so many micro-batches that were solved within a limit of memory."""

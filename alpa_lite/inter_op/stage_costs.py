@@ -285,8 +285,22 @@ class StageCosts:
 
     def in_two_parts(self, place: StagePlace, solution: StageSolution, *, in_two: bool = True) -> StageSolution:
         """Return a solution with the cost of a backward pass of two tasks, or of one; see `solve.in_two_parts`."""
-        pricer = self._builders(place).catalogue.pricer
-        return in_two_parts(solution, self._view(place.first, place.last), pricer, in_two=in_two)
+        if solution.choice is None:
+            return solution
+        view, pricer = self._view(place.first, place.last), self._builders(place).catalogue.pricer
+        alike = self.solved.in_parts(self._structure(place.first, place.last), self._kind(place), in_two=in_two)
+        for known, made in alike:
+            if remap(solution.choice, view, known) == made.choice:
+                # Of a pipeline of equal stages one is priced.
+                return replace(
+                    solution,
+                    cost=made.cost,
+                    compute_seconds=made.compute_seconds,
+                    flops=made.flops,
+                    collectives=made.collectives,
+                )
+        alike.append((view, in_two_parts(solution, view, pricer, in_two=in_two)))
+        return alike[-1][1]
 
     def knows(self, asked: Question) -> bool:
         """Return True if `answer` need not solve anything."""

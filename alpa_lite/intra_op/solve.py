@@ -112,13 +112,12 @@ def _with_seconds(view: StageView, pricer: Pricer, solution: StageSolution, *, i
     )
 
 
-@memoized
 def in_two_parts(solution: StageSolution, view: StageView, pricer: Pricer, *, in_two: bool = True) -> StageSolution:
     """Return the solution with the cost of a backward pass whose weight gradients are a task of their own, or not.
 
     That task follows in the bubbles; the first one computes what the previous stage waits for.
     """
-    return solution if solution.choice is None else _with_seconds(view, pricer, solution, in_two=in_two)
+    return _with_seconds(view, pricer, solution, in_two=in_two)
 
 
 def stage_tasks(view: StageView, choice: Choice, *, in_two: bool = False) -> list[TaskSpec]:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from math import prod
@@ -46,6 +46,10 @@ class Placement:
     submesh: Submesh
     mesh: LogicalMesh
     spec: Spec
+
+    def nearer(self, num_devices: int) -> Placement:
+        """Return the placement with ids of devices that are smaller by a number."""
+        return replace(self, submesh=replace(self.submesh, first_device=self.submesh.first_device - num_devices))
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +166,12 @@ def plan_transfer(
         PlanError: a spec does not fit the shape, a mesh does not fit its submesh, or the target is a partial sum that
             cannot be reached.
     """
+    # Only whether devices share a host matters, so that equal stages further down a pipeline exchange the same pieces.
+    skipped = min(source.submesh.first_device, target.submesh.first_device) // devices_per_host * devices_per_host
+    if skipped:
+        first, second = source.nearer(skipped), target.nearer(skipped)
+        alike = plan_transfer(array, first, second, devices_per_host=devices_per_host, direct_bytes=direct_bytes)
+        return replace(alike, source=source, target=target)
     shape = array.shape
     # Plans may be written by hand, and a wrong spec must not become a wrong transfer.
     for layout in (source, target):

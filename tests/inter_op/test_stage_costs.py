@@ -79,3 +79,18 @@ def test_equal_stages_are_solved_once_and_limits_apart() -> None:
     assert tight.choice is None or tight.peak_bytes <= 0.9 * first.peak_bytes
     # What the tight limit forbids is still known for all of the memory.
     assert costs.solution(StagePlace(2, 2, SUBMESH, MESH)).objective == first.objective and len(solved) == 2
+
+
+def test_equal_stages_of_a_split_backward_pass_are_priced_once_and_others_apart() -> None:
+    costs = _costs(1e9, [])
+    places = [StagePlace(layer, layer, SUBMESH, MESH) for layer in range(costs.layers.num_layers)]
+    solutions = [costs.solution(place) for place in places]
+    other = StagePlace(1, 1, SUBMESH, LogicalMesh(axis_names=("data", "model"), shape=(2, 2)))
+    asked = [*zip(places, solutions, strict=True), (other, costs.solution(other))]
+    found = [costs.in_two_parts(place, solution) for place, solution in asked]
+    assert found[1].cost is found[2].cost
+    for (place, solution), each in zip(asked, found, strict=True):
+        alone = _costs(1e9, [])
+        fresh = alone.in_two_parts(place, alone.solution(place))
+        assert each.cost == fresh.cost and each.choice == solution.choice
+    assert len({each.cost for each in found}) > 2

@@ -215,10 +215,13 @@ def test_senders_share_the_load() -> None:
     assert set(hosts) == {0, 1}
 
 
-def test_senders_on_the_receivers_host_are_preferred() -> None:
-    """Devices 0..5 hold the array, 6 and 7 want it: 4 and 5 are on their host of four."""
-    planned = transfer((8, 2), layout(0, {"x": 6}, spec("", "")), layout(6, {"x": 2}, spec("x", "")))
-    assert sorted(p.source for p in planned.pieces) == [4, 5]
+@pytest.mark.parametrize(("first", "near"), [(0, [4, 5]), (3, [5, 5]), (8, [4, 5]), (11, [5, 5])])
+def test_senders_on_the_receivers_host_are_preferred(first: int, near: list[int]) -> None:
+    """Of six devices that hold the array one or two are on the host of four on which the two that want it are."""
+    source, target = layout(first, {"x": 6}, spec("", "")), layout(first + 6, {"x": 2}, spec("x", ""))
+    planned = transfer((8, 2), source, target)
+    assert sorted(p.source for p in planned.pieces) == near
+    assert (planned.source, planned.target) == (source, target)
 
 
 def test_what_is_there_already_is_not_sent() -> None:
