@@ -23,7 +23,7 @@ def _constrained(x: Any) -> Any:
 
 
 def _pinned(x: Any) -> Any:
-    return user_sharding_p.bind(x, mesh=(("x", 2), ("y", 4)), dims=(("x",), ("y",)), pinned=True)
+    return user_sharding_p.bind(x, mesh=(("x", 2), ("y", 4)), dims=(("x",), ("y",)), pinned=True, propagated=False)
 
 
 def _unary() -> list[Row]:
