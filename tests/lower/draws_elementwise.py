@@ -147,7 +147,7 @@ def sharding_constraint(pick: Pick, name: str) -> Row:
 def user_sharding(pick: Pick, name: str) -> Row:
     """Demands a sharding; the machine under test takes any."""
     shape = pick.shape()
-    params = {"mesh": (("d", 8),), "dims": ((),) * len(shape), "pinned": True}
+    params = {"mesh": (("d", 8),), "dims": ((),) * len(shape), "pinned": True, "propagated": False}
     return call(name, lambda v: user_sharding_p.bind(v, **params), pick.array(shape))
 
 
