@@ -123,7 +123,7 @@ class SurveyedSearches:
         # Loops are whole there, where parts of one trip are none.
         whole = self.steps.request.step_at(1, 0)
         wirings = (wiring_of(whole.graph.ops[op]) for op in forward_loops(whole))
-        trips = sum(wiring.trips for wiring in wirings if wiring is not None) or 1
+        trips = sum(wiring.trips for wiring in wirings if wiring is not None)
         space = space.where([devices % n == 0 and devices // n in counts for n in space.devices])
         survey = Survey(space, self.survey.profile, known.structure_of_layers())
         for number in self.survey.numbers:
@@ -135,7 +135,7 @@ class SurveyedSearches:
             for kind, of_stage in enumerate(space.devices):
                 count = devices // of_stage
                 if profile.least_bytes(size, number, devices, count) <= MEMORY_SLACK * space.room_bytes[kind]:
-                    share = math.ceil(trips / count) / trips
+                    share = math.ceil(trips / count) / trips if trips else 1 / count
                     seconds = share * float(((number + count - 1) * loop[kind] + update[kind]).min())
                     found[count] = min(found[count], seconds)
         return found

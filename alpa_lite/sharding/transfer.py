@@ -47,9 +47,9 @@ class Placement:
     mesh: LogicalMesh
     spec: Spec
 
-    def nearer(self, num_devices: int) -> Placement:
-        """Return the placement with ids of devices that are smaller by a number."""
-        return replace(self, submesh=replace(self.submesh, first_device=self.submesh.first_device - num_devices))
+    def shifted(self, offset: int) -> Placement:
+        """Return the same placement on devices whose ids are larger by `offset`."""
+        return replace(self, submesh=replace(self.submesh, first_device=self.submesh.first_device + offset))
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +169,7 @@ def plan_transfer(
     # Only whether devices share a host matters, so that equal stages further down a pipeline exchange the same pieces.
     skipped = min(source.submesh.first_device, target.submesh.first_device) // devices_per_host * devices_per_host
     if skipped:
-        first, second = source.nearer(skipped), target.nearer(skipped)
+        first, second = source.shifted(-skipped), target.shifted(-skipped)
         alike = plan_transfer(array, first, second, devices_per_host=devices_per_host, direct_bytes=direct_bytes)
         return replace(alike, source=source, target=target)
     shape = array.shape
