@@ -177,6 +177,15 @@ class Cluster:
         return self.num_hosts * self.devices_per_host
 
     @property
+    def reduces_in_place(self) -> bool:
+        """Whether an all_reduce overwrites its operand, and does not need memory for its result.
+
+        XLA shares the buffer on GPUs, where NCCL can reduce in place (openxla/xla, `xla/service/gpu/buffer_sharing.cc`);
+        its CPU backend, which runs virtual devices, allocates results of their own. TPUs are taken to be like GPUs.
+        """
+        return not self.shared_processor
+
+    @property
     def skew_seconds(self) -> float:
         """Seconds that a step waits for the last host: the skew of `inter_host` per doubling of the number of hosts.
 

@@ -11,7 +11,7 @@ same mesh share them. Lists of specs are keyed by number (`interning.Numbering`)
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -119,6 +119,7 @@ class Catalogue:
         self._tables: dict[object, FloatArray] = {}
         self._sizes: dict[object, FloatArray] = {}
         self._copies: dict[object, FloatArray] = {}
+        self._all_reduced: dict[PlacementOptions, FloatArray | None] = {}
         # Keyed by identity, since options compare so; the caches above make equal options one object.
         self._scratch: dict[PlacementOptions, FloatArray | None] = {}
         self._value_specs: dict[object, tuple[Spec, ...]] = {}
@@ -363,36 +364,55 @@ class Catalogue:
         """Return the bytes of one device's copy of a value under each demanded spec, or 0 where no copy is needed.
 
         A copy is needed where the blocks of the demanded spec differ from the value's own and are no smaller; a partial
-        sum is completed in place. `paired`: the value is in the offered spec of the same index; otherwise in any of
+        sum is completed in place where the backend does so (`Cluster.reduces_in_place`). `paired`: the value is in the offered spec of the same index; otherwise in any of
         them, and the demanded spec must differ from all.
         """
         key = (value.shape, value.dtype, value.on_host, self._number(offered), self._number(demanded), paired)
         if key not in self._copies:
             homes, sizes = self.local_sizes(value, offered), self.local_sizes(value, demanded)
+            # Specs that differ in partial sums alone have equal blocks: the sum may be completed in its own buffer.
+            in_place = self.pricer.cost_model.cluster.reduces_in_place
+            own, wanted = ([spec.dims if in_place else spec for spec in specs] for specs in (offered, demanded))
             if paired:
-                # Specs that differ in partial sums alone have equal blocks: the sum is completed in its own buffer.
-                same = np.array([a.dims == b.dims for a, b in zip(offered, demanded, strict=True)])
-                other = ~same & (sizes >= homes)
+                other = np.array([a != b for a, b in zip(own, wanted, strict=True)]) & (sizes >= homes)
             else:
-                dims = {spec.dims for spec in offered}
                 # The node of the value may choose any of its specs: a copy counts only if it is one for all of them.
-                other = np.array([spec.dims not in dims for spec in demanded]) & (sizes >= homes.max())
+                other = np.array([spec not in own for spec in wanted]) & (sizes >= homes.max())
             self._copies[key] = frozen(np.where(other, sizes, 0.0))
         return self._copies[key]
 
     def scratch_sizes(self, graph: Graph, op: Op, options: PlacementOptions) -> FloatArray | None:
         """Return a device's bytes of results before a reduce_scatter, for each placement; None if there is none."""
-        if options not in self._scratch:
-            if options.made == options.results:
-                self._scratch[options] = None
-                return None
+        # Of all ways to complete a partial sum, only a reduce_scatter makes its block smaller.
+        return self._before(self._scratch, graph, op, options, np.greater)
+
+    def all_reduced_sizes(self, graph: Graph, op: Op, options: PlacementOptions) -> FloatArray | None:
+        """Return a device's bytes of results before an all_reduce, for each placement; None if there is none.
+
+        Where the backend reduces in place, the result needs no other buffer.
+        """
+        if self.pricer.cost_model.cluster.reduces_in_place:
+            return None
+        return self._before(self._all_reduced, graph, op, options, np.equal)
+
+    def _before(
+        self,
+        known: dict[PlacementOptions, FloatArray | None],
+        graph: Graph,
+        op: Op,
+        options: PlacementOptions,
+        compare: Callable[[FloatArray, FloatArray], FloatArray],
+    ) -> FloatArray | None:
+        """Return the bytes of results as they are made, where they are moved and compare so with those afterwards."""
+        if options not in known:
             total = np.zeros(len(options.placements))
             for value, made, results in zip(graph.results(op), options.made, options.results, strict=True):
-                before, after = self.local_sizes(value, made), self.local_sizes(value, results)
-                # Of all ways to complete a partial sum, only a reduce_scatter makes its block smaller.
-                total += np.where(before > after, before, 0.0)
-            self._scratch[options] = frozen(total)
-        return self._scratch[options]
+                if made != results:
+                    before, after = self.local_sizes(value, made), self.local_sizes(value, results)
+                    moved = np.array([a != b for a, b in zip(made, results, strict=True)])
+                    total += np.where(moved & compare(before, after), before, 0.0)
+            known[options] = frozen(total) if total.any() else None
+        return known[options]
 
 
 class _Columns(NamedTuple):

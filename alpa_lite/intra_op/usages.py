@@ -22,6 +22,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from alpa_lite.intra_op.interning import SharedArrays
 from alpa_lite.intra_op.liveness import Life, Lives, Path, lives_of
 from alpa_lite.intra_op.problem import FloatArray
@@ -129,6 +131,10 @@ class _Collector:
         readers = [c for c in view.graph.consumers[life.value] if c in view.op_set]
         times = [self.lives.spans[(), c].start for c in readers if view.step.phases[c] is Phase.UPDATE]
         read = min(times, default=life.end)
+        if times and not self.catalogue.pricer.cost_model.cluster.reduces_in_place:
+            # XLA combines the all_reduces of the gradients: all results are allocated while all operands are.
+            read = self.lives.loop_end
+            yield from self._addends(life, options.stored, node)
         # With accumulators this is the addend of one micro-batch; `_state` has counted the sum itself.
         yield self._use(key, stored, life.start, life.loop_end if self.accumulates else min(read + 1, life.end))
         value, end = self.layout.value(key), max(life.end, read + 1) if times else read
@@ -139,6 +145,22 @@ class _Collector:
             # Where resolving makes a copy, the copy replaces the sum; elsewhere the sum stays where it is.
             kept = self.arrays.kept_where_zero(whole, moved)
             yield UsageOf(value=key, node=node, sizes=kept, start=read + 1, end=end)
+
+    def _addends(self, life: Life, stored: tuple[Spec, ...], node: int) -> Iterator[UsageOf]:
+        """Yield the partial sums of an op which an all_reduce completes before they are stored.
+
+        Charged wherever the op may make partial sums of these blocks: that it computes them whole on each device
+        instead is rare, and its choice is that of another node.
+        """
+        key, graph = (0, life.value), self.layout.view.graph
+        producer = graph.producer[life.value]
+        placed = None if producer is None else self.layout.demanded.get((0, producer))
+        if producer is None or placed is None:
+            return
+        made = {spec.dims for spec in placed.made[graph.ops[producer].results.index(life.value)] if spec.partial}
+        is_completed = np.array([spec.dims in made and not spec.partial for spec in stored])
+        sizes = np.where(is_completed, self.catalogue.local_sizes(self.layout.value(key), stored), 0.0)
+        yield UsageOf(value=key, node=node, sizes=sizes, start=life.start, end=self.lives.loop_end + 1)
 
     def _moved(self) -> Iterator[UsageOf]:
         """Yield the copies and the scratch memory of every op."""
@@ -153,11 +175,15 @@ class _Collector:
                 options = self.layout.demanded[key]
                 for v, specs in zip(op.operands, options.demanded, strict=True):
                     yield from self._copies((scope, v), placed.node, specs, span.start, span.end)
-                sizes = self.catalogue.scratch_sizes(self.layout.scopes[scope].graph, op, options)
+                graph, key = self.layout.scopes[scope].graph, (scope, op.results[0])
+                sizes = self.catalogue.scratch_sizes(graph, op, options)
                 if sizes is not None:
-                    yield UsageOf(
-                        value=(scope, op.results[0]), node=placed.node, sizes=sizes, start=span.start, end=span.end
-                    )
+                    yield UsageOf(value=key, node=placed.node, sizes=sizes, start=span.start, end=span.end)
+                sizes = self.catalogue.all_reduced_sizes(graph, op, options)
+                # What crosses into the update is charged there (`_addends`).
+                crosses = scope == 0 and not self.layout.crossings.keys().isdisjoint(op.results)
+                if sizes is not None and not crosses:
+                    yield UsageOf(value=key, node=placed.node, sizes=sizes, start=span.start, end=span.end)
 
     def _copies_of_loop(self, scope: int, op: Op, placed: PlacedBodies, start: int, end: int) -> Iterator[UsageOf]:
         wiring = wiring_of(op)
