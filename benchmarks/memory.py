@@ -1,7 +1,8 @@
 """Compare the predicted memory of plans with XLA's allocations: `python -m benchmarks.memory [--out FILE]`.
 
-Models under each recomputation policy are planned by each planner for virtual CPU devices, and compiled. The program is
-then interpreted, instruction by instruction, with the sizes of its buffers and XLA's figures for each executable
+Models, and a transformer under each recomputation policy, are planned by each planner and compiled for virtual CPU
+devices. Plans have the rates of a DGX-1, so that they are the same on every machine. The program is then interpreted,
+instruction by instruction, with the sizes of its buffers and XLA's figures for each executable
 (`alpa_lite.runtime.execute.measure.allocated`), and compared with the plan's prediction for the same devices.
 
 Temporaries of the CPU backend differ from a GPU's: it fuses less, copies operands of products into other layouts and
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -27,14 +29,15 @@ from rich.table import Table
 
 import alpa_lite as al
 from alpa_lite.api.doctor import virtual_cpu_environment
+from alpa_lite.cli.bench.request import ZOO, find_target
 from alpa_lite.cli.models.sequential_networks import CNN, MLP
 from alpa_lite.cli.models.train import Adam, init_state, make_train_step
 from alpa_lite.cli.models.transformer import Computation, Transformer
 from alpa_lite.errors import AlpaLiteError
 from alpa_lite.inspection.text.progress_bar import shown_progress
-from alpa_lite.planners import FSDP, DataParallel, Hybrid, Megatron, Pipeline, Planner
+from alpa_lite.planners import FSDP, Auto, DataParallel, Hybrid, Megatron, Pipeline, Planner
 from alpa_lite.runtime.execute.function import CompiledFunction
-from alpa_lite.text import show_bytes
+from alpa_lite.text import show_bytes, show_percent
 from benchmarks.published import peaks
 from cost_models.cluster import Cluster
 
@@ -49,17 +52,29 @@ PLANS: Mapping[str, tuple[Planner, int]] = {
     "dp2 × tp4": (Hybrid(data=2, tensor=4), 1),
     "pipeline of 2": (Pipeline(pipeline=2), 4),
     "pp2 × dp2 × tp2": (Hybrid(pipeline=2, data=2, tensor=2), 4),
+    "auto": (Auto(), 4),
+    "one device": (DataParallel(), 1),
 }
 """The planners, and the number of micro-batches for each."""
+
+OWN_MODELS = ("transformer", "MLP", "CNN")
+"""Models of this benchmark; the others are those of `alpa-lite bench`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A model with the shapes of a batch."""
+    """A train step with the shapes of its arguments."""
 
     name: str
-    model: Any
-    batch: Mapping[str, jax.ShapeDtypeStruct]
+    step: Callable[..., Any]
+    arguments: tuple[Any, ...]
+
+    @classmethod
+    def of_model(cls, name: str, model: Any, batch: Mapping[str, jax.ShapeDtypeStruct]) -> Case:
+        """Return the train step of a model with Adam."""
+        optimizer = Adam()
+        state = jax.eval_shape(lambda: init_state(model.init(jax.random.key(0)), optimizer))
+        return cls(name=name, step=make_train_step(model.loss_fn, optimizer), arguments=(state, dict(batch)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +101,7 @@ class Row:
 
 
 def cases(names: Sequence[str], policies: Sequence[str]) -> list[Case]:
-    """Return small models in float32, the dtype in which the CPU backend computes in any case."""
+    """Return the models of these names; the own ones in float32, in which the CPU backend computes in any case."""
     found: list[Case] = []
     if "transformer" in names:
         base = Transformer(vocab_size=1024, num_layers=8, hidden=256, num_heads=8, inner=1024, seq_len=256)
@@ -97,29 +112,31 @@ def cases(names: Sequence[str], policies: Sequence[str]) -> list[Case]:
                 dtype=jnp.float32,
             )
             model = replace(base, computation=computation)
-            found.append(Case(name=f"transformer, {policy}", model=model, batch=model.batch_shapes(32)))
+            found.append(Case.of_model(f"transformer, {policy}", model, model.batch_shapes(32)))
     if "MLP" in names:
         shapes = {"inputs": (1024, 256), "targets": (1024, 256)}
         batch = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
-        found.append(
-            Case(name="MLP", model=MLP(in_features=256, hidden=512, out_features=256, num_layers=8), batch=batch)
-        )
+        found.append(Case.of_model("MLP", MLP(in_features=256, hidden=512, out_features=256, num_layers=8), batch))
     if "CNN" in names:
         images = jax.ShapeDtypeStruct((64, 32, 32, 3), jnp.float32)
         labels = jax.ShapeDtypeStruct((64,), jnp.int32)
-        found.append(Case(name="CNN", model=CNN(), batch={"images": images, "labels": labels}))
-    return found
+        found.append(Case.of_model("CNN", CNN(), {"images": images, "labels": labels}))
+    others = [find_target(name) for name in names if name not in OWN_MODELS]
+    return [*found, *(Case(name=each.name, step=each.step, arguments=each.arguments) for each in others)]
+
+
+def cluster_of(num_devices: int) -> Cluster:
+    """Return virtual devices that share a processor, with the rates of a DGX-1."""
+    return replace(al.cluster("dgx-1"), devices_per_host=num_devices, shared_processor=True)
 
 
 def compiled_plan(case: Case, planner: Planner, num_microbatches: int, cluster: Cluster) -> CompiledFunction:
     """Plan and compile the train step of a case; no arrays are allocated."""
-    optimizer = Adam()
-    step = make_train_step(case.model.loss_fn, optimizer)
-    state = jax.eval_shape(lambda: init_state(case.model.init(jax.random.key(0)), optimizer))
     function = al.parallelize(
-        step, donate_argnums=0, cluster=cluster, planner=planner, num_microbatches=num_microbatches
+        case.step, donate_argnums=0, cluster=cluster, planner=planner, num_microbatches=num_microbatches, cache=False
     )
-    return function.trace(state, dict(case.batch)).plan().lower().compile()
+    devices = jax.devices()[: cluster.num_devices]
+    return function.trace(*case.arguments).plan().lower().compile(devices=devices)
 
 
 def rows_of(case: Case, plan_name: str, compiled: CompiledFunction) -> list[Row]:
@@ -147,21 +164,26 @@ def rows_of(case: Case, plan_name: str, compiled: CompiledFunction) -> list[Row]
     return rows
 
 
-def run(
-    some: Sequence[Case], plans: Mapping[str, tuple[Planner, int]], cluster: Cluster, say: Callable[[str], None]
-) -> list[Row]:
+def run(some: Sequence[Case], plans: Mapping[str, tuple[Planner, int]], say: Callable[[str], None]) -> list[Row]:
     """Return rows for every case under every plan that is possible for it."""
     rows: list[Row] = []
     for case in some:
         for name, (planner, count) in plans.items():
             say(f"{case.name}: {name}")
             try:
+                cluster = cluster_of(1 if name == "one device" else len(jax.devices()))
                 compiled = compiled_plan(case, planner, count, cluster)
             except AlpaLiteError as error:
                 print(f"{case.name}, {name}: {error}", file=sys.stderr)
                 continue
             rows += rows_of(case, name, compiled)
     return rows
+
+
+def mean_and_worst_error(rows: Sequence[Row]) -> tuple[float, float]:
+    """Return the mean and the largest of the differences between predicted and allocated bytes, as parts of these."""
+    errors = [abs(row.ratio - 1.0) for row in rows]
+    return statistics.fmean(errors), max(errors)
 
 
 def rendered(rows: Sequence[Row]) -> Table:
@@ -182,8 +204,8 @@ def rendered(rows: Sequence[Row]) -> Table:
             f"{row.ratio:.2f}",
             end_section=last,
         )
-    bias, spread = peaks.bias_and_spread([row.ratio for row in rows])
-    table.add_row("all", f"spread {spread:.2f}", *[""] * 9, f"{bias:.2f}")
+    mean, worst = mean_and_worst_error(rows)
+    table.add_row("all", "mean and worst error", *[""] * 8, show_percent(mean), show_percent(worst))
     return table
 
 
@@ -192,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.memory", description="Is the predicted memory of plans what is allocated?"
     )
-    parser.add_argument("--model", action="append", help="transformer, MLP, CNN (default: all)")
+    parser.add_argument("--model", action="append", choices=(*OWN_MODELS, *ZOO), help="default: transformer, MLP, CNN")
     parser.add_argument("--policy", action="append", choices=POLICIES, help="of the transformer (default: all)")
     parser.add_argument("--plan", action="append", choices=list(PLANS), help="default: all")
     parser.add_argument("--published", action="store_true", help="compare with peaks that others measured")
@@ -212,9 +234,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = [sys.executable, "-m", "benchmarks.memory", *rest, "--devices", "0"]
         return subprocess.run(command, env=environment, check=False).returncode
     plans = {name: plan for name, plan in PLANS.items() if given.plan is None or name in given.plan}
-    some = cases(given.model or ("transformer", "MLP", "CNN"), given.policy or POLICIES)
+    some = cases(given.model or OWN_MODELS, given.policy or POLICIES)
     with shown_progress("measure") as say:
-        rows = run(some, plans, al.cluster("dgx-1"), say)
+        rows = run(some, plans, say)
+    if not rows:
+        print("None of these plans could be compiled.", file=sys.stderr)
+        return 1
     console.print(rendered(rows))
     _keep(given.out, [{**asdict(row), "ratio": row.ratio} for row in rows])
     return 0

@@ -180,8 +180,8 @@ class Cluster:
     def reduces_in_place(self) -> bool:
         """Whether an all_reduce overwrites its operand, and does not need memory for its result.
 
-        XLA shares the buffer on GPUs, where NCCL can reduce in place (openxla/xla, `xla/service/gpu/buffer_sharing.cc`);
-        its CPU backend, which runs virtual devices, allocates results of their own. TPUs are taken to be like GPUs.
+        On GPUs XLA lets the two share a buffer, as NCCL reduces in place. Its CPU backend, which runs virtual devices,
+        allocates results of their own (`python -m benchmarks.memory`). TPUs are taken to be like GPUs.
         """
         return not self.shared_processor
 

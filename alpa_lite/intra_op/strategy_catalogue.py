@@ -363,9 +363,9 @@ class Catalogue:
     ) -> FloatArray:
         """Return the bytes of one device's copy of a value under each demanded spec, or 0 where no copy is needed.
 
-        A copy is needed where the blocks of the demanded spec differ from the value's own and are no smaller; a partial
-        sum is completed in place where the backend does so (`Cluster.reduces_in_place`). `paired`: the value is in the offered spec of the same index; otherwise in any of
-        them, and the demanded spec must differ from all.
+        A copy is needed where the blocks of the demanded spec differ from the value's own and are no smaller. A partial
+        sum is completed in place where the backend does so (`Cluster.reduces_in_place`). `paired`: the value is in the
+        offered spec of the same index; otherwise in any of them, and the demanded spec must differ from all.
         """
         key = (value.shape, value.dtype, value.on_host, self._number(offered), self._number(demanded), paired)
         if key not in self._copies:

@@ -160,7 +160,9 @@ class _Collector:
         made = {spec.dims for spec in placed.made[graph.ops[producer].results.index(life.value)] if spec.partial}
         is_completed = np.array([spec.dims in made and not spec.partial for spec in stored])
         sizes = np.where(is_completed, self.catalogue.local_sizes(self.layout.value(key), stored), 0.0)
-        yield UsageOf(value=key, node=node, sizes=sizes, start=life.start, end=self.lives.loop_end + 1)
+        # Without micro-batches one program computes gradients and update.
+        end = self.lives.loop_end + (0 if self.accumulates else 1)
+        yield UsageOf(value=key, node=node, sizes=sizes, start=life.start, end=end)
 
     def _moved(self) -> Iterator[UsageOf]:
         """Yield the copies and the scratch memory of every op."""
