@@ -6,6 +6,8 @@
                                     loop                                                                     (_values)
     sums without micro-batches      in the stored spec until the update begins to read them, then in the
                                     resolved spec                                                            (_sum)
+    all_reduced values              the operand too, while its op runs, where the backend does not reduce in place;
+                                    gradients until the update begins                          (_moved, _combined)
     copies                          an operand resharded for its reader, while that runs: a gathered weight, a
                                     gathered activation                                                    (_copies)
                                     or, for a parameter that remains gathered, until its last reader in the
@@ -20,9 +22,10 @@ specs of one logical mesh; nothing is reserved for fragmentation or for the buff
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from alpa_lite.intra_op.interning import SharedArrays
 from alpa_lite.intra_op.liveness import Life, Lives, Path, lives_of
@@ -126,15 +129,22 @@ class _Collector:
 
     def _sum(self, life: Life) -> Iterator[UsageOf]:
         view, (node, options) = self.layout.view, self.layout.crossings[life.value]
-        # A sum is stored in one spec while the loop adds to it, and resolved to another one for the update.
-        key, stored = (0, life.value), Offer(node=node, specs=options.stored)
         readers = [c for c in view.graph.consumers[life.value] if c in view.op_set]
         times = [self.lives.spans[(), c].start for c in readers if view.step.phases[c] is Phase.UPDATE]
+        reduced = self._all_reduced(life.value, options) if times else None
+        if reduced is None:
+            yield from self._sum_in_place(life, node, options, times)
+            return
+        for usage in self._sum_in_place(life, node, options, times):
+            yield replace(usage, sizes=np.where(reduced, 0.0, usage.sizes))
+        for usage in self._combined(life, node, options):
+            yield replace(usage, sizes=np.where(reduced, usage.sizes, 0.0))
+
+    def _sum_in_place(self, life: Life, node: int, options: SumOptions, times: Sequence[int]) -> Iterator[UsageOf]:
+        """Yield the usages of a sum that an all_reduce overwrites. `times`: when the update begins to read it."""
+        # A sum is stored in one spec while the loop adds to it, and resolved to another one for the update.
+        key, stored = (0, life.value), Offer(node=node, specs=options.stored)
         read = min(times, default=life.end)
-        if times and not self.catalogue.pricer.cost_model.cluster.reduces_in_place:
-            # XLA combines the all_reduces of the gradients: all results are allocated while all operands are.
-            read = self.lives.loop_end
-            yield from self._addends(life, options.stored, node)
         # With accumulators this is the addend of one micro-batch; `_state` has counted the sum itself.
         yield self._use(key, stored, life.start, life.loop_end if self.accumulates else min(read + 1, life.end))
         value, end = self.layout.value(key), max(life.end, read + 1) if times else read
@@ -146,23 +156,46 @@ class _Collector:
             kept = self.arrays.kept_where_zero(whole, moved)
             yield UsageOf(value=key, node=node, sizes=kept, start=read + 1, end=end)
 
-    def _addends(self, life: Life, stored: tuple[Spec, ...], node: int) -> Iterator[UsageOf]:
-        """Yield the partial sums of an op which an all_reduce completes before they are stored.
+    def _combined(self, life: Life, node: int, options: SumOptions) -> Iterator[UsageOf]:
+        """Yield the operand and the result of an all_reduce that is not in place.
 
-        Charged wherever the op may make partial sums of these blocks: that it computes them whole on each device
-        instead is rare, and its choice is that of another node.
+        XLA combines the all_reduces of gradients: all results are allocated while all operands are.
         """
-        key, graph = (0, life.value), self.layout.view.graph
-        producer = graph.producer[life.value]
-        placed = None if producer is None else self.layout.demanded.get((0, producer))
-        if producer is None or placed is None:
+        key, loop_end = (0, life.value), self.lives.loop_end
+        sizes = self.catalogue.local_sizes(self.layout.value(key), options.stored)
+        if not self.accumulates:
+            yield UsageOf(value=key, node=node, sizes=sizes, start=life.start, end=loop_end + 1)
+            yield UsageOf(value=key, node=node, sizes=sizes, start=loop_end, end=max(life.end, loop_end + 1))
             return
-        made = {spec.dims for spec in placed.made[graph.ops[producer].results.index(life.value)] if spec.partial}
-        is_completed = np.array([spec.dims in made and not spec.partial for spec in stored])
-        sizes = np.where(is_completed, self.catalogue.local_sizes(self.layout.value(key), stored), 0.0)
-        # Without micro-batches one program computes gradients and update.
-        end = self.lives.loop_end + (0 if self.accumulates else 1)
-        yield UsageOf(value=key, node=node, sizes=sizes, start=life.start, end=end)
+        # Each addend is reduced before it is added, or the sum is when the loop has ended.
+        is_each = np.array([not spec.partial for spec in options.stored])
+        each, once = np.where(is_each, sizes, 0.0), np.where(is_each, 0.0, sizes)
+        yield UsageOf(value=key, node=node, sizes=each, start=life.start, end=loop_end)
+        yield UsageOf(value=key, node=node, sizes=each, start=loop_end - 1, end=loop_end)
+        yield UsageOf(value=key, node=node, sizes=once, start=life.start, end=life.loop_end)
+        yield UsageOf(value=key, node=node, sizes=once, start=loop_end, end=max(life.end, loop_end + 1))
+
+    def _all_reduced(self, v: int, options: SumOptions) -> NDArray[np.bool_] | None:
+        """Return the strategies of a sum in which an all_reduce completes it; None if that is in place, or in none.
+
+        A sum that is stored complete counts if the op may make partial sums of these blocks: that it computes them
+        whole on each device instead is rare, and its choice is that of another node.
+        """
+        if self.catalogue.pricer.cost_model.cluster.reduces_in_place:
+            return None
+        graph = self.layout.view.graph
+        producer = graph.producer[v]
+        placed = None if producer is None else self.layout.demanded.get((0, producer))
+        made = set[object]()
+        if producer is not None and placed is not None:
+            made = {spec.dims for spec in placed.made[graph.ops[producer].results.index(v)] if spec.partial}
+        found = np.array(
+            [
+                not resolved.partial and resolved.dims == stored.dims and (bool(stored.partial) or stored.dims in made)
+                for stored, resolved in zip(options.stored, options.resolved, strict=True)
+            ]
+        )
+        return found if found.any() else None
 
     def _moved(self) -> Iterator[UsageOf]:
         """Yield the copies and the scratch memory of every op."""
@@ -177,15 +210,15 @@ class _Collector:
                 options = self.layout.demanded[key]
                 for v, specs in zip(op.operands, options.demanded, strict=True):
                     yield from self._copies((scope, v), placed.node, specs, span.start, span.end)
-                graph, key = self.layout.scopes[scope].graph, (scope, op.results[0])
+                graph, made = self.layout.scopes[scope].graph, (scope, op.results[0])
                 sizes = self.catalogue.scratch_sizes(graph, op, options)
                 if sizes is not None:
-                    yield UsageOf(value=key, node=placed.node, sizes=sizes, start=span.start, end=span.end)
+                    yield UsageOf(value=made, node=placed.node, sizes=sizes, start=span.start, end=span.end)
                 sizes = self.catalogue.all_reduced_sizes(graph, op, options)
-                # What crosses into the update is charged there (`_addends`).
+                # What crosses into the update is charged there (`_combined`).
                 crosses = scope == 0 and not self.layout.crossings.keys().isdisjoint(op.results)
                 if sizes is not None and not crosses:
-                    yield UsageOf(value=key, node=placed.node, sizes=sizes, start=span.start, end=span.end)
+                    yield UsageOf(value=made, node=placed.node, sizes=sizes, start=span.start, end=span.end)
 
     def _copies_of_loop(self, scope: int, op: Op, placed: PlacedBodies, start: int, end: int) -> Iterator[UsageOf]:
         wiring = wiring_of(op)
