@@ -11,7 +11,7 @@ same mesh share them. Lists of specs are keyed by number (`interning.Numbering`)
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -119,8 +119,8 @@ class Catalogue:
         self._tables: dict[object, FloatArray] = {}
         self._sizes: dict[object, FloatArray] = {}
         self._copies: dict[object, FloatArray] = {}
-        self._all_reduced: dict[PlacementOptions, FloatArray | None] = {}
         # Keyed by identity, since options compare so; the caches above make equal options one object.
+        self._all_reduced: dict[PlacementOptions, FloatArray] = {}
         self._scratch: dict[PlacementOptions, FloatArray | None] = {}
         self._value_specs: dict[object, tuple[Spec, ...]] = {}
         self._number: Numbering[tuple[Spec, ...]] = Numbering()
@@ -371,8 +371,7 @@ class Catalogue:
         if key not in self._copies:
             homes, sizes = self.local_sizes(value, offered), self.local_sizes(value, demanded)
             # Specs that differ in partial sums alone have equal blocks: the sum may be completed in its own buffer.
-            in_place = self.pricer.cost_model.cluster.reduces_in_place
-            own, wanted = ([spec.dims if in_place else spec for spec in specs] for specs in (offered, demanded))
+            own, wanted = ([(spec.dims, self.summed(spec)) for spec in specs] for specs in (offered, demanded))
             if paired:
                 other = np.array([a != b for a, b in zip(own, wanted, strict=True)]) & (sizes >= homes)
             else:
@@ -381,38 +380,41 @@ class Catalogue:
             self._copies[key] = frozen(np.where(other, sizes, 0.0))
         return self._copies[key]
 
+    def summed(self, spec: Spec) -> frozenset[str]:
+        """Return the axes over which a partial sum is not completed in its own buffer."""
+        if self.pricer.cost_model.cluster.reduces_in_place:
+            return frozenset()
+        return frozenset(axis for axis in spec.partial if self.sizes[axis] > 1)
+
     def scratch_sizes(self, graph: Graph, op: Op, options: PlacementOptions) -> FloatArray | None:
         """Return a device's bytes of results before a reduce_scatter, for each placement; None if there is none."""
-        # Of all ways to complete a partial sum, only a reduce_scatter makes its block smaller.
-        return self._before(self._scratch, graph, op, options, np.greater)
-
-    def all_reduced_sizes(self, graph: Graph, op: Op, options: PlacementOptions) -> FloatArray | None:
-        """Return a device's bytes of results before an all_reduce, for each placement; None if there is none.
-
-        Where the backend reduces in place, the result needs no other buffer.
-        """
-        if self.pricer.cost_model.cluster.reduces_in_place:
-            return None
-        return self._before(self._all_reduced, graph, op, options, np.equal)
-
-    def _before(
-        self,
-        known: dict[PlacementOptions, FloatArray | None],
-        graph: Graph,
-        op: Op,
-        options: PlacementOptions,
-        compare: Callable[[FloatArray, FloatArray], FloatArray],
-    ) -> FloatArray | None:
-        """Return the bytes of results as they are made, where they are moved and compare so with those afterwards."""
-        if options not in known:
+        if options not in self._scratch:
+            if options.made == options.results:
+                self._scratch[options] = None
+                return None
             total = np.zeros(len(options.placements))
             for value, made, results in zip(graph.results(op), options.made, options.results, strict=True):
-                if made != results:
-                    before, after = self.local_sizes(value, made), self.local_sizes(value, results)
-                    moved = np.array([a != b for a, b in zip(made, results, strict=True)])
-                    total += np.where(moved & compare(before, after), before, 0.0)
-            known[options] = frozen(total) if total.any() else None
-        return known[options]
+                before, after = self.local_sizes(value, made), self.local_sizes(value, results)
+                # Of all ways to complete a partial sum, only a reduce_scatter makes its block smaller.
+                total += np.where(before > after, before, 0.0)
+            self._scratch[options] = frozen(total)
+        return self._scratch[options]
+
+    def all_reduced_sizes(self, graph: Graph, op: Op, options: PlacementOptions) -> FloatArray | None:
+        """Return a device's bytes of results before an all_reduce that is not in place, for each placement.
+
+        None if there is none.
+        """
+        if self.pricer.cost_model.cluster.reduces_in_place or options.made == options.results:
+            return None
+        if options not in self._all_reduced:
+            total = np.zeros(len(options.placements))
+            for value, made, results in zip(graph.results(op), options.made, options.results, strict=True):
+                before, after = self.local_sizes(value, made), self.local_sizes(value, results)
+                reduced = np.array([bool(self.summed(a) - self.summed(b)) for a, b in zip(made, results, strict=True)])
+                total += np.where(reduced & (before == after), before, 0.0)
+            self._all_reduced[options] = frozen(total)
+        return self._all_reduced[options]
 
 
 class _Columns(NamedTuple):

@@ -186,12 +186,12 @@ class _Collector:
         graph = self.layout.view.graph
         producer = graph.producer[v]
         placed = None if producer is None else self.layout.demanded.get((0, producer))
-        made = set[object]()
+        made, summed = set[object](), self.catalogue.summed
         if producer is not None and placed is not None:
-            made = {spec.dims for spec in placed.made[graph.ops[producer].results.index(v)] if spec.partial}
+            made = {spec.dims for spec in placed.made[graph.ops[producer].results.index(v)] if summed(spec)}
         found = np.array(
             [
-                not resolved.partial and resolved.dims == stored.dims and (bool(stored.partial) or stored.dims in made)
+                not resolved.partial and resolved.dims == stored.dims and (bool(summed(stored)) or stored.dims in made)
                 for stored, resolved in zip(options.stored, options.resolved, strict=True)
             ]
         )
