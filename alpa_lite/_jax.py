@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import io
+import ipaddress
 import sys
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -440,11 +441,22 @@ class JobInfo:
     client          the client of JAX's distributed coordination service
     process         the index of this process
     num_processes   the number of processes
+    host            the host of the first process, as the others reach it
     """
 
     client: Any
     process: int
     num_processes: int
+    host: str = "127.0.0.1"
+
+    @property
+    def interface(self) -> str:
+        """The interface on which the first process listens: of its address if that is a number, else all."""
+        if self.host == "localhost":
+            return self.host
+        with contextlib.suppress(ValueError):
+            return str(ipaddress.ip_address(self.host))
+        return ""
 
 
 def job() -> JobInfo | None:
@@ -454,8 +466,12 @@ def job() -> JobInfo | None:
 
         if global_state.client is None:
             return None
+        host = (global_state.coordinator_address or "").rpartition(":")[0].strip("[]")
         return JobInfo(
-            client=global_state.client, process=global_state.process_id, num_processes=global_state.num_processes
+            client=global_state.client,
+            process=global_state.process_id,
+            num_processes=global_state.num_processes,
+            host=host or "127.0.0.1",
         )
     except (ImportError, AttributeError):  # private: it may move
         return None

@@ -289,16 +289,16 @@ def test_asynchronous_run_equals_its_equations_for_the_order_that_it_took(consis
     close(planned[0], by_equations(events, compiled.plan.schedule, rounds)[0])
 
 
-def by_equations(events, schedule, rounds):
+def by_equations(events, schedule, rounds, workers=WORKERS):
     """The state and the mean loss after some events: each gradient at the version that its worker pulled."""
     state, grads, losses = state_of(), {}, []
     for event in events:
         if not event.is_update:
-            rows = part_of(batch_of(rounds * WORKERS), event.number, SAMPLES)
+            rows = part_of(batch_of(rounds * workers), event.number, SAMPLES)
             loss, grads[event.number] = GRADIENT(state["w"], rows)
             losses.append(loss)
             continue
-        of = schedule.contributions(event.number, rounds * WORKERS)
+        of = schedule.contributions(event.number, rounds * workers)
         total = [sum(parts) / len(of) for parts in zip(*(grads[b] for b in of), strict=True)]
         momentum = [0.9 * v + g for v, g in zip(state["v"], total, strict=True)]
         rate = 0.1 / (1.0 + 0.1 * state["count"])

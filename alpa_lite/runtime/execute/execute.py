@@ -37,6 +37,7 @@ from alpa_lite.runtime.execute.run_transfers import Delivery, Result, compile_tr
 from alpa_lite.runtime.execute.stacked import Leaves
 from alpa_lite.runtime.execute.watch import Watch, Watchdog, explanation, short_name, spans
 from alpa_lite.runtime.job.activity import CPU_CREDITS, CREDITS, Flight, HangPolicy, InstructionInfo
+from alpa_lite.runtime.job.channel import channel
 from alpa_lite.runtime.job.processes import (
     all_here,
     any_here,
@@ -154,6 +155,8 @@ class Executor:
         zeros_here, concats_here = list(zip(zeros, rest, strict=False)), list(zip(concats, rest, strict=True))
         self._zeros = {task: compiled for task, compiled in zeros_here if compiled is not None}
         self._concats = {buffer: compiled for buffer, compiled in concats_here if compiled is not None}
+        # Segments run in an order that is decided as they run, by the first process.
+        self._channel = channel() if program.segments and jax.process_count() > 1 else None
         # All processes meet here, with their tasks compiled: none is late for the first program that spans several.
         self._delivery = self._connected(blanks)
         self.transfers = compile_transfers(program, step, self.meshes, blanks)
@@ -193,7 +196,13 @@ class Executor:
             placing=self.placing,
         ).bound()
         self._at_once = self._as_one_task()
-        segments = BoundSegments(program=self.program, bound=self.bound, flight=self.flight)
+        segments = BoundSegments(
+            program=self.program,
+            bound=self.bound,
+            flight=self.flight,
+            processes=[processes_of(devices_of(mesh)) for mesh in self.meshes],
+            channel=self._channel,
+        )
         self.arrivals = arrival_run(segments, self.plan.schedule, len(self.plan.stages))
 
     def _connected(self, blanks: Blanks) -> Delivery | None:
@@ -325,7 +334,7 @@ class Executor:
             slots = self.bound.slots(parts)
             # The slots alone hold the arguments, so that each is freed as soon as nothing reads it any more.
             del parts
-            if record is None and self.arrivals is not None and jax.process_count() == 1:
+            if record is None and self.arrivals is not None:
                 self.arrivals.run(slots)
             elif record is None:
                 self.bound.run(slots)
