@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import io
-import ipaddress
 import sys
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -449,15 +448,6 @@ class JobInfo:
     num_processes: int
     host: str = "127.0.0.1"
 
-    @property
-    def interface(self) -> str:
-        """The interface on which the first process listens: of its address if that is a number, else all."""
-        if self.host == "localhost":
-            return self.host
-        with contextlib.suppress(ValueError):
-            return str(ipaddress.ip_address(self.host))
-        return ""
-
 
 def job() -> JobInfo | None:
     """Return the job that this process has joined by `jax.distributed.initialize`, or None."""
@@ -478,18 +468,22 @@ def job() -> JobInfo | None:
 
 
 @contextmanager
-def preemption_service(on: bool) -> Iterator[None]:
-    """Set inside the `with` block whether `jax.distributed.initialize` starts the service that handles SIGTERM."""
-    name = "jax_enable_preemption_service"
-    before = getattr(jax.config, name, None)
-    if before is None:  # it has another name, or none
-        yield
-        return
-    jax.config.update(name, on)
+def joining(*, preemption_service: bool, recoverable: bool) -> Iterator[None]:
+    """Set inside the `with` block how `jax.distributed.initialize` joins a job.
+
+    preemption_service: whether it starts the service that handles SIGTERM.
+    recoverable: whether JAX leaves the other processes alone when one of them has died.
+    """
+    wanted = {"jax_enable_preemption_service": preemption_service, "jax_enable_recoverability": recoverable}
+    # Where an option has another name, or none, JAX does as it does.
+    before = {name: getattr(jax.config, name) for name in wanted if hasattr(jax.config, name)}
+    for name in before:
+        jax.config.update(name, wanted[name])
     try:
         yield
     finally:
-        jax.config.update(name, before)
+        for name, value in before.items():
+            jax.config.update(name, value)
 
 
 def collectives_at(host: str) -> None:

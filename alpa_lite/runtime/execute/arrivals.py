@@ -21,10 +21,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, final
 
+from alpa_lite.errors import ExecutionError
 from alpa_lite.plan.instructions import InstructionKind, Program, Segment
 from alpa_lite.runtime.execute.bind import Bound, Slots
+from alpa_lite.runtime.execute.survival import ALL_DIED, Survival
 from alpa_lite.runtime.job.activity import Flight, Token
-from alpa_lite.runtime.job.channel import Channel
+from alpa_lite.runtime.job.channel import IDLE_SECONDS, Channel
 from alpa_lite.schedule import MessageDriven, Schedule
 from alpa_lite.schedule.messages import Inboxes
 from alpa_lite.schedule.servers import ServerEvent, ServerSchedule
@@ -35,12 +37,6 @@ AHEAD = 2
 
 PAUSE = 2e-4
 """The most seconds between two looks at what has arrived, for which a worker may have to wait in vain."""
-
-IDLE_SECONDS = 1.0
-"""Seconds between two looks for signals while there is nothing to do but to wait for a decision, which wakes."""
-
-OVER = -1
-"""What the first process tells when all segments of a step were told."""
 
 Event = ServerEvent | Task
 """What a segment is of."""
@@ -56,6 +52,7 @@ class BoundSegments:
         flight: its launches.
         processes: the processes of each stage.
         channel: the connections to the other processes; None if there are none.
+        survival: the workers without which the program goes on, if it can.
     """
 
     program: Program
@@ -63,6 +60,7 @@ class BoundSegments:
     flight: Flight
     processes: Sequence[Sequence[int]]
     channel: Channel | None = None
+    survival: Survival | None = None
 
     def parts(self) -> dict[Event, range]:
         """Return the actions of each segment."""
@@ -87,14 +85,28 @@ class BoundSegments:
 
         self.flight.observer = seen
         try:
-            for i in part:
-                action, free = self.bound.actions[i]
-                action(slots)
-                for slot in free:
-                    slots[slot] = None
+            if self.survival is not None:
+                self.survival.run(slots, part)
+            else:
+                self._run(slots, part)
         finally:
             self.flight.observer = None
         return tokens[-1]
+
+    def _run(self, slots: Slots, part: range) -> None:
+        for i in part:
+            action, free = self.bound.actions[i]
+            action(slots)
+            for slot in free:
+                slots[slot] = None
+
+    def lost(self) -> set[int]:
+        """Return the stages that are lost with their processes."""
+        if self.survival is None or self.channel is None:
+            return set()
+        if self.channel.leads:
+            self.survival.lose(self.channel.lost)
+        return {*self.survival.lost}
 
 
 class ArrivalRun(ABC):
@@ -114,7 +126,7 @@ class ArrivalRun(ABC):
 
     def run(self, slots: Slots) -> None:
         """Run a step."""
-        channel = self.segments.channel
+        channel, survival = self.segments.channel, self.segments.survival
         self.segments.launch(slots, self._before)
         self.restart()
         if channel is not None:
@@ -124,7 +136,10 @@ class ArrivalRun(ABC):
         else:
             self._follow(slots, channel)
         if channel is not None and channel.leads:
-            channel.tell(OVER)
+            # All segments were told. What follows is launched without the same workers everywhere.
+            channel.tell(sorted(self.segments.lost()))
+        if survival is not None:
+            survival.complete(slots)
         self.segments.launch(slots, self._after)
 
     @abstractmethod
@@ -154,7 +169,9 @@ class ArrivalRun(ABC):
         while True:
             # Waiting for a message wakes at once; the ends of launches are to be looked for.
             number = channel.heard(PAUSE if running else IDLE_SECONDS)
-            if number == OVER:
+            if isinstance(number, list):
+                if self.segments.survival is not None:
+                    self.segments.survival.lost.update(number)
                 return
             if number is not None:
                 event = self._events[number]
@@ -199,8 +216,14 @@ class Staleness:
             self._pulled[event.number] = self.updates
             return
         for b in self.schedule.contributions(event.number, self.num_microbatches):
-            self.lacking[b] = self.updates - self._pulled[b]
+            if b in self._pulled:  # else its worker is lost
+                self.lacking[b] = self.updates - self._pulled[b]
         self.updates += 1
+
+    def lose(self, microbatches: range) -> None:
+        """Take note that the worker of some micro-batches is lost: those not applied yet never will be."""
+        for b in microbatches:
+            self._pulled.pop(b, None)
 
 
 class _Running(NamedTuple):
@@ -235,8 +258,18 @@ class ServedRun(ArrivalRun):
         m, workers = self.num_microbatches, self.schedule.workers
         left = [deque(range(w, m, workers)) for w in range(workers)]
         running: dict[int, _Running] = {}
-        arrived, waiting = set[int](), self._updates()
+        arrived, waiting, lost = set[int](), self._updates(), set[int]()
         while waiting:
+            for stage in (stages := self.segments.lost()) - lost:
+                # Also what has arrived: the gradients are on the devices of the worker until an update pulls them.
+                mine = range(stage - 1, m, workers)
+                running.pop(stage - 1, None)
+                left[stage - 1].clear()
+                self.staleness.lose(mine)
+                waiting = {u: still for u, needed in waiting.items() if (still := needed.difference(mine))}
+            lost = stages
+            if len(lost) == workers:
+                raise ExecutionError(ALL_DIED)
             for w in [w for w, each in running.items() if each.token.is_ready()]:
                 arrived.add(running.pop(w).microbatch)
             # First the updates, so that the next pulls see them.
@@ -249,7 +282,7 @@ class ServedRun(ArrivalRun):
                 b = left[w].popleft()
                 running[w] = _Running(b, self.begin(slots, ServerEvent(b, is_update=False)))
             if waiting and not free:
-                self.wait([each.token for each in running.values()])
+                self.wait([*(each.token for each in running.values()), _Loss(self.segments, lost)])
 
     def _updates(self) -> dict[int, set[int]]:
         """Return the micro-batches of each update, in the order in which updates of equal readiness run."""
@@ -313,6 +346,16 @@ class _Reported:
 
     def is_ready(self) -> bool:
         return self._channel.is_reported(self._segment)
+
+
+class _Loss:
+    """A token that is ready as soon as other stages are lost than before."""
+
+    def __init__(self, segments: BoundSegments, lost: set[int]) -> None:
+        self._segments, self._lost = segments, lost
+
+    def is_ready(self) -> bool:
+        return self._segments.lost() != self._lost
 
 
 _ENDED = _Any(())

@@ -4,14 +4,15 @@
     report    another process tells the first one that something it has launched has ended      `report`, `is_reported`
     loss      the connection of a process that has died breaks, and the first process notices   `Channel.on_loss`
 
-What is decided and reported are numbers, counted per step (`begin`). JAX's coordination service would take a request per
-look; here a message wakes the one that waits for it. A message is a line of JSON. Strangers are kept out by a secret
-that the coordination service hands to the processes of the job.
+What is decided and reported counts for one step (`begin`). JAX's coordination service would take a request per look;
+here a message wakes the one that waits for it. A message is a line of JSON. Strangers are kept out by a secret that the
+coordination service hands to the processes of the job.
 """
 
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import json
 import queue
 import secrets
@@ -25,8 +26,11 @@ from typing import BinaryIO
 
 from alpa_lite import _jax
 from alpa_lite.errors import ExecutionError
-from alpa_lite.runtime.job.consensus import KeyValues
-from alpa_lite.runtime.job.shutdown import hang_timeout
+from alpa_lite.runtime.job.consensus import Json, KeyValues
+from alpa_lite.runtime.job.shutdown import end_job, go_on_without, hang_timeout, has_left, make_recoverable, say
+
+IDLE_SECONDS = 1.0
+"""Seconds between two looks for signals while there is nothing to do but to wait for a decision, which wakes."""
 
 GREETING_SECONDS = 10.0
 """Seconds in which whoever connects must give the secret."""
@@ -40,6 +44,27 @@ def channel() -> Channel:
     job = _jax.job()
     assert job is not None and job.num_processes > 1, "a job of one process has nothing to agree on"
     return _channel_of(job)
+
+
+def go_on_after_losses() -> None:
+    """Connect the processes, and let the job go on where one dies that it can do without, else end. Collective."""
+    connected = channel()
+    if connected.leads:
+        connected.on_loss(_lose)
+    # JAX's coordination service, which the first process runs, has no barrier at the end of such jobs.
+    make_recoverable(connected.wait_until_alone if connected.leads else lambda seconds: None)
+
+
+def _lose(process: int) -> None:
+    """Go on without a process, or end the job, unless that process has ended in good order."""
+    if has_left(process):
+        return
+    reason = f"process {process} has died"
+    if process in channel().may_lose:
+        go_on_without(process, reason)
+        say(f"{reason}. The others go on without its workers.")
+    else:
+        end_job(f"{reason}, and the steps of this job cannot go on without it")
 
 
 @lru_cache(maxsize=1)
@@ -56,10 +81,11 @@ class Channel:
         self.step = 0
         self.lost: list[int] = []
         """Processes whose connection is broken, in the order in which that was seen."""
-        self._losses = threading.Lock()
+        self._may_lose: frozenset[int] | None = None
+        self._losses = threading.Condition()
         self._on_loss: Callable[[int], object] = lambda process: None
         self._reported: set[tuple[int, int]] = set()
-        self._heard: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
+        self._heard: queue.SimpleQueue[tuple[int, Json] | None] = queue.SimpleQueue()
         words = KeyValues(job)
         self._peers = _accepted(job, words) if self.leads else {0: _connected(job, words)}
         for process, peer in self._peers.items():
@@ -71,21 +97,30 @@ class Channel:
         """Whether this is the first process, which decides."""
         return self.me == 0
 
+    @property
+    def may_lose(self) -> frozenset[int]:
+        """The processes that all steps so far can go on without."""
+        return self._may_lose or frozenset()
+
+    def add_step(self, may_lose: frozenset[int]) -> None:
+        """Take note of a step that is compiled, and of the processes that it can go on without."""
+        self._may_lose = may_lose if self._may_lose is None else self._may_lose & may_lose
+
     def begin(self) -> None:
         """Begin a step. All processes must begin the same steps."""
         self.step += 1
         # Of earlier steps: a process reports only what it was told in this one.
         self._reported.clear()
 
-    def tell(self, number: int) -> None:
+    def tell(self, what: Json) -> None:
         """Tell all other processes a decision of this step."""
-        line = _line([self.step, number])
+        line = _line([self.step, what])
         for process, peer in self._peers.items():
             if process not in self.lost:
                 with suppress(OSError):  # the thread that reads sees the loss as well
                     peer.sendall(line)
 
-    def heard(self, seconds: float) -> int | None:
+    def heard(self, seconds: float) -> Json | None:
         """Return the next decision of the first process; None if there is none within `seconds`.
 
         Raises `ExecutionError` if the first process is gone.
@@ -118,6 +153,16 @@ class Channel:
             for process in self.lost:
                 call(process)
 
+    def is_lost(self, process: int, seconds: float) -> bool:
+        """Return whether the connection to a process is broken, or breaks within some seconds."""
+        with self._losses:
+            return self._losses.wait_for(lambda: process in self.lost, seconds)
+
+    def wait_until_alone(self, seconds: float) -> None:
+        """Return when the connections to all other processes are broken, or after some seconds."""
+        with self._losses:
+            self._losses.wait_for(lambda: len(self.lost) == len(self._peers), seconds)
+
     def close(self) -> None:
         """Close the connections of this process, as its end does."""
         for peer in self._peers.values():
@@ -128,15 +173,16 @@ class Channel:
     def _read(self, process: int, peer: socket.socket) -> None:
         with suppress(OSError, ValueError), peer.makefile("rb") as lines:
             for line in lines:
-                step, number = json.loads(line)
+                step, what = json.loads(line)
                 if self.leads:
-                    self._reported.add((step, number))
+                    self._reported.add((step, int(what)))
                 else:
-                    self._heard.put((step, number))
+                    self._heard.put((step, what))
         if self.leads:
             with self._losses:
                 self.lost.append(process)
                 self._on_loss(process)
+                self._losses.notify_all()
         else:
             self._heard.put(None)
 
@@ -144,8 +190,9 @@ class Channel:
 def _accepted(job: _jax.JobInfo, words: KeyValues) -> dict[int, socket.socket]:
     """Return the connections that the other processes have opened, by their numbers."""
     secret, peers = secrets.token_hex(16), dict[int, socket.socket]()
-    family = socket.AF_INET6 if ":" in job.interface else socket.AF_INET
-    with socket.create_server((job.interface, 0), family=family, backlog=job.num_processes) as server:
+    interface = _interface(job.host)
+    family = socket.AF_INET6 if ":" in interface else socket.AF_INET
+    with socket.create_server((interface, 0), family=family, backlog=job.num_processes) as server:
         server.settimeout(None if isinf(hang_timeout()) else hang_timeout())
         words.set("channel", [server.getsockname()[1], secret])
         while len(peers) < job.num_processes - 1:
@@ -161,6 +208,15 @@ def _accepted(job: _jax.JobInfo, words: KeyValues) -> dict[int, socket.socket]:
             else:
                 peers[process] = peer
     return peers
+
+
+def _interface(host: str) -> str:
+    """Return the interface on which the first process listens: of its address if that is a number, else all."""
+    if host == "localhost":
+        return host
+    with suppress(ValueError):
+        return str(ipaddress.ip_address(host))
+    return ""
 
 
 def _greeted(peer: socket.socket, secret: str) -> int | None:
