@@ -29,7 +29,6 @@ from alpa_lite.planners import Bounded, ParameterServer  # noqa: E402
 from alpa_lite.runtime.execute.arrivals import ServedRun  # noqa: E402
 from tests.end_to_end import test_parameter_server as served  # noqa: E402
 
-SAVES = False
 ROUNDS, NUM_STEPS, DIES_AT = 4, 4, 1
 
 
@@ -44,7 +43,9 @@ def main(consistency: str, when: str, folder: Path) -> None:
     workers = jax.device_count() - 1
     m, bsp = ROUNDS * workers, consistency == "bsp"
     batch = served.batch_of(m)
-    planner = ParameterServer(servers=1, consistency=Bounded(int(consistency)) if consistency.isdecimal() else consistency)
+    planner = ParameterServer(
+        servers=1, consistency=Bounded(int(consistency)) if consistency.isdecimal() else consistency
+    )
     parallel = al.parallelize(served.step, cluster=cluster(), planner=planner, num_microbatches=m, donate_argnums=0)
     compiled = parallel.compiled(served.state_of(), batch)
     state = al.init_sharded(served.state_of, like=compiled)
@@ -69,8 +70,10 @@ def main(consistency: str, when: str, folder: Path) -> None:
                 want, losses = served.by_equations(events, compiled.plan.schedule, ROUNDS, workers, before, applied)
                 served.close(state, want)
                 print(json.dumps({"step": step, "applied": sorted(applied), "of": m, "equations": losses}), flush=True)
-            print(json.dumps({"step": step, "loss": float(metrics["loss"]), "count": int(metrics["count"])}), flush=True)
-            if not bsp and SAVES:
+            print(
+                json.dumps({"step": step, "loss": float(metrics["loss"]), "count": int(metrics["count"])}), flush=True
+            )
+            if not bsp:
                 checkpoints.save(step, state, plan=compiled.plan)
             assert not checkpoints.stop_requested(step)
             if (when, step) == ("between", DIES_AT):

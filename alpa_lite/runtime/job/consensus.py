@@ -255,7 +255,6 @@ class KeyValues:
                     # Ever more rarely, so that a long wait does not fill the log.
                     word += 2 * word
 
-
     def get_all(self, name: str, processes: Sequence[int]) -> list[Json]:
         """Return the values of processes under a name, without those that have died where the job goes on."""
         values: list[Json] = []

@@ -277,7 +277,7 @@ def launch(
 class _Job:
     """The processes of one launch."""
 
-    def __init__(self, out: BinaryIO, err: BinaryIO, grace_seconds: float, recoverable: bool) -> None:
+    def __init__(self, out: BinaryIO, err: BinaryIO, grace_seconds: float, recoverable: bool = False) -> None:
         self.grace_seconds, self.recoverable = grace_seconds, recoverable
         self.died: set[int] = set()
         self.targets = Target(out), Target(err)
