@@ -474,7 +474,9 @@ def joining(*, preemption_service: bool, recoverable: bool) -> Iterator[None]:
     preemption_service: whether it starts the service that handles SIGTERM.
     recoverable: whether JAX leaves the other processes alone when one of them has died.
     """
-    wanted = {"jax_enable_preemption_service": preemption_service, "jax_enable_recoverability": recoverable}
+    wanted = {"jax_enable_preemption_service": preemption_service}
+    if recoverable:  # else the user's own setting counts
+        wanted["jax_enable_recoverability"] = True
     # Where an option has another name, or none, JAX does as it does.
     before = {name: getattr(jax.config, name) for name in wanted if hasattr(jax.config, name)}
     for name in before:

@@ -36,7 +36,7 @@ def cluster() -> Any:
 
 
 def compiled_of(function: Any, arguments: Any, planner: Any, num_microbatches: int) -> Any:
-    parallel = al.parallelize(function, cluster=cluster(), planner=planner, num_microbatches=num_microbatches)
+    parallel: Any = al.parallelize(function, cluster=cluster(), planner=planner, num_microbatches=num_microbatches)
     return parallel.compiled(*arguments)
 
 

@@ -66,7 +66,8 @@ def main(consistency: str, when: str, folder: Path) -> None:
             events.clear()
             state, metrics = compiled(state, batch)
             if before is not None:
-                applied = [*compiled.executor.arrivals.staleness.lacking]
+                run: Any = compiled.executor.arrivals
+                applied = [*run.staleness.lacking]
                 want, losses = served.by_equations(events, compiled.plan.schedule, ROUNDS, workers, before, applied)
                 served.close(state, want)
                 print(json.dumps({"step": step, "applied": sorted(applied), "of": m, "equations": losses}), flush=True)

@@ -130,7 +130,7 @@ class Survival:
 
     def _is_push(self, instruction: Instruction) -> bool:
         """Return whether an instruction sends from a worker to the servers, which are stage 0."""
-        return instruction.kind is InstructionKind.SEND and instruction.stage == 0 and 0 in self.processes[0]
+        return instruction.kind is InstructionKind.SEND and instruction.stage == 0
 
     def _is_of_lost(self, instruction: Instruction) -> bool:
         source = instruction.source_stage if instruction.kind is InstructionKind.SEND else instruction.stage
@@ -172,7 +172,9 @@ class Survival:
         filled = there[0]
         if is_mean and jnp.issubdtype(filled.dtype, jnp.inexact):
             filled = sum(there[1:], there[0]) / len(there)
-        elif self.step.loop_results.combined.get(value) is None:
+        elif self.step.loop_results.combined.get(value) is None and not jnp.issubdtype(
+            filled.dtype, jax.dtypes.extended
+        ):
             filled = jnp.zeros(filled.shape, filled.dtype, device=filled.sharding)
         for slot in places:
             if slots[slot] is None:

@@ -251,14 +251,13 @@ def has_left(process: int) -> bool:
 
 def end_job(reason: str) -> None:
     """End this process, and all others of its job, from any thread."""
-    with suppress(SystemExit):
-        _end(reason, 0.0)
+    _end(reason, 0.0)
 
 
 def make_recoverable(wait_until_alone: Callable[[float], object]) -> None:
     """Let the job go on after losses. `wait_until_alone`: called at this process's exit, to be the last to end."""
     _watched.is_recoverable = True
-    _Watched.last = staticmethod(wait_until_alone)
+    _Watched.last = wait_until_alone
 
 
 def is_watched() -> bool:
@@ -511,7 +510,7 @@ class Heartbeat:
         self._thread.join(2 * LOOK_SECONDS)
         if problem := self.wait_for_all():
             _end(problem, 0.0)
-        _watched.last(self._seconds)
+        _Watched.last(self._seconds)
 
 
 def _end(reason: str, grace: float) -> None:
