@@ -48,7 +48,6 @@ def training_of(row: Row, *, num_segments: int = 1) -> Training:
     dtype = model.computation.dtype if isinstance(model, Transformer) else model.dtype
     optimizer = Adam(weight_decay=0.01, trust_ratio=row.family == "bert", master_weights=dtype != jnp.float32)
     state = jax.eval_shape(lambda: init_state(model.init(jax.random.key(0)), optimizer))
-    drops = getattr(model, "dropout", 0.0) > 0
     return Training(
         step=make_train_step(model.loss_fn, optimizer),
         state=state,
