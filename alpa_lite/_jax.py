@@ -440,11 +440,13 @@ class JobInfo:
     client          the client of JAX's distributed coordination service
     process         the index of this process
     num_processes   the number of processes
+    host            the host of the first process, as the others reach it
     """
 
     client: Any
     process: int
     num_processes: int
+    host: str = "127.0.0.1"
 
 
 def job() -> JobInfo | None:
@@ -454,26 +456,36 @@ def job() -> JobInfo | None:
 
         if global_state.client is None:
             return None
+        host = (global_state.coordinator_address or "").rpartition(":")[0].strip("[]")
         return JobInfo(
-            client=global_state.client, process=global_state.process_id, num_processes=global_state.num_processes
+            client=global_state.client,
+            process=global_state.process_id,
+            num_processes=global_state.num_processes,
+            host=host or "127.0.0.1",
         )
     except (ImportError, AttributeError):  # private: it may move
         return None
 
 
 @contextmanager
-def preemption_service(on: bool) -> Iterator[None]:
-    """Set inside the `with` block whether `jax.distributed.initialize` starts the service that handles SIGTERM."""
-    name = "jax_enable_preemption_service"
-    before = getattr(jax.config, name, None)
-    if before is None:  # it has another name, or none
-        yield
-        return
-    jax.config.update(name, on)
+def joining(*, preemption_service: bool, recoverable: bool) -> Iterator[None]:
+    """Set inside the `with` block how `jax.distributed.initialize` joins a job.
+
+    preemption_service: whether it starts the service that handles SIGTERM.
+    recoverable: whether JAX leaves the other processes alone when one of them has died.
+    """
+    wanted = {"jax_enable_preemption_service": preemption_service}
+    if recoverable:  # else the user's own setting counts
+        wanted["jax_enable_recoverability"] = True
+    # Where an option has another name, or none, JAX does as it does.
+    before = {name: getattr(jax.config, name) for name in wanted if hasattr(jax.config, name)}
+    for name in before:
+        jax.config.update(name, wanted[name])
     try:
         yield
     finally:
-        jax.config.update(name, before)
+        for name, value in before.items():
+            jax.config.update(name, value)
 
 
 def collectives_at(host: str) -> None:

@@ -125,6 +125,7 @@ def run_launch(given: argparse.Namespace) -> int:
         environment=dict(os.environ) if per_process is None else _with_virtual_devices(per_process),
         port=given.port,
         grace_seconds=given.grace,
+        recoverable=given.recoverable,
         # The output must be JSON alone.
         out=sys.stderr.buffer if given.json else None,
     )
@@ -146,6 +147,11 @@ def _launch_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         help="give each N virtual CPU devices (default: what JAX finds, the same for all)",
+    )
+    parser.add_argument(
+        "--recoverable",
+        action="store_true",
+        help="let the others go on when a worker of an asynchronous parameter server was killed",
     )
     parser.add_argument("--port", type=int, metavar="N", help="of the coordinator on loopback (default: a free one)")
     parser.add_argument(

@@ -6,10 +6,9 @@ passes. Arguments have the same order in both. From these on, an op is the equat
     with its primitive, whose operands are the equations (or arguments, or literals) that its operands are
 
 and where several are, as two sums of one array along different dims, the one with its parameters that comes next. Equal
-equations on equal operands make equal values, whichever of them an op was matched with. A value that a plan computes
-again has the same operands as the first one, and is the same equation. Ops with operands that the program does not
-have, such as loops and branches, into whose bodies constants move, are matched in their order, by the shapes of their
-results.
+equations on equal operands make equal values, whichever of them an op was matched with. Ops with operands that the
+program does not have, such as loops and branches, into whose bodies constants move, are matched in their order, by the
+shapes of their results. What a plan computes again is the equation of what it repeats (`with_copies`).
 """
 
 from __future__ import annotations
@@ -24,9 +23,10 @@ import numpy as np
 
 from alpa_lite import _jax
 from alpa_lite._jax import Array
-from alpa_lite.program.equations import PlainParams
+from alpa_lite.program.equations import Params, PlainParams
 from alpa_lite.program.identity import params_text
 from alpa_lite.program.ir import Graph, Op
+from alpa_lite.step.rematerialisation import LayeredStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +45,32 @@ class Matches:
 def matched(graph: Graph, program: Any, inputs: Mapping[int, int]) -> Matches:
     """Match a graph with a program that the module's `trace` returned; `inputs`: value of the graph → value there."""
     return _Matcher(graph, program, dict(inputs)).run()
+
+
+def with_copies(found: Matches, traced: Graph, planned: LayeredStep) -> Matches:
+    """Return the matches of a step as planned, from those of the step as it was traced."""
+    origins = planned.origins.get(planned.graph)
+    if origins is None:
+        return found
+    equations, values = dict[int, int](), dict(found.values)
+    for op, origin in zip(planned.graph.ops, origins, strict=True):
+        if origin is None:  # a barrier before what is computed again, or a copy to the host and back
+            same = op.operands
+        else:
+            same = traced.ops[origin.op].results
+            if origin.op in found.equations:
+                equations[op.id] = found.equations[origin.op]
+        if origin is None or op.bodies == traced.ops[origin.op].bodies:
+            for result, v in zip(op.results, same, strict=True):
+                if v in values:
+                    values.setdefault(result, values[v])
+    return Matches(equations=equations, values=values)
+
+
+def known_inputs(graph: Graph, values: Sequence[int | None]) -> dict[int, int]:
+    """Return input of a graph → value of a program, from these values in the order of the inputs, None if unknown."""
+    # What is computed before the loop follows the arguments and the captured arrays.
+    return {v: w for v, w in zip(graph.inputs, values, strict=False) if w is not None}
 
 
 def matched_constants(ours: Sequence[Array], theirs: Mapping[int, Array]) -> list[int | None]:
@@ -77,7 +103,7 @@ class _Matcher:
         given, made = set(self.values.values()), dict[Hashable, list[int]]()
         for number, eqn in enumerate(program.equations):
             operands, shapes = tuple(map(self._operand, eqn.operands)), self._shapes(eqn.results)
-            equal = eqn.primitive.name, operands, shapes, params_text(self.plain.of(eqn.params))
+            equal = eqn.primitive.name, operands, shapes, _text(self.plain.of(eqn.params))
             self.first.update(zip(eqn.results, made.setdefault(equal, eqn.results), strict=True))
             if not given.isdisjoint(eqn.results):
                 continue  # what is an input of the graph, no op of it makes
@@ -91,10 +117,6 @@ class _Matcher:
                 found = [n for n in rest if op.bodies or self._may_have(n, operands)]
             if found:
                 self._match(op, found)
-            elif op.primitive == "optimization_barrier":
-                # Before what a plan computes again; the task in which that runs is another one.
-                pairs = zip(op.results, op.operands, strict=True)
-                self.values.update({result: self.values[v] for result, v in pairs if v in self.values})
         return Matches(equations=self.equations, values=self.values)
 
     def _may_have(self, number: int, operands: Sequence[Hashable]) -> bool:
@@ -107,8 +129,8 @@ class _Matcher:
     def _match(self, op: Op, found: Sequence[int]) -> None:
         if len(found) > 1 and not op.bodies:
             # Loops and branches keep their bodies among the parameters of an equation.
-            wanted = params_text(op.params)
-            same = [n for n in found if params_text(self.plain.of(self.program.equations[n].params)) == wanted]
+            wanted = _text(op.params)
+            same = [n for n in found if _text(self.plain.of(self.program.equations[n].params)) == wanted]
             found = [*(n for n in same if n not in self.taken), *same, *found]
         self.equations[op.id] = number = found[0]
         self.taken.add(number)
@@ -129,3 +151,9 @@ class _Matcher:
         literal = self.graph.values[value].literal
         found = self.values.get(value)
         return (None if found is None else self.first.get(found, found)) if literal is None else repr(literal)
+
+
+def _text(params: Params) -> str:
+    """Return the text of parameters, of which strides of 1 are none."""
+    strides = params.get("strides")
+    return params_text({**params, "strides": None} if isinstance(strides, tuple) and set(strides) <= {1} else params)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
+from itertools import groupby
 
 from alpa_lite.errors import PlanError
 from alpa_lite.plan.plan import Plan
@@ -100,3 +101,10 @@ def tuple_text(items: Iterable[str]) -> str:
 def lines(items: Iterable[str]) -> str:
     """Return the entries of a literal that stands on several lines."""
     return "".join(f"\n    {item}" for item in items) + "\n"
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Return numbers in a list such as "0-3 7"."""
+    runs = groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0])
+    ends = [[n for _, n in run] for _, run in runs]
+    return " ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in ends)

@@ -17,15 +17,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
-import jax
-
-from alpa_lite import _jax
 from alpa_lite.errors import PlanError
 from alpa_lite.export.degrees import programs_of
-from alpa_lite.export.matched_equations import matched, matched_constants
+from alpa_lite.export.matched_equations import Matches, known_inputs, matched, matched_constants, with_copies
+from alpa_lite.export.module_program import PIPELINE_TEMPLATE, module_of, traced_by_module
 from alpa_lite.export.module_text import (
     check_arguments,
     filled_template,
@@ -33,24 +30,24 @@ from alpa_lite.export.module_text import (
     lines,
     not_said,
     partition,
+    ranges,
     step_place,
     summary,
     tuple_text,
 )
+from alpa_lite.export.parted_loops import WITH_PARTS, WITHOUT_PARTS, parts_text
 from alpa_lite.lower.local_machine import POSITIONAL
 from alpa_lite.lower.plan_fits import as_planned
 from alpa_lite.plan.instructions import InstructionKind, Program
 from alpa_lite.plan.plan import OpPlacement, Plan
 from alpa_lite.plan.program_builder import build_program
 from alpa_lite.program.ir import Graph
-from alpa_lite.program.phases import Phase, StepGraph
+from alpa_lite.program.phases import LeafPart, Phase, StepGraph
 from alpa_lite.rules.op_info import free_values
 from alpa_lite.schedule import MessageDriven
-from alpa_lite.sharding.specs import replicated
+from alpa_lite.step.planned_step import planned_step
 from alpa_lite.step.split import StepPrograms, TracedStep
 from alpa_lite.trace.trace import Traced
-
-_TEMPLATE = "pipeline_jax.py.txt"
 
 
 def pipeline_jax(plan: Plan, *, step: str | None = None) -> str:
@@ -69,9 +66,12 @@ def pipeline_jax(plan: Plan, *, step: str | None = None) -> str:
         "ARGUMENTS": lines(arguments),
         "IMPORT": import_line(traced, step),
         "DEFAULT": "" if step_place(traced, step) is None else " = _step",
+        **WITHOUT_PARTS,
     }
-    run = _module_of({**values, "IMPORT": "", "DEFAULT": ""})["trace"]
-    flat = _traced_by_module(run, plan, traced)
+    if made.step.loop_parts > 1:
+        values |= WITH_PARTS
+        values |= {"PARTS": parts_text(plan, programs, made, program, values)}
+    flat = traced_by_module(module_of(values), plan, traced)
     tables = _Tables(plan, made, program, flat)
     values |= tables.texts()
     values |= {
@@ -79,7 +79,7 @@ def pipeline_jax(plan: Plan, *, step: str | None = None) -> str:
         "NOT_SAID": not_said(plan, recomputes=tables.recomputes),
         "FINGERPRINT": flat.fingerprint(),
     }
-    return filled_template(_TEMPLATE, values)
+    return filled_template(PIPELINE_TEMPLATE, values)
 
 
 # ------------------------------------------------------------------------------------------------- what cannot be said
@@ -98,11 +98,6 @@ def _expressible(plan: Plan, programs: StepPrograms) -> TracedStep:
         )
     made = as_planned(programs.with_equations(plan.num_microbatches, plan.loop_parts), plan)
     step = made.step
-    if any(part.rows is not None for part in (*step.input_parts, *step.output_parts)):
-        raise refuse(
-            "its stages have parts of a scan over layers, and jaxprs have whole scans",
-            'Write the loop over layers in Python, plan with one stage, or export to "stablehlo".',
-        )
     if step.loop_results.averaged or made.runs or step.loop_results.runs:
         raise refuse(
             "its micro-batches are averaged, or take samples from several parts of the batch",
@@ -131,48 +126,20 @@ def _follows_position(body: Graph, step: StepGraph) -> bool:
     )
 
 
-# -------------------------------------------------------------------------------------------------- the program traced
-
-
-def _module_of(values: Mapping[str, str]) -> dict[str, Any]:
-    """Return the names of a module with these values, and empty tables for the rest."""
-    empty = dict.fromkeys(
-        ("SUMMARY", "NOT_SAID", "MESHES", "RESULTS", "TASKS", "ORDER", "CONSTRAINTS", "INSIDE", "RECEIVED", "SUMS"), ""
-    )
-    empty |= dict.fromkeys(("COMBINED", "RETURNED", "ONCE", "OWN_COLUMNS"), "{}")
-    empty |= {"DONATED": "()", "AHEAD": "", "FINGERPRINT": ""}
-    names = dict[str, Any](__name__="exported")
-    # The numbers of equations are those that the module itself finds.
-    exec(compile(filled_template(_TEMPLATE, {**empty, **values}), _TEMPLATE, "exec"), names)
-    return names
-
-
-def _traced_by_module(trace: Any, plan: Plan, traced: Traced) -> Any:
-    """Return the program that the module traces. Raises `PlanError` where the user's code fails at that size."""
-    positional, _ = jax.tree.unflatten(traced.inputs.tree, traced.inputs.leaves)
-    args = tuple(positional[n] for n in sorted(positional))
-    with _jax.no_mesh():
-        try:
-            return trace(traced.fun, args)
-        # The user's code may raise anything at a size that it was not written for.
-        except Exception as error:
-            raise PlanError(
-                f"{plan.name} cannot be exported as plain JAX: the module traces {traced.name} at the size of a "
-                f"micro-batch, which fails ({str(error).rstrip('.')}). Plan with num_microbatches=1, or export to "
-                '"stablehlo".'
-            ) from error
-
-
 # --------------------------------------------------------------------------------------------------------- the tables
 
 
 def _arguments(plan: Plan, step: StepGraph, program: Program, traced: Traced) -> Iterator[str]:
     """Yield the entries of the table of arguments."""
-    by_leaf = {part.leaf: v for v, part in zip(step.graph.inputs, step.input_parts, strict=True)}
+    of_leaf = defaultdict[int, list[tuple[int, LeafPart]]](list)
+    for v, part in zip(step.graph.inputs, step.input_parts, strict=True):
+        of_leaf[part.leaf].append((v, part))
     for number, (name, leaf) in enumerate(zip(traced.inputs.names, traced.inputs.leaves, strict=True)):
-        stage, spec = program.homes[by_leaf[number]]
-        dim = step.batch_dims[by_leaf[number]] if plan.num_microbatches > 1 else None
-        yield f"({name!r}, {tuple(leaf.shape)}, {dim}, {stage}, {partition(spec)}),"
+        for v, part in of_leaf[number]:
+            stage, spec = program.homes[v]
+            dim = step.batch_dims[v] if plan.num_microbatches > 1 else None
+            rows = "" if part.rows is None else f", {part.rows}"
+            yield f"({name!r}, {tuple(leaf.shape)}, {dim}, {stage}, {partition(spec)}{rows}),"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -191,15 +158,31 @@ class _Tables:
     def __init__(self, plan: Plan, made: TracedStep, program: Program, flat: Any) -> None:
         self.plan, self.step, self.program, self.flat = plan, made.step, program, flat
         self.traced = programs_of(plan).traced
-        inputs = [*range(len(self.traced.inputs.leaves)), *matched_constants(made.constants, flat.constants)]
+        num_leaves = len(self.traced.inputs.leaves)
+        arguments = [n for n, part in enumerate(made.step.input_parts) if part.leaf < num_leaves]
+        inputs = [*arguments, *matched_constants(made.constants, flat.constants)]
         further = _values_ahead(made, flat, inputs)
         self.ahead = _ancestors(flat, further)
-        self.found = matched(made.graph, flat, _known(made.graph.inputs, [*inputs, *further]))
+        # The equations of loops that the plan has rewritten so that backward trips repeat forward trips.
+        self.repeating: dict[Phase, set[int]] = defaultdict(set)
+        self.found = self._matched([*inputs, *further])
         self.recomputes = True
         self.returned: dict[int, set[int]] = defaultdict(set)
         self.tasks: list[_ListedTask] = []
         self.order: list[tuple[int, int | None]] = []
         self._fill_tasks()
+
+    def _matched(self, inputs: Sequence[int | None]) -> Matches:
+        """Return the equations of the ops of the step as planned."""
+        plan = self.plan
+        traced = programs_of(plan).with_equations(plan.num_microbatches, plan.loop_parts).step
+        planned = planned_step(traced, plan.layers_as_traced, plan.remat, host_optimizer=plan.host_optimizer)
+        found = with_copies(matched(traced.graph, self.flat, known_inputs(traced.graph, inputs)), traced.graph, planned)
+        written = {body for op in traced.graph.ops for body in op.bodies}
+        for op in planned.graph.ops:
+            if op.id in found.equations and not written.issuperset(op.bodies):
+                self.repeating[planned.step.phases[op.id]].add(found.equations[op.id])
+        return found
 
     def texts(self) -> dict[str, str]:
         """Return the text of each table."""
@@ -214,7 +197,7 @@ class _Tables:
         return {
             "MESHES": lines(meshes),
             "RESULTS": lines(self._results()),
-            "DONATED": repr(tuple(n for n, donated in enumerate(self.traced.inputs.donated) if donated)),
+            "DONATED": repr(tuple(self._donated())),
             "TASKS": lines(tasks),
             "RETURNED": repr({task: ranges(values) for task, values in self.returned.items()}),
             "ORDER": lines(_wrapped(f"({task}, {microbatch})," for task, microbatch in self.order)),
@@ -247,10 +230,12 @@ class _Tables:
         free = free_values(graph).union(*(op.results for op in graph.ops if self.step.phases[op.id] is Phase.INVARIANT))
         for number, task in enumerate(self.program.tasks):
             listed = [equations[op] for op in task.ops if op in equations]
+            listed += self._repeated(listed)
             known = [op for op in task.ops if op in equations or graph.ops[op].primitive == "optimization_barrier"]
             # An equation runs once in a task, and a loop as it was traced.
             self.recomputes &= len(set(listed)) == len(listed) and len(known) == len(task.ops)
             own = {equations[op] for op in task.ops if op in equations and free.isdisjoint(graph.ops[op].results)}
+            own.update(self._repeated(own))
             if own:
                 numbers[number] = len(self.tasks)
                 self.tasks.append(
@@ -263,6 +248,16 @@ class _Tables:
         ]
         self._complete()
         self._return_free()
+
+    def _repeated(self, equations: Iterable[int]) -> list[int]:
+        """Return the forward loops that run once more in a task with these equations.
+
+        Backward loops of the plan repeat them trip by trip; here the whole loop is repeated before.
+        """
+        backward = self.repeating[Phase.BACKWARD].intersection(equations)
+        read = {v for e in backward for v in self.flat.equations[e].operands if isinstance(v, int)}
+        forward = sorted(self.repeating[Phase.FORWARD])
+        return [e for e in forward if not read.isdisjoint(self.flat.equations[e].results)]
 
     def _complete(self) -> None:
         """Add equations without an op to the last task that makes an operand of theirs, of the loop or an update.
@@ -309,23 +304,35 @@ class _Tables:
                 self.order.append((updates[0], None))
             self.returned[updates[0]].add(value)
 
+    def _donated(self) -> Iterator[int]:
+        donated = self.traced.inputs.donated
+        parts = enumerate(self.step.input_parts)
+        return (n for n, part in parts if part.leaf < len(donated) and donated[part.leaf])
+
     # -- shardings
 
     def _results(self) -> Iterator[str]:
         names = self.traced.outputs.names
-        pairs = zip(self.step.output_parts, self.program.outputs, self.program.output_specs, strict=True)
-        by_leaf = {part.leaf: (buffer.stage, spec) for part, buffer, spec in pairs}
-        for number, leaf in enumerate(self.traced.outputs.leaves):
-            stage, spec = by_leaf.get(number, (0, replicated(len(leaf.shape))))
-            yield f"({stage}, {partition(spec)})," + (f"  # {names[number]}" if names[number] else "")
+        for part, buffer, spec in zip(
+            self.step.output_parts, self.program.outputs, self.program.output_specs, strict=True
+        ):
+            rows = "" if part.rows is None else f", {part.rows}"
+            name = names[part.leaf]
+            yield f"({buffer.stage}, {partition(spec)}{rows})," + (f"  # {name}" if name else "")
 
     def _constraints(self, stage: int) -> dict[int, str]:
         """Return equation → the shardings of its results."""
         found = dict[int, str]()
         for op, placement in self.plan.stages[stage].ops.items():
-            if op in self.found.equations and any(spec is not None and not spec.partial for spec in placement.results):
-                written = tuple_text("None" if spec.partial else partition(spec) for spec in placement.results)
-                found.setdefault(self.found.equations[op], written)
+            e, results = self.found.equations.get(op), self.step.graph.ops[op].results
+            if e is None:
+                continue
+            # By value, since a loop that repeats trips has other results than the one that was traced.
+            pairs = zip(results, placement.results, strict=True)
+            specs = {self.found.values.get(v): partition(spec) for v, spec in pairs if not spec.partial}
+            written = [specs.get(v, "None") for v in self.flat.equations[e].results]
+            if set(written) != {"None"}:
+                found.setdefault(e, tuple_text(written))
         return dict(sorted(found.items()))
 
     def _inside(self, stage: int) -> Iterator[str]:
@@ -369,17 +376,14 @@ class _Tables:
         return marks
 
 
-def _known(values: Sequence[int], theirs: Sequence[int | None]) -> dict[int, int]:
-    return {v: w for v, w in zip(values, theirs, strict=True) if w is not None}
-
-
 def _values_ahead(made: TracedStep, flat: Any, inputs: Sequence[int | None]) -> list[int | None]:
     """Return the values that are computed before the loop, in the order in which the step takes them."""
     if made.precomputed is None:
         return []
     graph = made.precomputed.program.graph
     whole = flat._replace(avals=flat.whole, equations=[e._replace(params=e.whole) for e in flat.equations])
-    found = matched(graph, whole, _known(graph.inputs, [inputs[leaf] for leaf in made.precomputed.leaves]))
+    places = {part.leaf: n for n, part in enumerate(made.step.input_parts)}
+    found = matched(graph, whole, known_inputs(graph, [inputs[places[leaf]] for leaf in made.precomputed.leaves]))
     return [found.values.get(v) for v in graph.outputs]
 
 
@@ -421,13 +425,6 @@ def _placed_in(body: Graph, placements: Mapping[int, OpPlacement]) -> Iterator[t
             yield from _placed_in(inner, inside)
         written = tuple_text("None" if spec.partial else partition(spec) for spec in placement.results)
         yield (op.primitive, tuple(value.shape for value in body.results(op))), written
-
-
-def ranges(numbers: Iterable[int]) -> str:
-    """Return numbers in a list such as "0-3 7"."""
-    runs = groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0])
-    ends = [[n for _, n in run] for _, run in runs]
-    return " ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in ends)
 
 
 def _wrapped(items: Iterable[str]) -> Iterator[str]:

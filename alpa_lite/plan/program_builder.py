@@ -129,6 +129,8 @@ class _ProgramBuilder:
             if event.is_update:
                 update = event.number if self.often else None
                 self._run_where(update, lambda task: task.stage not in self.workers and not task.kind.in_loop)
+                for v in filter(self._is_pushed, self.graph.outputs):
+                    self._total(v, self._output_spec(v), self._output_stage(v), update)
                 self._renew(event.number)
             else:
                 self._serve_microbatch(schedule, event.number)
@@ -331,15 +333,25 @@ class _ProgramBuilder:
         assert isinstance(self.plan.schedule, ServerSchedule), "it alone has workers"
         made_on = dict.fromkeys(map(self._worker, self.plan.schedule.contributions(number, m)))
         made = [Buffer(value, worker, self._index(value, update)) for worker in made_on]
-        parts = [
-            each if each.stage == stage else self._send(each, Buffer(value, stage, m * (1 + each.stage) + number), spec)
-            for each in made
-        ]
+        parts = [self._pushed(each, Buffer(value, stage, m * (1 + each.stage) + number), spec) for each in made]
         if len(parts) == 1:
             return parts[0]
         kind = InstructionKind.ADD
         self._emit(Instruction(kind=kind, stage=stage, reads=tuple(parts), writes=(total,), spec=spec))
         return total
+
+    def _pushed(self, made: Buffer, target: Buffer, spec: Spec) -> Buffer:
+        """Return the buffer of what a worker has made, sent to another stage if it is not there yet."""
+        if made.stage == target.stage:
+            return made
+        return target if target in self.written else self._send(made, target, spec)
+
+    def _is_pushed(self, value: int) -> bool:
+        """Return True for a result that workers sum, as a loss: they push it to the servers, as gradients."""
+        return bool(self.workers) and self.slicer.is_sum(value) and value not in self.step.aliases
+
+    def _output_stage(self, value: int) -> int:
+        return 0 if self._is_pushed(value) else self.slicer.output_stage(value)
 
     def _version(self, task: TaskSpec, number: int | None) -> int:
         """Return how many updates are in the state that a task reads, on a micro-batch or as the update of a number."""
@@ -411,6 +423,9 @@ class _ProgramBuilder:
         return stage.inputs.get(value, default)
 
     def _output_spec(self, value: int) -> Spec:
+        if self._is_pushed(value):
+            # The axes of the workers are others than those of the servers.
+            return Spec(((),) * self.graph.values[value].rank)
         producer = self.graph.producer[value]
         return self._home_input_spec(value) if producer is None else self.sliced.output_spec(value)
 
@@ -426,12 +441,12 @@ class _ProgramBuilder:
                 self._emit(Instruction(kind=InstructionKind.PLACE, stage=buffer.stage, writes=(buffer,), spec=spec))
             return buffer
         place = self.slicer.place_of_value(value)
-        stage = place.stage if place else 0
+        stage = place.stage if place and not self._is_pushed(value) else 0
         if self.batched and self._varies(value) and self.step.batch_dims[value] is not None:
             return self._join(
                 value, stage, (Buffer(value, self._runs_on(stage, b), b) for b in range(self.step.num_microbatches))
             )
-        source, target = self._of_update(value, stage, None), Buffer(value, self.slicer.output_stage(value))
+        source, target = self._of_update(value, stage, None), Buffer(value, self._output_stage(value))
         if self.often and self.slicer.is_sum(value) and value not in self.step.aliases:
             # A loss: each update has its own, of its micro-batches.
             source = self._join(value, stage, [self._of_update(value, stage, u) for u in range(self.step.num_updates)])
@@ -449,8 +464,8 @@ class _ProgramBuilder:
 
     def _of_update(self, value: int, stage: int, update: int | None) -> Buffer:
         """Return the buffer of what the micro-batches of an update, or of the step, have summed."""
-        if stage in self.workers and (update is not None or not self.often):
-            return self._total(value, self.sliced.output_spec(value), stage, update)
+        if (stage in self.workers or self._is_pushed(value)) and (update is not None or not self.often):
+            return self._total(value, self._output_spec(value), stage, update)
         return Buffer(value, stage, update)
 
     def _output_of_state(self, value: int) -> Buffer:
@@ -469,7 +484,7 @@ class _ProgramBuilder:
 
     def _join(self, value: int, stage: int, made: Iterable[Buffer]) -> Buffer:
         """Join the buffers of an output of several micro-batches or updates into one on a stage."""
-        joined, spec = Buffer(value, stage), self.sliced.output_spec(value)
+        joined, spec = Buffer(value, stage), self._output_spec(value)
         parts = tuple(
             each if each.stage == stage else self._send(each, Buffer(value, stage, each.microbatch), spec)
             for each in made

@@ -151,7 +151,10 @@ class ParameterServer(Planner):
         return tuple(workers * each for each in rounds)
 
     def _places(self, request: PlanRequest) -> list[StagePlace]:
-        """Return the places of the servers, which have the last devices, and of the workers."""
+        """Return the places of the servers, which have the first devices, and of the workers.
+
+        The process that has the first devices is the one without which a job cannot go on in any case.
+        """
         total = request.cluster.num_devices
         left = total - self.servers
         workers = self.workers or left
@@ -161,7 +164,7 @@ class ParameterServer(Planner):
                 f"{self.name} on {request.cluster.name}, which has {show_count(total, 'device')}, leaves {left} for "
                 f"{show_count(workers, 'worker')}. Choose a number of servers, and of workers that divide the rest."
             )
-        *of_workers, of_servers = submeshes_of(request.cluster, [size] * workers + [self.servers])
+        of_servers, *of_workers = submeshes_of(request.cluster, [self.servers] + [size] * workers)
         data = LogicalMesh(axis_names=("data",), shape=(size,))
         server = LogicalMesh(axis_names=("server",), shape=(self.servers,))
         return [StagePlace(0, 0, of_servers, server), *(StagePlace(1, 1, submesh, data) for submesh in of_workers)]

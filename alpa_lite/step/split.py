@@ -53,7 +53,7 @@ from alpa_lite.step.relations import Refusal, Relation, RelationKind
 from alpa_lite.step.transfer_functions import FOLLOWING
 from alpa_lite.trace.passes.code_motion import HoistValues, Precomputed, TwoSizes, inputs_of_data
 from alpa_lite.trace.passes.own_state import OwnState
-from alpa_lite.trace.passes.split_stacked import PartedProgram
+from alpa_lite.trace.passes.split_stacked import PartedProgram, SplitAnalysis
 from alpa_lite.trace.step_programs import SizedPrograms
 from alpa_lite.trace.trace import Traced
 
@@ -72,6 +72,7 @@ class TracedStep:
         precomputed: the part that is computed before the loop, if any.
         runs: argument leaf → (batch dim, number of runs of samples), for arguments of which a micro-batch takes rows
             from several runs.
+        split: by what the stacked arrays of the full batch were split; None if they are whole.
     """
 
     step: StepGraph
@@ -79,6 +80,7 @@ class TracedStep:
     constants: tuple[Array, ...]
     precomputed: Precomputed | None = None
     runs: Mapping[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
+    split: SplitAnalysis | None = None
 
     @property
     def graph(self) -> Graph:
@@ -276,7 +278,7 @@ def _step(
             loop_parts=sized.loop_parts,
             **more,
         )
-        return TracedStep(step=step, equations=program.equations, constants=program.constants)
+        return TracedStep(step=step, equations=program.equations, constants=program.constants, split=full.split)
 
     return sized.driver.made("assign phases", made)
 

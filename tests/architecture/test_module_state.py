@@ -38,6 +38,7 @@ STATE = {
     "alpa_lite.runtime.job.activity._all_flights": "running steps, which the heartbeat's thread looks at",
     "alpa_lite.runtime.job.consensus._service_of": "numbers of messages since the job's service started",
     "alpa_lite.runtime.job.consensus._listener_numbers": "all processes number their listeners alike",
+    "alpa_lite.runtime.job.channel._channel_of": "the connections of this process to the others of its job",
     "alpa_lite.runtime.job.shutdown._left": "whether the others know that this process fails",
     "alpa_lite.runtime.job.shutdown._ends": "the lock of the thread that ends the process",
     "alpa_lite.runtime.job.shutdown._watched": "whether the job's processes watch each other",

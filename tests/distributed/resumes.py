@@ -3,7 +3,7 @@
 `resumes.py FOLDER STEPS [SECONDS [served]]`
 
 The first process appends a line "step loss" to FOLDER/log for each step. SECONDS: that each step takes longer. With
-"served" the last process is a parameter server, and the others are workers; else each process is a stage.
+"served" the first process is a parameter server, and the others are workers; else each process is a stage.
 """
 
 from __future__ import annotations

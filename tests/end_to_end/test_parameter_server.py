@@ -188,7 +188,7 @@ def test_link_of_a_server_carries_its_range_of_the_weights_for_each_worker_both_
     for instruction in lowered.program.instructions:
         if instruction.kind is InstructionKind.SEND and values[instruction.reads[0].value].shape == (WIDTH, WIDTH):
             sent.update(instruction.transfer.bytes_between)
-    size, workers, own = 3 * WIDTH * WIDTH * 4, range(4), range(4, 4 + servers)
+    size, workers, own = 3 * WIDTH * WIDTH * 4, range(servers, 4 + servers), range(servers)
     # Two micro-batches of each worker: one pull and one push if there is one update, else two of each.
     rounds = 1 if consistency == "bsp" else 2
     out = [sum(sent[server, w] for w in workers) for server in own]
@@ -289,22 +289,30 @@ def test_asynchronous_run_equals_its_equations_for_the_order_that_it_took(consis
     close(planned[0], by_equations(events, compiled.plan.schedule, rounds)[0])
 
 
-def by_equations(events, schedule, rounds):
-    """The state and the mean loss after some events: each gradient at the version that its worker pulled."""
-    state, grads, losses = state_of(), {}, []
+def by_equations(events, schedule, rounds, workers=WORKERS, state=None, applied=None):
+    """The state and the mean loss after some events: each gradient at the version that its worker pulled.
+
+    applied: the micro-batches whose gradients were applied; default: all. Then losses of updates are returned.
+    """
+    m = rounds * workers
+    state, grads, losses = state_of() if state is None else state, {}, {}
     for event in events:
         if not event.is_update:
-            rows = part_of(batch_of(rounds * WORKERS), event.number, SAMPLES)
-            loss, grads[event.number] = GRADIENT(state["w"], rows)
-            losses.append(loss)
+            losses[event.number], grads[event.number] = GRADIENT(
+                state["w"], part_of(batch_of(m), event.number, SAMPLES)
+            )
             continue
-        of = schedule.contributions(event.number, rounds * WORKERS)
-        total = [sum(parts) / len(of) for parts in zip(*(grads[b] for b in of), strict=True)]
+        of = schedule.contributions(event.number, m)
+        there = [grads[b] for b in of if applied is None or b in applied]
+        total = [sum(parts) / len(of) for parts in zip(*there, strict=True)]
         momentum = [0.9 * v + g for v, g in zip(state["v"], total, strict=True)]
         rate = 0.1 / (1.0 + 0.1 * state["count"])
         weights = [w - rate * v for w, v in zip(state["w"], momentum, strict=True)]
         state = {"w": weights, "v": momentum, "count": state["count"] + 1}
-    return state, np.mean(losses)
+    if applied is None:
+        return state, np.mean([*losses.values()])
+    of_updates = [schedule.contributions(event.number, m) for event in events if event.is_update]
+    return state, float(np.mean([sum(losses[b] for b in of if b in applied) / len(of) for of in of_updates]))
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ import pytest
 import alpa_lite as al
 from alpa_lite.errors import PlanError
 from alpa_lite.export.degrees import programs_of
-from alpa_lite.export.pipeline_jax import ranges
+from alpa_lite.export.module_text import ranges
 from alpa_lite.lower.plan_fits import as_planned
 from alpa_lite.plan.instructions import InstructionKind
 from alpa_lite.plan.program_builder import build_program
@@ -84,6 +84,16 @@ def looped_step(params: Any, batch: Any) -> Any:
     return params - 0.1 * grads, value
 
 
+def dropout_step(params: Any, batch: Any) -> Any:
+    """A loop over layers that draws random numbers for each sample."""
+
+    def layer(x, w):
+        return jnp.tanh(x @ w) * jax.random.bernoulli(jax.random.key(0), 0.9, x.shape), None
+
+    value, grads = jax.value_and_grad(lambda params: jnp.mean(jax.lax.scan(layer, batch["x"], params)[0] ** 2))(params)
+    return params - 0.1 * grads, value
+
+
 def _draw(*shape: int, scale: float = 0.1) -> np.ndarray:
     return (scale * np.random.default_rng(len(shape)).standard_normal(shape)).astype(np.float32)
 
@@ -106,7 +116,12 @@ def _looped() -> tuple[Any, ...]:
     return looped_step, _draw(LAYERS, WIDTH, WIDTH), batch
 
 
-STEPS = {"layers": _layers, "language": _language, "looped": _looped}
+STEPS = {
+    "layers": _layers,
+    "language": _language,
+    "looped": _looped,
+    "dropout": lambda: (dropout_step, _looped()[1], {"x": _draw(SAMPLES, WIDTH)}),
+}
 
 
 def _planned(step: str, planner: Any, num_microbatches: int, **options: Any) -> tuple[Any, Any, tuple[Any, ...]]:
@@ -245,7 +260,7 @@ def test_a_pipeline_needs_no_alpa_lite(tmp_path: Path, devices: Any) -> None:
 def test_what_a_loop_of_stage_functions_cannot_say_is_refused() -> None:
     pipeline = Hybrid(pipeline=2, data=4)
     refused = [
-        ("looped", pipeline, {}, "parts of a scan over layers"),
+        ("dropout", pipeline, {}, "draws random numbers"),
         ("layers", Hybrid(pipeline=2, data=4, schedule=al.schedule.PipeDream2BW()), {}, "several updates in a step"),
         ("language", Hybrid(pipeline=2, data=4, host_optimizer=True), {}, "memory of the host"),
     ]

@@ -44,7 +44,7 @@ from alpa_lite.runtime.execute.function import CompiledFunction
 from alpa_lite.runtime.job.activity import busy
 from alpa_lite.runtime.job.consensus import Stopping, agreed_data, everywhere, reason_of, shared_error
 from alpa_lite.runtime.job.launched import summary
-from alpa_lite.runtime.job.shutdown import leaving
+from alpa_lite.runtime.job.shutdown import is_recoverable, leaving
 from alpa_lite.text import show_first
 from cost_models.checks import excerpt
 
@@ -161,7 +161,10 @@ class Checkpoints:
         self._pending = number
         try:
             # Its threads are started once, by the first save; a program that only restores has none.
-            writer = self._writer = self._writer or store.Writer()
+            by_first = is_recoverable() and store.is_on_first(content.arrays.values())
+            if self._writer is not None and self._writer.by_first != by_first:
+                self._drop_writer()
+            writer = self._writer = self._writer or store.Writer(by_first=by_first)
             publish = partial(self._files.publish, unfinished, number)
             with busy("saving a checkpoint"):
                 writer.start(unfinished, store.Content(arrays=content.arrays, files=files, publish=publish))

@@ -15,7 +15,7 @@ would leave the others waiting for it. An incomplete checkpoint gets no list of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -111,8 +111,9 @@ def _arrays_handler() -> ocp.PyTreeCheckpointHandler:
 class _Careful(ocp.AsyncCheckpointHandler):
     """Writes a checkpoint; `problem` stores the error of this process."""
 
-    def __init__(self) -> None:
+    def __init__(self, writers: int) -> None:
         self._arrays = _arrays_handler()
+        self._writers = writers
         self._files: Mapping[str, bytes] = {}
         self._publish: Callable[[], None] = _nothing
         self._has_arrays = False
@@ -145,7 +146,7 @@ class _Careful(ocp.AsyncCheckpointHandler):
         folder, publish, self._publish = Path(directory), self._publish, _nothing
         try:
             if self.problem is None:
-                for process in range(1, jax.process_count()):
+                for process in range(1, self._writers):
                     if not (folder / f"{LIST}.{_part(process)}").exists():
                         raise ConsequenceError(
                             f"nothing of process {process} is there: all processes must see the same folder"
@@ -245,15 +246,32 @@ class _NoMetadata:
         pass
 
 
+def is_on_first(arrays: Iterable[Array]) -> bool:
+    """Return True if the first process has the whole of each array."""
+    placed = [array.sharding for array in arrays if isinstance(array, jax.Array)]
+    of = [(sharding, {device.process_index for device in sharding.device_set}) for sharding in placed]
+    return all(processes == {0} or (0 in processes and sharding.is_fully_replicated) for sharding, processes in of)
+
+
 class Writer:
     """Writes checkpoints, one at a time. All processes must make the same calls."""
 
-    def __init__(self) -> None:
-        """Start without a pending write."""
-        self._handler = _Careful()
+    def __init__(self, *, by_first: bool = False) -> None:
+        """Start without a pending write.
+
+        by_first: whether the first process writes alone, which waits for no other: some may have died.
+        """
+        self.by_first = by_first
+        self._handler = _Careful(1 if by_first else jax.process_count())
         self._places: Any = _Places()
+        self._takes_part = not by_first or jax.process_index() == 0
+        if not self._takes_part:
+            return
         self._checkpointer = ocp.AsyncCheckpointer(
             self._handler,
+            multiprocessing_options=ocp.options.MultiprocessingOptions(
+                active_processes={0} if by_first else None, barrier_sync_key_prefix="alpa_lite" if by_first else None
+            ),
             async_options=ocp.AsyncOptions(timeout_secs=_LONGEST_SAVE_SECONDS),
             checkpoint_metadata_store=cast(Any, _NoMetadata()),
             temporary_path_class=self._places,
@@ -262,17 +280,20 @@ class Writer:
     def start(self, folder: Path, content: Content) -> None:
         """Begin to write into an empty folder; return when the arrays may be overwritten."""
         self._places.folder = folder
-        self._checkpointer.save(folder, args=content)
+        if self._takes_part:
+            self._checkpointer.save(folder, args=content)
 
     def finish(self) -> None:
         """Wait until the checkpoint is complete. Raises the error of this process, if any."""
-        self._checkpointer.wait_until_finished()
+        if self._takes_part:
+            self._checkpointer.wait_until_finished()
         if self._handler.problem is not None:
             raise self._handler.problem
 
     def close(self) -> None:
         """End the background threads."""
-        self._checkpointer.close()
+        if self._takes_part:
+            self._checkpointer.close()
 
 
 def read_arrays(folder: Path, wanted: Sequence[Wanted], saved: Mapping[str, Leaf]) -> dict[str, Array]:

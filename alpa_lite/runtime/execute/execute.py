@@ -35,8 +35,10 @@ from alpa_lite.runtime.execute.crossing import Blanks
 from alpa_lite.runtime.execute.placing import Alone, InJob
 from alpa_lite.runtime.execute.run_transfers import Delivery, Result, compile_transfers, wanted, warm
 from alpa_lite.runtime.execute.stacked import Leaves
+from alpa_lite.runtime.execute.survival import HostDelivery, Survival, may_be_lost
 from alpa_lite.runtime.execute.watch import Watch, Watchdog, explanation, short_name, spans
 from alpa_lite.runtime.job.activity import CPU_CREDITS, CREDITS, Flight, HangPolicy, InstructionInfo
+from alpa_lite.runtime.job.channel import channel
 from alpa_lite.runtime.job.processes import (
     all_here,
     any_here,
@@ -48,7 +50,7 @@ from alpa_lite.runtime.job.processes import (
     processes_of,
     verify_order,
 )
-from alpa_lite.runtime.job.shutdown import at_work, end_hung, is_watched
+from alpa_lite.runtime.job.shutdown import at_work, end_hung, is_recoverable, is_watched
 from alpa_lite.sharding.specs import Spec
 
 OnHang = Literal["auto", "raise", "end"]
@@ -154,6 +156,14 @@ class Executor:
         zeros_here, concats_here = list(zip(zeros, rest, strict=False)), list(zip(concats, rest, strict=True))
         self._zeros = {task: compiled for task, compiled in zeros_here if compiled is not None}
         self._concats = {buffer: compiled for buffer, compiled in concats_here if compiled is not None}
+        # Segments run in an order that is decided as they run, by the first process.
+        self._processes_of = [processes_of(devices_of(mesh)) for mesh in self.meshes]
+        self._channel = channel() if jax.process_count() > 1 and (program.segments or is_recoverable()) else None
+        self._survives = False
+        if self._channel is not None and is_recoverable():
+            may_lose = may_be_lost(plan.schedule, self._processes_of)
+            self._channel.add_step(may_lose)
+            self._survives = bool(may_lose)
         # All processes meet here, with their tasks compiled: none is late for the first program that spans several.
         self._delivery = self._connected(blanks)
         self.transfers = compile_transfers(program, step, self.meshes, blanks)
@@ -193,14 +203,33 @@ class Executor:
             placing=self.placing,
         ).bound()
         self._at_once = self._as_one_task()
-        segments = BoundSegments(program=self.program, bound=self.bound, flight=self.flight)
+        segments = BoundSegments(
+            program=self.program,
+            bound=self.bound,
+            flight=self.flight,
+            processes=self._processes_of,
+            channel=self._channel,
+            survival=self._survival(),
+        )
         self.arrivals = arrival_run(segments, self.plan.schedule, len(self.plan.stages))
 
-    def _connected(self, blanks: Blanks) -> Delivery | None:
+    def _survival(self) -> Survival | None:
+        """Return what lets the step go on without workers that have died; None if it cannot."""
+        if not self._survives or self._channel is None:
+            return None
+        return Survival(
+            program=self.program,
+            step=self.step,
+            bound=self.bound,
+            processes=self._processes_of,
+            channel=self._channel,
+        )
+
+    def _connected(self, blanks: Blanks) -> Delivery | HostDelivery | None:
         """Return, in a job, the delivery of small results; all processes have compiled their tasks on return."""
         if jax.process_count() == 1:
             return None
-        verify_order(self.program, [processes_of(devices_of(mesh)) for mesh in self.meshes])
+        verify_order(self.program, self._processes_of)
         InJob.know(self.meshes)
         for leaves in (self.inputs, self.outputs):
             InJob.know(leaves.sharding(i).mesh for i in range(len(leaves.whole)))
@@ -208,7 +237,10 @@ class Executor:
             if any_here(devices_of(mesh)) and not all_here(devices_of(mesh)):
                 warm(mesh)
         results = [self._result(number) for number in range(len(self.outputs.whole))]
-        return Delivery([result for result in results if wanted(result)], jax.devices(), blanks)
+        chosen = [result for result in results if wanted(result)]
+        if self._survives and self._channel is not None:
+            return HostDelivery(chosen, jax.devices(), self._channel)
+        return Delivery(chosen, jax.devices(), blanks)
 
     def _result(self, leaf: int) -> Result:
         """Return a result of the step, for its delivery."""
@@ -246,15 +278,15 @@ class Executor:
             return leaves
         delivered, token = self._delivery(leaves)
         # The number after the last instruction stands for the delivery, as in the message on a hang.
-        self.flight.launched(0, len(self.program.instructions), token)
+        if token is not None:
+            self.flight.launched(0, len(self.program.instructions), token)
         return delivered
 
     def _processes(self, instruction: int) -> frozenset[int]:
         """Return the processes that take part in an instruction; all in the delivery, one past the last one."""
         if instruction == len(self.program.instructions):
             return frozenset(range(jax.process_count()))
-        stages = [processes_of(devices_of(mesh)) for mesh in self.meshes]
-        return participants(self.program.instructions[instruction], stages)
+        return participants(self.program.instructions[instruction], self._processes_of)
 
     def _microbatch_indices(self) -> list[list[jax.Array]]:
         """Return the index of each micro-batch, placed once on each stage."""
@@ -325,7 +357,7 @@ class Executor:
             slots = self.bound.slots(parts)
             # The slots alone hold the arguments, so that each is freed as soon as nothing reads it any more.
             del parts
-            if record is None and self.arrivals is not None and jax.process_count() == 1:
+            if record is None and self.arrivals is not None:
                 self.arrivals.run(slots)
             elif record is None:
                 self.bound.run(slots)

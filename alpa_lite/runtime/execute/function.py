@@ -83,7 +83,7 @@ class CompiledFunction:
         """Return by how many updates the weights of each micro-batch of the last step were too old.
 
         Of a parameter server with several updates per step, whose order follows the devices; of any other plan (), as
-        the schedule says it. Before the first step, and in a job of several processes, it is that of the planned order.
+        the schedule says it. Before the first step it is that of the planned order.
         """
         run = self.executor.arrivals
         return tuple(count for _, count in sorted(run.staleness.lacking.items())) if isinstance(run, ServedRun) else ()

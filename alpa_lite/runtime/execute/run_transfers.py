@@ -307,6 +307,13 @@ def _count(result: Result) -> int:
     return len(processes_of(devices_of(result.sharding.mesh)))
 
 
+def over_processes(devices: Sequence[Device]) -> tuple[Mesh, Device]:
+    """Return a mesh of the first device of each process, and the one of this process."""
+    # Reversed, so that of each process its first device remains.
+    first = {device.process_index: device for device in reversed(devices)}
+    return Mesh(np.array([first[p] for p in sorted(first)]), (AXIS,)), first[jax.process_index()]
+
+
 class Delivery:
     """The delivery of a step's results, compiled on all processes of the job; `devices`: of the job."""
 
@@ -315,12 +322,9 @@ class Delivery:
         self.results = tuple(results)
         if not self.results:
             return
-        # Reversed, so that of each process its first device remains.
-        first = {device.process_index: device for device in reversed(devices)}
-        processes = sorted(first)
-        mesh = Mesh(np.array([first[p] for p in processes]), (AXIS,))
-        self.mine = first[jax.process_index()]
+        mesh, self.mine = over_processes(devices)
         self.owners = [devices_of(result.sharding.mesh)[0] for result in self.results]
+        processes = [device.process_index for device in devices_of(mesh)]
         places = [processes.index(owner.process_index) for owner in self.owners]
         whole = NamedSharding(mesh, PartitionSpec())
         self._avals = [jax.ShapeDtypeStruct(r.array.shape, r.array.dtype, sharding=whole) for r in self.results]

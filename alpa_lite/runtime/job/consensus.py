@@ -45,6 +45,7 @@ from alpa_lite.runtime.job.shutdown import (
     came_to_end,
     end_hung,
     hang_timeout,
+    lost,
     name_processes,
     roll_call,
     say,
@@ -181,7 +182,7 @@ class _GroupExchange:
         self._words.set(f"{key}/{self._words.me}", value)
         if self._words.me != self._first:
             return self._words.get(f"{key}/answer", self._first)
-        values = [self._words.get(f"{key}/{process}", process) for process in self._processes]
+        values = self._words.get_all(key, self._processes)
         # All have written for this agreement, and so have read whatever was exchanged before it.
         self._words.remove(self._read_by_all_that_come)
         self._read_by_all_that_come = [key]
@@ -253,6 +254,19 @@ class KeyValues:
                     say(f"process {self.me} has waited {waited:.0f} s for process {process}{doing and f', {doing}'}.")
                     # Ever more rarely, so that a long wait does not fill the log.
                     word += 2 * word
+
+    def get_all(self, name: str, processes: Sequence[int]) -> list[Json]:
+        """Return the values of processes under a name, without those that have died where the job goes on."""
+        values: list[Json] = []
+        for process in processes:
+            try:
+                if process not in lost():
+                    values.append(self.get(f"{name}/{process}", process))
+            except ExecutionError:
+                # It may have died while it was awaited.
+                if process not in lost():
+                    raise
+        return values
 
 
 def _in_vain(process: int, waited: float, ended: Mapping[int, str], error: Exception) -> str:
@@ -423,7 +437,7 @@ class Stopping:
         if job.process:
             return words.get(f"{name}/last", 0)
         # No process has answered this question yet: each waits for the agreement before its next answer.
-        last = 1 + max(words.get(f"{name}/asked/{process}", process) for process in range(job.num_processes))
+        last = 1 + max(words.get_all(f"{name}/asked", range(job.num_processes)))
         words.set(f"{name}/last", last)
         return last
 

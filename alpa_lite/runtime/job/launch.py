@@ -154,13 +154,16 @@ def _end_of_character(text: bytes, at: int) -> int:
     return next((at - back for back in range(4) if text[at - back] not in _CONTINUATION), at)
 
 
-COORDINATOR, NUM_PROCESSES, PROCESS_ID, REGISTER = (
+COORDINATOR, NUM_PROCESSES, PROCESS_ID, RECOVERABLE, REGISTER = (
     "ALPA_LITE_COORDINATOR",
     "ALPA_LITE_NUM_PROCESSES",
     "ALPA_LITE_PROCESS_ID",
+    "ALPA_LITE_RECOVERABLE",
     "ALPA_LITE_REGISTER",
 )
-"""Environment variables of a launched process; the last holds the number of a pipe's end, in which it registers."""
+"""Environment variables of a launched process; the last holds the number of a pipe's end, in which it registers.
+`RECOVERABLE` is set if the job goes on when a process has died that it can do without.
+"""
 
 GRACE_SECONDS = 5.0
 """Seconds that a process gets between SIGTERM and SIGKILL."""
@@ -185,7 +188,8 @@ class LaunchResult:
 
     codes    exit code of each process; 128 + n where signal n ended it
     failed   the number of the process that failed first, of several at once that with the worst code; None: none did.
-             Processes that end because of it do not count, whether the launcher ended them or they did by themselves.
+             Processes that end because of it do not count, whether the launcher ended them or they did by themselves,
+             nor those without which a recoverable job went on to its end.
     """
 
     codes: tuple[int, ...]
@@ -230,6 +234,7 @@ def launch(
     environment: Mapping[str, str] | None = None,
     port: int | None = None,
     grace_seconds: float = GRACE_SECONDS,
+    recoverable: bool = False,
     out: BinaryIO | None = None,
     err: BinaryIO | None = None,
 ) -> LaunchResult:
@@ -241,6 +246,8 @@ def launch(
         environment: environment variables of the processes; default: those of this process.
         port: port of the coordinator; default: a free one.
         grace_seconds: seconds between SIGTERM and SIGKILL.
+        recoverable: whether the others are left to go on when a signal has ended one of them, but the first; see
+            `alpa_lite.initialize`.
         out: receives the standard output of the processes; default: standard output of this process.
         err: receives the error streams of the processes; default: error stream of this process.
 
@@ -256,7 +263,8 @@ def launch(
         address = f"127.0.0.1:{reserved.getsockname()[1]}"
         # Unbuffered: Python would hold back what it writes to a pipe, and a killed process would lose it.
         base |= {COORDINATOR: address, NUM_PROCESSES: str(num_processes), "PYTHONUNBUFFERED": "1"}
-        job = _Job(out or sys.stdout.buffer, err or sys.stderr.buffer, grace_seconds)
+        base |= {RECOVERABLE: "1"} if recoverable else {}
+        job = _Job(out or sys.stdout.buffer, err or sys.stderr.buffer, grace_seconds, recoverable)
         try:
             for number in range(num_processes):
                 job.start(command, {**base, PROCESS_ID: str(number)})
@@ -269,8 +277,9 @@ def launch(
 class _Job:
     """The processes of one launch."""
 
-    def __init__(self, out: BinaryIO, err: BinaryIO, grace_seconds: float) -> None:
-        self.grace_seconds = grace_seconds
+    def __init__(self, out: BinaryIO, err: BinaryIO, grace_seconds: float, recoverable: bool = False) -> None:
+        self.grace_seconds, self.recoverable = grace_seconds, recoverable
+        self.died: set[int] = set()
         self.targets = Target(out), Target(err)
         self.listeners = Listeners(self.targets)
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -313,6 +322,8 @@ class _Job:
         while True:
             codes = [ended_with(process) for process in self.processes]
             failed = [number for number, code in enumerate(codes) if code]
+            if self.recoverable:
+                failed = self._without_died(failed, codes)
             # A process that detected a hang knows the cause: the exits of others follow from it, as does `ENDED`.
             causes = [] if HUNG in codes else [number for number in failed if codes[number] != ENDED]
             until = until or (time.monotonic() + _CAUSE_SECONDS if failed else None)
@@ -323,6 +334,14 @@ class _Job:
             if None not in codes:
                 return None
             time.sleep(_LOOK_SECONDS)
+
+    def _without_died(self, failed: list[int], codes: Sequence[int | None]) -> list[int]:
+        """Return those that have failed, but none if signals have ended all of them: the first process decides then."""
+        died = {number for number in failed if (codes[number] or 0) < 0 and number > 0}
+        for number in sorted(died - self.died):
+            self._say(number, codes[number] or 0, "the first process decides whether the others go on")
+        self.died = died
+        return [] if died == {*failed} else failed
 
     def end(self) -> None:
         """End the processes that still run, and forward their last output; a second signal cuts that short."""
@@ -358,9 +377,9 @@ class _Job:
         while None in map(ended_with, self.processes) and (until is None or time.monotonic() < until):
             time.sleep(_LOOK_SECONDS)
 
-    def _say(self, number: int, code: int) -> None:
+    def _say(self, number: int, code: int, then: str = "the others are ended") -> None:
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        others = ": the others are ended" if len(self.processes) > 1 else ""
+        others = f": {then}" if len(self.processes) > 1 else ""
         self.targets[1].write(f"alpa-lite launch: process {number} {how}{others}.\n".encode())
 
 

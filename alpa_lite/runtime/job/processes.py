@@ -34,6 +34,7 @@ from alpa_lite._jax import Device
 from alpa_lite.errors import VerificationError
 from alpa_lite.plan.instructions import Buffer, Instruction, InstructionKind, Program
 from alpa_lite.runtime.job.activity import Token
+from alpa_lite.runtime.job.shutdown import is_recoverable
 
 
 def is_here(device: Device) -> bool:
@@ -173,7 +174,8 @@ class Turns:
     def take(self, *, alone: bool) -> None:
         """Prepare for a launch; `alone`: on one device of this process."""
         if alone != self._alone:
-            jax.block_until_ready(self._pending)
+            for token in self._pending:
+                _await(token)
             self._pending.clear()
             self._alone = alone
 
@@ -183,6 +185,15 @@ class Turns:
         if len(self._pending) > _MOST_PENDING:
             # Tokens of finished launches are dropped now and then, so that the list stays short.
             self._pending = [each for each in self._pending if not each.is_ready()]
+
+
+def _await(token: Token) -> None:
+    """Wait for a launch. Where a job goes on after losses, a transfer with a process that died may have failed."""
+    try:
+        jax.block_until_ready(token)
+    except (ValueError, jax.errors.JaxRuntimeError):
+        if not is_recoverable():
+            raise
 
 
 _launches = Turns()

@@ -213,9 +213,51 @@ class _Watched:
     neighbours: ClassVar[Neighbours | None] = None
     heard: ClassVar[dict[int, tuple[str, float]]] = {}
     """The last published activity of each process, and the time of its last change."""
+    is_recoverable = False
+    lost: ClassVar[list[int]] = []
+    """Processes that have died, and without which the job goes on; known to the first process."""
+    last: ClassVar[Callable[[float], object]] = lambda seconds: None
+    """Returns when all other processes are gone, or after some seconds."""
 
 
 _watched = _Watched()
+
+
+def is_recoverable() -> bool:
+    """Return whether the job goes on when a process has died that all its steps can do without."""
+    return _watched.is_recoverable
+
+
+def lost() -> Sequence[int]:
+    """Return the processes that have died, and without which the job goes on; only the first process knows them."""
+    return _watched.lost
+
+
+def go_on_without(process: int, reason: str) -> None:
+    """Let the job go on without a process that has died: nobody waits for it any more."""
+    _watched.lost.append(process)
+    if (here := roll_call()) is not None:
+        here.say(f"{process}", reason)
+
+
+def has_left(process: int) -> bool:
+    """Return whether a process has ended in good order, or another one's failure ends all."""
+    here = roll_call()
+    if here is None:
+        return True
+    said = here.said()
+    return f"{process}" in said or _FIRST in said or _HANG in said
+
+
+def end_job(reason: str) -> None:
+    """End this process, and all others of its job, from any thread."""
+    _end(reason, 0.0)
+
+
+def make_recoverable(wait_until_alone: Callable[[float], object]) -> None:
+    """Let the job go on after losses. `wait_until_alone`: called at this process's exit, to be the last to end."""
+    _watched.is_recoverable = True
+    _Watched.last = wait_until_alone
 
 
 def is_watched() -> bool:
@@ -468,6 +510,7 @@ class Heartbeat:
         self._thread.join(2 * LOOK_SECONDS)
         if problem := self.wait_for_all():
             _end(problem, 0.0)
+        _Watched.last(self._seconds)
 
 
 def _end(reason: str, grace: float) -> None:

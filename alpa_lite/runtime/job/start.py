@@ -16,7 +16,8 @@ import jax
 
 from alpa_lite import _jax
 from alpa_lite.errors import ExecutionError
-from alpa_lite.runtime.job.launch import COORDINATOR, NUM_PROCESSES, PROCESS_ID
+from alpa_lite.runtime.job.channel import go_on_after_losses
+from alpa_lite.runtime.job.launch import COORDINATOR, NUM_PROCESSES, PROCESS_ID, RECOVERABLE
 from alpa_lite.runtime.job.launched import leave, summary
 from alpa_lite.runtime.job.shutdown import SHUTDOWN_SECONDS, Heartbeat, roll_call
 
@@ -39,6 +40,7 @@ def initialize(
     heartbeat_timeout_seconds: int = HEARTBEAT_SECONDS,
     hang_timeout_seconds: float | None = HANG_TIMEOUT_SECONDS,
     preemption_service: bool = False,
+    recoverable: bool = False,
     **options: Any,
 ) -> None:
     """Join the other processes of the job: `jax.distributed.initialize`, before anything else that uses JAX.
@@ -61,6 +63,9 @@ def initialize(
         preemption_service: whether JAX's own starts, for programs that call
             `jax.experimental.multihost_utils.reached_preemption_sync_point`. It takes SIGTERM from then on, also where
             nobody calls that. `Checkpoints.stop_requested` does without.
+        recoverable: whether the job goes on when a process has died that its steps can go on without: one that has
+            workers of an asynchronous `ParameterServer` alone. The same on all processes, and always so under
+            `alpa-lite launch --recoverable`. JAX calls its part of this experimental.
         options: others of `jax.distributed.initialize`.
 
     Raises:
@@ -74,6 +79,7 @@ def initialize(
         num_processes, process_id = int(os.environ[NUM_PROCESSES]), int(os.environ[PROCESS_ID])
         # JAX must not look for more in the variables of a scheduler in whose allocation the launcher may run.
         options = {"cluster_detection_method": "deactivate", **options}
+        recoverable = recoverable or RECOVERABLE in os.environ
     if coordinator_bind_address is None and "JAX_COORDINATOR_BIND_ADDRESS" not in os.environ:
         coordinator_bind_address = _interface(coordinator_address)
     # The launcher has checked the port and reserves it for the coordinator.
@@ -83,7 +89,7 @@ def initialize(
     if _is_loopback(coordinator_address):
         _jax.collectives_at("127.0.0.1")
     try:
-        with _jax.preemption_service(preemption_service):
+        with _jax.joining(preemption_service=preemption_service, recoverable=recoverable):
             jax.distributed.initialize(
                 coordinator_address,
                 num_processes,
@@ -93,6 +99,8 @@ def initialize(
                 **options,
             )
         _look_after_each_other(hang_timeout_seconds, heartbeat_timeout_seconds, options)
+        if recoverable and roll_call() is not None:
+            go_on_after_losses()
     except ValueError as error:
         # JAX says "… should be defined" where it finds no other processes; any other `ValueError` is about an option.
         if (coordinator_address, num_processes, process_id) != (None, None, None) or "defined" not in str(error):

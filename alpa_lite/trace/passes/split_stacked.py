@@ -284,11 +284,13 @@ class PartedProgram:
         program: the program.
         input_parts: for each graph input the argument leaf, and the rows of it, that it holds.
         output_parts: for each graph output the output leaf, and the rows of it, that it holds.
+        split: by what its stacked arrays were split; None if they are whole.
     """
 
     program: GraphWithEquations
     input_parts: tuple[LeafPart, ...]
     output_parts: tuple[LeafPart, ...]
+    split: SplitAnalysis | None = None
 
     @staticmethod
     def of(program: GraphWithEquations) -> PartedProgram:
@@ -364,6 +366,7 @@ class _StackedRewriter:
             program=without_dead_ops(program),
             input_parts=tuple(part for _, part in inputs),
             output_parts=tuple(part for _, part in outputs),
+            split=self.analysis,
         )
 
     def _rewrite(self, op: Op) -> None:

@@ -1,0 +1,41 @@
+"""A worker of a parameter server is killed: under asynchronous updates the others go on, else the job ends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.launched import answers, run
+
+PROCESSES, DIED = 4, 3
+DEATH = f"alpa_lite: process {DIED} has died. The others go on without its workers."
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("consistency", "when"), [("async", "between"), ("1", "within")])
+def test_others_go_on_without_a_worker_that_was_killed(consistency: str, when: str, tmp_path: Path) -> None:
+    """The state is compared with the equations of the order, without the lost gradients, by process 0."""
+    done = run(PROCESSES, 1, "--recoverable", "-m", "tests.distributed.survives", consistency, when, str(tmp_path))
+    told = answers(done)
+    assert done.stderr.count(DEATH) == 1 and f"process {DIED} was ended by SIGKILL" in done.stderr
+    assert len(told[DIED]) == 1 and all(len(told[living]) == 5 for living in (1, 2))
+    assert all(told[living][-1] == {"saved": 3} for living in range(DIED))
+    equations, losses = told[0][:-1:2], told[0][1:-1:2]
+    for expected, found in zip(equations, losses, strict=True):
+        # Another worker's copy of the loss is that of the servers.
+        assert found in told[1] and abs(found["loss"] - expected["equations"]) < 1e-5
+    mine = set(range(DIED - 1, 12, 3))
+    assert equations[0]["applied"] == [*range(12)]
+    # Its first micro-batch was applied if it began its second one.
+    assert mine & {*equations[1]["applied"]} <= ({DIED - 1} if when == "within" else set())
+    for later in equations[2:]:
+        assert {*later["applied"]} == {*range(12)} - mine
+    assert losses[-1]["loss"] < losses[0]["loss"]
+
+
+@pytest.mark.slow
+def test_synchronous_servers_need_all_workers(tmp_path: Path) -> None:
+    done = run(PROCESSES, 1, "--recoverable", "-m", "tests.distributed.survives", "bsp", "between", str(tmp_path))
+    assert done.returncode == 137
+    assert f"process {DIED} has died, and the steps of this job cannot go on without it. The job ends." in done.stderr
