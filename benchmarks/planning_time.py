@@ -11,7 +11,7 @@ phases        seconds by name: trace (JAX traces the step), split (the step at n
               refine, simulate (schedules), rest; none includes a nested phase
 
 Without --case tables show how the time grows with the layers, with the devices, and with the ops of layers that are
-written out, and how long the models of `written_out` take; each row in its own process.
+written out, and how long the models of `written_out` and `large_models` take; each row in its own process.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ from alpa_lite.errors import AlpaLiteError
 from alpa_lite.inspection.text.progress_bar import default_progress
 from alpa_lite.plan.progress import PhaseTimes, Progress
 from alpa_lite.planners import Auto, Planner
-from benchmarks import written_out
+from benchmarks import large_models, written_out
+from benchmarks.large_models import LargeModel
 from benchmarks.written_out import WrittenOut
 from cost_models.cluster import Cluster
 
@@ -49,6 +50,9 @@ WRITTEN_OUT_LAYERS = (1, 2, 4, 8, 16, 32, 48)
 DEVICES = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 PHASES = ("trace", "split", "manual", "layers", "survey", "stages", "refine", "simulate", "rest")
 _USUAL_LAYERS, _USUAL_DEVICES, _SAMPLES_PER_DEVICE = 48, 64, 16
+
+
+AnyCase = Case | WrittenOut | LargeModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +78,7 @@ class Measured:
 
 
 def measure(
-    case: Case | WrittenOut,
+    case: AnyCase,
     *,
     planner: Planner | None = None,
     num_microbatches: int | str = "auto",
@@ -92,7 +96,8 @@ def measure(
         progress.follow(times)
         started = time.perf_counter()
         traced = al.parallelize(step, progress=progress).trace(*arguments)
-        answer = planned(planner or Auto(), traced.request(cluster, num_microbatches=num_microbatches), cache)
+        request = traced.request(cluster, num_microbatches=num_microbatches)
+        answer = planned(planner or planner_of(case, manual=True), request, cache)
         ended = time.perf_counter()
     plan = answer.plan
     return Measured(
@@ -109,6 +114,12 @@ def measure(
         phases=_phases(times.seconds, ended - started),
         cached=answer.cached,
     )
+
+
+def planner_of(case: AnyCase, *, manual: bool) -> Auto:
+    """Return the search for a case, with or without manual plans beside it."""
+    planner = case.planner if isinstance(case, LargeModel) else Auto()
+    return planner if manual else replace(planner, manual=())
 
 
 def _peak_rss_bytes() -> int:
@@ -155,10 +166,11 @@ Size = TypeVar("Size", int, str)
 
 def growth(
     title: str,
-    make: Callable[[Size], Case | WrittenOut],
+    make: Callable[[Size], AnyCase],
     sizes: Iterable[Size],
-    planner: Planner,
     console: Console,
+    *,
+    manual: bool,
 ) -> None:
     """Measure the cases one after the other, and print a table of them."""
     columns = ("seconds", "bar", *PHASES, "ops", "peak memory", "stages", "micro-batches", "step", "TFLOPS per device")
@@ -169,7 +181,7 @@ def growth(
         case = make(size)
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as alone:
             try:
-                row = alone.submit(measure, case, planner=planner).result()
+                row = alone.submit(measure, case, planner=planner_of(case, manual=manual)).result()
             except AlpaLiteError as error:
                 console.print(f"{title} {size}: {error}", highlight=False, markup=False)
                 continue
@@ -177,7 +189,7 @@ def growth(
         table.add_row(
             str(size),
             f"{row.seconds:.1f}",
-            f"{case.bar_seconds:.0f}" if isinstance(case, WrittenOut) else "",
+            f"{case.bar_seconds:.0f}" if isinstance(case, WrittenOut | LargeModel) else "",
             *(f"{row.phases[name]:.1f}" for name in PHASES),
             str(row.num_ops),
             f"{row.peak_rss_bytes / 1e9:.2f} GB",
@@ -189,11 +201,11 @@ def growth(
     console.print(table)
 
 
-def on_cluster(case: Case | WrittenOut, text: str) -> Case | WrittenOut:
+def on_cluster(case: AnyCase, text: str) -> AnyCase:
     """Return the case on a cluster given as NAME:HOSTS."""
     name, _, hosts = text.partition(":")
     per_host = al.cluster(name, num_hosts=1).devices_per_host
-    if isinstance(case, WrittenOut):
+    if not isinstance(case, Case):
         return replace(case, host=name, num_hosts=int(hosts or 1))
     return replace(case, host=name, num_devices=per_host * int(hosts or 1))
 
@@ -208,8 +220,8 @@ def listed() -> Table:
     return table
 
 
-def _cases() -> dict[str, Case | WrittenOut]:
-    return {**CASES, **written_out.CASES}
+def _cases() -> dict[str, AnyCase]:
+    return {**CASES, **written_out.CASES, **large_models.CASES}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -228,19 +240,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     given = parser.parse_args(argv)
     console = Console(width=None if sys.stdout.isatty() else 160)
-    planner = Auto(manual=()) if given.no_manual else Auto()
+    manual = not given.no_manual
     if given.list:
         console.print(listed())
         return 0
     if given.case is None:
-        growth("layers", growing_layers, LAYERS, planner, console)
-        growth("devices", growing_devices, DEVICES, planner, console)
-        growth("layers written out", growing_ops, WRITTEN_OUT_LAYERS, planner, console)
-        growth("model", written_out.CASES.__getitem__, written_out.CASES, planner, console)
+        growth("layers", growing_layers, LAYERS, console, manual=manual)
+        growth("devices", growing_devices, DEVICES, console, manual=manual)
+        growth("layers written out", growing_ops, WRITTEN_OUT_LAYERS, console, manual=manual)
+        written: Mapping[str, AnyCase] = {**written_out.CASES, **large_models.CASES}
+        growth("model", written.__getitem__, written, console, manual=manual)
         return 0
     case = _cases()[given.case] if given.cluster is None else on_cluster(_cases()[given.case], given.cluster)
     wanted = given.num_microbatches
     count = wanted if wanted == "auto" else int(wanted)
+    planner = planner_of(case, manual=manual)
     row = measure(case, planner=planner, num_microbatches=count, shows_progress=True, cache=not given.no_cache)
     if given.json:
         print(row.to_line())

@@ -100,6 +100,7 @@ class JointSearch:
         at_most: the seconds of a step from which on plans are of no use.
         gap: where given, numbers of micro-batches are searched until none is left at which the work of a step alone
             (`work_floor`) is closer than this to the best plan, relative to that plan.
+        numbers: the numbers of micro-batches to look at, of those that divide the batch; None for all.
     """
 
     request: PlanRequest
@@ -112,6 +113,7 @@ class JointSearch:
     equal: Collection[StageEquality] = ()
     at_most: float = math.inf
     gap: float | None = None
+    numbers: Collection[int] | None = None
 
     def plans(self) -> Iterator[Plan | Unplanned]:
         """Yield the best plan of each number of micro-batches, the most promising number first, or why there is none;
@@ -172,12 +174,12 @@ class JointSearch:
         """
         layering, natural = self.steps.layering, searches.steps.natural
         counts = [n for n in self.space.equal_stages if natural.num_layers % n] if layering.num_layers is None else ()
-        guesses = searches.in_equal_stages(self.space, counts, numbers) if counts else {}
+        guesses = searches.in_equal_stages(self.space, counts, numbers, at_most) if counts else {}
         # Fewer stages first: more of them take longer to search.
         for count in counts:
-            if guesses[count] < at_most:
+            if promising := [number for number, seconds in guesses[count].items() if seconds < at_most]:
                 steps = replace(self.steps, layering=replace(layering, stages=[count]))
-                others = replace(self, steps=steps, num_stages=count, at_most=at_most)
+                others = replace(self, steps=steps, num_stages=count, at_most=at_most, numbers=promising)
                 # Fewer ops than stages, for one.
                 with suppress(AlpaLiteError):
                     for plan in others.plans():
@@ -320,7 +322,7 @@ class JointSearch:
         """Return the searches by a survey, their guesses at each number of micro-batches, and the numbers at which the
         step cannot be surveyed.
         """
-        numbers = numbers_to_search(self.request)
+        numbers = tuple(n for n in numbers_to_search(self.request) if self.numbers is None or n in self.numbers)
         # A whole batch says little about micro-batches: it is surveyed where there is no other number.
         several = [n for n in numbers if n > 1] or numbers
         samples = surveyed_numbers(

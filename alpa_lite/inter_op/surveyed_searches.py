@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from alpa_lite.errors import BatchError, NonAdditiveError, PlanError, TraceError
 from alpa_lite.inter_op.best_stages import PipelinedBatch
 from alpa_lite.inter_op.microbatch_counts import Guess
+from alpa_lite.inter_op.solved_stages import StagePlace
 from alpa_lite.inter_op.space import Space, StageEquality
 from alpa_lite.inter_op.stage_cost_cache import StageCostCache
 from alpa_lite.inter_op.stage_costs import StageCosts
 from alpa_lite.inter_op.stage_search import PolicyCosts, StageGuesses, StageLimits, StageSearch
 from alpa_lite.inter_op.survey import MEMORY_SLACK, Beyond, Profile, Survey
+from alpa_lite.intra_op.problem import Status
 from alpa_lite.program.ir import wiring_of
 from alpa_lite.program.phases import weight_gradient_ops
 from alpa_lite.schedule import Schedule
@@ -28,12 +32,33 @@ CLOSE = 0.02
 """Relative excess by the stage DP up to which the stages of a number may be faster under their best schedule."""
 
 
+_ROUNDING = 1e-6
+
+
 def only_equal(costs: StageCosts) -> bool:
     """Return True if equal stages alone are searched, so that no rows move between steps.
 
     Not where hosts differ: equal stages would wait for the slowest.
     """
     return costs.has_rows and not costs.cost_model.cluster.groups
+
+
+class _EqualStages(NamedTuple):
+    """Equal stages at a number of micro-batches, by the seconds of a step.
+
+    Attributes:
+        kind, shape: the submesh of each stage, and the logical mesh on it.
+        share: of the layers that the largest stage has.
+        layer_seconds: [layers], as surveyed.
+    """
+
+    seconds: float
+    number: int
+    policy: Remat
+    kind: int
+    shape: int
+    share: float
+    layer_seconds: NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,37 +133,80 @@ class SurveyedSearches:
                     found.insert(0, other)
         return found
 
-    def in_equal_stages(self, space: Space, counts: Collection[int], numbers: Iterable[int]) -> dict[int, float]:
+    def in_equal_stages(
+        self, space: Space, counts: Collection[int], numbers: Iterable[int], at_most: float
+    ) -> dict[int, dict[int, float]]:
         """Return about the least seconds of a step in numbers of equal stages that do not divide the layers.
 
-        Layers are surveyed on the submeshes of such stages; a stage of whole trips of the loop over layers takes its
-        share of them, rounded up. The seconds are infinite where micro-batches need more memory than all devices have.
+        Layers are surveyed on the submeshes of such stages, and then solved with the memory that a stage has. A stage
+        of whole trips of the loop over layers takes its share of them, rounded up.
 
         Args:
             space: the submeshes of the request.
             counts: numbers of stages.
             numbers: numbers of micro-batches to look at.
+            at_most: the seconds from which on plans are of no use.
+
+        Returns:
+            For each number of stages the seconds at the numbers of micro-batches at which they are below `at_most`.
         """
         known, devices = self.steps.known, space.cluster.num_devices
-        # Loops are whole there, where parts of one trip are none.
-        whole = self.steps.request.step_at(1, 0)
-        wirings = (wiring_of(whole.graph.ops[op]) for op in forward_loops(whole))
-        trips = sum(wiring.trips for wiring in wirings if wiring is not None)
         space = space.where([devices % n == 0 and devices // n in counts for n in space.devices])
         survey = Survey(space, self.survey.profile, known.structure_of_layers())
         for number in self.survey.numbers:
             survey.add(self.steps.of(number, self.steps.natural))
-        found = dict.fromkeys(counts, math.inf)
-        for number, profile in product(numbers, self.profiles.values()):
+        ways = [way for way in self._equal_ways(survey, numbers) if way.seconds < at_most]
+        found = {count: dict[int, float]() for count in counts}
+        # What memory makes of a guess is not known before layers are solved within it: the most promising ones first.
+        for way in sorted(ways, key=lambda way: way.seconds):
+            of_numbers = found[devices // space.devices[way.kind]]
+            if way.seconds < of_numbers.get(way.number, at_most):
+                seconds = way.seconds * self._times_as_long_within_memory(space, way)
+                if seconds < of_numbers.get(way.number, at_most):
+                    of_numbers[way.number] = seconds
+        return found
+
+    def _equal_ways(self, survey: Survey, numbers: Iterable[int]) -> Iterator[_EqualStages]:
+        """Yield the equal stages on each submesh and logical mesh of a survey, where all devices together have memory.
+
+        Their seconds are guessed as if each had the memory that it likes.
+        """
+        space, devices = survey.space, survey.space.cluster.num_devices
+        # Loops are whole there, where parts of one trip are none.
+        whole = self.steps.request.step_at(1, 0)
+        wirings = (wiring_of(whole.graph.ops[op]) for op in forward_loops(whole))
+        trips = sum(wiring.trips for wiring in wirings if wiring is not None)
+        for number, (policy, profile) in product(numbers, self.profiles.items()):
             size = self.size(number)
-            loop, update = (each.sum(axis=0) for each in survey.guess(size, profile, beyond="more shared"))
+            of_layers, updates = survey.guess(size, profile, beyond="more shared")
             for kind, of_stage in enumerate(space.devices):
                 count = devices // of_stage
-                if profile.least_bytes(size, number, devices, count) <= MEMORY_SLACK * space.room_bytes[kind]:
-                    share = math.ceil(trips / count) / trips if trips else 1 / count
-                    seconds = share * float(((number + count - 1) * loop[kind] + update[kind]).min())
-                    found[count] = min(found[count], seconds)
-        return found
+                if profile.least_bytes(size, number, devices, count) > MEMORY_SLACK * space.room_bytes[kind]:
+                    continue
+                share = math.ceil(trips / count) / trips if trips else 1 / count
+                loop, update = of_layers[:, kind].sum(axis=0), updates[:, kind].sum(axis=0)
+                for shape, seconds in enumerate((share * ((number + count - 1) * loop + update)).tolist()):
+                    yield _EqualStages(seconds, number, policy, kind, shape, share, of_layers[:, kind, shape])
+
+    def _times_as_long_within_memory(self, space: Space, way: _EqualStages) -> float:
+        """Return how many times as long as surveyed the layers of the first stage take with its memory, at least."""
+        try:
+            costs = self.steps.of(way.number, self.steps.natural, way.policy)
+        except (PlanError, NonAdditiveError, BatchError, TraceError):
+            return math.inf
+        count, shares = space.cluster.num_devices // space.devices[way.kind], self.survey.profile.shares
+        # Layers in the middle that are at least as large as a stage, with as much more memory.
+        size = min(shares.size, math.ceil(way.share / np.median(shares) - _ROUNDING))
+        first = (shares.size - size) // 2
+        layers = slice(first, first + size)
+        room = space.room_bytes[way.kind] * max(1.0, shares[layers].sum() / way.share)
+        in_flight = PipelinedBatch(self.schedules[0], way.number).in_flight(count - 1)
+        place = StagePlace(first, first + size - 1, space.submesh(way.kind), space.mesh(way.kind, way.shape))
+        solution = costs.solution(place, in_flight=in_flight, limit_bytes=float(room))
+        if solution.choice is None:
+            # Out of time is not out of memory.
+            return math.inf if solution.status is Status.INFEASIBLE else 1.0
+        return max(1.0, solution.cost.loop_seconds * (1 - solution.gap) / way.layer_seconds[layers].sum())
 
     def search_for(self, schedule: Schedule, number: int, beyond: Beyond, *, all_equal: bool = False) -> StageSearch:
         """Return the stage search for a schedule; `all_equal`: for equal stages alone, even if others are searched."""

@@ -34,7 +34,14 @@ from alpa_lite.plan.plan import INTERRUPTED, Plan, SolverReport
 from alpa_lite.plan.progress import TimeIsUp
 from alpa_lite.planners.fewer_devices import AS_FAST, on_fewer_devices
 from alpa_lite.planners.hybrid import Hybrid, check_host_memory
-from alpa_lite.planners.manual import MANUAL_PLANNERS, ManualPlans, NoPlan, plans_on_host
+from alpa_lite.planners.manual import (
+    MANUAL_PLANNERS,
+    ON_HOST,
+    ManualPlans,
+    NoPlan,
+    plans_that_fit,
+    sparing_planners,
+)
 from alpa_lite.planners.on_mesh import OnMesh
 from alpa_lite.planners.planner import Planner, check_synchronous, renamed_options
 from alpa_lite.program.collector import rare_collection
@@ -182,7 +189,7 @@ class Auto(Planner):
                     manual.expect(min(plans, key=_step_seconds))
                 found = min(plans, key=_step_seconds, default=None)
                 too_large = [refusal.num_microbatches for refusal in refused if refusal.is_too_large]
-                on_host = plans_on_host(limited) if self.host_memory else ()
+                on_host = plans_that_fit(ON_HOST, limited) if self.host_memory else ()
                 for plan in chain(manual.plans(found, too_large=too_large), on_host):
                     if isinstance(plan, NoPlan):
                         missing.append(plan)
@@ -198,7 +205,7 @@ class Auto(Planner):
             if at_most < math.inf:
                 raise
             interrupted = True
-            plans += self._made_up_for(stop, request, manual, found_some=bool(plans))
+            plans += self._made_up_for(stop, limited, manual, found_some=bool(plans))
         plans.sort(key=lambda plan: plan.name != self.name)  # of equally fast plans the one of the search is taken
         best = self._best(limited, plans)
         return replace(
@@ -224,7 +231,9 @@ class Auto(Planner):
         if found_some:
             return []
         # It takes little time, so that there is a plan to return however early the search is stopped.
-        made = [*islice((plan for plan in manual.plans(None) if isinstance(plan, Plan) and self._allows(plan)), 1)]
+        last = () if self._restricted or self.remat == "none" else sparing_planners(request.cluster)
+        offered = chain(manual.plans(None), plans_that_fit(last, request))
+        made = [*islice((plan for plan in offered if isinstance(plan, Plan) and self._allows(plan)), 1)]
         if late and not made:
             raise PlanError(
                 f"No plan was found within time_limit_seconds={self.time_limit_seconds:g}, and no manual plan fits. "

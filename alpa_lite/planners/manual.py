@@ -30,6 +30,7 @@ from alpa_lite.planners.pipeline import Pipeline
 from alpa_lite.planners.planner import Planner
 from alpa_lite.program.phases import StepGraph
 from alpa_lite.text import show_count, show_seconds
+from cost_models.cluster import Cluster
 
 MANUAL_PLANNERS: tuple[Planner, ...] = (
     DataParallel(),
@@ -56,14 +57,23 @@ HOPELESS = 1.1
 """No further numbers of micro-batches are tried for a planner whose plan takes so many times as long as the best."""
 
 
-def plans_on_host(request: PlanRequest) -> Iterator[Plan | NoPlan]:
-    """Yield the plan of each of `ON_HOST` with the fewest micro-batches that fit, or the reason why there is none.
+def sparing_planners(cluster: Cluster) -> tuple[Hybrid, ...]:
+    """Return planners that need little memory and hardly any search: all state is split, and layers are recomputed.
 
-    Fewer micro-batches gather the parameters less often, so that they are the fastest.
+    Batches that have not a sample for each device are split over hosts alone.
+    """
+    per_host = cluster.devices_per_host
+    return Hybrid(zero=3, remat="full"), *([Hybrid(tensor=per_host, zero=3, remat="full")] if per_host > 1 else [])
+
+
+def plans_that_fit(planners: Sequence[Planner], request: PlanRequest) -> Iterator[Plan | NoPlan]:
+    """Yield the plan of each planner with the fewest micro-batches that fit, or the reason why there is none.
+
+    Where all state is split, fewer micro-batches gather it less often, so that they are the fastest.
     """
     asked = replace(request, advise=False)
     numbers = asked.microbatch_choices(divisors(asked.batch_size or 1))
-    for planner in ON_HOST:
+    for planner in planners:
         why: AlpaLiteError = PlanError("There is no number of micro-batches to try.")
         for number in numbers:
             try:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import gc
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
 from alpa_lite.cli.models.alpa_cases import CASES
-from benchmarks import planning_time
+from benchmarks import large_models, planning_time
 
 
 @pytest.fixture
@@ -43,6 +44,19 @@ def test_the_list_shows_every_case(capsys):
     assert planning_time.main(["--list"]) == 0
     shown = capsys.readouterr().out
     assert all(name in shown for name in CASES)
+
+
+def test_large_models_have_the_published_sizes():
+    sizes = {case.id: round(case.parameters / 1e9) for case in large_models.CASES.values()}
+    assert sizes == {"llama-8b-one-mesh": 8, "experts-one-mesh": 702, "llama-405b": 406, "experts": 702}
+    assert [case.cluster.num_devices for case in large_models.CASES.values()] == [64, 256, 8192, 2048]
+
+
+def test_without_manual_plans_the_options_of_a_case_stay():
+    for case in large_models.CASES.values():
+        planner = planning_time.planner_of(case, manual=False)
+        assert planner == replace(planning_time.planner_of(case, manual=True), manual=())
+        assert planner.intra_op_only == case.id.endswith("one-mesh")
 
 
 def test_a_case_moves_to_another_cluster():

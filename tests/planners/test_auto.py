@@ -35,7 +35,7 @@ from alpa_lite.sharding.specs import Spec
 from alpa_lite.step.layers import natural_cut
 from alpa_lite.step.recomputation import Remat
 from alpa_lite.text import show_percent, show_seconds
-from cost_models.cluster import Cluster, HostGroup
+from cost_models.cluster import Cluster, HostGroup, with_memory_limit
 from tests.end_to_end.transformers import WIDE, Training, traced
 from tests.inter_op.test_stage_costs import chain_step
 
@@ -234,6 +234,25 @@ def test_a_search_ends_in_time_with_the_best_so_far() -> None:
     assert 0 < plan.solver.bound <= plan.prediction.step_seconds
     # Enough time changes nothing.
     assert _plan(Auto(time_limit_seconds=1e4)).solver.status == _plan(Auto()).solver.status
+
+
+def test_without_time_and_without_memory_for_manual_plans_layers_are_recomputed() -> None:
+    def loss(weights: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.mean(jax.lax.scan(lambda h, w: (jnp.tanh(h @ w) @ w.T, None), x, weights)[0])
+
+    def step(weights: jax.Array, x: jax.Array) -> jax.Array:
+        return weights - 0.1 * jax.grad(loss)(weights, x)
+
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((64, 256, 256), (16, 128, 256))]
+    cluster = with_memory_limit(al.cluster("p3.16xlarge"), 1.3e7)
+    plan = al.plan(step, *shapes, cluster=cluster, planner=Auto(time_limit_seconds=1e-6))
+    assert plan.solver.status == "interrupted" and max(plan.prediction.peak_bytes) <= 1.3e7
+    assert set(plan.remat) == {Remat.FULL} and plan.alternatives == ()
+    with pytest.raises(PlanError, match="no manual plan fits"):
+        al.plan(step, *shapes, cluster=cluster, planner=Auto(time_limit_seconds=1e-6, remat="none"))
+    # Neither without the plan, nor with less memory than what recomputation leaves.
+    with pytest.raises(PlanError, match="no manual plan fits"):
+        al.plan(step, *shapes, cluster=cluster, planner=Auto(time_limit_seconds=1e-6, max_memory_bytes=3e6))
 
 
 def test_with_a_time_limit_an_interruption_raises_as_without() -> None:

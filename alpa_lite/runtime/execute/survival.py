@@ -8,8 +8,8 @@
                  to a mean of updates nothing                                                     `Survival._fill`
     results      small ones go from the servers to the others through the host                    `HostDelivery`
 
-As in the original (Li et al., OSDI 2014, section 4.4): a worker that has departed need not be replaced, since to lose a
-small part of the data changes a model little. Servers are not replicated here: when one dies, the job ends.
+As in the original (Li et al., OSDI 2014, "Worker Management"): a worker that has departed need not be replaced, since
+to lose a small part of the data changes a model little. Servers are not replicated here: when one dies, the job ends.
 """
 
 from __future__ import annotations
