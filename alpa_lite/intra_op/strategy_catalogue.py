@@ -73,10 +73,7 @@ class PlacementOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SumOptions:
-    """The accumulators of a value summed over micro-batches, by strategy.
-
-    seconds      per step, of the additions to the accumulator and of its resolution
-    """
+    """The accumulators of a value summed over micro-batches, by strategy, and the seconds of their resolution."""
 
     accumulators: tuple[Accumulator, ...]
     seconds: FloatArray
@@ -275,22 +272,13 @@ class Catalogue:
                 specs = using
         return tuple(specs)
 
-    def sums(
-        self,
-        value: Value,
-        offered: tuple[Spec, ...],
-        *,
-        keep_partial: bool,
-        additions: int = 0,
-        fused: bool = False,
-    ) -> SumOptions:
+    def sums(self, value: Value, offered: tuple[Spec, ...], *, keep_partial: bool) -> SumOptions:
         """Return the accumulators of a value that a loop offers in these specs: stored inside, resolved once after it.
 
         `keep_partial`: the update adds the value to other sums of this kind; it may remain a partial sum until then.
-        `additions`: additions to the sum per step, and `fused`: whether the kernels that make the parts do them.
         Where gradients must be stored sharded, they are scattered before they are accumulated.
         """
-        key = (value.shape, value.dtype, self._number(offered), keep_partial, additions, fused)
+        key = (value.shape, value.dtype, self._number(offered), keep_partial)
         if key not in self._sums:
             found: list[Accumulator] = []
             allowed, parameters = self.restriction.may_scatter, self.restriction.parameters
@@ -306,15 +294,11 @@ class Catalogue:
             found = list(dict.fromkeys(found))
             self._sums[key] = SumOptions(
                 accumulators=tuple(found),
-                seconds=frozen(np.array([self._sum_seconds(value, a, additions, fused=fused) for a in found])),
+                seconds=frozen(np.array([self.move_seconds(value, a.stored, a.resolved) for a in found], dtype=float)),
                 stored=tuple(a.stored for a in found),
                 resolved=tuple(a.resolved for a in found),
             )
         return self._sums[key]
-
-    def _sum_seconds(self, value: Value, sums: Accumulator, additions: int, *, fused: bool) -> float:
-        added = additions * self.pricer.addition_seconds(value, sums.stored, fused=fused)
-        return self.move_seconds(value, sums.stored, sums.resolved) + added
 
     def move_seconds(self, value: Value, source: Spec, target: Spec) -> float:
         """Return the seconds of resharding one value once; inf if no sequence of moves leads to the target."""
