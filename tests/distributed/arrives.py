@@ -71,7 +71,7 @@ def run_served(consistency: str) -> dict[str, Any]:
     want, loss = served.by_equations(events, compiled.plan.schedule, ROUNDS, workers)
     served.close(jax.tree.map(whole, new), want)
     np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
-    return {"slow": slow, "workers": workers, "staleness": compiled.staleness(), "events": events}
+    return {"workers": workers, "staleness": compiled.staleness(), "events": events}
 
 
 def run_messages() -> dict[str, Any]:
