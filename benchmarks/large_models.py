@@ -2,11 +2,11 @@
 
     llama-8b-one-mesh      Llama 3 8B in one stage on 64 A100
     experts-one-mesh       a mixture of 256 experts in the sizes of DeepSeek-V3 in one stage on 256 H100
-    llama-405b             Llama 3 405B on 8,192 H100, as it was trained
-    experts                that mixture on 2,048 H100, as it was trained
+    llama-405b             Llama 3 405B on 8,192 H100 (Grattafiori et al. 2024, table 4)
+    experts                that mixture on 2,048 H100
 
-Of DeepSeek-V3 (DeepSeek-AI 2024, section 4.2) the mixture has the layers, widths, experts and vocabulary; its attention
-is an ordinary one, and a token visits two experts.
+Of DeepSeek-V3 (DeepSeek-AI 2024, section 4.2) the mixture has the layers, widths, experts, vocabulary and the largest
+batch; its attention is an ordinary one, and a token visits two experts.
 """
 
 from __future__ import annotations

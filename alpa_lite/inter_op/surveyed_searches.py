@@ -47,9 +47,10 @@ class _EqualStages(NamedTuple):
     """Equal stages at a number of micro-batches, by the seconds of a step.
 
     Attributes:
+        number: of micro-batches.
         kind, shape: the submesh of each stage, and the logical mesh on it.
-        share: of the layers that the largest stage has.
-        layer_seconds: [layers], as surveyed.
+        share: of all layers that the largest stage has.
+        layer_seconds: [layers], of both passes of a micro-batch, as surveyed.
     """
 
     seconds: float
@@ -206,7 +207,7 @@ class SurveyedSearches:
         if solution.choice is None:
             # Out of time is not out of memory.
             return math.inf if solution.status is Status.INFEASIBLE else 1.0
-        return max(1.0, solution.cost.loop_seconds * (1 - solution.gap) / way.layer_seconds[layers].sum())
+        return max(1.0, solution.cost.loop_seconds * (1 - solution.gap) / float(way.layer_seconds[layers].sum()))
 
     def search_for(self, schedule: Schedule, number: int, beyond: Beyond, *, all_equal: bool = False) -> StageSearch:
         """Return the stage search for a schedule; `all_equal`: for equal stages alone, even if others are searched."""

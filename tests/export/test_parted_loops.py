@@ -18,20 +18,10 @@ import pytest
 import alpa_lite as al
 from alpa_lite.planners import Hybrid
 from tests.end_to_end.cases import TOLERANCE, relative_error
+from tests.export.test_pipeline_jax import looped_step
 
 WIDTH, SAMPLES, LENGTH, WORDS = 16, 16, 8, 32
 CLUSTER = al.cluster("dgx-1")
-
-
-def plain_step(weights: Any, batch: Any) -> Any:
-    """A loop over layers and nothing else."""
-
-    def loss(weights):
-        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), batch["x"], weights)
-        return jnp.mean((x - batch["y"]) ** 2)
-
-    value, grads = jax.value_and_grad(loss)(weights)
-    return weights - 0.1 * grads, value
 
 
 def language_step(state: Any, batch: Any) -> Any:
@@ -103,8 +93,8 @@ def _language() -> tuple[Any, ...]:
 
 
 STEPS: dict[str, Callable[[], tuple[Any, ...]]] = {
-    "plain": lambda: (plain_step, _draw(4, WIDTH, WIDTH), _pairs()),
-    "six layers": lambda: (plain_step, _draw(6, WIDTH, WIDTH), _pairs()),
+    "plain": lambda: (looped_step, _draw(4, WIDTH, WIDTH), _pairs()),
+    "six layers": lambda: (looped_step, _draw(6, WIDTH, WIDTH), _pairs()),
     "language": _language,
     "two loops": lambda: (
         two_loops_step,
