@@ -235,6 +235,8 @@ class Backend:
             parts is gathered during the next forward pass, instead of between the two.
         overlap_products: whether products consume the results of collectives in parts, and collectives scatter the
             sums of products in parts, so that the two overlap.
+        flat_parameters: whether the parameters of a layer, which is a trip of a loop, are one array for collectives:
+            gathered as one message, as their gradients are scattered.
         call_seconds: host seconds to issue one kernel or collective, where the host issues each individually; devices
             wait for it when their kernels are shorter. 0 for compiled programs, which are issued as a whole.
     """
@@ -245,6 +247,7 @@ class Backend:
     overlap: bool = True
     overlap_gradients: bool = False
     overlap_products: bool = False
+    flat_parameters: bool = False
     call_seconds: float = 0.0
 
 

@@ -348,10 +348,18 @@ class Builder:
         spec.
         """
         value = self.view.graph.values[v]
-        options = self.catalogue.sums(value, self.offers[(0, v)].specs, keep_partial=self.sums.feeds_sums(v))
+        # Each micro-batch adds to the accumulator.
+        additions = self.step.num_microbatches if self.step.accumulates else 0
+        options = self.catalogue.sums(
+            value,
+            self.offers[(0, v)].specs,
+            keep_partial=self.sums.feeds_sums(v),
+            additions=additions,
+            fused=self.catalogue.pricer.fuses_additions(self.view.graph, v),
+        )
         options = self.keeping.sums(self.view.graph, v, options)
         node = self._node(options.seconds)
-        # Each micro-batch adds to the accumulator, and so pays for the resharding to its spec.
+        # Before that, its part is resharded to the spec of the accumulator.
         self._add_edge((0, v), value, node, options.stored, self.step.num_microbatches)
         self.crossings[v] = (node, options)
         self.offers[(0, v)] = Offer(node=node, specs=options.resolved)

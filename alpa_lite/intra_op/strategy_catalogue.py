@@ -73,7 +73,10 @@ class PlacementOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SumOptions:
-    """The accumulators of a value summed over micro-batches, by strategy, and the seconds of their resolution."""
+    """The accumulators of a value summed over micro-batches, by strategy.
+
+    seconds      per step, of the additions to the accumulator and of its resolution
+    """
 
     accumulators: tuple[Accumulator, ...]
     seconds: FloatArray
@@ -272,13 +275,22 @@ class Catalogue:
                 specs = using
         return tuple(specs)
 
-    def sums(self, value: Value, offered: tuple[Spec, ...], *, keep_partial: bool) -> SumOptions:
+    def sums(
+        self,
+        value: Value,
+        offered: tuple[Spec, ...],
+        *,
+        keep_partial: bool,
+        additions: int = 0,
+        fused: bool = False,
+    ) -> SumOptions:
         """Return the accumulators of a value that a loop offers in these specs: stored inside, resolved once after it.
 
         `keep_partial`: the update adds the value to other sums of this kind; it may remain a partial sum until then.
+        `additions`: additions to the sum per step, and `fused`: whether the kernels that make the parts do them.
         Where gradients must be stored sharded, they are scattered before they are accumulated.
         """
-        key = (value.shape, value.dtype, self._number(offered), keep_partial)
+        key = (value.shape, value.dtype, self._number(offered), keep_partial, additions, fused)
         if key not in self._sums:
             found: list[Accumulator] = []
             allowed, parameters = self.restriction.may_scatter, self.restriction.parameters
@@ -294,11 +306,15 @@ class Catalogue:
             found = list(dict.fromkeys(found))
             self._sums[key] = SumOptions(
                 accumulators=tuple(found),
-                seconds=frozen(np.array([self.move_seconds(value, a.stored, a.resolved) for a in found], dtype=float)),
+                seconds=frozen(np.array([self._sum_seconds(value, a, additions, fused=fused) for a in found])),
                 stored=tuple(a.stored for a in found),
                 resolved=tuple(a.resolved for a in found),
             )
         return self._sums[key]
+
+    def _sum_seconds(self, value: Value, sums: Accumulator, additions: int, *, fused: bool) -> float:
+        added = additions * self.pricer.addition_seconds(value, sums.stored, fused=fused)
+        return self.move_seconds(value, sums.stored, sums.resolved) + added
 
     def move_seconds(self, value: Value, source: Spec, target: Spec) -> float:
         """Return the seconds of resharding one value once; inf if no sequence of moves leads to the target."""

@@ -31,7 +31,7 @@ from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.pricing import Pricer, dispatch_seconds, link_seconds, local_bytes, transfer_seconds
 from alpa_lite.plan.stacked_cost import at_rest
 from alpa_lite.plan.task_prices import estimate, part_seconds
-from alpa_lite.plan.task_specs import TaskSpec
+from alpa_lite.plan.task_specs import Port, TaskSpec
 from alpa_lite.program.ir import item_bytes
 from alpa_lite.program.phases import StepGraph
 from alpa_lite.sharding.specs import Spec, replicated
@@ -456,45 +456,63 @@ def _held(program: Program, plan: Plan, step: StepGraph, clock: _StepSimulation)
     sizes = _sizes(program, plan, step, resident)
     changes: list[list[tuple[float, float]]] = [[] for _ in plan.stages_together]
     last: dict[Buffer, float] = {}
+    arrays = [_TaskArrays.of(task, step) for task in program.tasks]
     # Of state that is updated several times, each version has its own life, and the first one begins with the step.
     given = {Buffer(v, program.homes[v][0]) for v in _versioned(step)}
     following = (*program.instructions[1:], None)  # one item too long for an empty program
     for instruction, after, time in zip(program.instructions, following, clock.times, strict=False):
-        row = clock.row_of[instruction.stage]
-        taken_over = _taken_over(program, step, instruction, after)
+        row, runs, end = clock.row_of[instruction.stage], instruction.kind is InstructionKind.RUN, time.end_seconds
+        freed = after.reads if runs and after is not None and after.kind is InstructionKind.FREE else ()
+        taken_over = _taken_over(arrays[instruction.task], instruction, freed) if freed else frozenset[Buffer]()
         for buffer in instruction.writes:
             # The first writer allocates; later ones, as of a gradient sum, write into the same memory.
-            if buffer not in last:
+            if buffer not in last and buffer not in resident:
                 start = -1.0 if buffer in given else time.start_seconds
-                start = time.end_seconds if buffer in taken_over else start
+                start = end if buffer in taken_over else start
                 changes[clock.row_of[buffer.stage]].append((start, sizes.get(buffer, 0.0)))
         for buffer in (*instruction.reads, *instruction.writes):
-            last[buffer] = max(last.get(buffer, 0.0), time.end_seconds)
-        if instruction.kind == InstructionKind.FREE:
+            # State stays, and much of what a task reads is state.
+            if buffer not in resident and last.get(buffer, 0.0) <= end:
+                last[buffer] = end
+        if instruction.kind is InstructionKind.FREE:
             for buffer in instruction.reads:
-                changes[clock.row_of[buffer.stage]].append((last[buffer], -sizes.get(buffer, 0.0)))
-        if instruction.kind == InstructionKind.RUN:
+                changes[clock.row_of[buffer.stage]].append((last.get(buffer, end), -sizes.get(buffer, 0.0)))
+        if runs:
             work = _work(plan, instruction, program.tasks[instruction.task], sizes)
-            changes[row] += [(time.start_seconds, work), (time.end_seconds, -work)]
+            changes[row] += [(time.start_seconds, work), (end, -work)]
     for buffer, size in resident.items():
         changes[clock.row_of[buffer.stage]].append((-1.0, size))
     # Ends sort before starts at the same time: memory that is freed is available to what begins then.
     return [sorted(each) for each in changes]
 
 
-def _taken_over(
-    program: Program, step: StepGraph, instruction: Instruction, after: Instruction | None
-) -> frozenset[Buffer]:
-    """Return the buffers that a task writes into the memory of inputs of the same form that it is the last to read."""
-    if instruction.kind != InstructionKind.RUN or after is None or after.kind != InstructionKind.FREE:
-        return frozenset()
-    task, values, freed = program.tasks[instruction.task], step.graph.values, frozenset(after.reads)
-    read = zip(instruction.reads, task.inputs, strict=False)
-    # The FREE after a task lists what the task was the last to read.
-    dying = Counter((values[p.value].shape, values[p.value].dtype, p.spec) for b, p in read if b in freed)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TaskArrays:
+    """The forms of a task's inputs and outputs, as numbers: arrays of one shape, dtype and spec have the same."""
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+    @staticmethod
+    def of(task: TaskSpec, step: StepGraph) -> _TaskArrays:
+        values, known = step.graph.values, dict[object, int]()
+
+        def number(port: Port) -> int:
+            form = (values[port.value].shape, values[port.value].dtype, port.spec)
+            return known.setdefault(form, len(known))
+
+        return _TaskArrays(inputs=tuple(map(number, task.inputs)), outputs=tuple(map(number, task.outputs)))
+
+
+def _taken_over(arrays: _TaskArrays, instruction: Instruction, freed: Sequence[Buffer]) -> frozenset[Buffer]:
+    """Return the buffers that a task writes into the memory of inputs of the same form that it is the last to read.
+
+    `freed`: what the FREE after the task lists, which is what the task was the last to read.
+    """
+    last = set(freed)
+    dying = Counter([form for b, form in zip(instruction.reads, arrays.inputs, strict=False) if b in last])
     reused = set[Buffer]()
-    for buffer, port in zip(instruction.writes, task.outputs, strict=False):
-        form = (values[port.value].shape, values[port.value].dtype, port.spec)
+    for buffer, form in zip(instruction.writes, arrays.outputs, strict=False):
         if dying[form]:
             dying[form] -= 1
             reused.add(buffer)

@@ -1,6 +1,7 @@
 """Price tasks by running them on estimators.
 
-seconds of a part         its ops and collectives, as they are emitted                           `estimate`
+seconds of a part         its ops and collectives, as they are emitted, and the additions to sums over
+                          micro-batches                                                          `estimate`
 seconds of a stage        those of its parts, less what runs during other parts where the backend
                           reduces gradients during the backward pass, and gathers new state during the forward
                           pass of the next step                                                  `part_seconds`
@@ -10,14 +11,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Protocol
 
+from alpa_lite.plan.estimator import Estimator
 from alpa_lite.plan.parts import OpPlacement
-from alpa_lite.plan.pricing import Estimator, Pricer
+from alpa_lite.plan.pricing import Pricer
 from alpa_lite.plan.task_specs import TaskSpec, run_task
 from alpa_lite.plan.walk import Machine, Walk
+from alpa_lite.program.ir import Graph
 from alpa_lite.program.phases import Phase, StepGraph
 from alpa_lite.rules.dims import batch_dims_of
+from alpa_lite.sharding.specs import Spec
 from cost_models.overlap import exposed_seconds, without_first, without_last
+from cost_models.work import Work
+
+
+class PricingMachine(Machine[int], Protocol):
+    """A machine that prices a part of a task: the estimator, or one that wraps it and records what it prices."""
+
+    def add_to_sum(self, graph: Graph, value: int, stored: Spec, made: int) -> Work:
+        """Price the addition of a micro-batch's part of a value, made by a stream task, to its sum; return its work."""
+        ...
 
 
 def estimate(
@@ -25,13 +39,14 @@ def estimate(
     step: StepGraph,
     placements: Mapping[int, OpPlacement],
     pricer: Pricer,
-    machine_of: Callable[[Estimator], Machine[int]] = lambda estimator: estimator,
+    machine_of: Callable[[Estimator], PricingMachine] = lambda estimator: estimator,
 ) -> list[Estimator]:
     """Return an estimator for each part of a task, which has run it once.
 
     `machine_of`: the machine that runs a part, given its estimator.
     """
     parts: list[Estimator] = []
+    machines: list[PricingMachine] = []
 
     def begin(phase: Phase) -> None:
         # What an earlier part made is an input here; its work is priced in that part.
@@ -41,10 +56,14 @@ def estimate(
         batch_dims = partial(batch_dims_of, step)
         parts.append(Estimator(pricer, stage=task.stage, phase=phase.value, runs=runs, batch_dims=batch_dims))
         walk.machine = machine_of(parts[-1])
+        machines.append(walk.machine)
 
     walk = Walk(step.graph, placements, pricer.sizes, Estimator(pricer, stage=task.stage, phase="", runs=1))
     # Inputs are in memory when a task starts: their work was priced where they were made.
-    run_task(walk, task, [Estimator.NOTHING] * len(task.inputs), begin)
+    results = run_task(walk, task, [Estimator.NOTHING] * len(task.inputs), begin)
+    if step.accumulates and machines:
+        for port, made in zip(task.sums, results[len(task.outputs) :], strict=True):
+            machines[-1].add_to_sum(step.graph, port.value, port.spec, made)
     return parts
 
 

@@ -164,8 +164,16 @@ def bitcast(view: OpView) -> Rule:
 
 #: Integer operations per number drawn: twenty rounds of add, rotate and xor.
 THREEFRY_OPERATIONS = 100.0
+#: The same of Philox 4x32-10, XLA's own generator: ten rounds of two wide products, four xors and two additions make
+#: four numbers (Salmon et al., SC 2011, section 3.3).
+PHILOX_OPERATIONS = 25.0
 #: Generators that fold a number into each key of a batch separately; others may read the first key of the batch only.
 _FOLDED_ONE_BY_ONE = ("key<fry>", "key<rbg>")
+
+
+def _operations(keys: Value) -> float:
+    """Return the integer operations per number drawn from keys of this kind."""
+    return PHILOX_OPERATIONS if keys.dtype in ("key<rbg>", "key<urbg>") else THREEFRY_OPERATIONS
 
 
 def _key_kind(value: Value) -> FactorKind:
@@ -180,8 +188,9 @@ def random_bits(view: OpView) -> Rule:
     (keys,), (result,) = view.operands, view.results
     key_dims = b.factors(keys.shape, _key_kind(keys))
     drawn = b.factors(result.shape[keys.rank :])
-    flops = THREEFRY_OPERATIONS * result.num_elements
-    return b.build((key_dims,), ((*key_dims, *drawn),), flops=flops, positional=True)
+    # Keys are split by Threefry whatever draws from them.
+    each = _operations(keys) if view.primitive == "random_bits" else THREEFRY_OPERATIONS
+    return b.build((key_dims,), ((*key_dims, *drawn),), flops=each * result.num_elements, positional=True)
 
 
 @register_rule("rng_bit_generator")
@@ -190,7 +199,7 @@ def rng_bit_generator(view: OpView) -> Rule:
     b = RuleBuilder()
     key, bits = view.results
     key_dims = b.factors(key.shape, FactorKind.REPLICATED)
-    flops = THREEFRY_OPERATIONS * bits.num_elements
+    flops = PHILOX_OPERATIONS * bits.num_elements
     return b.build((key_dims,), (key_dims, b.factors(bits.shape)), flops=flops, positional=True)
 
 

@@ -213,6 +213,20 @@ def is_folded(graph: Graph, op: Op) -> bool:
 
 
 @memoized
+def take_addends(graph: Graph) -> tuple[bool, ...]:
+    """Return for each op whether the kernel that makes its result can add it to an array that is there.
+
+    Products start from an addend, and an addition is fused with element-wise ops.
+    """
+    found: list[bool] = []
+    for op in graph.ops:
+        source = graph.producer[op.operands[0]] if op.operands and is_folded(graph, op) else None
+        product = not op.bodies and rule_of_op(graph, op.id).work_kind == "matmul"
+        found.append(found[source] if source is not None else product or is_fusible(graph, op))
+    return tuple(found)
+
+
+@memoized
 def _folded(graph: Graph) -> tuple[bool, ...]:
     return tuple([_is_folded(graph, op) for op in graph.ops])
 

@@ -15,7 +15,7 @@ from alpa_lite.cli.models.train import Adam, TrainStep, init_state, make_train_s
 from alpa_lite.cli.models.transformer import Architecture, Computation, Encoder, Transformer
 from alpa_lite.cli.models.transformer_layers import Experts, Latent
 from benchmarks.published.cluster_of import device_name
-from benchmarks.published.plan_of import computed_length, is_recent, recompute_of, window_of
+from benchmarks.published.plan_of import computed_length, is_recent, issues_kernels, recompute_of, window_of
 from benchmarks.published.row import Experts as RowExperts
 from benchmarks.published.row import Row, RowError
 
@@ -52,9 +52,16 @@ def training_of(row: Row, *, num_segments: int = 1) -> Training:
         step=make_train_step(model.loss_fn, optimizer),
         state=state,
         batch=model.batch_shapes(row.batch_size),
-        key=jax.eval_shape(lambda: jax.random.key(0)) if getattr(model, "dropout", 0.0) else None,
+        key=jax.eval_shape(lambda: jax.random.key(0, impl=generator_of(row)))
+        if getattr(model, "dropout", 0.0)
+        else None,
         parameters=model.parameter_count(),
     )
+
+
+def generator_of(row: Row) -> str:
+    """Return JAX's name of the random generator: Philox in the kernels of libraries, Threefry in programs of JAX."""
+    return "rbg" if issues_kernels(row) else "threefry2x32"
 
 
 def model_of(row: Row, *, num_segments: int = 1) -> Transformer | ResNet:

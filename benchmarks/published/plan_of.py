@@ -149,6 +149,8 @@ def backend_of(row: Row) -> Backend:
         overlap_gradients=recent and (tpu or call_seconds(row) > 0),
         # Products that take parts of what is gathered came with Transformer Engine for Hopper; XLA has them on TPUs.
         overlap_products=fuses_attention(row) and scatters_sums(row),
+        # PyTorch's FSDP makes one array of the parameters of each block (Zhao et al. 2023, arXiv 2304.11277, 3.2).
+        flat_parameters=is_torch(row),
         call_seconds=call_seconds(row),
     )
 

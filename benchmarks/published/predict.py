@@ -12,7 +12,7 @@ from alpa_lite.api.stages import TracedFunction
 from alpa_lite.errors import AlpaLiteError
 from alpa_lite.planners.hybrid import Hybrid
 from benchmarks.published.cluster_of import cluster_of
-from benchmarks.published.model_of import model_of, training_of
+from benchmarks.published.model_of import generator_of, model_of, training_of
 from benchmarks.published.plan_of import (
     backend_of,
     devices_of_stages,
@@ -110,7 +110,7 @@ class Predictor:
 
     def _traced_step(self, row: Row) -> TracedFunction:
         segments = loops_of(row)
-        key = (model_of(row, num_segments=segments), row.family, row.batch_size)
+        key = (model_of(row, num_segments=segments), row.family, row.batch_size, generator_of(row))
         if key not in self._traced:
             self._traced.clear()
             training = training_of(row, num_segments=segments)

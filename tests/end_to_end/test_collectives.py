@@ -6,6 +6,7 @@ its parts, and each counts as often as its task runs per step.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -20,10 +21,15 @@ from tests.end_to_end.collectives import collectives_in, emitted, handed_over, p
 
 
 @cache
-def _compile(model: str, planner: str, num_microbatches: int, optimizer: str) -> Any:
+def _compile(
+    model: str, planner: str, num_microbatches: int, optimizer: str, memory_bandwidth: float | None = None
+) -> Any:
+    cluster = eager_cluster()
+    if memory_bandwidth:
+        cluster = replace(cluster, device=replace(cluster.device, memory_bandwidth=memory_bandwidth))
     training = Training(model=model, optimizer=optimizer)
     step = al.parallelize(
-        training.step(), cluster=eager_cluster(), planner=PLANNERS[planner], num_microbatches=num_microbatches
+        training.step(), cluster=cluster, planner=PLANNERS[planner], num_microbatches=num_microbatches
     )
     return step.compiled(training.start(), make_batch(MODELS[model], 0), jax.random.key(0))
 
@@ -49,10 +55,14 @@ def test_the_collectives_that_run_are_those_of_the_plan(
     assert handed_over(compiled) == emitted(compiled) == planned(compiled.plan)
 
 
-def test_zero_reduces_gradients_by_reduce_scatter_once_per_step(devices: Any) -> None:
-    compiled = _compile("mlp", "zero_2", 4, "momentum+clip")
+@pytest.mark.parametrize(("memory_bandwidth", "at_least", "at_most"), [(1e12, 8, 8), (1e8, 9, 4 * 8)])
+def test_zero_reduces_gradients_by_reduce_scatter_once_per_step_unless_adding_takes_longer(
+    memory_bandwidth: float, at_least: int, at_most: int, devices: Any
+) -> None:
+    compiled = _compile("mlp", "zero_2", 4, "momentum+clip", memory_bandwidth)
     found = emitted(compiled)
-    assert sum(n for (kind, _, _), n in found.items() if kind == "reduce_scatter") == 8  # parameters
+    # Of 8 parameters. Where memory is slow and links are fast, parts of gradients are added, and not whole ones.
+    assert at_least <= sum(n for (kind, _, _), n in found.items() if kind == "reduce_scatter") <= at_most
     # The loss, and the square of all gradients' norm.
     assert {c: n for c, n in found.items() if c[0] == "all_reduce"} == {("all_reduce", 4, 8): 2}
 

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental import io_callback
 
+from alpa_lite.plan.estimator import Estimator
 from alpa_lite.plan.plan import OpPlacement
-from alpa_lite.plan.pricing import Estimator, Pricer, own_collectives, transfer_seconds
+from alpa_lite.plan.pricing import Pricer, own_collectives, transfer_seconds
 from alpa_lite.plan.walk import Application, Walk, replicated_placement
 from alpa_lite.program.ir import Graph, Op
 from alpa_lite.rules.op_info import rule_of_op

@@ -9,8 +9,9 @@ import pytest
 
 import alpa_lite as al
 from alpa_lite.api.stages import PlannedFunction
+from alpa_lite.plan.estimator import Estimator
 from alpa_lite.plan.plan import CollectiveUse
-from alpa_lite.plan.pricing import Estimator, Pricer
+from alpa_lite.plan.pricing import Pricer
 from alpa_lite.plan.simulation import Prices, simulate_program
 from alpa_lite.plan.task_prices import estimate
 from alpa_lite.planners import DataParallel, Hybrid, Planner

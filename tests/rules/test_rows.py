@@ -1,9 +1,10 @@
 """The table of rows covers the rules, and every rule is well formed."""
 
+import jax
 import pytest
 
 from alpa_lite.rules import FactorKind, has_rule, known_primitives
-from tests.rules.row import names
+from tests.rules.row import names, row
 from tests.rules.rows import ROWS
 
 #: Rules without a row: further members of families whose other members have one.
@@ -49,3 +50,10 @@ def test_rule_is_well_formed(row):
     in_results = {f for dims in rule.results for factors in dims for f in factors}
     for factor, kind in enumerate(rule.kinds):
         assert kind is not FactorKind.REDUCTION or factor not in in_results
+
+
+@pytest.mark.parametrize(("generator", "operations"), [("threefry2x32", 100), ("rbg", 25), ("unsafe_rbg", 25)])
+def test_random_bits_cost_the_operations_of_their_generator(generator, operations):
+    key = jax.random.key(7, impl=generator)
+    found = row("random_bits", lambda k: jax.random.bits(k, (8, 4)), key)
+    assert found.case.rule.flops == 32 * operations

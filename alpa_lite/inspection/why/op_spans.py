@@ -13,17 +13,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from alpa_lite.inspection.why.repricing import Repricing
+from alpa_lite.plan.estimator import Estimator
 from alpa_lite.plan.parts import TaskRole
 from alpa_lite.plan.plan import Plan
-from alpa_lite.plan.pricing import Estimator
 from alpa_lite.plan.program_builder import tasks_of
 from alpa_lite.plan.simulation import pricer_of
 from alpa_lite.plan.task_prices import estimate
 from alpa_lite.plan.walk import Application, Walk
-from alpa_lite.program.ir import Op, Value, Wiring
-from alpa_lite.sharding.specs import Move
+from alpa_lite.program.ir import Graph, Op, Value, Wiring
+from alpa_lite.sharding.specs import Move, Spec
 from alpa_lite.text import short_source, show_count
 from cost_models.overlap import StreamTask
+from cost_models.work import Work
 
 MAX_TRIPS = 32
 """The greatest number of trips of a loop that are drawn one by one; longer loops are one op."""
@@ -145,6 +146,21 @@ class _Recorder:
         for number in range(before + 1, len(here.tasks)):
             here.labels[number] = _collective(f"communication of {op.primitive}", op, array)
         return made
+
+    def add_to_sum(self, graph: Graph, value: int, stored: Spec, made: int) -> Work:
+        """Price an addition to a sum over micro-batches and label its kernel."""
+        here, producer = self.lists[self._current()], graph.producer[value]
+        number = len(here.tasks)
+        work = self.estimator.add_to_sum(graph, value, stored, made)
+        if len(here.tasks) > number and producer is not None:
+            source, part = short_source(graph.ops[producer].source), graph.values[value]
+            here.labels[number] = OpLabel(
+                what="add to the sum over micro-batches",
+                source=source,
+                array=f"{_shape(part)} as {stored}",
+                collective=False,
+            )
+        return work
 
     def control_flow(self, application: Application, operands: list[int], wiring: Wiring, walk: Walk[int]) -> list[int]:
         """Price a loop or branch, whose body runs on this machine, and keep the labels of the body with it."""

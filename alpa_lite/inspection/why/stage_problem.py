@@ -27,15 +27,17 @@ from alpa_lite.intra_op.stage import Key, Offer, Placed, PlacedBodies, PlacedSum
 from alpa_lite.intra_op.strategies import Restriction
 from alpa_lite.intra_op.strategy_catalogue import Catalogue, SumOptions
 from alpa_lite.intra_op.usages import StageLayout, UsageOf, usages_of
+from alpa_lite.plan.estimator import Estimator
 from alpa_lite.plan.parts import Choice
 from alpa_lite.plan.plan import OpPlacement, StagePlan
-from alpa_lite.plan.pricing import Estimator, Pricer
+from alpa_lite.plan.pricing import Pricer
 from alpa_lite.plan.task_prices import estimate
 from alpa_lite.plan.walk import Application, Walk
 from alpa_lite.program.ir import Graph, Op, Value, Wiring
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh
 from alpa_lite.sharding.specs import Move, Spec
 from alpa_lite.text import short_source
+from cost_models.work import Work
 
 SOLVE_SECONDS = 10.0
 """The time limit for solving the rest of a stage again, in seconds."""
@@ -340,6 +342,26 @@ class Ledger:
             )
         )
         return made
+
+    def add_to_sum(self, graph: Graph, value: int, stored: Spec, made: int) -> Work:
+        """Price an addition to a sum over micro-batches and record its entry, on the line that made the part."""
+        estimator, producer = self.estimator, graph.producer[value]
+        seconds = estimator.compute_seconds
+        work = estimator.add_to_sum(graph, value, stored, made)
+        if work.bytes and producer is not None:
+            self.entries.append(
+                Entry(
+                    source=short_source(graph.ops[producer].source),
+                    primitive="add",
+                    what=PASSES,
+                    phase=estimator.phase,
+                    dtype=work.dtype,
+                    seconds=(estimator.compute_seconds - seconds) * estimator.runs,
+                    flops=work.flops * estimator.runs,
+                    bytes=work.bytes * estimator.runs,
+                )
+            )
+        return work
 
     def control_flow(self, application: Application, operands: list[int], wiring: Wiring, walk: Walk[int]) -> list[int]:
         """Price a loop or branch; the walk runs the ops of the bodies on this interpreter, so they are recorded too."""

@@ -93,6 +93,11 @@ def test_notes_may_state_the_width_of_heads() -> None:
     assert transformer().architecture.head_dim == 32
 
 
+def test_dropout_draws_as_kernels_of_libraries_do_or_as_jax() -> None:
+    library, compiled = (training_of(row(precision="fp16", notes=notes)).key.dtype for notes in ("", "JAX/XLA"))
+    assert (str(library), str(compiled)) == ("key<rbg>", "key<fry>")
+
+
 def test_dropout_belongs_to_float16() -> None:
     old, new = (training_of(row(precision=precision)) for precision in ("fp16", "bf16"))
     assert old.key is not None and new.key is None

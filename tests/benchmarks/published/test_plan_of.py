@@ -139,6 +139,14 @@ def test_communication_was_not_hidden_in_the_days_of_float16() -> None:
     assert not backend_of(row(precision="bf16", notes="JAX/XLA")).overlap_gradients
 
 
+def test_the_fsdp_of_pytorch_makes_one_array_of_a_block() -> None:
+    torch, compiled, deepspeed = (
+        backend_of(row(precision="bf16", zero_fsdp=text))
+        for text in ("FSDP FULL_SHARD", "FSDP16", "ZeRO-3 (DeepSpeed)")
+    )
+    assert (torch.flat_parameters, compiled.flat_parameters, deepspeed.flat_parameters) == (True, False, False)
+
+
 def test_megatron_that_recomputes_layers_whole_and_splits_no_positions_is_of_the_days_of_float16() -> None:
     old = {"precision": "bf16", "tp": 2, "act_recompute": "full"}
     assert not is_recent(row(**old)) and not backend_of(row(**old)).overlap
