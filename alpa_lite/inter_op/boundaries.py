@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,23 +48,35 @@ def inflow_seconds(model: CostModel, values: Sequence[Value], *, crosses_hosts: 
     return _seconds(model, size, len(values), crosses_hosts=crosses_hosts, num_links=num_links)
 
 
-def inflows(model: CostModel, step: StepGraph, layers: Layers, space: Space) -> NDArray[np.float64]:
-    """Return [layers, layers, kinds]: seconds in which a layer range receives its operands from earlier layers.
+class Inflows(NamedTuple):
+    """Seconds in which layer ranges receive their operands from earlier layers, on a submesh of the sender's kind.
 
-    The sender is a submesh of the same kind.
-
-    With several hosts some of the stages receive from another host, wherever they are cut, and the slowest one counts.
+    slowest   [layers, layers, kinds]: between hosts where there are several. Some boundary between stages is one of
+              hosts, wherever layers are cut, and a pipeline runs at the pace of its slowest stage
+    mean      the same over all boundaries of a pipeline of such submeshes, of which those within a host do not count
+              as ones of hosts
     """
+
+    slowest: NDArray[np.float64]
+    mean: NDArray[np.float64]
+
+    def times(self, scale: float) -> Inflows:
+        """Return the seconds for so many times as much data."""
+        return Inflows(self.slowest * scale, self.mean * scale)
+
+
+def inflows(model: CostModel, step: StepGraph, layers: Layers, space: Space) -> Inflows:
+    """Return the seconds in which layer ranges receive their operands, by kind of submesh."""
     sizes, counts = _received(step, layers)
-    found = np.zeros((*sizes.shape, len(space.kinds)))
-    # Which pairs of stages are on different hosts is not known before stages are chosen, and the pipeline runs at the
-    # pace of its slowest stage: so each transfer is priced as if it left the host.
-    crosses = space.cluster.num_hosts > 1
+    within, between = (np.zeros((*sizes.shape, len(space.kinds))) for _ in range(2))
+    several = space.cluster.num_hosts > 1
     for k, links in enumerate(space.devices):
         for first, last in np.argwhere(counts).tolist():
             size, count = float(sizes[first, last]), int(counts[first, last])
-            found[first, last, k] = _seconds(model, size, count, crosses_hosts=crosses, num_links=links)
-    return found
+            within[first, last, k] = _seconds(model, size, count, crosses_hosts=False, num_links=links)
+            between[first, last, k] = _seconds(model, size, count, crosses_hosts=several, num_links=links)
+    share = np.minimum(1.0, np.array(space.devices) / space.cluster.devices_per_host)
+    return Inflows(slowest=between, mean=within + share * (between - within))
 
 
 def slower_inflows(model: CostModel, step: StepGraph, layers: Layers, space: Space) -> NDArray[np.float64]:

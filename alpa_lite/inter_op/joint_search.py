@@ -397,7 +397,7 @@ class JointSearch:
             space=space,
             survey=Survey(space, profile, costs.structure_of_layers()),
             profiles=profiles,
-            inflow_seconds=inflows(model, costs.step, costs.layers, space),
+            inflows=inflows(model, costs.step, costs.layers, space),
             slower_seconds=slower_inflows(model, costs.step, costs.layers, space),
             schedules=self.schedules,
             num_stages=self.num_stages,

@@ -4,17 +4,17 @@
 minimise it.
 
 Cut layers 0..L-1 into stages, give each a submesh and a configuration, and use all devices of each of G groups, D_1 to
-D_G. With t the seconds of one micro-batch in a stage, u those that it takes once per step (the update), B micro-batches
-and p stages,
+D_G. With t the seconds of one micro-batch in a stage, e those that the first one takes in addition, u those that the stage
+takes once per step (the update), B micro-batches and p stages,
 
-    T*       = min over cuts, submeshes and configurations of  sum of t + max of ((B-1) * t + u)      `evaluate`
+    T*       = min over cuts, submeshes and configurations of  sum of (t + e) + max of ((B-1) * t + u)   `evaluate`
     t        = seconds[i,j,m,c] + inflow[i,n,m]   of layers i..j on submesh m with configuration c,
                                                   where the stage before is on submesh n
              = min over tau of  F(tau) + tau, tau over the bottlenecks (B-1) * t + u of all stages    `_bottlenecks`
     F(tau)   = min over s of  f[s,0,D]                                                               `_StageDp.total`
-    f[s,i,d,n] = min over k, m of  t + f[s-1,k+1,d-devices(m),m], where (B-1) * t + u <= tau    `stage_kernels.fill`
+    f[s,i,d,n] = min over k, m of  t + e + f[s-1,k+1,d-devices(m),m], where (B-1) * t + u <= tau   `stage_kernels.fill`
     f[0,L,0,n] = 0
-    t, u     of the choices at [s-1,i,k,m]: of the configurations that at least s-1 stages may follow, those than which
+    t, e, u  of the choices at [s-1,i,k,m]: of the configurations that at least s-1 stages may follow, those than which
              no other has both fewer seconds and a lower bottleneck                        `stage_kernels.choices_of`
 
 The first micro-batch passes through all stages, and the slowest stage then works without pause; updates of different
@@ -32,7 +32,8 @@ F(tau_a) = F(tau_b), or if F(tau_b) + tau already reaches the best total at the 
 
 Under a schedule that leaves the share w of the waiting of 1F1B at the beginning and at the end,
 
-    T*       = min of  w * sum of t + max of ((B-w) * t + u)  =  w * min of  sum of t + max of ((B/w-1) * t + u/w)
+    T*       = min of  sum of (w * t + e) + max of ((B-w) * t + u)
+             = w * min of  sum of (t + e/w) + max of ((B/w-1) * t + u/w)
 
 which is the same search with other bottlenecks.
 
@@ -78,6 +79,8 @@ class StageTable:
         inflow_seconds: [L, S, S], per micro-batch, that a stage from layer i on takes on top if the stage before is on
             the first kind and it is on the second; None for nothing. Entries with i = 0 are ignored.
         update_seconds: [L, L, S, C], once per step, of each stage; None for nothing. Infinite where `seconds` are.
+        filling_seconds: [L, L, S, C], that the first micro-batch takes on top, such as for transfers that the work on
+            others hides later; below 0 where it takes less; None for nothing.
     """
 
     seconds: NDArray[np.float64]
@@ -86,6 +89,7 @@ class StageTable:
     submesh_groups: tuple[int | None, ...] = ()
     inflow_seconds: NDArray[np.float64] | None = None
     update_seconds: NDArray[np.float64] | None = None
+    filling_seconds: NDArray[np.float64] | None = None
 
     def __post_init__(self) -> None:
         shape, kinds = self.seconds.shape, len(self.submesh_devices)
@@ -104,12 +108,13 @@ class StageTable:
                 f" cluster), but {self.submesh_groups} was given."
             )
         self._check_inflow((shape[0], kinds, kinds))
-        update = self.update_seconds
-        if update is not None and (update.shape != shape or not bool(np.all(update >= 0))):
-            raise PlanError(
-                f"update_seconds needs the shape {shape} and at least 0 seconds, but an array of shape {update.shape}"
-                " was given."
-            )
+        for name, least in (("update_seconds", 0.0), ("filling_seconds", -np.inf)):
+            given = getattr(self, name)
+            if given is not None and (given.shape != shape or not bool(np.all(given >= least))):
+                raise PlanError(
+                    f"{name} needs the shape {shape} and at least {least:g} seconds, but an array of shape {given.shape}"
+                    " was given."
+                )
 
     def _check_inflow(self, shape: tuple[int, int, int]) -> None:
         inflow = self.inflow_seconds
@@ -128,6 +133,11 @@ class StageTable:
     def updates(self) -> NDArray[np.float64]:
         """[L, L, S, C]: the seconds that each stage takes once per step."""
         return np.zeros_like(self.seconds) if self.update_seconds is None else self.update_seconds
+
+    @property
+    def filling(self) -> NDArray[np.float64]:
+        """[L, L, S, C]: the seconds that the first micro-batch takes on top in each stage."""
+        return np.zeros_like(self.seconds) if self.filling_seconds is None else self.filling_seconds
 
     @property
     def groups(self) -> tuple[int | None, ...]:
@@ -170,22 +180,26 @@ class PipelineTerms:
         """The number of devices of each group."""
         return (self.num_devices,) if isinstance(self.num_devices, int) else tuple(self.num_devices)
 
-    def step_seconds(self, times: Sequence[float], updates: Sequence[float]) -> float:
-        """Return the seconds of a step whose stages take these times per micro-batch, and these once per step."""
+    def step_seconds(self, times: Sequence[float], updates: Sequence[float], filling: float = 0.0) -> float:
+        """Return the seconds of a step whose stages take these times per micro-batch, and these once per step.
+
+        `filling`: what the first micro-batch takes on top in all stages, where they do not share one processor.
+        """
         total = sum(times)
         if self.serialized:
             return self.num_microbatches * total + sum(updates)
         if total == np.inf:
             return total
         again = self.num_microbatches - self.waiting_share
-        return self.waiting_share * total + max(again * t + u for t, u in zip(times, updates, strict=True))
+        return self.waiting_share * total + filling + max(again * t + u for t, u in zip(times, updates, strict=True))
 
 
 def evaluate(table: StageTable, stages: Sequence[StageAssignment], terms: PipelineTerms) -> float:
     """Return the seconds of a step with these stages; infinite if they do not fit together or into memory."""
     next_layer, devices = 0, terms.devices
     used = Counter[int]()
-    times, updates, update_seconds = list[float](), list[float](), table.updates
+    times, updates, filling = list[float](), list[float](), 0.0
+    update_seconds, filling_seconds = table.updates, table.filling
     for index, stage in enumerate(stages):
         entry = (stage.first_layer, stage.last_layer, stage.submesh, stage.configuration)
         in_order = stage.first_layer == next_layer <= stage.last_layer
@@ -196,11 +210,12 @@ def evaluate(table: StageTable, stages: Sequence[StageAssignment], terms: Pipeli
         used.update(_taken(table, stage.submesh, devices))
         times.append(float(table.seconds[entry]))
         updates.append(float(update_seconds[entry]))
+        filling += float(filling_seconds[entry])
         if table.inflow_seconds is not None and index > 0:
             times[-1] += float(table.inflow_seconds[stage.first_layer, stages[index - 1].submesh, stage.submesh])
     if next_layer != table.num_layers or used != Counter(dict(enumerate(devices))):
         return np.inf
-    return terms.step_seconds(times, updates)
+    return terms.step_seconds(times, updates, filling)
 
 
 def _taken(table: StageTable, submesh: int, devices: tuple[int, ...]) -> dict[int, int]:
@@ -272,7 +287,7 @@ def solve(table: StageTable, terms: PipelineTerms, *, early_stop: bool = True, e
     if terms.serialized:
         # Stages wait for each other's updates too, and the largest tau restricts nothing.
         seconds = table.seconds + table.updates / terms.num_microbatches
-        dp = _StageDp.of(replace(table, seconds=seconds, update_seconds=None), as_run)
+        dp = _StageDp.of(replace(table, seconds=seconds, update_seconds=None, filling_seconds=None), as_run)
     else:
         dp = _StageDp.of(table, as_run)
     taus = _bottlenecks(dp.arrays)
@@ -301,11 +316,12 @@ def solve(table: StageTable, terms: PipelineTerms, *, early_stop: bool = True, e
 class _StageDp:
     """The dynamic program for a given tau; `kinds` are the kinds of the table that the arrays hold, some repeatedly.
 
-    `bottleneck`: of each entry of the table, without inflow.
+    `passing`, `bottleneck`: t + e/w and tau of each entry of the table, without inflow.
     """
 
     table: StageTable
     terms: PipelineTerms
+    passing: FloatArray
     bottleneck: FloatArray
     kinds: tuple[int, ...]
     arrays: StageArrays
@@ -320,10 +336,11 @@ class _StageDp:
         possible = np.isfinite(table.seconds)
         bottleneck = scale * np.where(possible, table.seconds, 0.0) + table.updates / terms.waiting_share
         bottleneck = np.where(possible, bottleneck, np.inf)
-        usable = _usable_kinds(table, devices)
+        filling, usable = table.filling_seconds, _usable_kinds(table, devices)
+        passing = table.seconds if filling is None else table.seconds + filling / terms.waiting_share
         # In one dtype and memory layout, for which numba compiles each kernel once.
         seconds, slowest = (
-            np.array(part[:, :, usable], dtype=np.float64, order="C") for part in (table.seconds, bottleneck)
+            np.array(part[:, :, usable], dtype=np.float64, order="C") for part in (passing, bottleneck)
         )
         following = np.array(table.max_following_stages[:, :, usable], dtype=np.int64, order="C")
         num_choices = 1
@@ -359,6 +376,7 @@ class _StageDp:
         return _StageDp(
             table=table,
             terms=terms,
+            passing=passing,
             bottleneck=bottleneck,
             kinds=tuple(usable[kind] for kind in kinds.tolist()),
             arrays=arrays,
@@ -383,7 +401,7 @@ class _StageDp:
             waits = arrays.scale * arrays.inflow[first, column, sender]
             fits = self.table.max_following_stages[entry] >= len(rows) - 1 - number
             fits &= self.bottleneck[entry] + waits <= tau
-            configuration = int(np.where(fits, self.table.seconds[entry], np.inf).argmin())
+            configuration = int(np.where(fits, self.passing[entry], np.inf).argmin())
             found.append(
                 StageAssignment(first_layer=first, last_layer=last, submesh=entry[2], configuration=configuration)
             )
@@ -506,7 +524,8 @@ def _why_infeasible(dp: _StageDp) -> str:
         return _StageDp.of(lifted, terms).total(np.finfo(np.float64).max) < np.inf
 
     no_limit = replace(table, max_following_stages=np.full(table.seconds.shape, most))
-    if not feasible(replace(no_limit, seconds=np.zeros(table.seconds.shape), update_seconds=None)):
+    free = replace(no_limit, seconds=np.zeros(table.seconds.shape), update_seconds=None, filling_seconds=None)
+    if not feasible(free):
         sizes = ", ".join(str(devices) for devices in sorted(set(table.submesh_devices)))
         return (
             f"No {plan}: submeshes of {sizes} devices do not add up to {devices} in so many stages."

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from alpa_lite.inter_op.best_stages import BestStages, PipelinedBatch
-from alpa_lite.inter_op.boundaries import least_seconds_of_rows, seconds_of_rows, uneven_arrays
+from alpa_lite.inter_op.boundaries import Inflows, least_seconds_of_rows, seconds_of_rows, uneven_arrays
 from alpa_lite.inter_op.solved_stages import Question, StagePlace
 from alpa_lite.inter_op.space import Configurations, Space, StageEquality, equal_parts, number_of_equal, ways
 from alpa_lite.inter_op.stage_costs import StageCosts, expect
@@ -54,7 +54,7 @@ class StageGuesses:
 
     layer_seconds    [policies, layers, kinds, shapes]: guess for each layer; infinite where it cannot run
     layer_updates    the same for its update, once per step
-    inflow_seconds   [layers, layers, kinds]: for a layer range to receive what it reads from earlier layers
+    inflows          for a layer range to receive what it reads from earlier layers
     slower_seconds   [layers, kinds, kinds]: how much longer that takes a stage from a layer on, by the kind of submesh
                      before it and its own
     following        [policies, layers, layers, kinds]: how many stages may follow one given its memory, at best; -1 for
@@ -66,7 +66,7 @@ class StageGuesses:
 
     layer_seconds: NDArray[np.float64]
     layer_updates: NDArray[np.float64]
-    inflow_seconds: NDArray[np.float64]
+    inflows: Inflows
     slower_seconds: NDArray[np.float64]
     following: NDArray[np.int64]
     roomy: NDArray[np.int64]
@@ -154,7 +154,7 @@ class StageSearch:
     ) -> None:
         """Set up the arrays of the search; nothing is solved yet. `guesses` are for the policies of `costs`."""
         self.costs, self.batch, self.space = costs, batch, space
-        self.inflow_seconds = guesses.inflow_seconds
+        self.inflows = guesses.inflows
         known = costs.any_number
         self.num_layers, self.all_equal = known.layers.num_layers, limits.all_equal
         self.configurations = Configurations(space.most_shapes, costs.policies, self._levels())
@@ -172,7 +172,7 @@ class StageSearch:
         self._least_for_rows = (
             least_seconds_of_rows(costs.any_number, space) if moved else np.zeros(self._possible.shape)
         )
-        guessed = self._taking(work, self.inflow_seconds[..., None])
+        guessed = self._taking(work, self.inflows.slowest[..., None])
         self._guessed = np.where(self._at_best >= 0, guessed, np.inf)
         self._guessed_updates = updates + self._least_for_rows[..., None]
         self._roomy = np.moveaxis(guesses.roomy, 0, 3).reshape(self._guessed.shape)
@@ -271,7 +271,7 @@ class StageSearch:
             solution = self.solution(*entry, quick=True)
             if solution.choice is not None:
                 kind = entry[2]
-                seconds[entry] = self._taking(solution.cost.loop_seconds, self.inflow_seconds[*entry[:2], kind])
+                seconds[entry] = self._taking(solution.cost.loop_seconds, self.inflows.slowest[entry[:3]])
                 updates[entry] = solution.cost.update_seconds + self._least_for_rows[entry[:3]]
                 following[entry] = self._stages_that_may_follow(solution, self.space.room_bytes[kind])
         return self._best_of(self._table(seconds, updates, following)).seconds
@@ -290,6 +290,7 @@ class StageSearch:
             submesh_groups=self.space.groups,
             inflow_seconds=self._slower,
             update_seconds=updates,
+            filling_seconds=self._filling(seconds),
         )
 
     def why_impossible(self) -> str:
@@ -389,17 +390,28 @@ class StageSearch:
         """
         # A forward and a backward task per micro-batch, and one update per step.
         dispatched = (2 + 1 / self.batch.num_microbatches) * dispatch_seconds(self.space.cluster)
-        waits = np.maximum(0, inflow - 0.5 * work) if self.batch.schedule.overlaps_transfers else 2 * inflow
+        waits = np.maximum(0, inflow - 0.5 * work) if self.batch.overlaps_transfers else 2 * inflow
         return np.asarray(dispatched + work + waits)
+
+    def _filling(self, seconds: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return what the first micro-batch waits in stages of these seconds beyond what these allow for.
+
+        It waits for all transfers, in both directions, however many of them work on others hides later, and the slowest
+        transfers are not on its whole way.
+        """
+        slowest, mean = (2 * inflow[..., None] for inflow in self.inflows)
+        # See `_taking`: nothing is waited for in stages that work for as long as their transfers take.
+        waits = np.maximum(0.0, slowest - seconds) if self.batch.overlaps_transfers else slowest
+        return np.broadcast_to(mean - self.batch.waiting_share * waits, seconds.shape)
 
     def _waiting_longer(self, slower: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return [layers, kinds, kinds]: how much longer stages wait for slower transfers; see `_taking`."""
-        if not self.batch.schedule.overlaps_transfers:
+        if not self.batch.overlaps_transfers:
             return 2 * slower
         # The table has inflow by first layer and kinds alone: the median stage stands for the work that hides it.
         best = self._guessed.min(axis=-1)
         usual = [np.median(found) if (found := of_kind[np.isfinite(of_kind)]).size else 0.0 for of_kind in best.T]
-        hidden, inflow = 0.5 * np.array(usual), np.moveaxis(self.inflow_seconds.diagonal(), -1, 0)[:, None]
+        hidden, inflow = 0.5 * np.array(usual), np.moveaxis(self.inflows.slowest.diagonal(), -1, 0)[:, None]
         return np.maximum(0.0, inflow + slower - hidden) - np.maximum(0.0, inflow - hidden)
 
     def excess(self) -> NDArray[np.float64]:
@@ -460,7 +472,7 @@ class StageSearch:
         # A rough solution is much cheaper to find, and its bound rules out most stages.
         quick = not self.states.bounded[entry]
         solution = self.solution(*entry, quick=quick)
-        states, inflow = self.states, self.inflow_seconds[first, last, kind]
+        states, inflow = self.states, self.inflows.slowest[first, last, kind]
         loop, update = solution.cost.loop_seconds, solution.cost.update_seconds
         if quick and solution.choice is not None and solution.gap > self.costs.any_number.effort.relative_gap:
             states.least[entry] = self._taking(loop * (1 - solution.gap), inflow)

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from alpa_lite.errors import BatchError, NonAdditiveError, PlanError, TraceError
 from alpa_lite.inter_op.best_stages import PipelinedBatch
+from alpa_lite.inter_op.boundaries import Inflows
 from alpa_lite.inter_op.microbatch_counts import Guess
 from alpa_lite.inter_op.solved_stages import StagePlace
 from alpa_lite.inter_op.space import Space, StageEquality
@@ -71,7 +72,7 @@ class SurveyedSearches:
         space: the submeshes and logical meshes on which stages make sense and fit at some number of micro-batches.
         survey: the times of a few layers.
         profiles: the policies of rematerialisation that are worth searching, each with the profile of layers under it.
-        inflow_seconds, slower_seconds: see `StageGuesses`, at the usual number of micro-batches.
+        inflows, slower_seconds: see `StageGuesses`, at the usual number of micro-batches.
         schedules, num_stages, equal: see `JointSearch`.
         excess: by number of micro-batches, [policies, kinds, shapes]: how many times as long as guessed stages took at
             least that lack memory (`StageSearch.excess`).
@@ -81,7 +82,7 @@ class SurveyedSearches:
     space: Space
     survey: Survey
     profiles: Mapping[Remat, Profile]
-    inflow_seconds: NDArray[np.float64]
+    inflows: Inflows
     slower_seconds: NDArray[np.float64]
     schedules: Sequence[Schedule]
     num_stages: int | None
@@ -121,17 +122,10 @@ class SurveyedSearches:
         seconds = first.best_known().seconds
         if math.isinf(seconds):
             return found
-        # Other schedules hide transfers or wait less, at the cost of memory: they are searched where that may be worth
-        # it.
-        waits = 2 * float(first.inflow_seconds.max()) * (number + first.num_layers)
-        deepest = min(first.num_layers, max(self.space.devices))
-        for schedule in self._other_schedules:
-            hidden = waits if schedule.overlaps_transfers else 0.0
-            hidden += (1 - schedule.waiting_share(self._postponed)) * seconds * (deepest - 1) / (number + deepest - 1)
-            if hidden > CLOSE * seconds:
-                other = self.search_for(schedule, number, beyond)
-                if other.best_known().seconds < (1 - CLOSE) * seconds:
-                    found.insert(0, other)
+        # Other orders hide transfers or wait less: the best stages for them may be others.
+        best = self.search_for(self.schedules[0], number, beyond, others=self.schedules[1:])
+        if best.best_known().seconds < (1 - CLOSE) * seconds:
+            found.insert(0, best)
         return found
 
     def in_equal_stages(
@@ -209,10 +203,15 @@ class SurveyedSearches:
             return math.inf if solution.status is Status.INFEASIBLE else 1.0
         return max(1.0, solution.cost.loop_seconds * (1 - solution.gap) / float(way.layer_seconds[layers].sum()))
 
-    def search_for(self, schedule: Schedule, number: int, beyond: Beyond, *, all_equal: bool = False) -> StageSearch:
-        """Return the stage search for a schedule; `all_equal`: for equal stages alone, even if others are searched."""
+    def search_for(
+        self, schedule: Schedule, number: int, beyond: Beyond, *, all_equal: bool = False, others: Sequence[Schedule] = ()
+    ) -> StageSearch:
+        """Return the stage search for a schedule, or for the best one of it and `others`.
+
+        `all_equal`: for equal stages alone, even if others are searched.
+        """
         known, natural, survey = self.steps.known, self.steps.natural, self.survey
-        batch, profiles = PipelinedBatch(schedule, number, self._postponed), self.profiles.values()
+        batch, profiles = PipelinedBatch(schedule, number, self._postponed, others), self.profiles.values()
         size, held = self.size(number), batch.held(known.layers.num_layers)
         # What crosses a boundary is proportional to the samples of a micro-batch.
         scale = known.step.num_microbatches / number
@@ -220,7 +219,7 @@ class SurveyedSearches:
         guesses = StageGuesses(
             layer_seconds=layer_seconds,
             layer_updates=layer_updates,
-            inflow_seconds=self.inflow_seconds * scale,
+            inflows=self.inflows.times(scale),
             slower_seconds=self.slower_seconds * scale,
             following=np.stack([profile.holds(self.space, size, number, held) - 1 for profile in profiles]),
             roomy=np.stack([survey.holds(size, number, held, profile) - 1 for profile in profiles]),
@@ -249,14 +248,6 @@ class SurveyedSearches:
         worse = [excess[:, None] for searched, excess in self.excess.items() if searched >= number]
         longer = reduce(np.maximum, worse, np.ones(1))
         return [np.stack(parts) * longer for parts in zip(*of_policies, strict=True)]
-
-    @cached_property
-    def _other_schedules(self) -> Sequence[Schedule]:
-        """The schedules whose best stages may be others than those of the first, by what the DP sees of them."""
-        alike: dict[tuple[bool, float], Schedule] = {}
-        for schedule in self.schedules:
-            alike.setdefault((schedule.overlaps_transfers, schedule.waiting_share(self._postponed)), schedule)
-        return [*alike.values()][1:]
 
     @cached_property
     def _postponed(self) -> float:

@@ -64,8 +64,9 @@ def brute_force(
             continue
         updates = [0.0 if update is None else float(update[stage]) for stage in plan]
         # The stage that ends last works all the time; all others are waited for once, or for a part of the time.
+        filling = 0.0 if table.filling_seconds is None else sum(float(table.filling_seconds[stage]) for stage in plan)
         ends = [
-            num_microbatches * time + once + waiting_share * (sum(times) - time)
+            num_microbatches * time + once + waiting_share * (sum(times) - time) + filling
             for time, once in zip(times, updates, strict=True)
         ]
         best = min(best, num_microbatches * sum(times) + sum(updates) if serialized else max(ends))
@@ -85,6 +86,14 @@ def random_updates(rng, seconds, how):
         return None
     found = rng.integers(0, 4, seconds.shape).astype(float) if how == "few" else rng.uniform(0.0, 20.0, seconds.shape)
     return np.where(np.isfinite(seconds), found, np.inf)
+
+
+def random_filling(rng, seconds, how):
+    """Seconds of the first micro-batch: more than of others, or a part of what these take less, or none."""
+    if how == "none":
+        return None
+    least = np.where(np.isfinite(seconds), -seconds / 3 if how == "less" else 0.0, 0.0)
+    return rng.uniform(least, least + 2.0)
 
 
 def random_inflow(rng, num_layers, devices, how):
@@ -123,6 +132,7 @@ def problems(draw):
         "table": StageTable(
             seconds=seconds,
             update_seconds=random_updates(rng, seconds, draw(st.sampled_from(["none", "few", "long"]))),
+            filling_seconds=random_filling(rng, seconds, draw(st.sampled_from(["none", "more", "less"]))),
             max_following_stages=rng.integers(draw(st.sampled_from([-1, 0, 3])), 4, shape),
             submesh_devices=devices,
             submesh_groups=() if isinstance(num_devices, int) else tuple(group for _, group in kinds),

@@ -13,6 +13,7 @@ import pytest
 
 import alpa_lite as al
 from alpa_lite.inter_op.best_stages import PipelinedBatch
+from alpa_lite.inter_op.boundaries import Inflows
 from alpa_lite.inter_op.solved_stages import StagePlace
 from alpa_lite.inter_op.space import Space
 from alpa_lite.inter_op.stage_costs import SolveEffort, StageCosts
@@ -20,24 +21,28 @@ from alpa_lite.inter_op.stage_dp import PipelineTerms, StageChoice, StageTable, 
 from alpa_lite.inter_op.stage_search import PolicyCosts, StageGuesses, StageLimits, StageSearch
 from alpa_lite.inter_op.survey import Profile, Survey
 from alpa_lite.inter_op.workers import Likely, Workers
+from alpa_lite.intra_op.solve import RELATIVE_GAP
 from alpa_lite.plan.progress import Progress
 from alpa_lite.schedule import OneFOneB
 from alpa_lite.step.clustering import make_layers
 from cost_models.cluster import with_memory
 from cost_models.composed import ComposedCostModel
+from cost_models.hardware import Backend
 from tests.inter_op.test_stage_costs import chain_step
 
 WIDTH, BATCH, LAYERS, NUMBER = 1024, 4096, 4, 8
 
 
-def _costs(memory_bytes: float, solved: list[str], workers: Workers | None = None) -> StageCosts:
+def _costs(
+    memory_bytes: float, solved: list[str], workers: Workers | None = None, *, overlap: bool = True
+) -> StageCosts:
     weights = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * LAYERS
     traced = al.parallelize(chain_step).trace(weights, jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32))
     step = traced.step(NUMBER).step
     cluster = replace(al.cluster("p3.16xlarge"), devices_per_host=4)
     # A host that dispatches at once: what it takes is no part of the stage DP, which the search is compared with.
     cluster = with_memory(replace(cluster, device=replace(cluster.device, dispatch_seconds=0.0)), memory_bytes)
-    model = ComposedCostModel(cluster)
+    model = ComposedCostModel(cluster, backend=Backend(overlap=overlap))
     layers, progress = make_layers(step, LAYERS), Progress(solved.append)
     return StageCosts(step=step, layers=layers, cost_model=model, progress=progress, workers=workers or Workers())
 
@@ -49,9 +54,14 @@ def _survey(costs: StageCosts) -> Survey:
 
 
 def _search(
-    memory_bytes: float, solved: list[str], *, num_stages: int | None = None, workers: Workers | None = None
+    memory_bytes: float,
+    solved: list[str],
+    *,
+    num_stages: int | None = None,
+    workers: Workers | None = None,
+    overlap: bool = True,
 ) -> StageSearch:
-    costs = _costs(memory_bytes, solved, workers)
+    costs = _costs(memory_bytes, solved, workers, overlap=overlap)
     survey = _survey(costs)
     space, profile = survey.space, survey.profile
     held = [PipelinedBatch(OneFOneB(), NUMBER).in_flight(following) for following in range(LAYERS)]
@@ -59,7 +69,7 @@ def _search(
     guesses = StageGuesses(
         layer_seconds=seconds[None],
         layer_updates=updates[None],
-        inflow_seconds=np.full((LAYERS, LAYERS, len(space.kinds)), 1e-5),
+        inflows=Inflows(*[np.full((LAYERS, LAYERS, len(space.kinds)), 1e-5)] * 2),
         slower_seconds=np.zeros((LAYERS, len(space.kinds), len(space.kinds))),
         following=profile.holds(space, BATCH / NUMBER, NUMBER, held)[None] - 1,
         roomy=survey.holds(BATCH / NUMBER, NUMBER, held)[None] - 1,
@@ -97,14 +107,19 @@ def _best_of_all(search: StageSearch, memory_bytes: float, *, num_stages: int | 
     return solve(table, terms)
 
 
+# Shardings are the best by the sum of kernels and collectives. Where these overlap, one that is the best within less
+# memory may take a little less time than the one within more, which the search does not expect.
+@pytest.mark.parametrize(("overlap", "within"), [(False, RELATIVE_GAP), (True, 0.02)])
 @pytest.mark.parametrize("memory_bytes", [1e9, 28e6, 26e6, 20e6, 16e6, 12e6])
-def test_what_is_found_is_as_good_as_if_all_stages_were_solved(memory_bytes: float) -> None:
-    search = _search(memory_bytes, [])
+def test_what_is_found_is_as_good_as_if_all_stages_were_solved(
+    memory_bytes: float, overlap: bool, within: float
+) -> None:
+    search = _search(memory_bytes, [], overlap=overlap)
     found = search.run()
-    best = _best_of_all(_search(memory_bytes, []), memory_bytes)
+    best = _best_of_all(_search(memory_bytes, [], overlap=overlap), memory_bytes)
     assert found.status is best.status
     if best.stages:
-        assert found.seconds == pytest.approx(best.seconds, rel=0.01)
+        assert found.seconds == pytest.approx(best.seconds, rel=within)
         entries = [(s.first_layer, s.last_layer, s.submesh, s.configuration) for s in found.stages]
         assert all(search.states.solved[entry] for entry in entries)
         assert all(search.solution(*entry).choice is not None for entry in entries)
@@ -246,7 +261,7 @@ def test_while_a_stage_is_solved_workers_may_begin_with_the_others() -> None:
 def test_a_search_ends_where_solvers_find_no_bound_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     search, again = _search(1e12, []), _search(1e12, [])
     for each in (search, again):
-        each.inflow_seconds[:] = 0.0
+        each.inflows.slowest[:] = each.inflows.mean[:] = 0.0
     wanted = search.run().seconds
     answer, asked = StageCosts.answer, list[object]()
 
