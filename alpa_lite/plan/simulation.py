@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum, auto
+from functools import cache
 
 from alpa_lite.plan.instructions import Buffer, Instruction, InstructionKind, Program, TaskTime
 from alpa_lite.plan.parts import StageCost, TaskRole, TaskRuns, TransferRuns
@@ -308,8 +309,9 @@ class _StepSimulation:
         # Virtual devices take turns on one processor.
         free = max(self.free) if self.plan.cluster.shared_processor else self.free[row]
         # When it could start if transfers took no time: a later start is exposed communication.
-        could = max([free, self.issue(instruction.stage), *(self.made[b] for b in instruction.reads)])
-        start = max([could, *(self.ready[b] for b in instruction.reads)])
+        reads = instruction.reads
+        could = max(free, self.issue(instruction.stage), max(map(self.made.__getitem__, reads), default=0.0))
+        start = max(could, max(map(self.ready.__getitem__, reads), default=0.0))
         seconds = price.seconds + self.dispatch
         self.free[row] = end = start + seconds
         self.busy[row] += seconds
@@ -551,26 +553,30 @@ def _sizes(program: Program, plan: Plan, step: StepGraph, resident: Iterable[Buf
         target = step.aliases.get(buffer.value)
         if target is not None and target in replaced and program.homes[target] == (buffer.stage, spec):
             nothing.add(buffer)
+
+    @cache
+    def of_ports(number: int, *, sums_alone: bool) -> list[float]:
+        task = program.tasks[number]
+        ports = task.sums if sums_alone else (*task.outputs, *task.sums)
+        return [of_array(port.value, port.spec, task.stage) for port in ports]
+
+    def of_array(value: int, spec: Spec, stage: int) -> float:
+        return local_bytes(step.graph.values[value], spec, plan.stages[stage].mesh_shape.axis_sizes)
+
+    def written(instruction: Instruction) -> Sequence[float]:
+        kind, stage, spec = instruction.kind, instruction.stage, instruction.spec
+        if kind in (InstructionKind.RUN, InstructionKind.ZEROS):
+            # The same for every micro-batch.
+            return of_ports(instruction.task, sums_alone=kind is InstructionKind.ZEROS)
+        sent = kind is InstructionKind.SEND
+        if spec is None or (sent and plan.stages[instruction.source_stage].submesh == plan.stages[stage].submesh):
+            return ()
+        return [of_array(buffer.value, spec, stage) for buffer in instruction.writes]
+
     bytes_of: dict[Buffer, float] = {}
     for instruction in program.instructions:
-        sizes = plan.stages[instruction.stage].mesh_shape.axis_sizes
-        in_place = instruction.kind == InstructionKind.SEND and _same_devices(plan, instruction)
-        for buffer, spec in _written(program, instruction):
-            if buffer not in nothing and not in_place:
+        for buffer, size in zip(instruction.writes, written(instruction), strict=False):
+            if buffer not in nothing:
                 # The first writer decides, as it does for the allocation in `_held`.
-                bytes_of.setdefault(buffer, local_bytes(step.graph.values[buffer.value], spec, sizes))
+                bytes_of.setdefault(buffer, size)
     return bytes_of
-
-
-def _same_devices(plan: Plan, instruction: Instruction) -> bool:
-    stages = (plan.stages[stage] for stage in (instruction.source_stage, instruction.stage))
-    return len({stage.submesh for stage in stages}) == 1
-
-
-def _written(program: Program, instruction: Instruction) -> Iterable[tuple[Buffer, Spec]]:
-    """Yield the buffers that an instruction writes, each with its spec."""
-    if instruction.kind in (InstructionKind.RUN, InstructionKind.ZEROS):
-        task = program.tasks[instruction.task]
-        ports = task.sums if instruction.kind == InstructionKind.ZEROS else (*task.outputs, *task.sums)
-        return [(b, p.spec) for b, p in zip(instruction.writes, ports, strict=True)]
-    return [(b, instruction.spec) for b in instruction.writes if instruction.spec is not None]

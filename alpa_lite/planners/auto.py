@@ -51,7 +51,7 @@ from alpa_lite.text import show_bytes, show_count, show_percent
 from cost_models.cluster import Cluster, with_memory_limit
 
 SCHEDULES: tuple[Schedule, ...] = (OneFOneB(), EagerOneFOneB(), ZeroBubbleH1(), GPipe())
-"""Schedules of pipelines to try; stages are searched for the first two, and the first of them needs less memory."""
+"""Schedules of pipelines to try; the first of them needs the least memory."""
 
 PROVEN_GAP = 0.005
 """A plan this close to its lower bound is called optimal: prices are not better than that."""
