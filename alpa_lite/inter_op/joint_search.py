@@ -55,7 +55,7 @@ from alpa_lite.inter_op.stage_costs import StageCosts
 from alpa_lite.inter_op.stage_dp import StageChoice
 from alpa_lite.inter_op.stage_search import StageSearch
 from alpa_lite.inter_op.survey import Profile, Survey
-from alpa_lite.inter_op.surveyed_searches import CLOSE, SurveyedSearches, only_equal
+from alpa_lite.inter_op.surveyed_searches import SurveyedSearches, only_equal
 from alpa_lite.inter_op.what_would_fit import tightest_stage
 from alpa_lite.intra_op.solve import RELATIVE_GAP
 from alpa_lite.plan.plan import Plan
@@ -210,7 +210,7 @@ class JointSearch:
             open_.remove(number)
             try:
                 with self.request.progress.during("stages", f"stages at {number} micro-batches"):
-                    better, plan, excess = self._planned_at(number, searches, at_most * (1 + CLOSE), further)
+                    better, plan, excess = self._planned_at(number, searches, at_most, further)
             except (PlanError, NonAdditiveError, BatchError, TraceError) as error:
                 yield None, Unplanned(number, without_frames(error))
                 continue
@@ -222,8 +222,8 @@ class JointSearch:
             searched = replace(searched, numbers={*searched.numbers, number})
             known = {n: other for n, other in known.items() if n > number}
             # Stages without memory for the arrays on the way between them bound nothing.
-            if better is not None and isinstance(plan, Plan) and better.trusted_seconds < at_most:
-                at_most = better.trusted_seconds
+            if better is not None and isinstance(plan, Plan) and better.seconds < at_most:
+                at_most = better.seconds
                 searched = replace(searched, best=number, at_most=at_most * (1 - RELATIVE_GAP), in_vain=0)
             elif searched.best is not None:
                 searched = replace(searched, in_vain=searched.in_vain + 1)
@@ -478,7 +478,7 @@ class JointSearch:
         """Return the stages of a choice under the fastest schedule that their memory allows."""
         # The DP knows stages by kinds of submesh only; here they get devices of their own.
         costs, stages = self._placed(steps, search, choice)
-        schedule = search.batch.schedule
+        schedule = search.batch.schedule if len(stages) > 1 else self.schedules[0]
         stages = made_to_fit(costs, stages, schedule)
         ways = [stages, *agreeing(costs, stages, schedule)] if search.all_equal else [stages]
         priced = (Found.of(self.request, costs, way, schedule) for way in ways)

@@ -2,8 +2,8 @@
 
 Larger micro-batches take more memory and leave devices idle for longer; smaller ones take longer per sample. So the
 search starts at the number that is likely the best and goes both ways while plans get better. Then it continues with
-numbers that are likely clearly better, or would be far better at best, if there are any, and with the whole batch: one
-stage without micro-batches may be as good as many stages with many.
+numbers that are likely clearly better, or would be at best, if there are any, and with the whole batch: one stage
+without micro-batches may be as good as many stages with many.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from alpa_lite.inter_op.plan_request import PlanRequest
 NEAR = 0.01
 """Among numbers that are likely this close to the best, the one nearest to a surveyed number comes first."""
 
-FAR_BETTER = 0.75
-"""A number that takes at best this fraction of the best plan is searched even if it likely takes more."""
+ABOUT = 0.1
+"""Among numbers that likely do not fit and are this close to the best one at best, the largest comes first."""
 
 PARTS = (0.5, 0.9)
 """The surveyed numbers, as positions on a logarithmic scale between 1 and the largest number that makes sense."""
 
-MAX_SEARCHED, MAX_IN_VAIN = 5, 2
+MAX_SEARCHED, MAX_IN_VAIN = 6, 3
 """The most numbers that are searched for their guesses, in all and in a row without a better plan."""
 
 NEARBY = 2.0
@@ -116,19 +116,24 @@ def next_numbers(
         if around := sorted((n for n in found if n is not None), key=lambda n: guess(n).at_best):
             return around
         likely = (n for n in open_ if guess(n).likely < at_most * (1 - NEAR))
-        at_best = (n for n in open_ if guess(n).at_best < at_most * FAR_BETTER)
         ways = sorted(likely, key=lambda n: guess(n).likely)
+        at_best = (n for n in open_ if guess(n).at_best < at_most * (1 - NEAR))
         return ways or sorted(at_best, key=lambda n: guess(n).at_best)
     faster = [n for n in sorted(open_) if guess(n).at_best < at_most]
     least = min((guess(n).likely for n in faster), default=math.inf)
+    least_at_best = min((guess(n).at_best for n in faster), default=math.inf)
 
     def order(number: int) -> tuple[float, ...]:
         likely = guess(number).likely
         if likely <= least * (1 + NEAR) < math.inf:
             # Guesses are surest near the number at which layers were surveyed.
             return (0.0, abs(math.log(number / solved_at)))
-        # Where several likely do not fit (infinite), the guess at best decides.
-        return (1.0, likely, guess(number).at_best)
+        at_best = guess(number).at_best
+        # Where none is likely to fit (infinite), memory is short: of those that are about as good at best, the largest
+        # number needs the least, and what it takes spares others a long search.
+        if likely == math.inf and at_best <= (1 + ABOUT) * least_at_best:
+            return (1.0, likely, least_at_best, -number)
+        return (1.0, likely, at_best)
 
     return sorted(faster, key=order)
 

@@ -61,9 +61,6 @@ THERE_AND_BACK: tuple[Schedule, ...] = (ZeroBubbleV(), Wave())
 WORTH = 0.005
 """Relative gain for which tasks are put into an order of their own."""
 
-UNSEEN = 0.1
-"""Relative excess of a simulated step over the stage DP's seconds above which these are not relied on."""
-
 UNEVEN = 0.1
 """Relative excess of the slowest stage over the average above which equal parts are tried."""
 
@@ -92,14 +89,6 @@ class Found:
     def seconds(self) -> float:
         """Estimated seconds of one step."""
         return self.estimate.step_seconds
-
-    @property
-    def trusted_seconds(self) -> float:
-        """The seconds by the stage DP, or the simulated ones if stages wait for much that the DP does not see.
-
-        Those of the DP are comparable with its other answers.
-        """
-        return self.sum_seconds if self.seconds <= (1 + UNSEEN) * self.sum_seconds else self.seconds
 
     @property
     def policies(self) -> tuple[Remat, ...]:

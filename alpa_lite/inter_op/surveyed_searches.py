@@ -122,10 +122,14 @@ class SurveyedSearches:
         seconds = first.best_known().seconds
         if math.isinf(seconds):
             return found
-        # Other orders hide transfers or wait less: the best stages for them may be others.
-        best = self.search_for(self.schedules[0], number, beyond, others=self.schedules[1:])
-        if best.best_known().seconds < (1 - CLOSE) * seconds:
-            found.insert(0, best)
+        # Other schedules hide transfers or wait less, at the cost of memory: they are searched where that may be worth
+        # it.
+        for schedule in self._other_schedules:
+            # Orders that are made for the tasks of a plan wait as little as any schedule in the same memory.
+            others = self.schedules if schedule.overlaps_transfers else ()
+            other = self.search_for(schedule, number, beyond, others=others)
+            if other.best_known().seconds < (1 - CLOSE) * seconds:
+                found.insert(0, other)
         return found
 
     def in_equal_stages(
@@ -248,6 +252,14 @@ class SurveyedSearches:
         worse = [excess[:, None] for searched, excess in self.excess.items() if searched >= number]
         longer = reduce(np.maximum, worse, np.ones(1))
         return [np.stack(parts) * longer for parts in zip(*of_policies, strict=True)]
+
+    @cached_property
+    def _other_schedules(self) -> Sequence[Schedule]:
+        """The schedules whose best stages may be others than those of the first, by what the DP sees of them."""
+        alike: dict[tuple[bool, float], Schedule] = {}
+        for schedule in self.schedules:
+            alike.setdefault((schedule.overlaps_transfers, schedule.waiting_share(self._postponed)), schedule)
+        return [*alike.values()][1:]
 
     @cached_property
     def _postponed(self) -> float:

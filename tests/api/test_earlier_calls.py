@@ -79,11 +79,12 @@ def test_a_smaller_last_batch_leaves_the_state_where_it_is(name: str, devices: A
         placed = placed or _shardings(state)
         assert all(a.is_equivalent_to(b, 2) for a, b in zip(_shardings(state), placed, strict=True))
     assert len(step._compiled) == 2
-    # Tensor parallelism, which the search chooses, splits no samples: its plan fits any number of them.
-    wanted = (
-        "samples run by the plan of the full batch" if name == "auto" else "8 arguments stay where that plan has them"
+    # A plan that splits no samples, which the search may choose, fits any number of them.
+    whole, beside = (
+        len([record for record in caplog.records if wanted in record.message])
+        for wanted in ("samples run by the plan of the full batch", "8 arguments stay where that plan has them")
     )
-    assert len([record for record in caplog.records if wanted in record.message]) == 1
+    assert whole + beside == 1 and (beside == 1 or name == "auto")
 
 
 def test_a_smaller_last_batch_of_a_pipeline_is_planned_anew(devices: Any, caplog: Any) -> None:

@@ -325,7 +325,9 @@ def test_the_search_leaves_room_for_what_its_schedule_holds(schedule: Schedule) 
     planner = Auto(num_layers=2, schedule=schedule, manual=())
 
     def plan_within(limit: float) -> al.Plan:
+        # Where memory is slow beside links, gradients are added in parts: all plans need about as little memory.
         cluster = with_memory(eager_cluster(), limit)
+        cluster = replace(cluster, device=replace(cluster.device, memory_bandwidth=1e12))
         return traced("mlp").plan(cluster=cluster, planner=planner, num_microbatches=4).last_plan
 
     roomy = max(plan_within(1e9).prediction.peak_bytes)
