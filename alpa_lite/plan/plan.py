@@ -296,6 +296,15 @@ class Plan:
         """Return when the memory of each stage peaks, and which arrays are alive then."""
         return view(View.PLAN_MEMORY, self)
 
+    def explain_profile(self, profile: object) -> str:
+        """Return where a measured step differs most from the prediction, op by op.
+
+        profile: the measured step, `compiled.profile()`.
+
+        Raises `PlanError` for a plan without its step, and `MismatchError` for a profile of another plan.
+        """
+        return view(View.PLAN_PROFILE, self, profile)
+
     def explain_user_shardings(self) -> str:
         """Return what each sharding that the user's code gives would cost, in a plan with every stage on its mesh."""
         return view(View.PLAN_SHARDING_COSTS, self)
