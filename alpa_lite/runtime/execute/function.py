@@ -105,7 +105,8 @@ class CompiledFunction:
 
         Raises `ExecutionError` for a stage on devices of other processes alone.
         """
-        return allocated(self.executor, self.plan)
+        executor = self.executor
+        return allocated(self.plan, executor.program, executor.step, executor.executables)
 
     def as_text(self) -> str:
         """Return XLA's optimised program of each executable, equal ones once, with a line of comment before it."""
