@@ -104,7 +104,9 @@ def _expressible(plan: Plan, programs: StepPrograms) -> TracedStep:
             'Plan with num_microbatches=1, or export to "stablehlo".',
         )
     if any(value.on_host for value in step.graph.values):
-        raise refuse("arrays wait in the memory of the host", "Plan with Auto(host_memory=False), or without offloading.")
+        raise refuse(
+            "arrays wait in the memory of the host", "Plan with Auto(host_memory=False), or without offloading."
+        )
     if any(_follows_position(body, step) for op in step.graph.ops for body in op.bodies):
         raise refuse(
             "a loop or branch of the step draws random numbers or counts along the batch, which micro-batches do in "
