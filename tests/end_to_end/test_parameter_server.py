@@ -386,7 +386,7 @@ def test_options_that_cannot_be_are_refused(options, num_microbatches, message):
 
 
 def test_micro_batches_have_samples_for_all_devices_of_a_worker():
-    """24 samples on two workers of two devices: four micro-batches of each would have 3 samples, and two of each have 6."""
+    """24 samples on two workers of two devices: four micro-batches of each have 3 samples, two have 6."""
     planner = ParameterServer(servers=4, workers=2, consistency="async")
     plan = al.plan(step, *abstract(WIDTH, 24), cluster=al.cluster("p3.16xlarge"), planner=planner)
     assert plan.num_microbatches == 4

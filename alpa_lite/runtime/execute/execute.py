@@ -56,6 +56,9 @@ from alpa_lite.sharding.specs import Spec
 OnHang = Literal["auto", "raise", "end"]
 """What to do about a step that hangs."""
 
+ANNOTATION = "alpa_lite instruction "
+"""The name that JAX's profiler shows for an awaited instruction, before its number."""
+
 WATCHDOG_SECONDS = 300.0
 """Seconds without any progress of a step before it counts as hung."""
 
@@ -380,8 +383,9 @@ class Executor:
         for (action, free), number in zip(self.bound.actions, self.bound.instructions, strict=True):
             instruction = self.program.instructions[number]
             start = time.perf_counter() - began
-            action(slots)
-            jax.block_until_ready([slots[self.bound.slot[b]] for b in instruction.writes])
+            with jax.profiler.TraceAnnotation(f"{ANNOTATION}{number}"):
+                action(slots)
+                jax.block_until_ready([slots[self.bound.slot[b]] for b in instruction.writes])
             record.append(TaskTime.of(self.program, instruction, start, time.perf_counter() - began))
             for i in free:
                 slots[i] = None

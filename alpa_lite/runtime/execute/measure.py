@@ -45,12 +45,17 @@ def step_seconds(executor: Executor, shapes: Sequence[jax.ShapeDtypeStruct], inp
 
 
 def _seconds_once(executor: Executor, shapes: Sequence[jax.ShapeDtypeStruct], inputs: Inputs) -> float:
-    # Outside of the measured time, and awaited: the step must not wait for its arguments.
-    leaves = jax.block_until_ready(executor.place_inputs([*map(_zeros, shapes)]))
+    # Outside of the measured time.
+    leaves = placed_zeros(executor, shapes)
     # Placed anew for every step, as the step before may have taken over the memory of its arguments.
     started = time.perf_counter()
     jax.block_until_ready(executor(inputs(leaves)))
     return time.perf_counter() - started
+
+
+def placed_zeros(executor: Executor, shapes: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
+    """Return arguments of zeros in place, awaited: the step must not wait for them."""
+    return jax.block_until_ready(executor.place_inputs([*map(_zeros, shapes)]))
 
 
 def _zeros(like: jax.ShapeDtypeStruct) -> np.ndarray | jax.Array:
@@ -72,7 +77,7 @@ def typical_times(
     steps: list[list[TaskTime]] = []
     for _ in range(1 + NUM_STEPS):
         record: list[TaskTime] = []
-        leaves = jax.block_until_ready(executor.place_inputs([*map(_zeros, shapes)]))
+        leaves = placed_zeros(executor, shapes)
         executor(inputs(leaves), record, awaited=awaited)
         steps.append(record)
     # All spans are of one step, so that they fit together as medians of each span would not.
