@@ -110,7 +110,9 @@ def _expressible(plan: Plan, programs: StepPrograms) -> TracedStep:
             'Plan with num_microbatches=1, or export to "stablehlo".',
         )
     if any(value.on_host for value in step.graph.values):
-        raise refuse("arrays wait in the memory of the host", "Plan without offloading and host_optimizer.")
+        raise refuse(
+            "arrays wait in the memory of the host", "Plan with Auto(host_memory=False), or without offloading."
+        )
     return made
 
 

@@ -25,6 +25,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 from alpa_lite.errors import InfeasibleError, PlanError
@@ -173,11 +174,17 @@ class Karma(Planner):
         limited = replace(request, cluster=self._limited(request.cluster))
         ways = (False, True) if self.host_optimizer is None else (self.host_optimizer,)
         plans, problems = list[Plan](), list[InfeasibleError]()
+        blocks: _Blocks | None = None
         for host_optimizer in ways:
+            blocks = _Blocks(self, limited, host_optimizer, known=blocks)
             try:
-                plans.append(_Blocks(self, limited, host_optimizer).plan())
+                plans.append(blocks.plan())
             except InfeasibleError as error:
                 problems.append(error)
+            else:
+                # Where all is kept, nothing on the host is faster.
+                if not (plans[-1].remat or host_optimizer):
+                    break
         if not plans:
             raise problems[-1]
         best = min(plans, key=lambda plan: plan.prediction.step_seconds)
@@ -190,7 +197,11 @@ class Karma(Planner):
 class _Blocks:
     """The blocks of a step under each choice, on the devices of a request."""
 
-    def __init__(self, planner: Karma, request: PlanRequest, host_optimizer: bool) -> None:
+    def __init__(
+        self, planner: Karma, request: PlanRequest, host_optimizer: bool, known: _Blocks | None = None
+    ) -> None:
+        """Solve nothing yet. `known`: the same blocks with the state of the optimizer elsewhere, if there are any."""
+        self.known = known
         self.planner, self.host_optimizer, self.started = planner, host_optimizer, time.perf_counter()
         self.request, self.solved = request.under(OneFOneB(), 1), SolvedStages()
         self.base = Hybrid(zero=planner.zero)
@@ -206,7 +217,8 @@ class _Blocks:
         kept = self._costs((Remat.NONE,) * number)
         stage = kept.solution(self._place(number, 0), limit_bytes=math.inf).cost
         room = kept.room_bytes(self.submesh) - stage.resident_bytes
-        blocks, rate = self._blocks(), self._rate()
+        # Where the state of the optimizer waits matters for the update alone.
+        rate, blocks = self._rate(), self.known.blocks if self.known is not None else self.blocks
         found = (best_choices(blocks, part * room, rate) for part in _PARTS)
         ways = [tuple(CHOICES[choice] for choice in choices) for choices in found if choices is not None]
         # By the model of this module nothing may fit that does as the program is priced.
@@ -246,7 +258,8 @@ class _Blocks:
             solved=self.solved,
         )
 
-    def _blocks(self) -> list[list[BlockCost]]:
+    @cached_property
+    def blocks(self) -> list[list[BlockCost]]:
         """Return the cost of each block under each of `CHOICES`."""
         number, per_policy = self.cut.layers.num_layers, dict[Remat, list[StageCost]]()
         for policy in Remat:
