@@ -37,7 +37,8 @@ def tpu_devices(topology: str) -> list[Any]:
         return list(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
     except Exception as error:
         raise ExecutionError(
-            f"--tpu {topology} is no topology that libtpu can compile for: {error}. Give one such as v5e:2x4."
+            f"libtpu does not give the topology {topology!r}: {str(error).rstrip('.')}. Give one such as v5e:2x4; only "
+            "one process at a time can use libtpu."
         ) from error
 
 
