@@ -188,6 +188,7 @@ class View(Enum):
     PLAN_EXPLANATION = auto()
     PLAN_TIME = auto()
     PLAN_MEMORY = auto()
+    PLAN_PROFILE = auto()
     PLAN_DIFF = auto()
     PAIR_PAGE = auto()
     PAIR_FRAGMENT = auto()

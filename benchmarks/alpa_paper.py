@@ -81,7 +81,9 @@ def searched(case: Case, counts: Sequence[int], say: Callable[[str], None]) -> P
     progress = say if isinstance(say, Progress) else Progress()
     for count in counts:
         say(f"{case.id}: search with {count} micro-batches")
-        fixed = FixedPlan(system=OURS, case=case, planner=Auto(idle_devices=False), num_microbatches=count)
+        # Plans as in the paper: all arrays on the devices.
+        planner = Auto(idle_devices=False, host_memory=False)
+        fixed = FixedPlan(system=OURS, case=case, planner=planner, num_microbatches=count)
         tried.append(Desk(progress=progress).price(fixed))
     return replace(best(tried) or tried[0], planning_seconds=sum(price.planning_seconds for price in tried))
 

@@ -6,7 +6,8 @@ instruction by instruction, with the sizes of its buffers and XLA's figures for 
 (`alpa_lite.runtime.execute.measure.allocated`), and compared with the plan's prediction for the same devices.
 
 Temporaries of the CPU backend differ from a GPU's: it fuses less, copies operands of products into other layouts and
-computes them in float32. `--published` compares with peaks that were measured on GPUs (`benchmarks.published.peaks`).
+computes them in float32. `--tpu v5e:2x4` compiles larger models for TPUs, which need not be there (libtpu must be
+installed). `--published` compares with peaks that were measured on GPUs (`benchmarks.published.peaks`).
 """
 
 from __future__ import annotations
@@ -36,9 +37,10 @@ from alpa_lite.cli.models.transformer import Computation, Transformer
 from alpa_lite.errors import AlpaLiteError
 from alpa_lite.inspection.text.progress_bar import shown_progress
 from alpa_lite.planners import FSDP, Auto, DataParallel, Hybrid, Megatron, Pipeline, Planner
-from alpa_lite.runtime.execute.function import CompiledFunction
+from alpa_lite.runtime.execute.measure import Allocated
 from alpa_lite.text import show_bytes, show_percent
 from benchmarks.published import peaks
+from benchmarks.tpu_programs import allocated_on, tpu_devices
 from cost_models.cluster import Cluster
 
 POLICIES = ("none", "selective", "full", "dots")
@@ -56,6 +58,8 @@ PLANS: Mapping[str, tuple[Planner, int]] = {
     "one device": (DataParallel(), 1),
 }
 """The planners, and the number of micro-batches for each."""
+
+_MLP_BATCH = ("inputs", "targets")
 
 OWN_MODELS = ("transformer", "MLP", "CNN")
 """Models of this benchmark; the others are those of `alpa-lite bench`."""
@@ -100,11 +104,16 @@ class Row:
         return self.predicted_bytes / self.xla_bytes
 
 
-def cases(names: Sequence[str], policies: Sequence[str]) -> list[Case]:
-    """Return the models of these names; the own ones in float32, in which the CPU backend computes in any case."""
+def cases(names: Sequence[str], policies: Sequence[str], *, large: bool = False) -> list[Case]:
+    """Return the models of these names; the own ones in float32, in which the CPU backend computes in any case.
+
+    large: sizes for an accelerator: small arrays lie in other memory there, and are padded.
+    """
     found: list[Case] = []
     if "transformer" in names:
         base = Transformer(vocab_size=1024, num_layers=8, hidden=256, num_heads=8, inner=1024, seq_len=256)
+        if large:
+            base = replace(base, vocab_size=8192, hidden=1024, inner=4096, seq_len=512)
         for policy in policies:
             computation = Computation(
                 recompute=policy,  # pyright: ignore[reportArgumentType]
@@ -112,36 +121,63 @@ def cases(names: Sequence[str], policies: Sequence[str]) -> list[Case]:
                 dtype=jnp.float32,
             )
             model = replace(base, computation=computation)
-            found.append(Case.of_model(f"transformer, {policy}", model, model.batch_shapes(32)))
+            found.append(Case.of_model(f"transformer, {policy}", model, model.batch_shapes(64 if large else 32)))
     if "MLP" in names:
-        shapes = {"inputs": (1024, 256), "targets": (1024, 256)}
-        batch = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
-        found.append(Case.of_model("MLP", MLP(in_features=256, hidden=512, out_features=256, num_layers=8), batch))
+        scale = 8 if large else 1
+        batch = {name: jax.ShapeDtypeStruct((1024 * scale, 256 * scale), jnp.float32) for name in _MLP_BATCH}
+        model = MLP(in_features=256 * scale, hidden=512 * scale, out_features=256 * scale, num_layers=8)
+        found.append(Case.of_model("MLP", model, batch))
     if "CNN" in names:
-        images = jax.ShapeDtypeStruct((64, 32, 32, 3), jnp.float32)
-        labels = jax.ShapeDtypeStruct((64,), jnp.int32)
-        found.append(Case.of_model("CNN", CNN(), {"images": images, "labels": labels}))
+        size = 4096 if large else 64
+        images = jax.ShapeDtypeStruct((size, 32, 32, 3), jnp.float32)
+        labels = jax.ShapeDtypeStruct((size,), jnp.int32)
+        model = CNN(channels=128 if large else 16)
+        found.append(Case.of_model("CNN", model, {"images": images, "labels": labels}))
     others = [find_target(name) for name in names if name not in OWN_MODELS]
     return [*found, *(Case(name=each.name, step=each.step, arguments=each.arguments) for each in others)]
 
 
-def cluster_of(num_devices: int) -> Cluster:
-    """Return virtual devices that share a processor, with the rates of a DGX-1."""
-    return replace(al.cluster("dgx-1"), devices_per_host=num_devices, shared_processor=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judge:
+    """The devices that programs are compiled for, and the cluster that plans are made for.
+
+    tpu    a topology such as `v5e:2x4`, for which libtpu compiles; None: the devices of this process
+    """
+
+    devices: tuple[Any, ...]
+    tpu: str | None = None
+
+    @classmethod
+    def of(cls, tpu: str | None) -> Judge:
+        """Return the judge with the devices of a topology, or with those of this process."""
+        return cls(devices=tuple(jax.devices() if tpu is None else tpu_devices(tpu)), tpu=tpu)
+
+    def cluster(self, num_devices: int) -> Cluster:
+        """Return TPUs of one host, or virtual devices that share a processor, with the rates of a DGX-1."""
+        if self.tpu is not None:
+            # What a host has of them changes no memory.
+            kind = al.cluster(f"tpu-{self.tpu.partition(':')[0]}")
+            return replace(kind, num_hosts=1, devices_per_host=num_devices)
+        return replace(al.cluster("dgx-1"), devices_per_host=num_devices, shared_processor=True)
+
+    def allocated(self, lowered: al.LoweredFunction) -> tuple[Allocated, ...]:
+        """Compile a step, and return what XLA allocates for each stage; nothing is run."""
+        devices = self.devices[: lowered.planned.last_plan.cluster.num_devices]
+        if self.tpu is not None:
+            return allocated_on(lowered, [*devices])
+        return lowered.compile(devices=devices).allocated()
 
 
-def compiled_plan(case: Case, planner: Planner, num_microbatches: int, cluster: Cluster) -> CompiledFunction:
-    """Plan and compile the train step of a case; no arrays are allocated."""
+def lowered_plan(case: Case, planner: Planner, num_microbatches: int, cluster: Cluster) -> al.LoweredFunction:
+    """Plan and lower the train step of a case."""
     function = al.parallelize(
         case.step, donate_argnums=0, cluster=cluster, planner=planner, num_microbatches=num_microbatches, cache=False
     )
-    devices = jax.devices()[: cluster.num_devices]
-    return function.trace(*case.arguments).plan().lower().compile(devices=devices)
+    return function.trace(*case.arguments).plan().lower()
 
 
-def rows_of(case: Case, plan_name: str, compiled: CompiledFunction) -> list[Row]:
+def rows_of(case: Case, plan_name: str, plan: al.Plan, measured: Sequence[Allocated]) -> list[Row]:
     """Return predicted and allocated memory of the stages of a plan."""
-    plan, measured = compiled.plan, compiled.allocated()
     rows: list[Row] = []
     for number, stage in enumerate(plan.stages):
         held = plan.schedule.in_flight(number, len(plan.stages), plan.num_microbatches)
@@ -164,19 +200,26 @@ def rows_of(case: Case, plan_name: str, compiled: CompiledFunction) -> list[Row]
     return rows
 
 
-def run(some: Sequence[Case], plans: Mapping[str, tuple[Planner, int]], say: Callable[[str], None]) -> list[Row]:
-    """Return rows for every case under every plan that is possible for it."""
+def run(
+    some: Sequence[Case],
+    plans: Mapping[str, tuple[Planner, int]],
+    say: Callable[[str], None],
+    judge: Judge | None = None,
+) -> list[Row]:
+    """Return rows for every case under every plan that is possible for it; `judge`: default, those of this process."""
+    judge = Judge.of(None) if judge is None else judge
     rows: list[Row] = []
     for case in some:
         for name, (planner, count) in plans.items():
             say(f"{case.name}: {name}")
             try:
-                cluster = cluster_of(1 if name == "one device" else len(jax.devices()))
-                compiled = compiled_plan(case, planner, count, cluster)
+                cluster = judge.cluster(1 if name == "one device" else len(judge.devices))
+                lowered = lowered_plan(case, planner, count, cluster)
+                measured = judge.allocated(lowered)
             except AlpaLiteError as error:
                 print(f"{case.name}, {name}: {error}", file=sys.stderr)
                 continue
-            rows += rows_of(case, name, compiled)
+            rows += rows_of(case, name, lowered.planned.last_plan, measured)
     return rows
 
 
@@ -218,6 +261,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--policy", action="append", choices=POLICIES, help="of the transformer (default: all)")
     parser.add_argument("--plan", action="append", choices=list(PLANS), help="default: all")
     parser.add_argument("--published", action="store_true", help="compare with peaks that others measured")
+    parser.add_argument("--tpu", metavar="TOPOLOGY", help="compile larger models for TPUs, such as v5e:2x4, by libtpu")
     parser.add_argument("--devices", type=int, default=8, help="virtual CPU devices; 0: the devices at hand")
     parser.add_argument("--out", type=Path, metavar="JSON", help="keep the figures")
     given = parser.parse_args(argv)
@@ -228,15 +272,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         console.print(peaks.rendered(found))
         _keep(given.out, [{**asdict(row), "ratio": row.ratio} for row in found])
         return 0
-    if given.devices:
+    if given.devices and given.tpu is None:
         rest = list(sys.argv[1:] if argv is None else argv)
         environment = {**os.environ, **virtual_cpu_environment(given.devices)}
         command = [sys.executable, "-m", "benchmarks.memory", *rest, "--devices", "0"]
         return subprocess.run(command, env=environment, check=False).returncode
     plans = {name: plan for name, plan in PLANS.items() if given.plan is None or name in given.plan}
-    some = cases(given.model or OWN_MODELS, given.policy or POLICIES)
+    some = cases(given.model or OWN_MODELS, given.policy or POLICIES, large=given.tpu is not None)
+    try:
+        judge = Judge.of(given.tpu)
+    except AlpaLiteError as error:
+        print(error, file=sys.stderr)
+        return 1
     with shown_progress("measure") as say:
-        rows = run(some, plans, say)
+        rows = run(some, plans, say, judge)
     if not rows:
         print("None of these plans could be compiled.", file=sys.stderr)
         return 1

@@ -44,7 +44,7 @@ from alpa_lite.schedule import (
 )
 from alpa_lite.serving import JellyBean, read_serving_problem
 from alpa_lite.sharding.specs import Spec
-from benchmarks import advice, asynchronous, collectives, matrix_products, searchers, statements, tutorial
+from benchmarks import advice, asynchronous, collectives, matrix_products, searchers, statements, timelines, tutorial
 
 FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
 
@@ -122,6 +122,7 @@ CHARTS: Mapping[str, Callable[[], str]] = {
     "asynchronous-seconds": asynchronous.seconds_svg,
     "tutorial-simulated": partial(tutorial.timeline_svg, "simulated"),
     "tutorial-measured": partial(tutorial.timeline_svg, "measured"),
+    **{f"timelines-{model.lower()}": partial(timelines.timeline_svg, model) for model in timelines.MODELS},
 }
 #: The name of each picture, and what draws it.
 PICTURES: Mapping[str, Callable[[], str]] = {

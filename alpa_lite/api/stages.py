@@ -32,7 +32,7 @@ from alpa_lite.inspection.text.pass_files import PassFiles
 from alpa_lite.inter_op.plan_request import StepSignature
 from alpa_lite.lower.plan_fits import as_planned, check_fits
 from alpa_lite.plan.instructions import Program
-from alpa_lite.plan.plan import BatchDims, Plan
+from alpa_lite.plan.plan import BatchDims, Plan, ShardingDemands
 from alpa_lite.plan.program_builder import build_program
 from alpa_lite.plan.simulation import SimulatedStep, simulate_program
 from alpa_lite.plan.task_specs import TaskSpec
@@ -123,7 +123,11 @@ class TracedFunction:
         demands = chosen.demands(self.request(target, wanted))
         # The ops of the plan are those of the step with its demands, which is lowered later as well.
         function = self if demands is None else replace(self, traced=self.traced.under(demands))
-        return function._planned_as_traced(given, target, chosen, wanted, cache)
+        made = function._planned_as_traced(given, target, chosen, wanted, cache)
+        pinned = self.traced.user_shardings if self.traced.user_shardings.mode == "pin" else None
+        obeyed = pinned if demands is None else demands
+        recorded = None if obeyed is None else ShardingDemands.of(obeyed)
+        return replace(made, last_plan=replace(made.last_plan, demands=recorded))
 
     def _planned_as_traced(
         self,

@@ -33,6 +33,7 @@ from alpa_lite.inspection.text.timeline import (
 )
 from alpa_lite.inspection.why.explain import Explanation, explanation
 from alpa_lite.inspection.why.memory_use import MemoryUse, allocated_table, memory_use
+from alpa_lite.inspection.why.profile_differences import profile_differences
 from alpa_lite.inspection.why.time_use import TimeUse, time_use
 from alpa_lite.intra_op.problem import Status
 from alpa_lite.intra_op.problem_file import (
@@ -108,14 +109,15 @@ def _diff_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_simulate(given: argparse.Namespace) -> int:
-    """Print the predicted timeline of a plan; with `--step`, simulate its program, and with `--measure` run it too."""
+    """Print the predicted timeline of a plan; with `--step`, simulate its program, and run it if options ask for it."""
     check_writable(given.html)
     # Before the work, which may take minutes.
     check_writable(given.trace)
     plan = al.Plan.load(given.plan)
     if given.step is None:
-        if given.measure:
-            raise PlanError("--measure runs the step: give --step MODULE:FUNCTION as well.")
+        if given.measure or given.profile:
+            option = "--profile" if given.profile else "--measure"
+            raise PlanError(f"{option} runs the step: give --step MODULE:FUNCTION as well.")
         timeline = predicted_timeline(plan)
         _write_trace(given.trace, chrome_trace(timeline, "predicted"))
         _write_page(given.html, plan)
@@ -126,9 +128,10 @@ def run_simulate(given: argparse.Namespace) -> int:
     with progress.during("simulate", "simulating the program"):
         # On the cost model; nothing is compiled and no device is used.
         simulated = lowered.simulate()
-    compiled = lowered.compile() if given.measure else None
+    compiled = lowered.compile() if given.measure or given.profile else None
     with progress.during("run"):
-        measured = () if compiled is None else compiled.measure()
+        profile = None if compiled is None or not given.profile else compiled.profile()
+        measured = profile.times if profile is not None else () if compiled is None else compiled.measure()
     if compiled is None:
         _write_trace(given.trace, chrome_trace(simulated.times, "predicted"))
         _write_page(given.html, plan, simulated=simulated.times)
@@ -140,8 +143,12 @@ def run_simulate(given: argparse.Namespace) -> int:
     rows = compared(simulated.times, measured)
     _write_trace(given.trace, overlaid(simulated.times, measured))
     _write_page(given.html, plan, simulated=simulated.times, measured=measured, allocated_bytes=allocated)
-    found = {"tasks": [asdict(row) for row in rows], "allocated_bytes": allocated}
+    found: dict[str, object] = {"tasks": [asdict(row) for row in rows], "allocated_bytes": allocated}
     text = f"{simulated}\n{comparison_text(rows)}\n{render((), [allocated_table(plan, allocated)])}"
+    if profile is not None:
+        by_op = profile_differences(compiled.plan, profile)
+        text += f"\n{by_op}"
+        found["differences"] = by_op.to_json()["differences"]
     answer(given, text, lambda: {**simulated.to_json(), **found})
     return Exit.DONE
 
@@ -178,6 +185,11 @@ def _simulate_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--measure", action="store_true", help="also run the program on this machine's devices, and compare"
+    )
+    parser.add_argument(
+        "--profile",
+        action="store_true",
+        help="as --measure, and name the ops whose times differ most from the prediction",
     )
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write it for chrome://tracing or ui.perfetto.dev")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the plan as a page with this timeline")

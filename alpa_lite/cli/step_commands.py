@@ -363,7 +363,7 @@ def run_import(given: argparse.Namespace) -> int:
         args=args,
         kwargs=kwargs,
         planner=planner,
-        num_microbatches="auto",
+        num_microbatches=given.num_microbatches,
         user_shardings=given.user_shardings,
         cache=not given.no_cache,
     )
@@ -391,6 +391,7 @@ def _import_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"what has written the file (default: by its ending, {kinds}, else compiled)",
     )
     _add_clusters(parser)
+    add_microbatches(parser, "auto")
     _add_user_shardings(parser)
     _add_outputs(parser)
 

@@ -252,7 +252,7 @@ def _recompute(plan: Plan) -> str:
     if plan.host_optimizer or Remat.OFFLOAD in plan.remat:
         raise PlanError(
             f"{plan.name} lets arrays wait in the memory of the host, which trainers have other options for. Plan "
-            'with remat="none" and without host_optimizer.'
+            'with Auto(host_memory=False), or with remat="none" and without host_optimizer.'
         )
     policies = {policy for policy in plan.remat if policy is not Remat.NONE}
     if len(policies) > 1:

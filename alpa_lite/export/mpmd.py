@@ -105,7 +105,7 @@ def _problem(lowered: LoweredStep, step: TracedStep) -> str:
     if any(value.on_host for value in lowered.step.graph.values):
         return (
             "some of its arrays wait in the memory of the host, and its values lie on devices. Plan without "
-            "host_optimizer and without offloading"
+            "offloading and host_optimizer, as with Auto(host_memory=False)"
         )
     if lowered.program.segments:
         return (

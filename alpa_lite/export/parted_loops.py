@@ -69,7 +69,7 @@ def parts_text(
     names["PARTS"] = {n: tuple(parts_of(n, num_parts)) for n in lengths}
     names["LOOPS"] = _grouped(loops)
     assert made.split is not None, "stacked arrays are split wherever loops are"
-    origins = _origins(made.split, made, cut(_at_full_batch(whole)))
+    origins = _origins(made.split, made, cut(whole.at_full_batch()))
     in_parts = _in_parts(made.split, {v: e for v, e in origins.items() if e not in loops})
     for parts in (made.step.input_parts, made.step.output_parts):
         # The last part of an array ends with its last row.
@@ -91,12 +91,6 @@ def _entries(table: Mapping[Any, str]) -> str:
 
 def _grouped(loops: Mapping[int, tuple[int, ...]]) -> dict[tuple[int, ...], str]:
     return {sums: ranges(e for e in loops if loops[e] == sums) for sums in dict.fromkeys(loops.values())}
-
-
-def _at_full_batch(program: Any) -> Any:
-    return program._replace(
-        avals=program.whole, equations=[eqn._replace(params=eqn.whole) for eqn in program.equations]
-    )
 
 
 def _inputs(made: TracedStep, program: Any) -> list[int | None]:

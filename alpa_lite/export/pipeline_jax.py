@@ -21,7 +21,14 @@ from typing import Any
 
 from alpa_lite.errors import PlanError
 from alpa_lite.export.degrees import programs_of
-from alpa_lite.export.matched_equations import Matches, known_inputs, matched, matched_constants, with_copies
+from alpa_lite.export.matched_equations import (
+    Matches,
+    equations_at_all_depths,
+    known_inputs,
+    matched,
+    matched_constants,
+    with_copies,
+)
 from alpa_lite.export.module_program import PIPELINE_TEMPLATE, module_of, traced_by_module
 from alpa_lite.export.module_text import (
     check_arguments,
@@ -36,12 +43,11 @@ from alpa_lite.export.module_text import (
     tuple_text,
 )
 from alpa_lite.export.parted_loops import WITH_PARTS, WITHOUT_PARTS, parts_text
-from alpa_lite.lower.local_machine import POSITIONAL
 from alpa_lite.lower.plan_fits import as_planned
 from alpa_lite.plan.instructions import InstructionKind, Program
 from alpa_lite.plan.plan import OpPlacement, Plan
 from alpa_lite.plan.program_builder import build_program
-from alpa_lite.program.ir import Graph
+from alpa_lite.program.ir import Graph, Op
 from alpa_lite.program.phases import LeafPart, Phase, StepGraph
 from alpa_lite.rules.op_info import free_values
 from alpa_lite.schedule import MessageDriven
@@ -104,26 +110,10 @@ def _expressible(plan: Plan, programs: StepPrograms) -> TracedStep:
             'Plan with num_microbatches=1, or export to "stablehlo".',
         )
     if any(value.on_host for value in step.graph.values):
-        raise refuse("arrays wait in the memory of the host", "Plan without offloading and host_optimizer.")
-    if any(_follows_position(body, step) for op in step.graph.ops for body in op.bodies):
         raise refuse(
-            "a loop or branch of the step draws random numbers or counts along the batch, which micro-batches do in "
-            "parts",
-            'Draw them before the loop, plan with num_microbatches=1, or export to "stablehlo".',
+            "arrays wait in the memory of the host", "Plan with Auto(host_memory=False), or without offloading."
         )
     return made
-
-
-def _follows_position(body: Graph, step: StepGraph) -> bool:
-    """Return whether ops of a body depend on the place of the micro-batch in the batch."""
-    scope = step.bodies.get(body)
-    return step.num_microbatches > 1 and any(
-        op.once
-        or op.own_columns
-        or (op.primitive in POSITIONAL and scope is not None and scope.batch_dims[op.results[0]] is not None)
-        or any(_follows_position(inner, step) for inner in op.bodies)
-        for op in body.ops
-    )
 
 
 # --------------------------------------------------------------------------------------------------------- the tables
@@ -177,12 +167,26 @@ class _Tables:
         plan = self.plan
         traced = programs_of(plan).with_equations(plan.num_microbatches, plan.loop_parts).step
         planned = planned_step(traced, plan.layers_as_traced, plan.remat, host_optimizer=plan.host_optimizer)
-        found = with_copies(matched(traced.graph, self.flat, known_inputs(traced.graph, inputs)), traced.graph, planned)
+        found = matched(traced.graph, self.flat, known_inputs(traced.graph, inputs))
+        self.marked = dict(self._marked(traced.graph, found))
+        found = with_copies(found, traced.graph, planned)
         written = {body for op in traced.graph.ops for body in op.bodies}
         for op in planned.graph.ops:
             if op.id in found.equations and not written.issuperset(op.bodies):
                 self.repeating[planned.step.phases[op.id]].add(found.equations[op.id])
         return found
+
+    def _marked(self, graph: Graph, found: Matches) -> Iterator[tuple[tuple[int, ...], Op]]:
+        """Yield the ops that micro-batches run in another way than as they were traced, with their places."""
+        for place, op in equations_at_all_depths(graph, found):
+            if place is not None and (op.once or op.own_columns):
+                yield place, op
+            elif op.once or op.own_columns:
+                raise PlanError(
+                    f"{self.plan.name} cannot be exported as plain JAX: no equation of the jaxpr of "
+                    f"{self.plan.function} is the {op.primitive} at {op.source}, which micro-batches run in another "
+                    'way. Plan with num_microbatches=1, or export to "stablehlo".'
+                )
 
     def texts(self) -> dict[str, str]:
         """Return the text of each table."""
@@ -367,13 +371,14 @@ class _Tables:
                 grouped[str(how.value)].add(self.found.values[v])
         return {how: ranges(values) for how, values in grouped.items()}
 
-    def _marks(self, name: str) -> dict[int, tuple[int, ...]]:
-        marks = dict[int, tuple[int, ...]]()
-        for op in self.step.graph.ops:
-            if (marked := getattr(op, name)) and op.id in self.found.equations:
-                chosen = (n for n, v in enumerate(op.operands) if v in marked) if name == "once" else marked
-                marks[self.found.equations[op.id]] = tuple(chosen)
-        return marks
+    def _marks(self, name: str) -> dict[tuple[int, ...], tuple[int, ...]]:
+        """Return the equations with marks of a kind → the positions or columns that have them."""
+        found = dict[tuple[int, ...], tuple[int, ...]]()
+        for place, op in self.marked.items():
+            marks = getattr(op, name)
+            if marks:
+                found[place] = tuple(n for n, v in enumerate(op.operands) if v in marks) if name == "once" else marks
+        return found
 
 
 def _values_ahead(made: TracedStep, flat: Any, inputs: Sequence[int | None]) -> list[int | None]:
@@ -381,9 +386,10 @@ def _values_ahead(made: TracedStep, flat: Any, inputs: Sequence[int | None]) -> 
     if made.precomputed is None:
         return []
     graph = made.precomputed.program.graph
-    whole = flat._replace(avals=flat.whole, equations=[e._replace(params=e.whole) for e in flat.equations])
     places = {part.leaf: n for n, part in enumerate(made.step.input_parts)}
-    found = matched(graph, whole, known_inputs(graph, [inputs[places[leaf]] for leaf in made.precomputed.leaves]))
+    found = matched(
+        graph, flat.at_full_batch(), known_inputs(graph, [inputs[places[leaf]] for leaf in made.precomputed.leaves])
+    )
     return [found.values.get(v) for v in graph.outputs]
 
 

@@ -32,6 +32,7 @@ _FUNCTIONS = {
     View.PLAN_EXPLANATION: ("why.explain", "explain"),
     View.PLAN_TIME: ("why.time_use", "time_use"),
     View.PLAN_MEMORY: ("why.memory_use", "memory_use"),
+    View.PLAN_PROFILE: ("why.profile_differences", "profile_differences"),
     View.PLAN_DIFF: ("text.diff", "diff"),
     View.PAIR_PAGE: ("page.pair", "pair_html"),
     View.PAIR_FRAGMENT: ("page.pair", "pair_fragment"),

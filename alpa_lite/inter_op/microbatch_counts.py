@@ -23,7 +23,7 @@ ABOUT = 0.1
 PARTS = (0.5, 0.9)
 """The surveyed numbers, as positions on a logarithmic scale between 1 and the largest number that makes sense."""
 
-MAX_SEARCHED, MAX_IN_VAIN = 6, 3
+MAX_SEARCHED, MAX_IN_VAIN = 5, 3
 """The most numbers that are searched for their guesses, in all and in a row without a better plan."""
 
 NEARBY = 2.0

@@ -39,6 +39,9 @@ from alpa_lite.program.phases import Combination, Phase, StepGraph
 from alpa_lite.rules.op_info import free_values, op_classes
 from alpa_lite.sharding.specs import Spec
 
+SUMS_SCOPE = "sums"
+"""The scope in which a task adds what a micro-batch has computed to the sums over micro-batches."""
+
 TaskFunction = Callable[..., tuple[jax.Array, ...]]
 
 
@@ -184,7 +187,8 @@ def emit_task(placed: PlacedTask, mesh: AbstractMesh, *, name: str, platform: st
             first = len(task.outputs)
             added = [(o[0] if p.spec.partial else o) for o, p in zip(old, task.sums, strict=True)]
             triples = zip(task.sums, added, results[first:], strict=True)
-            results[first:] = [_combined(step, p.value, old, new, microbatch) for p, old, new in triples]
+            with jax.named_scope(SUMS_SCOPE):
+                results[first:] = [_combined(step, p.value, old, new, microbatch) for p, old, new in triples]
         # An output like the others, so that it is ready only when the whole executable has ended.
         token = jax.numpy.zeros((), jax.numpy.int8)
         return (*(results[i][None] if outs[i].spec.partial else results[i] for i in order), token)

@@ -270,12 +270,16 @@ class LocalMachine:
             around = self.graph, self.gathered
             self.graph = application.op.bodies[number]
             self.gathered = Gathered(barriers_stay=self.barriers_stay)
-            outputs = body_walk(application, wiring, number, walk, [arrays.get(i, x) for i, x in enumerate(operands)])
+            given = [arrays.get(i, x) for i, x in enumerate(operands)]
+            with jax.named_scope(f"body{number}"):
+                outputs = body_walk(application, wiring, number, walk, given)
             self.graph, self.gathered = around
             # Literals are NumPy scalars, but a body must return JAX arrays.
             return tuple(x if isinstance(x, jax.Array) else jax.numpy.asarray(x) for x in outputs)
 
-        return self._noted(application, run_control_flow(application.op, wiring, body, operands))
+        with jax.named_scope(f"op{application.op.id}"):
+            results = run_control_flow(application.op, wiring, body, operands)
+        return self._noted(application, results)
 
 
 def once_there(x: jax.Array, result: jax.Array, *, barriers_stay: bool) -> jax.Array:

@@ -5,16 +5,18 @@ Op and value ids refer to the traced graph; names of quantities include their un
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from math import prod
 
 from alpa_lite.plan.codec import INLINE
 from alpa_lite.program.ir import item_bytes
+from alpa_lite.program.user_shardings import UserSharding, UserShardings
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh
 from alpa_lite.sharding.specs import Spec
 from alpa_lite.text import one_line, show_bytes, show_count, show_first, show_layers, show_percent, show_seconds
+from cost_models.cluster import MOST_DEVICES
 
 _SHOWN = 6
 
@@ -162,6 +164,45 @@ class ArrayShape:
     def __str__(self) -> str:
         """Return text such as `float32[1024, 4096]`."""
         return f"{self.dtype}[{', '.join(map(str, self.dims))}]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardingDemands:
+    """The shardings that a step was planned to obey, beside those that its code names; replays of the plan obey them.
+
+    Attributes:
+        arguments: the layouts of arguments, by path.
+        results: the layouts of results, by path.
+        propagated: whether values in between have the shardings that XLA's propagation makes of these.
+    """
+
+    arguments: dict[str, UserSharding]
+    results: dict[str, UserSharding]
+    propagated: bool
+
+    @staticmethod
+    def of(given: UserShardings) -> ShardingDemands:
+        """Return the demands among the shardings of a user."""
+        return ShardingDemands(
+            arguments=dict(given.arguments), results=dict(given.results), propagated=given.propagated
+        )
+
+    def as_user_shardings(self) -> UserShardings:
+        """Return the shardings as a user would give them."""
+        return UserShardings(mode="pin", arguments=self.arguments, results=self.results, propagated=self.propagated)
+
+    def problems(self, shapes: Mapping[str, ArrayShape]) -> Iterator[str]:
+        """Yield a phrase for each layout that no array of a plan can have; `shapes`: of its arguments, by path."""
+        layouts = self.arguments | self.results
+        mesh = next((each.mesh for each in layouts.values()), ())
+        is_mesh = all(size > 0 for _, size in mesh) and 1 < prod(size for _, size in mesh) <= MOST_DEVICES
+        for path, each in self.arguments.items():
+            if path in shapes and len(shapes[path].dims) != len(each.dims):
+                yield f"{path} is {shapes[path]}, and to lie as {each}"
+        for path, each in layouts.items():
+            axes = [axis for dim in each.dims if dim is not None for axis in dim]
+            if not is_mesh or each.mesh != mesh or len({*axes}) != len(axes) or not {*axes} <= each.sizes.keys():
+                yield f"{path} is to lie as {each} on a mesh {dict(each.mesh)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,6 +33,7 @@ from alpa_lite.plan.parts import CollectiveUse as CollectiveUse
 from alpa_lite.plan.parts import OpaqueUse as OpaqueUse
 from alpa_lite.plan.parts import OpPlacement as OpPlacement
 from alpa_lite.plan.parts import Prediction as Prediction
+from alpa_lite.plan.parts import ShardingDemands as ShardingDemands
 from alpa_lite.plan.parts import SolverReport as SolverReport
 from alpa_lite.plan.parts import StageCost as StageCost
 from alpa_lite.plan.parts import StagePlan as StagePlan
@@ -55,7 +56,9 @@ from cost_models.uncertainty import LikelyRange, likely_range
 FORMAT = 5
 """Version of the plan file format."""
 
-_LATER = ("batch", "refusals", "notes", "first_device", "idle_devices", "user_shardings", "host_optimizer")
+_LATER = (
+    *("batch", "refusals", "notes", "first_device", "idle_devices", "user_shardings", "host_optimizer", "demands"),
+)
 """Fields that were added to this format later, and that old files lack."""
 
 # A file may come from anywhere: without these limits a few digits in it could make lowering run for hours, or out of
@@ -104,6 +107,8 @@ class Plan:
         traced_layers: with `remat` or `host_optimizer`, the layer of each op of the step as it was traced.
         buckets: groups of gradients that are reduced together, in this order; () to reduce each separately.
         user_shardings: the shardings that the user's code gives, each with the plan's specs.
+        demands: the shardings that the plan was made to obey, beside those that the step itself names; None if it was
+            free to choose.
         batch: the arguments that hold the batch; None if no batch is known, or the file does not say.
         request: the `planners.PlanRequest` that the plan answers, from which explanations price alternatives. A plan
             from a file has none until it is replayed: `al.plan(step, *args, planner=plan)`.
@@ -135,6 +140,7 @@ class Plan:
     host_optimizer: bool = False
     buckets: tuple[tuple[int, ...], ...] = ()
     user_shardings: tuple[UserShardingUse, ...] = ()
+    demands: ShardingDemands | None = None
     batch: BatchDims | None = None
     request: Any = field(default=None, compare=False, repr=False)
 
@@ -290,6 +296,15 @@ class Plan:
         """Return when the memory of each stage peaks, and which arrays are alive then."""
         return view(View.PLAN_MEMORY, self)
 
+    def explain_profile(self, profile: object) -> str:
+        """Return where a measured step differs most from the prediction, op by op.
+
+        profile: the measured step, `compiled.profile()`.
+
+        Raises `PlanError` for a plan without its step, and `MismatchError` for a profile of another plan.
+        """
+        return view(View.PLAN_PROFILE, self, profile)
+
     def explain_user_shardings(self) -> str:
         """Return what each sharding that the user's code gives would cost, in a plan with every stage on its mesh."""
         return view(View.PLAN_SHARDING_COSTS, self)
@@ -433,6 +448,8 @@ def _numbers(plan: Plan) -> Iterator[str]:
     if not plan.stages:
         yield "it has no stage"
     # A program has tasks for every stage and micro-batch, so that their product is limited.
+    if plan.demands is not None:
+        yield from plan.demands.problems({path: shape for s in plan.stages for path, shape in s.shapes.items()})
     if not 1 <= plan.num_microbatches <= MOST_MICROBATCHES // max(1, len(plan.stages)):
         yield f"it has {plan.num_microbatches} micro-batches in {len(plan.stages)} stages"
     if plan.batch is not None and not all(0 <= dim < _MOST_DIMS for dim in plan.batch.dims.values()):

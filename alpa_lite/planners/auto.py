@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from numbers import Integral, Real
@@ -39,6 +39,8 @@ from alpa_lite.planners.manual import (
     ON_HOST,
     ManualPlans,
     NoPlan,
+    least_seconds_on_host,
+    plans_on_host,
     plans_that_fit,
     sparing_planners,
 )
@@ -88,9 +90,12 @@ class Auto(Planner):
             but only where the work of a step with so many is above that. None: the search ends after few numbers.
         time_limit_seconds: the time after which the search ends, once the stage at hand is solved, with the best plan
             so far; a step for which nothing was found by then gets a manual plan. None: no limit.
-        host_memory: whether arrays may wait in the memory of hosts: plans with recomputation, offloaded activations and
-            optimizer state there (`manual.ON_HOST`) are priced too, and the fastest of all is taken. For clusters that
-            state this memory.
+        host_memory: whether arrays may wait in the memory of hosts: plans whose layers keep, recompute or swap
+            what their backward pass reads, with the state of the optimizer there (`manual.plans_on_host`), are priced
+            too, and taken if they are faster than all others by more than half a percent. None: with few numbers of
+            micro-batches, and only where the cluster states this memory and such a plan may be faster, since others
+            lack memory on the devices (`manual.least_seconds_on_host`). Not where stages, pins or the schedule are
+            restricted, which these plans would not obey.
         manual: manual plans that are priced too, unless stages, pins, remat or the schedule are restricted, which these
             plans would not obey. If one stage is requested, only plans with one stage are.
     """
@@ -112,7 +117,7 @@ class Auto(Planner):
     idle_devices: bool = True
     gap: float | None = None
     time_limit_seconds: float | None = None
-    host_memory: bool = False
+    host_memory: bool | None = None
     manual: tuple[Planner, ...] = field(default=MANUAL_PLANNERS)
 
     @property
@@ -189,7 +194,8 @@ class Auto(Planner):
                     manual.expect(min(plans, key=_step_seconds))
                 found = min(plans, key=_step_seconds, default=None)
                 too_large = [refusal.num_microbatches for refusal in refused if refusal.is_too_large]
-                on_host = plans_that_fit(ON_HOST, limited) if self.host_memory else ()
+                # Those on the host are asked for when all others are known.
+                on_host = self._on_host(limited, plans)
                 for plan in chain(manual.plans(found, too_large=too_large), on_host):
                     if isinstance(plan, NoPlan):
                         missing.append(plan)
@@ -216,6 +222,18 @@ class Auto(Planner):
             refusals=tuple((name, str(error)) for name, error in missing),
             solver=_certificate(best, request.floor_seconds, time.perf_counter() - started, interrupted=interrupted),
         )
+
+    def _on_host(self, request: PlanRequest, others: Collection[Plan]) -> Iterator[Plan | NoPlan]:
+        """Yield the plans whose arrays wait on the host, if they are asked for or may be faster than all others."""
+        if self.host_memory is False or request.cluster.host_memory is None or self._fixes_stages:
+            return
+        fastest = min(map(_step_seconds, others), default=math.inf)
+        # A plan on the host is taken only if it is faster than counts as equal (`_simplest`).
+        if self.host_memory or (1 + AS_FAST) * least_seconds_on_host(request) < fastest:
+            if self.remat == "auto":
+                yield from plans_on_host(request, thorough=bool(self.host_memory))
+            else:
+                yield from plans_that_fit((replace(ON_HOST, remat=self.remat),), request)
 
     def _made_up_for(
         self, stop: KeyboardInterrupt, request: PlanRequest, manual: ManualPlans, *, found_some: bool
@@ -245,10 +263,10 @@ class Auto(Planner):
 
     def _as_sharded_by_the_user(self, request: PlanRequest, mesh: Mapping[str, int]) -> Plan:
         """Return the best plan on the user's mesh that has all shardings of the user."""
-        if replace(self, pipeline=None)._restricted:
+        if self.host_memory or replace(self, pipeline=None)._restricted:
             raise PlanError(
-                f'user_shardings="pin" gives stages on the mesh {dict(mesh)}; pins, a schedule, recomputation and '
-                "stages of one device or of equal layers cannot be asked for beside it. Leave them out."
+                f'user_shardings="pin" gives stages on the mesh {dict(mesh)}; pins, a schedule, recomputation, memory '
+                "of hosts and stages of one device or of equal layers cannot be asked for beside it. Leave them out."
             )
         num_stages = self.pipeline or 1
         on_mesh = Hybrid(pipeline=num_stages) if num_stages > 1 else OnMesh(axes=mesh)
@@ -266,9 +284,9 @@ class Auto(Planner):
             number = getattr(self, name)
             if number is not None and not (isinstance(number, Integral) and int(number) >= 1):
                 raise PlanError(f"{name}={number!r} was given; it must be an integer of at least 1, or None.")
-        if self.host_memory and (self._restricted or self.remat != "auto"):
+        if self.host_memory and self._fixes_stages:
             raise PlanError(
-                "host_memory=True cannot be asked for beside pins, a schedule, recomputation and stages of one device "
+                "host_memory=True cannot be asked for beside pins, a schedule, several stages and stages of one device "
                 "or of equal layers, which plans on the host might not obey. Leave them out, or use al.planners.Hybrid."
             )
         self._integer_program()
@@ -299,10 +317,15 @@ class Auto(Planner):
         )
 
     @property
+    def _fixes_stages(self) -> bool:
+        """Whether the options say of stages what manual plans might not obey."""
+        stages = self.inter_op_only or (self.pipeline or 1) > 1 or self.equal
+        return bool(stages or self.pins or self.schedule)
+
+    @property
     def _restricted(self) -> bool:
         """Whether manual plans might not obey the options. They recompute nothing, so that they obey `remat="none"`."""
-        stages = self.inter_op_only or (self.pipeline or 1) > 1 or self.equal
-        return bool(stages or self.pins or self.schedule or self.remat not in ("auto", "none"))
+        return self._fixes_stages or self.remat not in ("auto", "none")
 
     def _is_close(self, plan: Plan, request: PlanRequest) -> bool:
         """Return True if a plan is as close to its lower bound as was asked for."""
@@ -396,8 +419,10 @@ def _simplest(plans: Sequence[Plan]) -> Plan:
     found = min(near, key=_complexity)
     if _complexity(found) == _complexity(fastest):
         return fastest
-    counts = zip(("stage", "micro-batch"), _complexity(found), _complexity(fastest), strict=False)
-    simpler = [f"{show_count(mine, what)} instead of {other}" for what, mine, other in counts if mine < other]
+    (hosts, *mine), (hosts_of_fastest, *others) = _complexity(found), _complexity(fastest)
+    counts = zip(("stage", "micro-batch"), mine, others, strict=False)
+    simpler = ["nothing waits on the host"] if hosts < hosts_of_fastest else []
+    simpler += [f"{show_count(mine, what)} instead of {other}" for what, mine, other in counts if mine < other]
     mine, other = (show_bytes(plan.prediction.peak_bytes[plan.fullest_stage]) for plan in (found, fastest))
     why = ", ".join(simpler) or f"{mine} instead of {other}"
     excess = show_percent(_step_seconds(found) / _step_seconds(fastest) - 1)
@@ -405,10 +430,12 @@ def _simplest(plans: Sequence[Plan]) -> Plan:
     return replace(found, notes=(*found.notes, note))
 
 
-def _complexity(plan: Plan) -> tuple[int, int, int]:
-    """Return the stages, the micro-batches, and the eighths of the memory that a plan needs."""
+def _complexity(plan: Plan) -> tuple[bool, int, int, int]:
+    """Return whether anything waits on the host, the stages, the micro-batches, and the eighths of the memory that a
+    plan needs.
+    """
     peak = plan.prediction.peak_bytes[plan.fullest_stage] / plan.capacity_bytes(plan.fullest_stage)
-    return len(plan.stages), plan.num_microbatches, math.ceil(8 * peak)
+    return bool(plan.prediction.host_bytes), len(plan.stages), plan.num_microbatches, math.ceil(8 * peak)
 
 
 def _fastest(request: PlanRequest, plans: Sequence[Plan]) -> Plan:

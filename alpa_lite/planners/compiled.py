@@ -22,7 +22,7 @@ from alpa_lite.errors import MismatchError, PlanError
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.inter_op.sharding_demands import user_mesh
 from alpa_lite.plan.plan import Plan
-from alpa_lite.planners.jitted import Inside, check_one_batch, plan_under_demands
+from alpa_lite.planners.jitted import Inside, plan_under_demands
 from alpa_lite.planners.partitioned_program import PartitionedProgram, ProgramArray, read_program
 from alpa_lite.planners.planner import Planner
 from alpa_lite.planners.trainer_configuration import written
@@ -39,6 +39,8 @@ _AXES = "xyzw"
 @dataclass(frozen=True, kw_only=True)
 class Compiled(Planner):
     """A plan of one stage with the shardings of a program that XLA has compiled, or is to compile.
+
+    With `num_microbatches` given, it is the step in this many micro-batches, as for `Jitted`.
 
     Attributes:
         program: the text of `compiled.as_text()` or `lowered.as_text()`, where `lowered = jax.jit(…).lower(…)` and
@@ -64,7 +66,6 @@ class Compiled(Planner):
 
     def demands(self, request: PlanRequest) -> UserShardings:
         """Return the shardings of the program. Raises `MismatchError` for that of another step or number of devices."""
-        check_one_batch(self.name, request)
         program, cluster = self.program, request.cluster
         assert isinstance(program, PartitionedProgram)
         if program.num_devices != cluster.num_devices:

@@ -31,7 +31,9 @@ Inside = Literal["propagated", "cheapest"]
 class Jitted(Planner):
     """A plan of one stage with the shardings that the step and its arguments name, on the mesh that they name.
 
-    The step may be what `jax.jit` returned, with shardings on a mesh of devices or on a `jax.sharding.AbstractMesh`.
+    The step may be what `jax.jit` returned, with shardings on a mesh of devices or on a `jax.sharding.AbstractMesh`. It
+    runs its batch at once, as it is written; with `num_microbatches` given, it is what this many micro-batches would
+    make of it, each with these shardings.
 
     Attributes:
         inside: who chooses the shardings of all other values: "propagated", XLA as it would compile the step, or
@@ -49,7 +51,6 @@ class Jitted(Planner):
 
     def demands(self, request: PlanRequest) -> UserShardings:
         """Return the shardings of the step and its arguments. Raises `PlanError` if they name no mesh, or several."""
-        check_one_batch(self.name, request)
         given = request.signature.user_shardings
         found = replace(given, mode="pin", propagated=self.inside == "propagated")
         if given.mode == "ignore" or user_mesh(request.step_at(1, 0), found) is None:
@@ -69,15 +70,6 @@ def _named(what: str, inside: Inside) -> str:
     return what if inside == "propagated" else f"{what}, cheapest inside"
 
 
-def check_one_batch(name: str, request: PlanRequest) -> None:
-    """Raise `PlanError` for several micro-batches, on behalf of a planner of a program that runs its batch at once."""
-    if request.num_microbatches not in ("auto", 1):
-        raise PlanError(
-            f"num_microbatches={request.num_microbatches} was given, but a plan {name} has the whole batch in one "
-            'program. Leave it at "auto".'
-        )
-
-
 def plan_under_demands(name: str, request: PlanRequest) -> Plan:
     """Return the plan of one stage on the mesh of the demands on a step. Raises `PlanError` for one of another size."""
     axes, cluster = user_mesh(request.step_at(1, 0), request.signature.user_shardings), request.cluster
@@ -92,4 +84,20 @@ def plan_under_demands(name: str, request: PlanRequest) -> Plan:
             f"devices, but {cluster.name} has {cluster.num_devices}. Plan for a cluster of that size, or name a mesh "
             "of this one."
         )
+    if request.num_microbatches != "auto":
+        _check_microbatch(request, int(request.num_microbatches))
     return replace(OnMesh(axes=axes).plan(request), name=name)
+
+
+def _check_microbatch(request: PlanRequest, count: int) -> None:
+    """Raise `PlanError` if a micro-batch is too small for the sharding of an argument, which `jax.jit` would refuse."""
+    given, whole, step = request.signature.user_shardings.arguments, request.step_at(1, 0), request.step_at(count, 0)
+    for v, w in zip(step.graph.inputs, whole.graph.inputs, strict=False):
+        value, at_full_batch = step.graph.values[v], whole.graph.values[w]
+        sharding = given.get(value.name)
+        if sharding is None or not sharding.divides(at_full_batch.shape) or sharding.divides(value.shape):
+            continue
+        raise PlanError(
+            f"num_microbatches={count} was given, but {value.name} of a micro-batch has the shape {value.shape}, which "
+            f"its sharding {sharding} on the mesh {sharding.sizes} does not divide. Use fewer micro-batches."
+        )

@@ -25,9 +25,10 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from functools import cached_property
+from typing import NamedTuple, cast
 
-from alpa_lite.errors import InfeasibleError, PlanError
+from alpa_lite.errors import InfeasibleError, PlanError, without_frames
 from alpa_lite.inter_op.assembly import StagedStep, assemble, schedule_for
 from alpa_lite.inter_op.loop_cuts import PipelineCut, natural_layers
 from alpa_lite.inter_op.plan_request import PlanRequest
@@ -173,11 +174,17 @@ class Karma(Planner):
         limited = replace(request, cluster=self._limited(request.cluster))
         ways = (False, True) if self.host_optimizer is None else (self.host_optimizer,)
         plans, problems = list[Plan](), list[InfeasibleError]()
+        blocks: _Blocks | None = None
         for host_optimizer in ways:
+            blocks = _Blocks(self, limited, host_optimizer, known=blocks)
             try:
-                plans.append(_Blocks(self, limited, host_optimizer).plan())
+                plans.append(blocks.plan())
             except InfeasibleError as error:
                 problems.append(error)
+            else:
+                # Where all is kept, nothing on the host is faster.
+                if not (plans[-1].remat or host_optimizer):
+                    break
         if not plans:
             raise problems[-1]
         best = min(plans, key=lambda plan: plan.prediction.step_seconds)
@@ -190,7 +197,11 @@ class Karma(Planner):
 class _Blocks:
     """The blocks of a step under each choice, on the devices of a request."""
 
-    def __init__(self, planner: Karma, request: PlanRequest, host_optimizer: bool) -> None:
+    def __init__(
+        self, planner: Karma, request: PlanRequest, host_optimizer: bool, known: _Blocks | None = None
+    ) -> None:
+        """Solve nothing yet. `known`: the same blocks with the state of the optimizer elsewhere, if there are any."""
+        self.known, self.too_little_on_host = known, cast("InfeasibleError | None", None)
         self.planner, self.host_optimizer, self.started = planner, host_optimizer, time.perf_counter()
         self.request, self.solved = request.under(OneFOneB(), 1), SolvedStages()
         self.base = Hybrid(zero=planner.zero)
@@ -201,21 +212,28 @@ class _Blocks:
         check_batch(planner.name, self.cut.step, count)
 
     def plan(self) -> Plan:
-        """Return the fastest plan whose program fits as it is priced."""
+        """Return a plan whose program fits as it is priced: none that keeps, swaps or recomputes all is faster."""
         number, microbatches = self.cut.layers.num_layers, self.cut.step.num_microbatches
         kept = self._costs((Remat.NONE,) * number)
         stage = kept.solution(self._place(number, 0), limit_bytes=math.inf).cost
         room = kept.room_bytes(self.submesh) - stage.resident_bytes
-        blocks, rate = self._blocks(), self._rate()
+        # Where the state of the optimizer waits matters for the update alone.
+        rate, blocks = self._rate(), self.known.blocks if self.known is not None else self.blocks
         found = (best_choices(blocks, part * room, rate) for part in _PARTS)
         ways = [tuple(CHOICES[choice] for choice in choices) for choices in found if choices is not None]
-        # By the model of this module nothing may fit that does as the program is priced.
         keep, swap, recompute = ((policy,) * number for policy in CHOICES)
-        for policies in dict.fromkeys((keep, *ways, recompute, swap)):
-            plan = self._assembled(policies)
-            if plan is not None:
-                check_host_bytes(plan)
-                return plan
+        tried = dict[tuple[Remat, ...], Plan | None]()
+        for policies in dict.fromkeys((keep, *ways)):
+            tried[policies] = self._assembled(policies)
+            if tried[policies] is not None:
+                break
+        # What does not fit by the model of this module, or is slower, may fit or be faster as the program is priced.
+        if tried[keep] is None:
+            tried |= {each: self._assembled(each) for each in (recompute, swap) if each not in tried}
+        if plans := [plan for plan in tried.values() if plan is not None]:
+            return min(plans, key=lambda plan: plan.prediction.step_seconds)
+        if self.too_little_on_host is not None:
+            raise self.too_little_on_host
         needed = self._costs((Remat.FULL,) * number).solution(self._place(number, 0)).peak_bytes
         raise InfeasibleError(
             f"{self.planner.name} does not fit: with every block recomputed a device needs {show_bytes(needed)} at "
@@ -246,7 +264,8 @@ class _Blocks:
             solved=self.solved,
         )
 
-    def _blocks(self) -> list[list[BlockCost]]:
+    @cached_property
+    def blocks(self) -> list[list[BlockCost]]:
         """Return the cost of each block under each of `CHOICES`."""
         number, per_policy = self.cut.layers.num_layers, dict[Remat, list[StageCost]]()
         for policy in Remat:
@@ -276,7 +295,7 @@ class _Blocks:
         return found
 
     def _assembled(self, policies: Sequence[Remat]) -> Plan | None:
-        """Return the plan whose blocks follow these policies; None if it does not fit."""
+        """Return the plan whose blocks follow these policies; None if it does not fit on the devices and the host."""
         costs, number = self._costs(policies), self.cut.layers.num_layers
         place = self._place(number, 0)
         solution = costs.solution(place)
@@ -286,4 +305,10 @@ class _Blocks:
         staged = StagedStep(
             step=costs.step, layers=costs.layers, stages=[place.with_solution(solution)], schedule=schedule
         )
-        return costs.recomputed.recorded_in(assemble(self.planner.name, self.request, staged, self.started))
+        plan = assemble(self.planner.name, self.request, staged, self.started)
+        try:
+            check_host_bytes(plan)
+        except InfeasibleError as problem:
+            self.too_little_on_host = without_frames(problem)
+            return None
+        return costs.recomputed.recorded_in(plan)

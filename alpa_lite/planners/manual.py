@@ -25,12 +25,13 @@ from alpa_lite.plan.progress import Progress
 from alpa_lite.planners.convolution_parallel import OneWeirdTrick
 from alpa_lite.planners.data_parallel import FSDP, DataParallel, GShard, Zero
 from alpa_lite.planners.hybrid import Hybrid
+from alpa_lite.planners.karma import Karma
 from alpa_lite.planners.megatron import Megatron
 from alpa_lite.planners.pipeline import Pipeline
 from alpa_lite.planners.planner import Planner
 from alpa_lite.program.phases import StepGraph
 from alpa_lite.text import show_count, show_seconds
-from cost_models.cluster import Cluster
+from cost_models.cluster import Cluster, with_memory
 
 MANUAL_PLANNERS: tuple[Planner, ...] = (
     DataParallel(),
@@ -45,13 +46,15 @@ MANUAL_PLANNERS: tuple[Planner, ...] = (
 )
 """The classic plans that `Auto` always prices."""
 
-ON_HOST: tuple[Hybrid, ...] = (
-    Hybrid(zero=3, remat="full", host_optimizer=True),
-    Hybrid(zero=3, remat="selective", host_optimizer=True),
-    Hybrid(zero=3, remat="offload", host_optimizer=True),
-    Hybrid(zero=3, host_optimizer=True),
-)
-"""Plans whose arrays wait in the memory of the host, which `Auto` prices where it may."""
+ON_HOST = Hybrid(zero=3, remat="selective", host_optimizer=True)
+KARMA = Karma(zero=3)
+"""The planners whose arrays may wait in the memory of the host, which `Auto` asks where memory is short.
+
+The blocks of the second keep, swap or recompute what their backward pass reads, and its state waits where it should.
+"""
+
+_AMPLE_BYTES = 2.0**60
+"""More memory than any plan needs of a device."""
 
 HOPELESS = 1.1
 """No further numbers of micro-batches are tried for a planner whose plan takes so many times as long as the best."""
@@ -71,19 +74,55 @@ def plans_that_fit(planners: Sequence[Planner], request: PlanRequest) -> Iterato
 
     Where all state is split, fewer micro-batches gather it less often, so that they are the fastest.
     """
-    asked = replace(request, advise=False)
-    numbers = asked.microbatch_choices(divisors(asked.batch_size or 1))
     for planner in planners:
-        why: AlpaLiteError = PlanError("There is no number of micro-batches to try.")
-        for number in numbers:
-            try:
-                with request.progress.during("manual", planner.name):
-                    yield planner.plan(replace(asked, num_microbatches=number))
-                break
-            except AlpaLiteError as error:
-                why = without_frames(error)
+        yield next(_from_the_fewest(planner, request))
+
+
+def plans_on_host(request: PlanRequest, *, thorough: bool) -> Iterator[Plan | NoPlan]:
+    """Yield plans whose arrays wait on the host: `ON_HOST`, and KARMA's with the micro-batches that fit there.
+
+    `thorough`: whether KARMA's are made with more micro-batches too, as long as these are faster: larger ones let more
+    blocks be recomputed or swapped.
+    """
+    (first,) = plans_that_fit((ON_HOST,), request)
+    yield first
+    last, least = math.inf, first.num_microbatches if isinstance(first, Plan) else 1
+    for plan in _from_the_fewest(KARMA, request, least):
+        if isinstance(plan, Plan) or last == math.inf:
+            yield plan
+        if not thorough or isinstance(plan, NoPlan) or plan.prediction.step_seconds >= last:
+            return
+        last = plan.prediction.step_seconds
+
+
+def _from_the_fewest(planner: Planner, request: PlanRequest, least: int = 1) -> Iterator[Plan | NoPlan]:
+    """Yield the plans of a planner with at least so many micro-batches, the fewest that fit first; at the end the
+    reason why there are no others.
+    """
+    asked = replace(request, advise=False)
+    why: AlpaLiteError = PlanError("There is no number of micro-batches to try.")
+    for number in asked.microbatch_choices(divisors(asked.batch_size or 1)):
+        if isinstance(number, int) and number < least:
+            continue
+        try:
+            with request.progress.during("manual", planner.name):
+                plan = planner.plan(replace(asked, num_microbatches=number))
+        except AlpaLiteError as error:
+            why = without_frames(error)
         else:
-            yield NoPlan(planner.name, why)
+            yield plan
+    yield NoPlan(planner.name, why)
+
+
+def least_seconds_on_host(request: PlanRequest) -> float:
+    """Return a lower bound on the seconds of the plans on the host; infinite if there are none.
+
+    Each of them does the work of `Hybrid(zero=3)`, and copies or recomputes something in addition. So none is faster
+    than that plan on devices with memory for everything, with the fewest micro-batches.
+    """
+    ample = replace(request, cluster=with_memory(request.cluster, _AMPLE_BYTES))
+    (free,) = plans_that_fit((Hybrid(zero=3),), ample)
+    return free.prediction.step_seconds if isinstance(free, Plan) else math.inf
 
 
 class NoPlan(NamedTuple):

@@ -116,7 +116,7 @@ class ParameterServer(Planner):
         workers = len(places) - 1
         schedule = self._schedule(workers)
         request = request.under(schedule, len(places))
-        step = request.best_step(self._microbatches(request, workers), loop_parts=0)
+        step = request.best_step(self._microbatches(request, workers, places[1].submesh.num_devices), loop_parts=0)
         if Phase.BACKWARD not in step.phases or step.num_microbatches % workers:
             # For its sentence about the number of micro-batches.
             schedule.tasks(len(places), step.num_microbatches)
@@ -145,10 +145,20 @@ class ParameterServer(Planner):
         note = f"held by all servers, which do not divide their dims: {', '.join(whole)}"
         return replace(plan, notes=(*plan.notes, note)) if whole and self.servers > 1 else plan
 
-    def _microbatches(self, request: PlanRequest, workers: int) -> tuple[int, ...]:
-        """Return the numbers of micro-batches to try."""
-        rounds = ROUNDS if self.is_asynchronous else (1,)
-        return tuple(workers * each for each in rounds)
+    def _microbatches(self, request: PlanRequest, workers: int, size: int) -> tuple[int, ...]:
+        """Return the numbers of micro-batches to try, each with samples for all `size` devices of a worker.
+
+        Raises:
+            PlanError: the workers, which get equally many samples, do not divide the batch.
+        """
+        batch = request.batch_size
+        if batch is not None and batch % workers and request.num_microbatches == "auto":
+            raise PlanError(
+                f"{self.name} gives each of {show_count(workers, 'worker')} as many samples, but the batch has {batch}"
+                f". Use a multiple of {workers} samples, or a number of workers that divides {batch}."
+            )
+        numbers = [workers * each for each in (ROUNDS if self.is_asynchronous else (1,))]
+        return tuple(m for m in numbers if batch is None or batch % (m * size) == 0) or tuple(numbers[-1:])
 
     def _places(self, request: PlanRequest) -> list[StagePlace]:
         """Return the places of the servers, which have the first devices, and of the workers.
@@ -164,7 +174,15 @@ class ParameterServer(Planner):
                 f"{self.name} on {request.cluster.name}, which has {show_count(total, 'device')}, leaves {left} for "
                 f"{show_count(workers, 'worker')}. Choose a number of servers, and of workers that divide the rest."
             )
-        of_servers, *of_workers = submeshes_of(request.cluster, [self.servers] + [size] * workers)
+        try:
+            of_servers, *of_workers = submeshes_of(request.cluster, [self.servers] + [size] * workers)
+        except PlanError:
+            raise PlanError(
+                f"{self.name}: {show_count(self.servers, 'server')} on the first devices and then "
+                f"{show_count(workers, 'worker')} of {show_count(size, 'device')} do not tile hosts of "
+                f"{request.cluster.devices_per_host}. The servers, and each worker, must lie within a host or have "
+                "whole hosts: choose other numbers of servers and workers."
+            ) from None
         data = LogicalMesh(axis_names=("data",), shape=(size,))
         server = LogicalMesh(axis_names=("server",), shape=(self.servers,))
         return [StagePlace(0, 0, of_servers, server), *(StagePlace(1, 1, submesh, data) for submesh in of_workers)]

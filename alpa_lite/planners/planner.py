@@ -124,6 +124,11 @@ class Replay(Planner):
         """Whether the saved plan is asynchronous."""
         return self.saved.num_updates > 1
 
+    def demands(self, request: PlanRequest) -> UserShardings | None:
+        """Return the shardings that the saved plan was made to obey."""
+        del request
+        return None if self.saved.demands is None else self.saved.demands.as_user_shardings()
+
     def plan(self, request: PlanRequest) -> Plan:
         """Return the plan. Raises `MismatchError` for another function, other shapes or another number of devices."""
         wanted, count = request.num_microbatches, self.saved.num_microbatches

@@ -164,6 +164,12 @@ class Op:
         )
 
 
+OpPath = tuple[int, ...]
+"""The place of an op: its number, then for each body around it the number of the body and of the op there.
+
+`(7,)` is op 7 of a graph, `(7, 0, 2)` op 2 in the first body of op 7."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Graph:
     """A program: `values` and `ops` are indexed by id; `inputs` and `outputs` are value ids in calling order.
@@ -211,6 +217,13 @@ class Graph:
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         """Print the graph as text in IPython, where no HTML is shown."""
         printer.text(view(View.GRAPH_SUMMARY if cycle else View.GRAPH_TEXT, self))
+
+    def op_at(self, path: OpPath) -> Op:
+        """Return the op at a place in this graph or in bodies of its ops."""
+        op = self.ops[path[0]]
+        for body, number in zip(path[1::2], path[2::2], strict=True):
+            op = op.bodies[body].ops[number]
+        return op
 
     def walk(self) -> Iterator[tuple[Graph, Op]]:
         """Yield every op, at any depth, with the graph that contains it; an op comes before the ops of its bodies."""

@@ -44,7 +44,7 @@ from alpa_lite.trace.call import (
 )
 from alpa_lite.trace.explicit_types import Types, argument_types, result_types, traced_with_types
 from alpa_lite.trace.passes.plain_jaxpr import JittedStep, of_jitted_step, user_sharding, without_meshes, without_refs
-from alpa_lite.trace.passes.propagated import propagated
+from alpa_lite.trace.passes.propagated import Propagated, propagated
 from cost_models.checks import printable
 
 KeyPath = tuple[Any, ...]
@@ -141,8 +141,14 @@ class Traced:
 
     def retraced(self, avals: Sequence[jax.ShapeDtypeStruct]) -> Any:
         """Return the closed jaxpr of the step for flat arguments of other shapes."""
-        under = _Context(mesh=self._mesh, types=self._types)
-        return _plain_step(self._flat, avals, under, self.name, self.user_shardings.mode).jaxpr
+        under, given = _Context(mesh=self._mesh, types=self._types), self.user_shardings
+        jaxpr = _plain_step(self._flat, avals, under, self.name, given.mode).jaxpr
+        return self._propagated(jaxpr, given).jaxpr if given.propagated else jaxpr
+
+    def _propagated(self, jaxpr: ClosedJaxpr, given: UserShardings) -> Propagated:
+        """Return the step at some size with the shardings that XLA's propagation gives to its values."""
+        arguments = list(map(given.arguments.get, self.inputs.names))
+        return propagated(jaxpr, arguments, list(map(given.results.get, self.outputs.names)), self.name)
 
     def result_types(self, mesh: Mesh, leaves: Sequence[object]) -> Types | None:
         """Return the shardings on the user's mesh of explicit types in which `jax.jit` returns the results of these
@@ -175,9 +181,7 @@ class Traced:
         mode: Mode = "ignore" if self.user_shardings.mode == "ignore" else "pin"
         jaxpr = _plain_step(self._flat, self.inputs.leaves, under, self.name, mode).jaxpr
         if given.propagated:
-            arguments = list(map(given.arguments.get, self.inputs.names))
-            results = list(map(given.results.get, self.outputs.names))
-            jaxpr, arguments = propagated(jaxpr, arguments, results, self.name)
+            jaxpr, arguments = self._propagated(jaxpr, given)
             given = replace(given, arguments=_with_source("argument", self.inputs.names, arguments))
         return replace(self, user_shardings=given, jaxpr=jaxpr)
 

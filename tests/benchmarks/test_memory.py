@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from importlib import util
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -83,3 +87,36 @@ def test_peaks_that_were_measured_on_gpus(family: peaks.Family, sharding: peaks.
     )
     assert run.measured_gib == gib
     assert peaks.predicted(run).predicted_gib == pytest.approx(gib, rel=0.1)
+
+
+def test_tpu_needs_its_compiler(monkeypatch, capsys):
+    monkeypatch.setattr("benchmarks.tpu_programs.util.find_spec", lambda name: None)
+    assert memory.main(["--tpu", "v5e:2x4", "--model", "MLP"]) == 1
+    assert "pip install libtpu" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(util.find_spec("libtpu") is None, reason="libtpu is not installed")
+def test_programs_are_compiled_for_tpus():
+    judge = memory.Judge.of("v5e:2x4")
+    batch = {name: jax.ShapeDtypeStruct((4096, 2048), jnp.float32) for name in ("inputs", "targets")}
+    case = memory.Case.of_model("MLP", MLP(in_features=2048, hidden=4096, out_features=2048, num_layers=2), batch)
+    (row,) = memory.run([case], {"data parallel": (DataParallel(), 1)}, lambda _: None, judge)
+    batch_bytes = 2 * 4 * 4096 * 2048 / 8
+    assert row.xla_resident_bytes == pytest.approx(row.state_bytes + batch_bytes, rel=0.01)
+    assert row.xla_temporary_bytes > 0
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_large_cases_are_the_same_models(large):
+    found = memory.cases(memory.OWN_MODELS, ["none", "full"], large=large)
+    assert [case.name for case in found] == ["transformer, none", "transformer, full", "MLP", "CNN"]
+
+
+@pytest.mark.parametrize(("name", "mean", "worst"), [("memory", "20 %", "71 %"), ("memory_tpu", "25 %", "63 %")])
+def test_the_page_states_the_kept_figures(name: str, mean: str, worst: str):
+    root = Path(__file__).parents[2]
+    rows = json.loads((root / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))["rows"]
+    text = (root / "docs" / "cost-model.md").read_text(encoding="utf-8")
+    errors = [abs(row["ratio"] - 1.0) for row in rows]
+    assert f"The mean error is {mean}, the largest {worst}" in text
+    assert (f"{100 * sum(errors) / len(errors):.0f} %", f"{100 * max(errors):.0f} %") == (mean, worst)

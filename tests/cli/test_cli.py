@@ -223,8 +223,19 @@ def test_simulate_and_measure_the_program_of_a_step(plans, capsys, tmp_path):
     assert sorted(spans["predicted"]) == sorted(name for name in spans["measured"] if not name.startswith(BETWEEN))
     rows = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert rows >= {"stage 0", "stage 1", "stage 0 receives", "stage 1 receives"}
-    code, _, err = run(capsys, "simulate", plans[1], "--measure")
-    assert code == 1 and "--step" in err
+    for option in ("--measure", "--profile"):
+        code, _, err = run(capsys, "simulate", plans[1], option)
+        assert code == 1 and option in err and "--step" in err
+
+
+def test_profile_the_program_of_a_step(plans, capsys):
+    step = ["--step", "users_model:example", "--profile"]
+    code, out, _ = run(capsys, "simulate", plans[1], *step)
+    assert code == 0 and "median of the runs" in out and "Largest differences from the prediction" in out
+    found = run_json(capsys, "simulate", plans[1], *step)
+    assert {"times", "tasks", "allocated_bytes", "differences"} <= found.keys()
+    products = [row for row in found["differences"] if row["what"] == "dot_general"]
+    assert products and all("users_model.py:" in row["source"] and row["kernels"] for row in products)
 
 
 PROCESSES = ("predicted", "measured")

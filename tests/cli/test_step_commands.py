@@ -248,6 +248,8 @@ def test_a_program_is_imported(capsys, at_work, program):
     found = documented("import", json.loads(capsys.readouterr().out))
     assert (found["kind"], found["name"]) == ("plan", "as compiled")
     assert al.Plan.load("mine.json").prediction.step_seconds == found["step_seconds"]
+    assert cli.main([*words, "--json", "--num-microbatches", "2"]) == 0
+    assert documented("import", json.loads(capsys.readouterr().out))["num_microbatches"] == 2
     named = ["jitted", f"compiled:{program}", f"compiled:program={program}:inside=cheapest"]
     step = ["jitted_model.py:as_jitted", "--cluster", "p3.16xlarge", "--json"]
     assert cli.main(["compare", *step, *named]) == 0

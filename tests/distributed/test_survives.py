@@ -38,4 +38,5 @@ def test_others_go_on_without_a_worker_that_was_killed(consistency: str, when: s
 def test_synchronous_servers_need_all_workers(tmp_path: Path) -> None:
     done = run(PROCESSES, 1, "--recoverable", "-m", "tests.distributed.survives", "bsp", "between", str(tmp_path))
     assert done.returncode == 137
+    assert "the job ends when a process is lost that step needs: under" in done.stderr
     assert f"process {DIED} has died, and the steps of this job cannot go on without it. The job ends." in done.stderr

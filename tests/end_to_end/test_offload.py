@@ -12,7 +12,11 @@ import pytest
 import alpa_lite as al
 from alpa_lite.cli.models.sequential_networks import MLP
 from alpa_lite.errors import InfeasibleError, PlanError
-from alpa_lite.planners import Auto, Hybrid
+from alpa_lite.inter_op.plan_request import PlanRequest
+from alpa_lite.planners import Auto, Hybrid, Planner
+from alpa_lite.planners.manual import least_seconds_on_host, plans_on_host
+from alpa_lite.step.recomputation import Remat
+from cost_models.cluster import with_memory
 from tests.end_to_end.cases import MODELS, TOLERANCE, Training, assert_same, eager_cluster, make_batch, reference
 
 PLANNERS: Mapping[str, Hybrid] = {
@@ -106,26 +110,77 @@ def test_more_than_the_host_has_is_refused(devices: Any) -> None:
         al.plan(step, *arguments, cluster=replace(cluster, host_memory=None), planner=planner)
 
 
-@pytest.mark.slow
-def test_auto_takes_the_host_where_nothing_else_fits(devices: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the same plan as ever where that is faster; what cannot be obeyed is refused."""
+def _wide(monkeypatch: pytest.MonkeyPatch) -> tuple[Training, Any]:
+    """A model whose state takes most of the memory, and its arguments: one sample per device."""
     wide = MLP(in_features=64, hidden=128, out_features=64, num_layers=10)
     monkeypatch.setitem(MODELS, "wide", wide)
     training = Training(model="wide", optimizer="adamw", num_steps=2)
+    return training, (training.start(), make_batch(wide, 0, 8), jax.random.key(0))
+
+
+def _names(plan: al.Plan) -> list[str]:
+    """The names of a plan and of the plans that were compared with it, without their micro-batches."""
+    return [plan.name, *(name.partition(",")[0] for name, _ in plan.alternatives)]
+
+
+@pytest.mark.slow
+def test_auto_takes_the_host_where_nothing_else_fits(devices: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without being asked; and where memory is not short it does not look there, unless it is asked to."""
+    training, arguments = _wide(monkeypatch)
     step, cluster = training.step(), eager_cluster()
-    # One sample per device, so that state takes most of the memory.
-    arguments = training.start(), make_batch(wide, 0, 8), jax.random.key(0)
-    planners = [Auto(host_memory=host, idle_devices=False) for host in (False, True)]
-    usual, either = (al.plan(step, *arguments, cluster=cluster, planner=planner) for planner in planners)
-    assert either.prediction.step_seconds == usual.prediction.step_seconds and not either.host_optimizer
-    assert any("host optimizer" in name for name, _ in either.alternatives)
+    planners = [Auto(host_memory=host, idle_devices=False) for host in (None, True)]
+    usual, asked = (al.plan(step, *arguments, cluster=cluster, planner=planner) for planner in planners)
+    assert asked.prediction.step_seconds == usual.prediction.step_seconds and not asked.prediction.host_bytes
+    assert any("host optimizer" in name for name in _names(asked))
+    assert not any("host" in name or "karma" in name for name in _names(usual))
     on_host = al.plan(step, *arguments, cluster=cluster, planner=Hybrid(zero=3, remat="full", host_optimizer=True))
     memory = 1.2 * on_host.prediction.peak_bytes[0]
-    with pytest.raises(InfeasibleError):
-        al.plan(step, *arguments, cluster=cluster, planner=Auto(max_memory_bytes=memory))
-    planner = Auto(host_memory=True, max_memory_bytes=memory)
-    parallel = al.parallelize(step, cluster=cluster, planner=planner)
+    for refused, planned_for in (
+        (Auto(max_memory_bytes=memory, host_memory=False), cluster),
+        (Auto(max_memory_bytes=memory), replace(cluster, host_memory=None)),
+    ):
+        with pytest.raises(InfeasibleError):
+            al.plan(step, *arguments, cluster=planned_for, planner=refused)
+    parallel = al.parallelize(step, cluster=cluster, planner=Auto(max_memory_bytes=memory))
     assert_same(parallel(*arguments), jax.jit(step)(*arguments), TOLERANCE)
     assert parallel.last_plan.host_optimizer and parallel.last_plan.prediction.peak_bytes[0] <= memory
+    # A policy that was asked for is obeyed there too.
+    full = al.plan(step, *arguments, cluster=cluster, planner=Auto(max_memory_bytes=memory, remat="full"))
+    assert full.host_optimizer and set(full.remat) <= {Remat.FULL, Remat.NONE}
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_no_plan_on_the_host_is_faster_than_with_memory_for_everything(number: int, devices: Any) -> None:
+    """By which the search leaves them out; in much and in little memory, where some exist."""
+    training = Training(model="gpt", optimizer="adamw")
+    step, arguments, cluster = training.step(), _arguments(training), eager_cluster()
+    ample, found = list[float](), list[float]()
+
+    class Asked(Planner):
+        """Notes the bound, and the seconds of the plans, on a cluster."""
+
+        @property
+        def name(self) -> str:
+            return "asked"
+
+        def plan(self, request: PlanRequest) -> al.Plan:
+            ample.append(least_seconds_on_host(request))
+            plans = [plan for plan in plans_on_host(request, thorough=True) if isinstance(plan, al.Plan)]
+            found.extend(plan.prediction.step_seconds for plan in plans)
+            return plans[0]
+
+    peak = al.plan(step, *arguments, cluster=cluster, planner=Hybrid(zero=3)).prediction.peak_bytes[0]
+    choice: Any = "auto" if number == 1 else number
+    for memory in (2.0 * peak, 0.9 * peak):
+        al.plan(step, *arguments, cluster=with_memory(cluster, memory), planner=Asked(), num_microbatches=choice)
+    assert len(found) >= 4 and ample[0] == ample[1] > 0.0
+    assert min(found) >= ample[0]
+
+
+def test_what_plans_on_the_host_would_not_obey_is_refused(devices: Any) -> None:
+    training = Training(model="mlp", optimizer="adamw")
+    step, arguments, cluster = training.step(), _arguments(training), eager_cluster()
     with pytest.raises(PlanError, match="host_memory=True cannot be asked for beside pins"):
-        al.plan(step, *arguments, cluster=cluster, planner=Auto(host_memory=True, remat="full"))
+        al.plan(step, *arguments, cluster=cluster, planner=Auto(host_memory=True, pipeline=2))
+    with pytest.raises(PlanError, match=r"states none\. Describe it in the cluster file"):
+        al.plan(step, *arguments, cluster=replace(cluster, host_memory=None), planner=Auto(host_memory=True))

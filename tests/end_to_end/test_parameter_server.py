@@ -385,6 +385,30 @@ def test_options_that_cannot_be_are_refused(options, num_microbatches, message):
         run(ParameterServer(**options), num_microbatches)
 
 
+def test_micro_batches_have_samples_for_all_devices_of_a_worker():
+    """24 samples on two workers of two devices: four micro-batches of each have 3 samples, two have 6."""
+    planner = ParameterServer(servers=4, workers=2, consistency="async")
+    plan = al.plan(step, *abstract(WIDTH, 24), cluster=al.cluster("p3.16xlarge"), planner=planner)
+    assert plan.num_microbatches == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "samples", "message"),
+    [
+        ({"servers": 3}, 24, r"each of 5 workers as many samples, but the batch has 24\. Use a multiple of 5 samples"),
+        (
+            {"servers": 1, "workers": 1},
+            24,
+            "1 server on the first devices and then 1 worker of 15 devices do not",
+        ),
+    ],
+)
+def test_workers_that_the_batch_or_the_hosts_do_not_allow_are_refused(options, samples, message):
+    cluster = replace(al.cluster("p3.16xlarge"), num_hosts=2 if "workers" in options else 1)
+    with pytest.raises(PlanError, match=message):
+        al.plan(step, *abstract(WIDTH, samples), cluster=cluster, planner=ParameterServer(**options))
+
+
 def test_delay_is_given_as_text_on_the_command_line():
     planner = planner_by_name("parameter_server:consistency=bounded:2", ["servers=4"])
     state, batch = abstract(WIDTH, 32)

@@ -84,14 +84,53 @@ def looped_step(params: Any, batch: Any) -> Any:
     return params - 0.1 * grads, value
 
 
-def dropout_step(params: Any, batch: Any) -> Any:
-    """A loop over layers that draws random numbers for each sample."""
+def dropout_step(state: Any, batch: Any) -> Any:
+    """A loop whose trips, and loops in them, draw for each sample, count samples, and add a penalty on weights."""
+    params, key = state
 
-    def layer(x, w):
-        return jnp.tanh(x @ w) * jax.random.bernoulli(jax.random.key(0), 0.9, x.shape), None
+    def loss(params):
+        def layer(carry, inputs):
+            (x, penalty), (w, own) = carry, inputs
+            x = jnp.tanh(x @ w) * jax.random.bernoulli(own, 0.8, x.shape)
+            x, _ = jax.lax.scan(
+                lambda x, n: (x + 0.1 * jax.random.normal(jax.random.fold_in(own, n), x.shape), None), x, jnp.arange(2)
+            )
+            each = x[jnp.arange(len(x)), batch["column"]] + 0.1 * jnp.arange(len(x))
+            return (x + each[:, None], penalty + 1e-2 * jnp.sum(w**2)), jnp.mean(jnp.abs(x))
 
-    value, grads = jax.value_and_grad(lambda params: jnp.mean(jax.lax.scan(layer, batch["x"], params)[0] ** 2))(params)
-    return params - 0.1 * grads, value
+        (x, penalty), sizes = jax.lax.scan(layer, (batch["x"], 0.0), (params, jax.random.split(key, len(params))))
+        return jnp.mean((x - batch["y"]) ** 2) + penalty, sizes
+
+    (value, sizes), grads = jax.value_and_grad(loss, has_aux=True)(params)
+    return (params - 0.01 * grads, jax.random.split(key)[0]), (value, sizes)
+
+
+def branches_step(state: Any, batch: Any) -> Any:
+    """Branches that draw for each sample or count samples, and loops without a known number of trips around them."""
+    params, key = state
+
+    def loss(params):
+        def layer(carry, w):
+            x, key = carry
+            key, own = jax.random.split(key)
+            x = jnp.tanh(x @ w)
+            drawn = (lambda x: x * jax.random.bernoulli(own, 0.8, x.shape), lambda x: x + jnp.arange(len(x))[:, None])
+            return (jax.lax.cond(jnp.sum(w) > 0, *drawn, x), key), None
+
+        (x, _), _ = jax.lax.scan(layer, (batch["x"], key), params)
+        return jnp.mean((x - batch["y"]) ** 2), x
+
+    def noisy(carry):
+        n, x = carry
+        return n + 1, x + jax.random.normal(jax.random.fold_in(key, n), x.shape)
+
+    def doublings(row):
+        twice = jax.lax.while_loop(lambda c: jnp.sum(c[1]) < 4, lambda c: (c[0] + 1, 2 * c[1] + 0.1), (0, row**2))
+        return twice[0]
+
+    (value, x), grads = jax.value_and_grad(loss, has_aux=True)(params)
+    noise = jax.lax.while_loop(lambda carry: carry[0] < 2 + (jnp.sum(params) > 9), noisy, (0, jnp.zeros_like(x)))[1]
+    return (params - 0.01 * grads, jax.random.split(key)[0]), (value, noise, jax.vmap(doublings)(batch["x"]))
 
 
 def _draw(*shape: int, scale: float = 0.1) -> np.ndarray:
@@ -116,11 +155,17 @@ def _looped() -> tuple[Any, ...]:
     return looped_step, _draw(LAYERS, WIDTH, WIDTH), batch
 
 
+def _with_columns() -> dict[str, np.ndarray]:
+    columns = np.random.default_rng(2).integers(0, WIDTH, SAMPLES).astype(np.int32)
+    return {**_looped()[2], "column": columns}
+
+
 STEPS = {
     "layers": _layers,
     "language": _language,
     "looped": _looped,
-    "dropout": lambda: (dropout_step, _looped()[1], {"x": _draw(SAMPLES, WIDTH)}),
+    "dropout": lambda: (dropout_step, (_draw(LAYERS, WIDTH, WIDTH), jax.random.key(0)), _with_columns()),
+    "branches": lambda: (branches_step, (_draw(LAYERS, WIDTH, WIDTH), jax.random.key(1)), _looped()[2]),
 }
 
 
@@ -148,12 +193,17 @@ def _on_host(leaf: Any) -> np.ndarray:
         ("layers", Hybrid(pipeline=2, tensor=2, data=2, remat="full"), 2),
         ("language", Hybrid(pipeline=2, data=4), 4),
         ("looped", FSDP(), 2),
+        ("dropout", FSDP(), 2),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
                 ("layers", Hybrid(pipeline=2, data=4, schedule=al.schedule.Interleaved1F1B(num_chunks=2)), 4),
                 ("layers", Hybrid(pipeline=4, data=2, zero=1, schedule=al.schedule.ZeroBubbleH1()), 4),
                 ("language", Hybrid(data=4, tensor=2, zero=3), 2),
+                ("dropout", Hybrid(pipeline=2, data=4), 2),
+                ("dropout", Hybrid(pipeline=4, data=2, remat="full"), 4),
+                ("branches", FSDP(), 2),
+                ("branches", Hybrid(pipeline=2, data=4, remat="full"), 2),
             )
         ),
     ],
@@ -257,10 +307,23 @@ def test_a_pipeline_needs_no_alpa_lite(tmp_path: Path, devices: Any) -> None:
     assert "traced to other equations" in ran.stdout and f"x is (3, {WIDTH}) instead of" in ran.stdout
 
 
+def test_a_step_with_another_loop_is_refused() -> None:
+    planned, _, (params, batch) = _planned("looped", FSDP(), 2)
+
+    def other(params: Any, batch: Any) -> Any:
+        def loss(params):
+            x, _ = jax.lax.scan(lambda x, w: (jnp.sin(x @ w), None), batch["x"], params)
+            return jnp.mean((x - batch["y"]) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(params)
+        return params - 0.1 * grads, value
+
+    with pytest.raises(ValueError, match="traced to other equations"):
+        _module(planned.last_plan.export("jax")).parallel(other, params, batch)
+
+
 def test_what_a_loop_of_stage_functions_cannot_say_is_refused() -> None:
-    pipeline = Hybrid(pipeline=2, data=4)
     refused = [
-        ("dropout", pipeline, {}, "draws random numbers"),
         ("layers", Hybrid(pipeline=2, data=4, schedule=al.schedule.PipeDream2BW()), {}, "several updates in a step"),
         ("language", Hybrid(pipeline=2, data=4, host_optimizer=True), {}, "memory of the host"),
     ]

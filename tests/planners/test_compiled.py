@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +149,7 @@ def _swapped(params: Any, batch: Any) -> Any:
     ("fun", "args", "options", "why"),
     [
         (step, ARGS, {"cluster": "dgx-1:2"}, "is partitioned for 8 devices, but dgx-1 has 16"),
-        (step, ARGS, {"num_microbatches": 2}, "has the whole batch in one program"),
+        (step, ARGS, {"num_microbatches": 32}, "batch/x of a micro-batch has the shape"),
         (step, FEWER, {}, r"argument batch/x is float32\[16, 64\], but in the program batch/x is float32\[16, 64\] on"),
         (step, HALF, {}, r"argument params/frozen is bfloat16\[3\], but in the program params/frozen is float32\[3\]"),
         (_swapped, ARGS, {}, "reads batch/z, which is no argument of the program"),
@@ -165,6 +166,12 @@ def test_the_program_of_another_step(fun: Any, args: Any, options: Any, why: str
         return
     with pytest.raises(PlanError, match=why):
         plan_of(planner, fun, args, **options)
+
+
+def test_a_plan_of_a_text_is_replayed_without_it(devices: Any) -> None:
+    plan = plan_of(Compiled(program=_lowered(devices).compile().as_text()), num_microbatches=2)
+    loaded = al.Plan.from_json(json.loads(json.dumps(plan.to_json())))
+    assert plan_of(loaded) == plan and plan.num_microbatches == 2
 
 
 def test_programs_that_have_no_plan(devices: Any) -> None:

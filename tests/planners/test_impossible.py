@@ -42,4 +42,4 @@ def test_more_microbatches_are_proposed_where_one_alone_was_tried() -> None:
     cluster = with_memory(replace(host, shared_processor=True), 3e5)
     weights, batch = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 2, jax.ShapeDtypeStruct((4096, 64), jnp.float32)
     with pytest.raises(InfeasibleError, match=r"The cheapest change that fits: num_microbatches=\d+"):
-        al.plan(chain_step, weights, batch, cluster=cluster, planner=Auto(manual=()))
+        al.plan(chain_step, weights, batch, cluster=cluster, planner=Auto(manual=(), host_memory=False))

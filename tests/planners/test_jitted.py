@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,22 @@ import alpa_lite as al
 from alpa_lite.errors import PlanError, TraceError
 from alpa_lite.planners import Auto, Custom, DataParallel, Jitted
 from alpa_lite.planners.by_name import planner_by_name
-from tests.planners.jitted_steps import ARGS, AXES, BATCH, PARAMS, SPECS, collectives, mesh_of, on, parts, plan_of, step
+from tests.planners.jitted_steps import (
+    ARGS,
+    AXES,
+    BATCH,
+    PARAMS,
+    SAMPLES,
+    SPECS,
+    WIDTH,
+    collectives,
+    exported,
+    mesh_of,
+    on,
+    parts,
+    plan_of,
+    step,
+)
 
 CHEAPEST = Jitted(inside="cheapest")
 
@@ -120,14 +136,96 @@ def test_a_callback_does_not_hinder_propagation() -> None:
 
 def test_the_plan_runs_and_computes_what_jit_does(devices: Any) -> None:
     jitted = jax.jit(step, in_shardings=on(mesh_of(devices), SPECS))
-    rng = np.random.default_rng(0)
-    values = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32) / 8, ARGS)
+    values = _drawn()
     parallel = al.parallelize(jitted, planner=Jitted(), cluster="dgx-1", cache=False)
     found, expected = parallel(*values), jax.jit(step)(*values)
     for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
     (params, _) = found
     assert params["up"].sharding.shard_shape((64, 256)) == (64, 64)
+
+
+@pytest.mark.parametrize("planner", [Jitted(), CHEAPEST], ids=lambda planner: planner.inside)
+def test_micro_batches_lie_as_the_batch_does(planner: Any) -> None:
+    jitted = jax.jit(step, in_shardings=on(mesh_of(), SPECS))
+    whole, four = plan_of(planner, jitted), plan_of(planner, jitted, num_microbatches=4)
+    assert (whole.num_microbatches, four.num_microbatches) == (1, 4)
+    assert parts(four) == parts(whole)
+    assert four.prediction.step_seconds > whole.prediction.step_seconds
+    if planner == Jitted():
+        # Activations of a quarter of the samples four times, and gradients once.
+        expected = Counter[tuple[str, float]]()
+        for (kind, size), count in collectives(whole).items():
+            of_samples = size == SAMPLES // 2 * WIDTH * 4
+            expected[kind, size / 4 if of_samples else size] += 4 * count if of_samples else count
+        assert collectives(four) == expected
+
+
+def accumulated_step(params: Any, batch: Any) -> Any:
+    """What `step` computes, in four micro-batches of its own."""
+
+    def one(sums, samples):
+        def loss(params):
+            return jnp.mean((jnp.tanh(samples["x"] @ params["up"]) @ params["down"] - samples["y"]) ** 2) / 4
+
+        return jax.tree.map(jnp.add, sums, jax.value_and_grad(loss)(params)), None
+
+    samples = jax.tree.map(lambda x: x.reshape(4, x.shape[0] // 4, *x.shape[1:]), batch)
+    (value, grads), _ = jax.lax.scan(one, (0.0, jax.tree.map(jnp.zeros_like, params)), samples)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+
+def _drawn() -> Any:
+    rng = np.random.default_rng(0)
+    return jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32) / 8, ARGS)
+
+
+@pytest.mark.parametrize(
+    ("fun", "planner", "num_microbatches"),
+    [(step, Jitted(), 4), (step, CHEAPEST, "auto"), (accumulated_step, Jitted(), "auto")],
+)
+def test_a_saved_plan_runs_with_the_shardings_that_it_was_made_for(
+    fun: Any, planner: Any, num_microbatches: Any, tmp_path: Any, devices: Any
+) -> None:
+    jitted = jax.jit(fun, in_shardings=on(mesh_of(), SPECS))
+    plan = plan_of(planner, jitted, num_microbatches=num_microbatches)
+    plan.save(tmp_path / "mine.json")
+    loaded, values = al.Plan.load(tmp_path / "mine.json"), _drawn()
+    assert loaded == plan and loaded.demands == plan.demands is not None
+    expected = jax.jit(step)(*values)
+    # The step without its `jax.jit`, which the plan now stands for; and as a module of plain JAX.
+    for each in (jitted, fun):
+        replayed = plan_of(loaded, each)
+        assert replayed == plan
+        module = exported(replayed).parallel(each, *values)
+        for run in (al.parallelize(each, planner=loaded, cluster="dgx-1", cache=False), module):
+            for got, want in zip(jax.tree.leaves(run(*values)), jax.tree.leaves(expected), strict=True):
+                np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_a_pinned_plan_is_replayed_without_the_option() -> None:
+    jitted = jax.jit(step, in_shardings=on(mesh_of(), SPECS))
+    plan = plan_of(Auto(), jitted, user_shardings="pin")
+    assert plan_of(plan, jitted) == plan_of(plan, step) == plan
+    assert plan_of(Auto(), jitted).demands is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"mesh": [["data", 0], ["model", 4]]},
+        {"mesh": [["data", 2], ["model", 2**40]]},
+        {"mesh": []},
+        {"mesh": [["data", 2], ["other", 4]]},
+        {"dims": [["data"], ["data"]]},
+        {"dims": [["data"]]},
+    ],
+)
+def test_demands_of_a_damaged_file_end_in_a_sentence(change: Any) -> None:
+    data = plan_of(Jitted(), jax.jit(step, in_shardings=on(mesh_of(), SPECS))).to_json()
+    data["demands"]["arguments"]["params/up"] |= change  # type: ignore[index]
+    with pytest.raises(PlanError):
+        plan_of(al.Plan.from_json(data))
 
 
 def test_without_a_demand_a_jitted_step_is_planned_as_any() -> None:
@@ -145,7 +243,7 @@ def test_without_a_demand_a_jitted_step_is_planned_as_any() -> None:
         (step, {}, "name no shardings to plan by"),
         ("jitted", {"user_shardings": "ignore"}, "name no shardings to plan by"),
         ("jitted", {"cluster": "dgx-1:2"}, "which has 8 devices, but dgx-1 has 16"),
-        ("jitted", {"num_microbatches": 2}, "has the whole batch in one program"),
+        ("jitted", {"num_microbatches": 32}, r"batch/x of a micro-batch has the shape \(1, 64\), which its sharding"),
     ],
 )
 def test_what_is_no_plan_is_refused_with_a_sentence(fun: Any, options: Any, why: str) -> None:

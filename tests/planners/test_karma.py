@@ -109,6 +109,33 @@ def test_a_plan_within_less_memory_gives_the_same_numbers(part: float, devices: 
     assert plan.remat or all(np.array_equal(a, b) for a, b in pairs)
 
 
+def test_none_of_the_plain_choices_is_faster(devices: Any) -> None:
+    """As priced: a plan that fits is no slower than with all blocks recomputed, or all swapped, on devices as large."""
+    training = Training(model="gpt", optimizer="momentum")
+    step, arguments, cluster = training.step(), _arguments(training), eager_cluster()
+    peak = al.plan(step, *arguments, cluster=cluster, planner=Hybrid(data=8)).prediction.peak_bytes[0]
+    for part in (0.97, 0.9):
+        limit = part * peak
+        found = al.plan(step, *arguments, cluster=cluster, planner=Karma(memory_bytes=limit, host_optimizer=False))
+        assert found.prediction.peak_bytes[0] <= limit
+        for remat in ("full", "offload"):
+            plain = al.plan(step, *arguments, cluster=cluster, planner=Hybrid(data=8, remat=remat))  # type: ignore[arg-type]
+            if plain.prediction.peak_bytes[0] <= limit:
+                assert found.prediction.step_seconds <= plain.prediction.step_seconds * (1 + 1e-9)
+
+
+def test_blocks_are_recomputed_where_the_host_has_no_room(devices: Any) -> None:
+    training = Training(model="gpt", optimizer="momentum")
+    step, arguments, cluster = training.step(), _arguments(training), eager_cluster()
+    peak = al.plan(step, *arguments, cluster=cluster, planner=Hybrid(data=8)).prediction.peak_bytes[0]
+    assert cluster.host_memory is not None
+    full = replace(cluster, host_memory=replace(cluster.host_memory, memory_bytes=1000.0))
+    plan = al.plan(step, *arguments, cluster=full, planner=Karma(memory_bytes=0.95 * peak))
+    assert not plan.prediction.host_bytes and Remat.FULL in plan.remat
+    with pytest.raises(InfeasibleError, match="would wait in the memory of a host"):
+        al.plan(step, *arguments, cluster=full, planner=Karma(memory_bytes=0.8 * peak, host_optimizer=True))
+
+
 def test_what_cannot_be_is_a_sentence(devices: Any) -> None:
     training = Training(model="mlp", optimizer="momentum")
     step, arguments, cluster = training.step(), _arguments(training), eager_cluster()

@@ -1,4 +1,5 @@
-"""Static SVG drawings of a plan: devices and layers by stage, the blocks of an array, the predicted step.
+"""Static SVG drawings of a plan: devices and layers by stage, the blocks of an array, the predicted step, alone or over
+a measured one.
 
 They take their colours from the CSS classes of `elements` and need no script, so notebooks show them too.
 """
@@ -13,6 +14,7 @@ from math import ceil, prod, sqrt
 from alpa_lite.inspection.page.elements import stage_class
 from alpa_lite.inspection.text.timeline import Bar, predicted_timeline, row_name
 from alpa_lite.plan.plan import Plan
+from alpa_lite.schedule.tasks import SpanLike
 from alpa_lite.sharding.specs import Spec
 from alpa_lite.text import show_count, show_numbers, show_range, show_seconds
 
@@ -261,6 +263,45 @@ def timeline_svg(plan: Plan) -> str:
         f'<svg viewBox="0 0 {_LEFT + _WIDTH:.0f} {height:.0f}" role="img" aria-label="Predicted timeline of {step}">\n'
         f'{labels}\n{bars}\n<text x="{_LEFT:.0f}" y="{height - 4:.0f}">0</text>'
         f'<text x="{_LEFT + _WIDTH:.0f}" y="{height - 4:.0f}" text-anchor="end">{end}</text>\n</svg>\n'
+    )
+
+
+def overlaid_svg(predicted: Sequence[SpanLike], measured: Sequence[SpanLike]) -> str:
+    """Return two timelines over one axis: for each stage a row of predicted spans above one of measured spans.
+
+    predicted, measured    tasks, transfers and other instructions, in seconds from the start of the step
+    """
+    stages = sorted({span.stage for span in (*predicted, *measured)})
+    row_of = {stage: 2 * number for number, stage in enumerate(stages)}
+    bars = [
+        Bar(
+            stage=span.stage,
+            row=row_of[span.stage] + side,
+            kind=str(getattr(span, "name", "") or span.kind),
+            microbatch=getattr(span, "microbatch", None),
+            start_seconds=span.start_seconds,
+            end_seconds=span.end_seconds,
+        )
+        for side, spans in enumerate((predicted, measured))
+        for span in spans
+        if span.end_seconds > span.start_seconds
+    ]
+    ends = [max((span.end_seconds for span in spans), default=0.0) for spans in (predicted, measured)]
+    longest = max(*ends, 1e-12)
+    scale, height = _WIDTH / longest, 2 * _ROW * len(stages) + 18
+    labels = "".join(
+        f'<text class="small" x="0" y="{_ROW * (row_of[stage] + side) + 17:.0f}">{name} {stage}</text>'
+        for stage in stages
+        for side, name in enumerate(("predicted", "measured"))
+    )
+    few = len(bars) <= _MAX_BARS
+    drawn = "\n".join(_bar(bar, scale) for bar in bars) if few else _merged(bars, scale)
+    words = f"Predicted {show_seconds(ends[0])}, measured {show_seconds(ends[1])}"
+    return (
+        f'<svg viewBox="0 0 {_LEFT + _WIDTH:.0f} {height:.0f}" role="img" aria-label="{words}">\n'
+        f'{labels}\n{drawn}\n<text x="{_LEFT:.0f}" y="{height - 4:.0f}">0</text>'
+        f'<text x="{_LEFT + _WIDTH:.0f}" y="{height - 4:.0f}" text-anchor="end">{show_seconds(longest)}</text>'
+        "\n</svg>\n"
     )
 
 

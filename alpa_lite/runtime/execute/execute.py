@@ -35,7 +35,7 @@ from alpa_lite.runtime.execute.crossing import Blanks
 from alpa_lite.runtime.execute.placing import Alone, InJob
 from alpa_lite.runtime.execute.run_transfers import Delivery, Result, compile_transfers, wanted, warm
 from alpa_lite.runtime.execute.stacked import Leaves
-from alpa_lite.runtime.execute.survival import HostDelivery, Survival, may_be_lost
+from alpa_lite.runtime.execute.survival import HostDelivery, Survival, losses_of
 from alpa_lite.runtime.execute.watch import Watch, Watchdog, explanation, short_name, spans
 from alpa_lite.runtime.job.activity import CPU_CREDITS, CREDITS, Flight, HangPolicy, InstructionInfo
 from alpa_lite.runtime.job.channel import channel
@@ -50,11 +50,14 @@ from alpa_lite.runtime.job.processes import (
     processes_of,
     verify_order,
 )
-from alpa_lite.runtime.job.shutdown import at_work, end_hung, is_recoverable, is_watched
+from alpa_lite.runtime.job.shutdown import at_work, end_hung, is_recoverable, is_watched, say
 from alpa_lite.sharding.specs import Spec
 
 OnHang = Literal["auto", "raise", "end"]
 """What to do about a step that hangs."""
+
+ANNOTATION = "alpa_lite instruction "
+"""The name that JAX's profiler shows for an awaited instruction, before its number."""
 
 WATCHDOG_SECONDS = 300.0
 """Seconds without any progress of a step before it counts as hung."""
@@ -161,9 +164,11 @@ class Executor:
         self._channel = channel() if jax.process_count() > 1 and (program.segments or is_recoverable()) else None
         self._survives = False
         if self._channel is not None and is_recoverable():
-            may_lose = may_be_lost(plan.schedule, self._processes_of)
-            self._channel.add_step(may_lose)
-            self._survives = bool(may_lose)
+            may_be_lost, why_not = losses_of(plan.schedule, self._processes_of)
+            self._channel.add_step(may_be_lost)
+            self._survives = bool(may_be_lost)
+            if why_not and self._channel.leads:
+                say(f"the job ends when a process is lost that {plan.function} needs: {why_not}")
         # All processes meet here, with their tasks compiled: none is late for the first program that spans several.
         self._delivery = self._connected(blanks)
         self.transfers = compile_transfers(program, step, self.meshes, blanks)
@@ -378,8 +383,9 @@ class Executor:
         for (action, free), number in zip(self.bound.actions, self.bound.instructions, strict=True):
             instruction = self.program.instructions[number]
             start = time.perf_counter() - began
-            action(slots)
-            jax.block_until_ready([slots[self.bound.slot[b]] for b in instruction.writes])
+            with jax.profiler.TraceAnnotation(f"{ANNOTATION}{number}"):
+                action(slots)
+                jax.block_until_ready([slots[self.bound.slot[b]] for b in instruction.writes])
             record.append(TaskTime.of(self.program, instruction, start, time.perf_counter() - began))
             for i in free:
                 slots[i] = None

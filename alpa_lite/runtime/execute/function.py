@@ -24,6 +24,7 @@ from alpa_lite.runtime.execute.crossing import Blanks
 from alpa_lite.runtime.execute.execute import Executor
 from alpa_lite.runtime.execute.measure import Allocated, allocated, typical_times
 from alpa_lite.runtime.execute.placing import InJob
+from alpa_lite.runtime.execute.step_profile import StepProfile, profiled
 from alpa_lite.runtime.execute.typed_results import TypedResults
 from alpa_lite.runtime.job.processes import all_here, any_here, devices_of, handle
 from alpa_lite.step.split import TracedStep
@@ -79,6 +80,17 @@ class CompiledFunction:
         with _jax.no_mesh():
             return typical_times(self.executor, self.traced.inputs.leaves, self.step.inputs, awaited=alone)
 
+    def profile(self) -> StepProfile:
+        """Return the span of each instruction of a step on arguments of zeros, with the kernels that ran in it.
+
+        The step runs under JAX's profiler, with every instruction awaited before the next one starts. What
+        `plan.explain_profile` says of it names the ops whose times differ most from the prediction.
+
+        Raises `ExecutionError` in a job of several processes, and where the profiler names no kernels.
+        """
+        with _jax.no_mesh():
+            return profiled(self.executor, self.traced.inputs.leaves, self.step.inputs)
+
     def staleness(self) -> tuple[int, ...]:
         """Return by how many updates the weights of each micro-batch of the last step were too old.
 
@@ -93,7 +105,8 @@ class CompiledFunction:
 
         Raises `ExecutionError` for a stage on devices of other processes alone.
         """
-        return allocated(self.executor, self.plan)
+        executor = self.executor
+        return allocated(self.plan, executor.program, executor.step, executor.executables)
 
     def as_text(self) -> str:
         """Return XLA's optimised program of each executable, equal ones once, with a line of comment before it."""

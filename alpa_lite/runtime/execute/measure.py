@@ -1,6 +1,6 @@
 """Measure a step on the devices of this process: how long it takes, and the memory that XLA allocates for it.
 
-    resident   = buffers alive on the devices of a stage, arguments of the running executable included
+    resident   = buffers alive on the devices of a stage, arguments of the running executable and all state included
     allocated  = max over instructions of resident + outputs that overwrite no argument + temporaries   `allocated`
 
 Outputs and temporaries are what XLA reports for each executable (`memory_analysis`); nothing runs for that. Other
@@ -22,9 +22,11 @@ from jax.sharding import Mesh
 from alpa_lite import _jax
 from alpa_lite._jax import TreeLeaf
 from alpa_lite.errors import ExecutionError
-from alpa_lite.plan.instructions import Buffer, Instruction, InstructionKind, TaskTime
+from alpa_lite.lower.emission import Executable
+from alpa_lite.plan.instructions import Buffer, Instruction, InstructionKind, Program, TaskTime
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.pricing import local_bytes
+from alpa_lite.program.phases import StepGraph
 from alpa_lite.runtime.execute.execute import Executor
 from alpa_lite.sharding.specs import Spec, replicated
 from alpa_lite.text import show_bytes
@@ -45,12 +47,17 @@ def step_seconds(executor: Executor, shapes: Sequence[jax.ShapeDtypeStruct], inp
 
 
 def _seconds_once(executor: Executor, shapes: Sequence[jax.ShapeDtypeStruct], inputs: Inputs) -> float:
-    # Outside of the measured time, and awaited: the step must not wait for its arguments.
-    leaves = jax.block_until_ready(executor.place_inputs([*map(_zeros, shapes)]))
+    # Outside of the measured time.
+    leaves = placed_zeros(executor, shapes)
     # Placed anew for every step, as the step before may have taken over the memory of its arguments.
     started = time.perf_counter()
     jax.block_until_ready(executor(inputs(leaves)))
     return time.perf_counter() - started
+
+
+def placed_zeros(executor: Executor, shapes: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
+    """Return arguments of zeros in place, awaited: the step must not wait for them."""
+    return jax.block_until_ready(executor.place_inputs([*map(_zeros, shapes)]))
 
 
 def _zeros(like: jax.ShapeDtypeStruct) -> np.ndarray | jax.Array:
@@ -72,7 +79,7 @@ def typical_times(
     steps: list[list[TaskTime]] = []
     for _ in range(1 + NUM_STEPS):
         record: list[TaskTime] = []
-        leaves = jax.block_until_ready(executor.place_inputs([*map(_zeros, shapes)]))
+        leaves = placed_zeros(executor, shapes)
         executor(inputs(leaves), record, awaited=awaited)
         steps.append(record)
     # All spans are of one step, so that they fit together as medians of each span would not.
@@ -98,7 +105,7 @@ class Allocated:
     """Bytes on one device of a stage at its peak, including other stages on the same device.
 
     Attributes:
-        resident_bytes: live buffers, arguments of the running task included.
+        resident_bytes: live buffers, arguments of the running task and all state included.
         output_bytes: results of the running task that overwrite no argument.
         temporary_bytes: temporaries of the running task.
     """
@@ -130,14 +137,20 @@ class Allocated:
         return self.temporary_bytes
 
 
-def allocated(executor: Executor, plan: Plan) -> tuple[Allocated, ...]:
-    """Return for each stage the allocation at the peak of its devices.
+def allocated(
+    plan: Plan, program: Program, step: StepGraph, executables: Sequence[Executable]
+) -> tuple[Allocated, ...]:
+    """Return for each stage the allocation at the peak of its devices. `executables`: one for each task of the program.
 
     Raises:
         ExecutionError: a stage lies on devices of other processes alone, which have compiled its programs.
     """
-    walk = _BufferWalk(executor, plan)
-    for instruction in executor.program.instructions:
+    walk = _BufferWalk(plan, program, step, executables)
+    # State lies on its devices between two steps, before an instruction names it.
+    for value, (home, spec) in program.homes.items():
+        if step.batch_dims[value] is None:
+            walk.hold(Buffer(value, home), spec)
+    for instruction in program.instructions:
         walk.take(instruction)
     return tuple(walk.most[walk.place[stage]] for stage in range(len(plan.stages)))
 
@@ -145,8 +158,8 @@ def allocated(executor: Executor, plan: Plan) -> tuple[Allocated, ...]:
 class _BufferWalk:
     """Tracks the live buffers on each group of devices, by the number of the first stage on it."""
 
-    def __init__(self, executor: Executor, plan: Plan) -> None:
-        self.executor, self.program, self.plan = executor, executor.program, plan
+    def __init__(self, plan: Plan, program: Program, step: StepGraph, executables: Sequence[Executable]) -> None:
+        self.plan, self.program, self.graph, self.executables = plan, program, step.graph, executables
         # Stages on the same devices share one memory, so that their buffers add up.
         self.place = {i: min(stages) for stages in self.plan.stages_together for i in stages}
         self.live: dict[int, dict[Buffer, float]] = {place: {} for place in self.place.values()}
@@ -154,9 +167,13 @@ class _BufferWalk:
 
     def size(self, buffer: Buffer, spec: Spec | None) -> float:
         """Return the bytes per device of a buffer."""
-        value = self.executor.step.graph.values[buffer.value]
+        value = self.graph.values[buffer.value]
         sizes = dict(self.plan.stages[buffer.stage].mesh_shape.axis_sizes)
         return local_bytes(value, spec if spec is not None else replicated(value.rank), sizes)
+
+    def hold(self, buffer: Buffer, spec: Spec | None) -> None:
+        """Let a buffer be alive from now on."""
+        self.live[self.place[buffer.stage]][buffer] = self.size(buffer, spec)
 
     def take(self, instruction: Instruction) -> None:
         """Apply the effect of one instruction."""
@@ -167,9 +184,9 @@ class _BufferWalk:
         elif instruction.kind in (InstructionKind.RUN, InstructionKind.ZEROS):
             self._run(instruction)
         else:
-            live = self.live[self.place[instruction.stage]]
             # What arrives is in memory from now on, and lives until its FREE.
-            live.update({buffer: self.size(buffer, instruction.spec) for buffer in instruction.writes})
+            for buffer in instruction.writes:
+                self.hold(buffer, instruction.spec)
 
     def _run(self, instruction: Instruction) -> None:
         place = self.place[instruction.stage]
@@ -177,7 +194,7 @@ class _BufferWalk:
         ports = (*task.outputs, *task.sums) if instruction.kind == InstructionKind.RUN else task.sums
         written = {b: self.size(b, port.spec) for b, port in zip(instruction.writes, ports, strict=True)}
         if instruction.kind == InstructionKind.RUN:
-            executable = self.executor.executables[instruction.task]
+            executable = self.executables[instruction.task]
             if executable.compiled is None:
                 raise ExecutionError(
                     f"The memory that XLA allocates was asked for, for all stages, but {task.name} of stage "

@@ -1,6 +1,6 @@
 """Go on without workers of a parameter server whose processes have died.
 
-    who          processes that have workers alone, each worker inside one process               `may_be_lost`
+    who          processes that have workers alone, each worker inside one process               `losses_of`
     when         with several updates per step: a synchronous update needs all workers
     loss         the first process sees it (`job.channel`), and begins nothing more of these workers
     push         is awaited before its update begins: a worker may die in the middle of one       `Survival.run`
@@ -18,7 +18,7 @@ import base64
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,7 @@ from alpa_lite.runtime.execute.run_transfers import Result, over_processes
 from alpa_lite.runtime.job.activity import Token
 from alpa_lite.runtime.job.channel import IDLE_SECONDS, Channel
 from alpa_lite.runtime.job.processes import devices_of
+from alpa_lite.runtime.job.shutdown import name_processes
 from alpa_lite.schedule import Schedule
 from alpa_lite.schedule.servers import ServerSchedule
 
@@ -47,13 +48,32 @@ ALL_DIED = (
 )
 
 
-def may_be_lost(schedule: Schedule, processes: Sequence[Sequence[int]]) -> frozenset[int]:
+class Losses(NamedTuple):
+    """The processes without which a step goes on, and a sentence on why it needs others than the first; "" if not."""
+
+    may_be_lost: frozenset[int]
+    why_not: str
+
+
+def losses_of(schedule: Schedule, processes: Sequence[Sequence[int]]) -> Losses:
     """Return the processes without which a step goes on. `processes`: of each stage."""
-    if not isinstance(schedule, ServerSchedule) or not schedule.is_asynchronous or tuple(processes[0]) != (0,):
-        return frozenset()
+    everybody = {process for stage in processes for process in stage}
+    if not isinstance(schedule, ServerSchedule) or not schedule.is_asynchronous:
+        why = f"under {schedule} it needs all of them; use a parameter server with Bounded(delay) or async consistency."
+        return Losses(frozenset(), why if everybody > {0} else "")
+    if tuple(processes[0]) != (0,):
+        why = (
+            f"its servers lie in {name_processes(processes[0])}, and nobody else has their ranges of keys. Ask for at "
+            "most as many servers as the first process has devices."
+        )
+        return Losses(frozenset(), why)
     # A worker on several processes ends with any of them, and the others would have to be ended too.
     shared = {process for stage in processes if len(stage) > 1 for process in stage}
-    return frozenset(process for stage in processes[1:] for process in stage) - shared - {0}
+    why = (
+        f"{name_processes(sorted(shared))} share workers, which end with any one of them. Ask for workers that have "
+        "devices of one process each."
+    )
+    return Losses(frozenset(everybody - shared - {0}), why if shared else "")
 
 
 @dataclass(kw_only=True, eq=False)

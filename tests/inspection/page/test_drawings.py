@@ -10,6 +10,7 @@ from alpa_lite.inspection.page.drawings import (
     cluster_svg,
     kind_class,
     layers_svg,
+    overlaid_svg,
     sharding_kind,
     sharding_words,
     timeline_svg,
@@ -154,3 +155,27 @@ def test_stages_on_the_same_devices_share_a_row(interleaved_plan, pipeline_plan)
 )
 def test_colours_of_tasks(kind, colour):
     assert kind_class(kind) == colour
+
+
+def test_two_timelines_have_one_axis(pipeline_plan):
+    predicted = predicted_timeline(pipeline_plan)
+    spans = [*predicted.bars, *predicted.transfers]
+    later = [replace(bar, start_seconds=2 * bar.start_seconds, end_seconds=2 * bar.end_seconds) for bar in spans]
+    svg = overlaid_svg(spans, later)
+    parse(svg)
+    stages = {bar.stage for bar in spans}
+    assert all(f"{side} {stage}<" in svg for side in ("predicted", "measured") for stage in stages)
+    boxes = [tuple(map(float, found)) for found in re.findall(r'x="([\d.]+)" y="([\d.]+)" width="([\d.]+)"', svg)]
+    assert len(boxes) == 2 * len([bar for bar in spans if bar.end_seconds > bar.start_seconds])
+    rows = sorted({y for _, y, _ in boxes})
+    assert len(rows) == 2 * len(stages)
+    # The slower step fills the axis, and the other one half of it.
+    ends = [max(x + width for x, y, width in boxes if y in rows[side::2]) - 64 for side in (0, 1)]
+    assert ends == pytest.approx([450, 900], abs=1.0)
+
+
+def test_two_long_timelines_are_merged(pipeline_plan):
+    bars = predicted_timeline(pipeline_plan).bars
+    svg = overlaid_svg(bars * 400, bars * 400)
+    parse(svg)
+    assert "<rect" not in svg and svg.count("<path") == len({kind_class(bar.kind) for bar in bars})

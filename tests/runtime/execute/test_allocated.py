@@ -47,6 +47,32 @@ def test_without_donation_there_is_room_for_the_results(devices):
     assert found.output_bytes == pytest.approx(2 * 4 * WIDTH**2, abs=TUPLE_BYTES)
 
 
+def test_state_is_there_before_an_instruction_names_it(devices):
+    """The momentum is read by the update alone, and lies on its devices all the time."""
+
+    def with_momentum(state, x):
+        weights, momentum = state
+        grads = jax.grad(lambda w: jnp.mean((jnp.tanh(x @ w[0]) @ w[1]) ** 2))(weights)
+        momentum = jax.tree.map(lambda m, g: 0.9 * m + g, momentum, grads)
+        return jax.tree.map(lambda w, m: w - 0.1 * m, weights, momentum), momentum
+
+    weights, x = ARGUMENTS
+    # Activations of many samples, so that the peak is in a backward pass and not in the update.
+    many = jax.ShapeDtypeStruct((64 * SAMPLES, WIDTH), x.dtype)
+    planner, count = al.planners.Pipeline(pipeline=2), 2
+    both = [
+        al.parallelize(f, cluster="dgx-1", planner=planner, num_microbatches=count, donate_argnums=0)
+        .trace(arguments, many)
+        .plan()
+        .lower()
+        .compile()
+        .allocated()
+        for f, arguments in ((step, weights), (with_momentum, (weights, weights)))
+    ]
+    for without, found in zip(*both, strict=True):
+        assert found.resident_bytes - without.resident_bytes == 4 * WIDTH**2
+
+
 def test_each_stage_has_its_own(devices):
     pipeline = compiled(al.planners.Pipeline(pipeline=2), 4, donate_argnums=0)
     first, second = pipeline.allocated()

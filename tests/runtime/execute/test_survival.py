@@ -13,7 +13,7 @@ import alpa_lite as al
 from alpa_lite.errors import ExecutionError
 from alpa_lite.plan.instructions import InstructionKind
 from alpa_lite.planners import ParameterServer
-from alpa_lite.runtime.execute.survival import Survival, may_be_lost
+from alpa_lite.runtime.execute.survival import Survival, losses_of
 from alpa_lite.schedule import OneFOneB, ServerSchedule
 from tests.end_to_end import test_parameter_server as served
 
@@ -21,22 +21,25 @@ ASYNCHRONOUS = ServerSchedule(workers=2, consistency="async")
 
 
 @pytest.mark.parametrize(
-    ("schedule", "processes", "expected"),
+    ("schedule", "processes", "expected", "words"),
     [
-        (ASYNCHRONOUS, [[0], [1], [2]], {1, 2}),
-        (ServerSchedule(workers=2, consistency="bounded", delay=1), [[0], [1], [2]], {1, 2}),
-        (ServerSchedule(workers=2), [[0], [1], [2]], set()),
-        (OneFOneB(), [[0], [1], [2]], set()),
+        (ASYNCHRONOUS, [[0], [1], [2]], {1, 2}, ""),
+        (ServerSchedule(workers=2, consistency="bounded", delay=1), [[0], [1], [2]], {1, 2}, ""),
+        (ServerSchedule(workers=2), [[0], [1], [2]], set(), "it needs all of them"),
+        (OneFOneB(), [[0], [1], [2]], set(), "it needs all of them"),
+        (OneFOneB(), [[0], [0]], set(), ""),
         # A worker beside the servers; servers on another process than the first, or on two; a worker on two.
-        (ASYNCHRONOUS, [[0], [0], [1]], {1}),
-        (ASYNCHRONOUS, [[1], [0], [2]], set()),
-        (ASYNCHRONOUS, [[0, 1], [1], [2]], set()),
-        (ASYNCHRONOUS, [[0], [1, 2], [3]], {3}),
-        (ASYNCHRONOUS, [[0], [1, 2], [2]], set()),
+        (ASYNCHRONOUS, [[0], [0], [1]], {1}, ""),
+        (ASYNCHRONOUS, [[1], [0], [2]], set(), "its servers lie in process 1,"),
+        (ASYNCHRONOUS, [[0, 1], [1], [2]], set(), "its servers lie in processes 0, 1,"),
+        (ASYNCHRONOUS, [[0], [1, 2], [3]], {3}, "processes 1, 2 share workers"),
+        (ASYNCHRONOUS, [[0], [1, 2], [2]], set(), "processes 1, 2 share workers"),
     ],
 )
-def test_processes_that_may_be_lost(schedule: Any, processes: Any, expected: set[int]) -> None:
-    assert may_be_lost(schedule, processes) == expected
+def test_processes_that_may_be_lost(schedule: Any, processes: Any, expected: set[int], words: str) -> None:
+    found = losses_of(schedule, processes)
+    assert found.may_be_lost == expected
+    assert words in found.why_not and bool(words) == bool(found.why_not)
 
 
 @pytest.fixture(scope="module")
