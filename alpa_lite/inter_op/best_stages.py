@@ -26,24 +26,19 @@ class PipelinedBatch:
 
     Attributes:
         postponed: the share of the work of a micro-batch that are gradients of weights.
-        others: schedules under which the same stages may run too. What stages take is then the least of all schedules:
-            transfers overlap and stages wait as under the best one for each, which no order is known to beat.
+        least_share: the share of the waiting that an order leaves which is made for the tasks, in the memory of the
+            schedule; 1 where stages run under the schedule itself.
     """
 
     schedule: Schedule
     num_microbatches: int
     postponed: float = 0.0
-    others: Sequence[Schedule] = ()
-
-    @property
-    def overlaps_transfers(self) -> bool:
-        """Whether stages work on other micro-batches during a transfer."""
-        return any(schedule.overlaps_transfers for schedule in (self.schedule, *self.others))
+    least_share: float = 1.0
 
     @property
     def waiting_share(self) -> float:
         """The share of the waiting at the beginning and at the end that is left."""
-        return min(schedule.waiting_share(self.postponed) for schedule in (self.schedule, *self.others))
+        return min(self.least_share, self.schedule.waiting_share(self.postponed))
 
     def in_flight(self, following: int) -> int:
         """Return the number of micro-batches in flight on a stage that `following` stages follow."""

@@ -55,7 +55,7 @@ from alpa_lite.inter_op.stage_costs import StageCosts
 from alpa_lite.inter_op.stage_dp import StageChoice
 from alpa_lite.inter_op.stage_search import StageSearch
 from alpa_lite.inter_op.survey import Profile, Survey
-from alpa_lite.inter_op.surveyed_searches import SurveyedSearches, only_equal
+from alpa_lite.inter_op.surveyed_searches import CLOSE, SurveyedSearches, only_equal
 from alpa_lite.inter_op.what_would_fit import tightest_stage
 from alpa_lite.intra_op.solve import RELATIVE_GAP
 from alpa_lite.plan.plan import Plan
@@ -210,7 +210,7 @@ class JointSearch:
             open_.remove(number)
             try:
                 with self.request.progress.during("stages", f"stages at {number} micro-batches"):
-                    better, plan, excess = self._planned_at(number, searches, at_most, further)
+                    better, plan, excess = self._planned_at(number, searches, at_most * (1 + CLOSE), further)
             except (PlanError, NonAdditiveError, BatchError, TraceError) as error:
                 yield None, Unplanned(number, without_frames(error))
                 continue

@@ -4,8 +4,8 @@
 minimise it.
 
 Cut layers 0..L-1 into stages, give each a submesh and a configuration, and use all devices of each of G groups, D_1 to
-D_G. With t the seconds of one micro-batch in a stage, e those that the first one takes in addition, u those that the stage
-takes once per step (the update), B micro-batches and p stages,
+D_G. With t the seconds of one micro-batch in a stage, e those that the first one takes in addition, u those that the
+stage takes once per step (the update), B micro-batches and p stages,
 
     T*       = min over cuts, submeshes and configurations of  sum of (t + e) + max of ((B-1) * t + u)   `evaluate`
     t        = seconds[i,j,m,c] + inflow[i,n,m]   of layers i..j on submesh m with configuration c,
@@ -112,8 +112,8 @@ class StageTable:
             given = getattr(self, name)
             if given is not None and (given.shape != shape or not bool(np.all(given >= least))):
                 raise PlanError(
-                    f"{name} needs the shape {shape} and at least {least:g} seconds, but an array of shape {given.shape}"
-                    " was given."
+                    f"{name} needs the shape {shape} and at least {least:g} seconds, but an array of shape"
+                    f" {given.shape} was given."
                 )
 
     def _check_inflow(self, shape: tuple[int, int, int]) -> None:
@@ -339,9 +339,7 @@ class _StageDp:
         filling, usable = table.filling_seconds, _usable_kinds(table, devices)
         passing = table.seconds if filling is None else table.seconds + filling / terms.waiting_share
         # In one dtype and memory layout, for which numba compiles each kernel once.
-        seconds, slowest = (
-            np.array(part[:, :, usable], dtype=np.float64, order="C") for part in (passing, bottleneck)
-        )
+        seconds, slowest = (np.array(part[:, :, usable], dtype=np.float64, order="C") for part in (passing, bottleneck))
         following = np.array(table.max_following_stages[:, :, usable], dtype=np.int64, order="C")
         num_choices = 1
         while True:

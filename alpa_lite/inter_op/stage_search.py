@@ -390,23 +390,24 @@ class StageSearch:
         """
         # A forward and a backward task per micro-batch, and one update per step.
         dispatched = (2 + 1 / self.batch.num_microbatches) * dispatch_seconds(self.space.cluster)
-        waits = np.maximum(0, inflow - 0.5 * work) if self.batch.overlaps_transfers else 2 * inflow
+        waits = np.maximum(0, inflow - 0.5 * work) if self.batch.schedule.overlaps_transfers else 2 * inflow
         return np.asarray(dispatched + work + waits)
 
     def _filling(self, seconds: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return what the first micro-batch waits in stages of these seconds beyond what these allow for.
 
-        It waits for all transfers, in both directions, however many of them work on others hides later, and the slowest
-        transfers are not on its whole way.
+        It waits for all transfers, however many of them work on others hides later, and the slowest transfers are not
+        on its whole way. What is postponed to the end is done during transfers back.
         """
-        slowest, mean = (2 * inflow[..., None] for inflow in self.inflows)
+        slowest, mean = (inflow[..., None] for inflow in self.inflows)
+        share = self.batch.waiting_share
         # See `_taking`: nothing is waited for in stages that work for as long as their transfers take.
-        waits = np.maximum(0.0, slowest - seconds) if self.batch.overlaps_transfers else slowest
-        return np.broadcast_to(mean - self.batch.waiting_share * waits, seconds.shape)
+        waits = np.maximum(0.0, 2 * slowest - seconds) if self.batch.schedule.overlaps_transfers else 2 * slowest
+        return np.broadcast_to((1 + share) * mean - share * waits, seconds.shape)
 
     def _waiting_longer(self, slower: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return [layers, kinds, kinds]: how much longer stages wait for slower transfers; see `_taking`."""
-        if not self.batch.overlaps_transfers:
+        if not self.batch.schedule.overlaps_transfers:
             return 2 * slower
         # The table has inflow by first layer and kinds alone: the median stage stands for the work that hides it.
         best = self._guessed.min(axis=-1)

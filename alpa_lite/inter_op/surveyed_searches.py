@@ -24,7 +24,7 @@ from alpa_lite.inter_op.stage_search import PolicyCosts, StageGuesses, StageLimi
 from alpa_lite.inter_op.survey import MEMORY_SLACK, Beyond, Profile, Survey
 from alpa_lite.intra_op.problem import Status
 from alpa_lite.program.ir import wiring_of
-from alpa_lite.program.phases import weight_gradient_ops
+from alpa_lite.program.phases import Phase, weight_gradient_ops
 from alpa_lite.schedule import Schedule
 from alpa_lite.step.layers import Cut, forward_loops, op_flops
 from alpa_lite.step.recomputation import Remat
@@ -125,9 +125,9 @@ class SurveyedSearches:
         # Other schedules hide transfers or wait less, at the cost of memory: they are searched where that may be worth
         # it.
         for schedule in self._other_schedules:
-            # Orders that are made for the tasks of a plan wait as little as any schedule in the same memory.
-            others = self.schedules if schedule.overlaps_transfers else ()
-            other = self.search_for(schedule, number, beyond, others=others)
+            # Orders that are made for the tasks of a plan need room for more micro-batches than 1F1B holds.
+            least = self._forward_share if schedule.overlaps_transfers else 1.0
+            other = self.search_for(schedule, number, beyond, least_share=least)
             if other.best_known().seconds < (1 - CLOSE) * seconds:
                 found.insert(0, other)
         return found
@@ -208,14 +208,20 @@ class SurveyedSearches:
         return max(1.0, solution.cost.loop_seconds * (1 - solution.gap) / float(way.layer_seconds[layers].sum()))
 
     def search_for(
-        self, schedule: Schedule, number: int, beyond: Beyond, *, all_equal: bool = False, others: Sequence[Schedule] = ()
+        self,
+        schedule: Schedule,
+        number: int,
+        beyond: Beyond,
+        *,
+        all_equal: bool = False,
+        least_share: float = 1.0,
     ) -> StageSearch:
-        """Return the stage search for a schedule, or for the best one of it and `others`.
+        """Return the stage search for a schedule.
 
-        `all_equal`: for equal stages alone, even if others are searched.
+        `all_equal`: for equal stages alone, even if others are searched. `least_share`: see `PipelinedBatch`.
         """
         known, natural, survey = self.steps.known, self.steps.natural, self.survey
-        batch, profiles = PipelinedBatch(schedule, number, self._postponed, others), self.profiles.values()
+        batch, profiles = PipelinedBatch(schedule, number, self._postponed, least_share), self.profiles.values()
         size, held = self.size(number), batch.held(known.layers.num_layers)
         # What crosses a boundary is proportional to the samples of a micro-batch.
         scale = known.step.num_microbatches / number
@@ -265,7 +271,20 @@ class SurveyedSearches:
     def _postponed(self) -> float:
         """The share of the work of a micro-batch that no other stage waits for, by its FLOPs."""
         step = self.steps.known.step
+        return self._share_of(weight_gradient_ops(step, [op for op, phase in enumerate(step.phases) if phase.in_loop]))
+
+    @cached_property
+    def _forward_share(self) -> float:
+        """The share of the work of a micro-batch that is its forward pass, by its FLOPs.
+
+        No order of tasks lets the last stage begin before the forward passes of the others.
+        """
+        phases = self.steps.known.step.phases
+        return self._share_of(op for op, phase in enumerate(phases) if phase is Phase.FORWARD)
+
+    def _share_of(self, ops: Iterable[int]) -> float:
+        """Return the share of the work of a micro-batch that some ops of its loop do, by their FLOPs."""
+        step = self.steps.known.step
         flops = op_flops(step)
-        loop = [op for op, phase in enumerate(step.phases) if phase.in_loop]
-        whole = sum(flops[op] for op in loop)
-        return sum(flops[op] for op in weight_gradient_ops(step, loop)) / whole if whole else 0.0
+        whole = sum(flops[op] for op, phase in enumerate(step.phases) if phase.in_loop)
+        return sum(flops[op] for op in ops) / whole if whole else 0.0

@@ -553,30 +553,35 @@ def _sizes(program: Program, plan: Plan, step: StepGraph, resident: Iterable[Buf
         target = step.aliases.get(buffer.value)
         if target is not None and target in replaced and program.homes[target] == (buffer.stage, spec):
             nothing.add(buffer)
-
-    @cache
-    def of_ports(number: int, *, sums_alone: bool) -> list[float]:
-        task = program.tasks[number]
-        ports = task.sums if sums_alone else (*task.outputs, *task.sums)
-        return [of_array(port.value, port.spec, task.stage) for port in ports]
-
-    def of_array(value: int, spec: Spec, stage: int) -> float:
-        return local_bytes(step.graph.values[value], spec, plan.stages[stage].mesh_shape.axis_sizes)
-
-    def written(instruction: Instruction) -> Sequence[float]:
-        kind, stage, spec = instruction.kind, instruction.stage, instruction.spec
-        if kind in (InstructionKind.RUN, InstructionKind.ZEROS):
-            # The same for every micro-batch.
-            return of_ports(instruction.task, sums_alone=kind is InstructionKind.ZEROS)
-        sent = kind is InstructionKind.SEND
-        if spec is None or (sent and plan.stages[instruction.source_stage].submesh == plan.stages[stage].submesh):
-            return ()
-        return [of_array(buffer.value, spec, stage) for buffer in instruction.writes]
-
-    bytes_of: dict[Buffer, float] = {}
+    bytes_of, written = dict[Buffer, float](), _written(program, plan, step)
     for instruction in program.instructions:
         for buffer, size in zip(instruction.writes, written(instruction), strict=False):
             if buffer not in nothing:
                 # The first writer decides, as it does for the allocation in `_held`.
                 bytes_of.setdefault(buffer, size)
     return bytes_of
+
+
+def _written(program: Program, plan: Plan, step: StepGraph) -> Callable[[Instruction], Sequence[float]]:
+    """Return a function of an instruction: the bytes per device of what it writes; () for what is in place already."""
+
+    def of_array(value: int, spec: Spec, stage: int) -> float:
+        return local_bytes(step.graph.values[value], spec, plan.stages[stage].mesh_shape.axis_sizes)
+
+    @cache
+    def of_task(number: int, *, sums_alone: bool) -> list[float]:
+        task = program.tasks[number]
+        ports = task.sums if sums_alone else (*task.outputs, *task.sums)
+        return [of_array(port.value, port.spec, task.stage) for port in ports]
+
+    def written(instruction: Instruction) -> Sequence[float]:
+        kind, stage, spec = instruction.kind, instruction.stage, instruction.spec
+        if kind in (InstructionKind.RUN, InstructionKind.ZEROS):
+            # The same for every micro-batch.
+            return of_task(instruction.task, sums_alone=kind is InstructionKind.ZEROS)
+        sent = kind is InstructionKind.SEND
+        if spec is None or (sent and plan.stages[instruction.source_stage].submesh == plan.stages[stage].submesh):
+            return ()
+        return [of_array(buffer.value, spec, stage) for buffer in instruction.writes]
+
+    return written

@@ -54,8 +54,8 @@ class OpSpan:
     """One op in a task.
 
     start, end    fractions of the task
-    path          the place of the op; of a collective, of the op that reads what it moves, or () at the end of a task; () of
-                  an addition to a sum over micro-batches
+    path          the place of the op; of a collective, of the op that reads what it moves; () of a collective at the
+                  end of a task, and of an addition to a sum over micro-batches
     kind          the kind of a collective; "" for other ops
     """
 
