@@ -60,6 +60,7 @@ class Profile:
     sums_bytes       of the sums of gradients over several micro-batches
     saved_bytes      that the forward pass saves, per sample
     working_bytes    that a layer works with in addition, for `samples` samples
+    forward_share    the share of the forward pass in the seconds of both passes, of all layers together
     """
 
     loop_seconds: FloatArray
@@ -69,6 +70,7 @@ class Profile:
     saved_bytes: FloatArray
     working_bytes: FloatArray
     samples: float
+    forward_share: float = 1 / 3
 
     @staticmethod
     def of(costs: StageCosts) -> Profile:
@@ -84,6 +86,7 @@ class Profile:
             saved_bytes=np.array([cost.activation_bytes for cost in layers]) / size,
             working_bytes=np.array([cost.temporary_bytes for cost in layers]),
             samples=size,
+            forward_share=sum(c.forward_seconds for c in layers) / max(sum(c.loop_seconds for c in layers), 1e-30),
         )
 
     def beats(self, other: Profile) -> bool:

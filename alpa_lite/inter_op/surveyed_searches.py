@@ -24,7 +24,7 @@ from alpa_lite.inter_op.stage_search import PolicyCosts, StageGuesses, StageLimi
 from alpa_lite.inter_op.survey import MEMORY_SLACK, Beyond, Profile, Survey
 from alpa_lite.intra_op.problem import Status
 from alpa_lite.program.ir import wiring_of
-from alpa_lite.program.phases import Phase, weight_gradient_ops
+from alpa_lite.program.phases import weight_gradient_ops
 from alpa_lite.schedule import Schedule
 from alpa_lite.step.layers import Cut, forward_loops, op_flops
 from alpa_lite.step.recomputation import Remat
@@ -268,23 +268,18 @@ class SurveyedSearches:
         return [*alike.values()][1:]
 
     @cached_property
-    def _postponed(self) -> float:
-        """The share of the work of a micro-batch that no other stage waits for, by its FLOPs."""
-        step = self.steps.known.step
-        return self._share_of(weight_gradient_ops(step, [op for op, phase in enumerate(step.phases) if phase.in_loop]))
-
-    @cached_property
     def _forward_share(self) -> float:
-        """The share of the work of a micro-batch that is its forward pass, by its FLOPs.
+        """The least share of the forward pass in the seconds of a micro-batch, under any policy.
 
         No order of tasks lets the last stage begin before the forward passes of the others.
         """
-        phases = self.steps.known.step.phases
-        return self._share_of(op for op, phase in enumerate(phases) if phase is Phase.FORWARD)
+        return min(profile.forward_share for profile in self.profiles.values())
 
-    def _share_of(self, ops: Iterable[int]) -> float:
-        """Return the share of the work of a micro-batch that some ops of its loop do, by their FLOPs."""
+    @cached_property
+    def _postponed(self) -> float:
+        """The share of the work of a micro-batch that no other stage waits for, by its FLOPs."""
         step = self.steps.known.step
         flops = op_flops(step)
-        whole = sum(flops[op] for op, phase in enumerate(step.phases) if phase.in_loop)
-        return sum(flops[op] for op in ops) / whole if whole else 0.0
+        loop = [op for op, phase in enumerate(step.phases) if phase.in_loop]
+        whole = sum(flops[op] for op in loop)
+        return sum(flops[op] for op in weight_gradient_ops(step, loop)) / whole if whole else 0.0
