@@ -24,8 +24,7 @@ SUM = -1
 """The "micro-batch" in the name of an accumulator's buffer: of the first update; that of update u is SUM - u."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Buffer:
+class Buffer(NamedTuple):
     """Name of an array during a step; `microbatch` is None for arrays that exist once per step.
 
     It is the number of the update for what one of several updates makes, and below 0 for accumulators (`SUM`).

@@ -376,8 +376,7 @@ class _ProgramBuilder:
             )
 
     def _fetch_input(self, value: int, spec: Spec, stage: int, microbatch: int | None) -> Buffer:
-        home, home_spec = self.slicer.homes[value], self._home_input_spec(value)
-        index = self._index(value, microbatch)
+        home, index = self.slicer.homes[value], self._index(value, microbatch)
         target = Buffer(value, stage, index)
         if target in self.written:
             return target
@@ -390,7 +389,8 @@ class _ProgramBuilder:
             return target
         source = Buffer(value, home, None)
         if source not in self.written:
-            self._emit(Instruction(kind=InstructionKind.PLACE, stage=home, writes=(source,), spec=home_spec))
+            spec_there = self._home_input_spec(value)
+            self._emit(Instruction(kind=InstructionKind.PLACE, stage=home, writes=(source,), spec=spec_there))
         return self._send(source, target, spec)
 
     def _send(self, source: Buffer, target: Buffer, spec: Spec) -> Buffer:

@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum, auto
+from functools import cache
 
 from alpa_lite.plan.instructions import Buffer, Instruction, InstructionKind, Program, TaskTime
 from alpa_lite.plan.parts import StageCost, TaskRole, TaskRuns, TransferRuns
@@ -31,7 +32,7 @@ from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.pricing import Pricer, dispatch_seconds, link_seconds, local_bytes, transfer_seconds
 from alpa_lite.plan.stacked_cost import at_rest
 from alpa_lite.plan.task_prices import estimate, part_seconds
-from alpa_lite.plan.task_specs import TaskSpec
+from alpa_lite.plan.task_specs import Port, TaskSpec
 from alpa_lite.program.ir import item_bytes
 from alpa_lite.program.phases import StepGraph
 from alpa_lite.sharding.specs import Spec, replicated
@@ -308,8 +309,9 @@ class _StepSimulation:
         # Virtual devices take turns on one processor.
         free = max(self.free) if self.plan.cluster.shared_processor else self.free[row]
         # When it could start if transfers took no time: a later start is exposed communication.
-        could = max([free, self.issue(instruction.stage), *(self.made[b] for b in instruction.reads)])
-        start = max([could, *(self.ready[b] for b in instruction.reads)])
+        reads = instruction.reads
+        could = max(free, self.issue(instruction.stage), max(map(self.made.__getitem__, reads), default=0.0))
+        start = max(could, max(map(self.ready.__getitem__, reads), default=0.0))
         seconds = price.seconds + self.dispatch
         self.free[row] = end = start + seconds
         self.busy[row] += seconds
@@ -456,45 +458,63 @@ def _held(program: Program, plan: Plan, step: StepGraph, clock: _StepSimulation)
     sizes = _sizes(program, plan, step, resident)
     changes: list[list[tuple[float, float]]] = [[] for _ in plan.stages_together]
     last: dict[Buffer, float] = {}
+    arrays = [_TaskArrays.of(task, step) for task in program.tasks]
     # Of state that is updated several times, each version has its own life, and the first one begins with the step.
     given = {Buffer(v, program.homes[v][0]) for v in _versioned(step)}
     following = (*program.instructions[1:], None)  # one item too long for an empty program
     for instruction, after, time in zip(program.instructions, following, clock.times, strict=False):
-        row = clock.row_of[instruction.stage]
-        taken_over = _taken_over(program, step, instruction, after)
+        row, runs, end = clock.row_of[instruction.stage], instruction.kind is InstructionKind.RUN, time.end_seconds
+        freed = after.reads if runs and after is not None and after.kind is InstructionKind.FREE else ()
+        taken_over = _taken_over(arrays[instruction.task], instruction, freed) if freed else frozenset[Buffer]()
         for buffer in instruction.writes:
             # The first writer allocates; later ones, as of a gradient sum, write into the same memory.
-            if buffer not in last:
+            if buffer not in last and buffer not in resident:
                 start = -1.0 if buffer in given else time.start_seconds
-                start = time.end_seconds if buffer in taken_over else start
+                start = end if buffer in taken_over else start
                 changes[clock.row_of[buffer.stage]].append((start, sizes.get(buffer, 0.0)))
         for buffer in (*instruction.reads, *instruction.writes):
-            last[buffer] = max(last.get(buffer, 0.0), time.end_seconds)
-        if instruction.kind == InstructionKind.FREE:
+            # State stays, and much of what a task reads is state.
+            if buffer not in resident and last.get(buffer, 0.0) <= end:
+                last[buffer] = end
+        if instruction.kind is InstructionKind.FREE:
             for buffer in instruction.reads:
-                changes[clock.row_of[buffer.stage]].append((last[buffer], -sizes.get(buffer, 0.0)))
-        if instruction.kind == InstructionKind.RUN:
+                changes[clock.row_of[buffer.stage]].append((last.get(buffer, end), -sizes.get(buffer, 0.0)))
+        if runs:
             work = _work(plan, instruction, program.tasks[instruction.task], sizes)
-            changes[row] += [(time.start_seconds, work), (time.end_seconds, -work)]
+            changes[row] += [(time.start_seconds, work), (end, -work)]
     for buffer, size in resident.items():
         changes[clock.row_of[buffer.stage]].append((-1.0, size))
     # Ends sort before starts at the same time: memory that is freed is available to what begins then.
     return [sorted(each) for each in changes]
 
 
-def _taken_over(
-    program: Program, step: StepGraph, instruction: Instruction, after: Instruction | None
-) -> frozenset[Buffer]:
-    """Return the buffers that a task writes into the memory of inputs of the same form that it is the last to read."""
-    if instruction.kind != InstructionKind.RUN or after is None or after.kind != InstructionKind.FREE:
-        return frozenset()
-    task, values, freed = program.tasks[instruction.task], step.graph.values, frozenset(after.reads)
-    read = zip(instruction.reads, task.inputs, strict=False)
-    # The FREE after a task lists what the task was the last to read.
-    dying = Counter((values[p.value].shape, values[p.value].dtype, p.spec) for b, p in read if b in freed)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TaskArrays:
+    """The forms of a task's inputs and outputs, as numbers: arrays of one shape, dtype and spec have the same."""
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+    @staticmethod
+    def of(task: TaskSpec, step: StepGraph) -> _TaskArrays:
+        values, known = step.graph.values, dict[object, int]()
+
+        def number(port: Port) -> int:
+            form = (values[port.value].shape, values[port.value].dtype, port.spec)
+            return known.setdefault(form, len(known))
+
+        return _TaskArrays(inputs=tuple(map(number, task.inputs)), outputs=tuple(map(number, task.outputs)))
+
+
+def _taken_over(arrays: _TaskArrays, instruction: Instruction, freed: Sequence[Buffer]) -> frozenset[Buffer]:
+    """Return the buffers that a task writes into the memory of inputs of the same form that it is the last to read.
+
+    `freed`: what the FREE after the task lists, which is what the task was the last to read.
+    """
+    last = set(freed)
+    dying = Counter([form for b, form in zip(instruction.reads, arrays.inputs, strict=False) if b in last])
     reused = set[Buffer]()
-    for buffer, port in zip(instruction.writes, task.outputs, strict=False):
-        form = (values[port.value].shape, values[port.value].dtype, port.spec)
+    for buffer, form in zip(instruction.writes, arrays.outputs, strict=False):
         if dying[form]:
             dying[form] -= 1
             reused.add(buffer)
@@ -533,26 +553,35 @@ def _sizes(program: Program, plan: Plan, step: StepGraph, resident: Iterable[Buf
         target = step.aliases.get(buffer.value)
         if target is not None and target in replaced and program.homes[target] == (buffer.stage, spec):
             nothing.add(buffer)
-    bytes_of: dict[Buffer, float] = {}
+    bytes_of, written = dict[Buffer, float](), _written(program, plan, step)
     for instruction in program.instructions:
-        sizes = plan.stages[instruction.stage].mesh_shape.axis_sizes
-        in_place = instruction.kind == InstructionKind.SEND and _same_devices(plan, instruction)
-        for buffer, spec in _written(program, instruction):
-            if buffer not in nothing and not in_place:
+        for buffer, size in zip(instruction.writes, written(instruction), strict=False):
+            if buffer not in nothing:
                 # The first writer decides, as it does for the allocation in `_held`.
-                bytes_of.setdefault(buffer, local_bytes(step.graph.values[buffer.value], spec, sizes))
+                bytes_of.setdefault(buffer, size)
     return bytes_of
 
 
-def _same_devices(plan: Plan, instruction: Instruction) -> bool:
-    stages = (plan.stages[stage] for stage in (instruction.source_stage, instruction.stage))
-    return len({stage.submesh for stage in stages}) == 1
+def _written(program: Program, plan: Plan, step: StepGraph) -> Callable[[Instruction], Sequence[float]]:
+    """Return a function of an instruction: the bytes per device of what it writes; () for what is in place already."""
 
+    def of_array(value: int, spec: Spec, stage: int) -> float:
+        return local_bytes(step.graph.values[value], spec, plan.stages[stage].mesh_shape.axis_sizes)
 
-def _written(program: Program, instruction: Instruction) -> Iterable[tuple[Buffer, Spec]]:
-    """Yield the buffers that an instruction writes, each with its spec."""
-    if instruction.kind in (InstructionKind.RUN, InstructionKind.ZEROS):
-        task = program.tasks[instruction.task]
-        ports = task.sums if instruction.kind == InstructionKind.ZEROS else (*task.outputs, *task.sums)
-        return [(b, p.spec) for b, p in zip(instruction.writes, ports, strict=True)]
-    return [(b, instruction.spec) for b in instruction.writes if instruction.spec is not None]
+    @cache
+    def of_task(number: int, *, sums_alone: bool) -> list[float]:
+        task = program.tasks[number]
+        ports = task.sums if sums_alone else (*task.outputs, *task.sums)
+        return [of_array(port.value, port.spec, task.stage) for port in ports]
+
+    def written(instruction: Instruction) -> Sequence[float]:
+        kind, stage, spec = instruction.kind, instruction.stage, instruction.spec
+        if kind in (InstructionKind.RUN, InstructionKind.ZEROS):
+            # The same for every micro-batch.
+            return of_task(instruction.task, sums_alone=kind is InstructionKind.ZEROS)
+        sent = kind is InstructionKind.SEND
+        if spec is None or (sent and plan.stages[instruction.source_stage].submesh == plan.stages[stage].submesh):
+            return ()
+        return [of_array(buffer.value, spec, stage) for buffer in instruction.writes]
+
+    return written
