@@ -57,7 +57,14 @@ FORMAT = 5
 """Version of the plan file format."""
 
 _LATER = (
-    *("batch", "refusals", "notes", "first_device", "idle_devices", "user_shardings", "host_optimizer", "demands"),
+    "batch",
+    "refusals",
+    "notes",
+    "first_device",
+    "idle_devices",
+    "user_shardings",
+    "host_optimizer",
+    "demands",
 )
 """Fields that were added to this format later, and that old files lack."""
 
@@ -447,9 +454,9 @@ def _numbers(plan: Plan) -> Iterator[str]:
     """Yield the problems of counts and sizes, which must be small enough for lowering to handle."""
     if not plan.stages:
         yield "it has no stage"
-    # A program has tasks for every stage and micro-batch, so that their product is limited.
     if plan.demands is not None:
         yield from plan.demands.problems({path: shape for s in plan.stages for path, shape in s.shapes.items()})
+    # A program has tasks for every stage and micro-batch, so that their product is limited.
     if not 1 <= plan.num_microbatches <= MOST_MICROBATCHES // max(1, len(plan.stages)):
         yield f"it has {plan.num_microbatches} micro-batches in {len(plan.stages)} stages"
     if plan.batch is not None and not all(0 <= dim < _MOST_DIMS for dim in plan.batch.dims.values()):

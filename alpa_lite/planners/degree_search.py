@@ -21,6 +21,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import permutations
 from typing import Any, Literal
 
 from alpa_lite.errors import AlpaLiteError, InfeasibleError, PlanError
@@ -44,11 +45,8 @@ WORTHWHILE = 0.002
 
 _LESS: tuple[Degree, ...] = ("tensor", "pipeline", "context", "replicas", "chunks", "expert")
 _MORE: tuple[Degree, ...] = ("pipeline", "tensor", "replicas", "context")
-_TRADES: tuple[tuple[Degree, Degree], ...] = (
-    ("tensor", "pipeline"),
-    ("pipeline", "tensor"),
-    ("context", "tensor"),
-)
+_TRADED: tuple[Degree, ...] = ("tensor", "pipeline", "context")
+_TRADES = tuple(permutations(_TRADED, 2))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
