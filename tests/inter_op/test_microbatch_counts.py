@@ -85,9 +85,18 @@ def test_beyond_what_was_searched_only_what_is_clearly_better_is_and_at_last() -
     guesses = _guesses({1: 0.8, 2: 0.9, 8: 0.9, 16: 0.95}, {1: 0.93, 2: 0.995, 8: 0.9, 16: 0.999})
     assert next_numbers({1, 2, 16}, guesses.__getitem__, Searched((4, 8), 8, 1.0), 8.0) == [16]
     assert next_numbers({1, 2}, guesses.__getitem__, Searched((4, 8, 16), 8, 1.0), 8.0) == [1]
-    assert next_numbers({1, 2}, guesses.__getitem__, Searched((4, 8, 16), 8, 0.92), 8.0) == []
-    far = guesses | {1: Guess(at_best=0.5, likely=math.inf)}
-    assert next_numbers({1, 2}, far.__getitem__, Searched((4, 8, 16), 8, 0.92), 8.0) == [1]
+    # What is likely no better may be at best.
+    assert next_numbers({1, 2}, guesses.__getitem__, Searched((4, 8, 16), 8, 0.92), 8.0) == [1, 2]
+    assert next_numbers({1, 2}, guesses.__getitem__, Searched((4, 8, 16), 8, 0.85), 8.0) == [1]
+    assert next_numbers({1, 2}, guesses.__getitem__, Searched((4, 8, 16), 8, 0.75), 8.0) == []
+
+
+def test_where_none_likely_fits_the_largest_of_about_the_best_numbers_comes_first() -> None:
+    at_best = {64: 1.0, 128: 1.05, 256: 1.09, 512: 1.2}
+    guesses = {number: Guess(at_best=seconds, likely=math.inf) for number, seconds in at_best.items()}
+    assert next_numbers(guesses.keys(), guesses.__getitem__, Searched(), 8.0) == [256, 128, 64, 512]
+    likely = guesses | {512: Guess(at_best=1.2, likely=1.3)}
+    assert next_numbers(likely.keys(), likely.__getitem__, Searched(), 8.0)[0] == 512
 
 
 def test_the_whole_batch_is_searched_last_whatever_its_guess() -> None:
