@@ -33,6 +33,9 @@ CLOSE = 0.02
 """Relative excess by the stage DP up to which the stages of a number may be faster under their best schedule."""
 
 
+LEAST_SHARE = 0.05
+"""The least share of the waiting of 1F1B that an order is expected to leave."""
+
 _ROUNDING = 1e-6
 
 
@@ -273,7 +276,8 @@ class SurveyedSearches:
 
         No order of tasks lets the last stage begin before the forward passes of the others.
         """
-        return min(profile.forward_share for profile in self.profiles.values())
+        # The stage DP divides by it, and a step may have no work at all.
+        return max(LEAST_SHARE, min(profile.forward_share for profile in self.profiles.values()))
 
     @cached_property
     def _postponed(self) -> float:
