@@ -24,7 +24,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum, auto
-from functools import cache
 
 from alpa_lite.plan.instructions import Buffer, Instruction, InstructionKind, Program, TaskTime
 from alpa_lite.plan.parts import StageCost, TaskRole, TaskRuns, TransferRuns
@@ -568,17 +567,14 @@ def _written(program: Program, plan: Plan, step: StepGraph) -> Callable[[Instruc
     def of_array(value: int, spec: Spec, stage: int) -> float:
         return local_bytes(step.graph.values[value], spec, plan.stages[stage].mesh_shape.axis_sizes)
 
-    @cache
-    def of_task(number: int, *, sums_alone: bool) -> list[float]:
-        task = program.tasks[number]
-        ports = task.sums if sums_alone else (*task.outputs, *task.sums)
-        return [of_array(port.value, port.spec, task.stage) for port in ports]
+    # The same for every micro-batch.
+    of_tasks = [[of_array(p.value, p.spec, task.stage) for p in (*task.outputs, *task.sums)] for task in program.tasks]
 
     def written(instruction: Instruction) -> Sequence[float]:
         kind, stage, spec = instruction.kind, instruction.stage, instruction.spec
         if kind in (InstructionKind.RUN, InstructionKind.ZEROS):
-            # The same for every micro-batch.
-            return of_task(instruction.task, sums_alone=kind is InstructionKind.ZEROS)
+            made = 0 if kind is InstructionKind.RUN else len(program.tasks[instruction.task].outputs)
+            return of_tasks[instruction.task][made:]
         sent = kind is InstructionKind.SEND
         if spec is None or (sent and plan.stages[instruction.source_stage].submesh == plan.stages[stage].submesh):
             return ()
