@@ -117,9 +117,9 @@ def measure(
 
 
 def planner_of(case: AnyCase, *, manual: bool) -> Auto:
-    """Return the search for a case, with or without manual plans beside it."""
+    """Return the search for a case, with or without manual plans and those on the host beside it."""
     planner = case.planner if isinstance(case, LargeModel) else Auto()
-    return planner if manual else replace(planner, manual=())
+    return planner if manual else replace(planner, manual=(), host_memory=False)
 
 
 def _peak_rss_bytes() -> int:
