@@ -127,11 +127,9 @@ def refined(
 
     first, *others = sorted(found, key=lambda way: way.seconds)
     best = refine(first)
-    for other in others:
-        # A better order may overtake up to what the stage DP expects of the best one, chunks up to no bubble at all.
-        chunked = best.schedule.stages_per_processor > 1
-        least = other.seconds * (1 - other.estimate.bubble_fraction) if chunked else other.sum_seconds
-        if least < best.seconds:
+    # Chunks shorten the bubble, so that a plan with a longer one may overtake; without any bubble it has to be faster.
+    for other in others if best.schedule.stages_per_processor > 1 else ():
+        if other.seconds * (1 - other.estimate.bubble_fraction) < best.seconds:
             best = min(best, refine(other), key=lambda way: way.seconds)
     return best
 
