@@ -23,7 +23,7 @@ from alpa_lite.inter_op.survey import Profile, Survey
 from alpa_lite.inter_op.workers import Likely, Workers
 from alpa_lite.intra_op.solve import RELATIVE_GAP
 from alpa_lite.plan.progress import Progress
-from alpa_lite.schedule import OneFOneB
+from alpa_lite.schedule import EagerOneFOneB, OneFOneB
 from alpa_lite.step.clustering import make_layers
 from cost_models.cluster import with_memory
 from cost_models.composed import ComposedCostModel
@@ -60,6 +60,8 @@ def _search(
     num_stages: int | None = None,
     workers: Workers | None = None,
     overlap: bool = True,
+    batch: PipelinedBatch = PipelinedBatch(OneFOneB(), NUMBER),
+    inflows: tuple[float, float] = (1e-5, 1e-5),
 ) -> StageSearch:
     costs = _costs(memory_bytes, solved, workers, overlap=overlap)
     survey = _survey(costs)
@@ -69,13 +71,12 @@ def _search(
     guesses = StageGuesses(
         layer_seconds=seconds[None],
         layer_updates=updates[None],
-        inflows=Inflows(*[np.full((LAYERS, LAYERS, len(space.kinds)), 1e-5)] * 2),
+        inflows=Inflows(*(np.full((LAYERS, LAYERS, len(space.kinds)), seconds) for seconds in inflows)),
         slower_seconds=np.zeros((LAYERS, len(space.kinds), len(space.kinds))),
         following=profile.holds(space, BATCH / NUMBER, NUMBER, held)[None] - 1,
         roomy=survey.holds(BATCH / NUMBER, NUMBER, held)[None] - 1,
         worthwhile=space.worthwhile(profile.shares),
     )
-    batch = PipelinedBatch(OneFOneB(), NUMBER)
     return StageSearch(PolicyCosts(any_number=costs), batch, space, guesses, StageLimits(num_stages=num_stages))
 
 
@@ -272,3 +273,18 @@ def test_a_search_ends_where_solvers_find_no_bound_in_time(monkeypatch: pytest.M
 
     monkeypatch.setattr(StageCosts, "answer", unbounded)
     assert again.run().seconds == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("least_share", [1.0, 0.25])
+def test_the_first_micro_batch_waits_for_transfers_that_are_hidden_later(least_share: float) -> None:
+    """A quarter of each stage's work, forward, before the last one begins; then no stage waits for what work hides."""
+    batch, mean = PipelinedBatch(EagerOneFOneB(), NUMBER, least_share=least_share), 4e-5
+    search = _search(1e12, [], num_stages=2, batch=batch, inflows=(5e-5, mean))
+    found = search.run()
+    entries = [(s.first_layer, s.last_layer, s.submesh, s.configuration) for s in found.stages]
+    works = [search.solution(*entry).cost for entry in entries]
+    dispatched = [search.states.seconds[e] - work.loop_seconds for e, work in zip(entries, works, strict=True)]
+    assert len(works) == 2 and dispatched == pytest.approx([0.0, 0.0], abs=1e-12), "work hides the transfers"
+    first = sum(least_share * work.loop_seconds + (1 + least_share) * mean for work in works)
+    others = max((NUMBER - least_share) * work.loop_seconds + work.update_seconds for work in works)
+    assert found.seconds == pytest.approx(first + others + search.space.cluster.skew_seconds)
