@@ -31,6 +31,7 @@ from cost_models.hardware import Backend
 from tests.inter_op.test_stage_costs import chain_step
 
 WIDTH, BATCH, LAYERS, NUMBER = 1024, 4096, 4, 8
+BATCH_OF_1F1B = PipelinedBatch(OneFOneB(), NUMBER)
 
 
 def _costs(
@@ -60,7 +61,7 @@ def _search(
     num_stages: int | None = None,
     workers: Workers | None = None,
     overlap: bool = True,
-    batch: PipelinedBatch = PipelinedBatch(OneFOneB(), NUMBER),
+    batch: PipelinedBatch = BATCH_OF_1F1B,
     inflows: tuple[float, float] = (1e-5, 1e-5),
 ) -> StageSearch:
     costs = _costs(memory_bytes, solved, workers, overlap=overlap)
