@@ -90,7 +90,7 @@ class JointSearch:
 
     Attributes:
         schedules: schedules of pipelines. Stages are searched for the first, which needs the least memory, and for the
-            best order that any of them allows, where that may be faster; then all of them are tried.
+            others that hide transfers or wait less, where these may be faster; then all of them are tried.
         space: submeshes and logical meshes that stages may take.
         name: name of the plans.
         steps: stage costs of the step.

@@ -108,13 +108,16 @@ class StageTable:
                 f" cluster), but {self.submesh_groups} was given."
             )
         self._check_inflow((shape[0], kinds, kinds))
-        for name, least in (("update_seconds", 0.0), ("filling_seconds", -np.inf)):
-            given = getattr(self, name)
-            if given is not None and (given.shape != shape or not bool(np.all(given >= least))):
-                raise PlanError(
-                    f"{name} needs the shape {shape} and at least {least:g} seconds, but an array of shape"
-                    f" {given.shape} was given."
-                )
+        update, filling = self.update_seconds, self.filling_seconds
+        if update is not None and (update.shape != shape or not bool(np.all(update >= 0))):
+            raise PlanError(
+                f"update_seconds needs the shape {shape} and at least 0 seconds, but an array of shape {update.shape}"
+                " was given."
+            )
+        if filling is not None and (filling.shape != shape or bool(np.isnan(filling).any())):
+            raise PlanError(
+                f"filling_seconds needs the shape {shape} and numbers, but an array of shape {filling.shape} was given."
+            )
 
     def _check_inflow(self, shape: tuple[int, int, int]) -> None:
         inflow = self.inflow_seconds

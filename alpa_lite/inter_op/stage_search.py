@@ -396,8 +396,8 @@ class StageSearch:
     def _filling(self, seconds: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return what the first micro-batch waits in stages of these seconds beyond what these allow for.
 
-        It waits for all transfers, however many of them work on others hides later, and the slowest transfers are not
-        on its whole way. What is postponed to the end is done during transfers back.
+        It waits for all transfers, also for those that work on other micro-batches hides later, but most of them are
+        not the slowest. What is postponed to the end is done during transfers back.
         """
         slowest, mean = (inflow[..., None] for inflow in self.inflows)
         share = self.batch.waiting_share

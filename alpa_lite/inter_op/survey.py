@@ -70,7 +70,7 @@ class Profile:
     saved_bytes: FloatArray
     working_bytes: FloatArray
     samples: float
-    forward_share: float = 1 / 3
+    forward_share: float
 
     @staticmethod
     def of(costs: StageCosts) -> Profile:

@@ -30,8 +30,7 @@ from alpa_lite.step.layers import Cut, forward_loops, op_flops
 from alpa_lite.step.recomputation import Remat
 
 CLOSE = 0.02
-"""Relative excess by the stage DP up to which the stages of a number may be faster under their best schedule."""
-
+"""Relative difference by the stage DP below which stages may turn out faster or slower as they are simulated."""
 
 LEAST_SHARE = 0.05
 """The least share of the waiting of 1F1B that an order is expected to leave."""
