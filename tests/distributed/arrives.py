@@ -15,7 +15,8 @@ from typing import Any
 
 import alpa_lite as al
 
-al.initialize()
+# Less than the test waits for, so that a job that hangs says where.
+al.initialize(hang_timeout_seconds=180)
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402

@@ -38,15 +38,20 @@ def run(processes: int, devices: int, *program: str, timeout: float = 540, **var
         "XLA_FLAGS": "--xla_backend_optimization_level=0",
         **variables,
     }
-    return subprocess.run(
-        [*command, "--devices-per-process", str(devices), *program],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
+    try:
+        return subprocess.run(
+            [*command, "--devices-per-process", str(devices), *program],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as late:
+        # Its text leaves out most of what the processes wrote, which says how far they came.
+        written = b"\n".join(part for part in (late.stdout, late.stderr) if part)
+        raise AssertionError(f"not over after {timeout:.0f} s:\n{written.decode()[-8000:]}") from None
 
 
 def answers(done: Any) -> dict[int, list[Any]]:
