@@ -36,6 +36,7 @@ from alpa_lite.inter_op.assembly import StagedStep, assembled, bytes_over, too_l
 from alpa_lite.inter_op.best_stages import PipelinedBatch
 from alpa_lite.inter_op.boundaries import inflows, slower_inflows
 from alpa_lite.inter_op.microbatch_counts import (
+    ABOUT,
     MAX_IN_VAIN,
     MAX_SEARCHED,
     NEAR,
@@ -197,25 +198,35 @@ class JointSearch:
         searched: Searched = Searched(at_most=self.at_most)
         known: dict[int, Guess] = self._tried(searches, guesses)
         open_, at_most, solved_at = set(guesses), self.at_most, self._batch / searches.survey.first_size
+        left_at = dict[int, float]()
 
         def guess(number: int) -> Guess:
             if number not in known:
                 known[number] = searches.guess_at(number)
-            return known[number]
+            return known[number].no_less_than(left_at.get(number, 0.0))
 
         while ways := numbers_left(open_, guess, searched, solved_at) or self._not_excluded(open_, at_most):
             # A later number takes half the work, as some stages are known.
             further = min(max(0, MAX_IN_VAIN - searched.in_vain), len(ways)) / 2
             number = ways[0]
             open_.remove(number)
+            limit = at_most * (1 + CLOSE)
+            if searched.best is None and guess(number).likely < math.inf:
+                # While nothing is found, a number is left for another one that is clearly better by then.
+                limit = min([limit, *((1 + ABOUT) * guess(other).likely for other in open_)])
             try:
                 with self.request.progress.during("stages", f"stages at {number} micro-batches"):
-                    better, plan, excess = self._planned_at(number, searches, at_most * (1 + CLOSE), further)
+                    better, plan, excess, reached = self._planned_at(number, searches, limit, further)
             except (PlanError, NonAdditiveError, BatchError, TraceError) as error:
                 yield None, Unplanned(number, without_frames(error))
                 continue
             # What was learned holds for larger micro-batches too: the guesses at these are outdated.
             searches = searches.having_seen(number, excess)
+            if better is None and limit <= reached < at_most * (1 + CLOSE):
+                open_.add(number)
+                left_at[number] = reached
+                known = {n: other for n, other in known.items() if n > number}
+                continue
             if isinstance(better, InfeasibleError):
                 yield None, Unplanned(number, without_frames(better))
                 continue
@@ -244,20 +255,20 @@ class JointSearch:
 
     def _planned_at(
         self, number: int, searches: SurveyedSearches, at_most: float, further: float
-    ) -> tuple[Found | InfeasibleError | None, Plan | Unplanned | None, NDArray[np.float64]]:
+    ) -> tuple[Found | InfeasibleError | None, Plan | Unplanned | None, NDArray[np.float64], float]:
         """Return what `_best_at` does, with the plan of the stages or why there is none.
 
         Arrays on the way between stages may need more memory than any sharding leaves: then fewer stages are tried.
         """
         most: int | None = None
         while True:
-            better, excess = self._best_at(number, searches, at_most, further, max_stages=most)
+            better, excess, reached = self._best_at(number, searches, at_most, further, max_stages=most)
             if not isinstance(better, Found):
-                return better, None, excess
+                return better, None, excess, reached
             plan = self._plan(better)
             most = len(better.stages) - 1
             if isinstance(plan, Plan) or self.num_stages is not None or not most:
-                return better, plan, excess
+                return better, plan, excess, reached
 
     def _tried(self, searches: SurveyedSearches, guesses: Mapping[int, Guess]) -> dict[int, Guess]:
         """Return the guesses, where those that memory alone makes unlikely are replaced by what a rough solution takes.
@@ -444,17 +455,18 @@ class JointSearch:
 
     def _best_at(
         self, number: int, searches: SurveyedSearches, at_most: float, further: float, *, max_stages: int | None
-    ) -> tuple[Found | InfeasibleError | None, NDArray[np.float64]]:
-        """Return the best stages for a number of micro-batches by the stage DP, and what the last search learned
-        (`StageSearch.excess`).
+    ) -> tuple[Found | InfeasibleError | None, NDArray[np.float64], float]:
+        """Return the best stages for a number of micro-batches by the stage DP, what the last search learned
+        (`StageSearch.excess`), and the seconds by the DP of the best stages that it left unsolved.
 
         `further`: how many searches of this size are still to follow. None instead of stages if they take at least
         `at_most` seconds, and an error if nothing fits.
         """
-        best, fits, refused, of_schedules = None, False, None, searches.at(number)
+        best, fits, refused, of_schedules, reached = None, False, None, searches.at(number), math.inf
         for search in of_schedules:
             choice = search.run(at_most, further=further, max_stages=max_stages)
-            fits |= bool(choice.stages) and choice.seconds >= at_most
+            if choice.stages and choice.seconds >= at_most:
+                fits, reached = True, min(reached, choice.seconds)
             # The DP is a little too low, and more so for more stages, which exchange more: fewer may be faster.
             while choice.stages and choice.seconds < at_most:
                 try:
@@ -472,7 +484,7 @@ class JointSearch:
                 choice = search.run(at_most, further=further, max_stages=fewer)
         if not fits:
             best = refused or InfeasibleError(f"No plan fits into memory at num_microbatches={number}.")
-        return best, of_schedules[-1].excess()
+        return best, of_schedules[-1].excess(), reached
 
     def _priced(self, steps: StageCostCache, search: StageSearch, choice: StageChoice) -> Found:
         """Return the stages of a choice under the fastest schedule that their memory allows."""

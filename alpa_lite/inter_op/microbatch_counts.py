@@ -69,6 +69,10 @@ class Guess:
     at_best: float
     likely: float
 
+    def no_less_than(self, seconds: float) -> Guess:
+        """Return the guess with what a search has found that it takes at least."""
+        return Guess(at_best=max(self.at_best, seconds), likely=max(self.likely, seconds))
+
 
 @dataclass(frozen=True, slots=True)
 class Searched:
