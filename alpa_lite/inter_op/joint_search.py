@@ -210,10 +210,8 @@ class JointSearch:
             further = min(max(0, MAX_IN_VAIN - searched.in_vain), len(ways)) / 2
             number = ways[0]
             open_.remove(number)
-            limit = at_most * (1 + CLOSE)
-            if searched.best is None and guess(number).likely < math.inf:
-                # While nothing is found, a number is left for another one that is clearly better by then.
-                limit = min([limit, *((1 + ABOUT) * guess(other).likely for other in open_)])
+            others = [] if at_most < math.inf else [guess(n) for n in open_]
+            limit = _limit(at_most, guess(number), others)
             try:
                 with self.request.progress.during("stages", f"stages at {number} micro-batches"):
                     better, plan, excess, reached = self._planned_at(number, searches, limit, further)
@@ -222,7 +220,7 @@ class JointSearch:
                 continue
             # What was learned holds for larger micro-batches too: the guesses at these are outdated.
             searches = searches.having_seen(number, excess)
-            if better is None and limit <= reached < at_most * (1 + CLOSE):
+            if better is None and limit <= reached < _limit(at_most):
                 open_.add(number)
                 left_at[number] = reached
                 known = {n: other for n, other in known.items() if n > number}
@@ -520,3 +518,13 @@ class JointSearch:
             place = StagePlace(first, last, submesh, mesh)
             stages.append(place.with_solution(costs.solution(place, in_flight=configurations[number].in_flight)))
         return costs, stages
+
+
+def _limit(at_most: float, guess: Guess | None = None, others: Iterable[Guess] = ()) -> float:
+    """Return the seconds by the stage DP at which a search ends that is to find less than `at_most` seconds.
+
+    While nothing is found, a number of micro-batches of this guess is left for others that are clearly better by then.
+    """
+    if guess is None or guess.likely == math.inf:
+        others = ()
+    return min([at_most * (1 + CLOSE), *((1 + ABOUT) * other.likely for other in others)])

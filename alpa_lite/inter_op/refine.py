@@ -1,6 +1,6 @@
 """Refine the stages of the search: solve them closer to the best, and run them under other schedules.
 
-polish      each stage again, to a smaller gap, within a time limit                              `polished`
+polish      the slowest stages again, to a smaller gap, within a time limit                      `polished`
 schedules   the same stages under each schedule that their memory allows                         `rescheduled`
 even        the layers cut anew into as many equal parts                                         `_evened`
 chunks      the layers in several times as many parts, dealt out over the same submeshes         `dealt_out`
@@ -18,6 +18,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
 
 from alpa_lite.errors import InfeasibleError, PlanError
 from alpa_lite.inter_op.assembly import ROUNDING, StagedStep, StepEstimate, estimate, inflows_between
@@ -42,6 +45,7 @@ from alpa_lite.schedule import (
     processors_of,
     splits_backward,
 )
+from alpa_lite.schedule.clock import simulate
 from alpa_lite.sharding.specs import Spec
 from alpa_lite.step.layers import Cut
 from alpa_lite.step.recomputation import Remat
@@ -166,16 +170,48 @@ def _in_chunks(request: PlanRequest, plain: Found, best: Found, steps: StageCost
         bubble = last.estimate.bubble_fraction
         if bubble <= BUBBLE or last.seconds * (1 - bubble / 2) >= best.seconds:
             break
-        found = dealt_out(request, plain, steps, Interleaved1F1B(num_chunks=chunks))
+        found = _faster_in_chunks(request, plain, best, steps, Interleaved1F1B(num_chunks=chunks))
         # More chunks send more often and hold more memory: if these are no better, neither are more.
-        if found is None or found.seconds >= best.seconds:
+        if found is None:
             break
         best = last = found
     for schedule in THERE_AND_BACK:
         if best.estimate.bubble_fraction > BUBBLE:
-            found = dealt_out(request, plain, steps, schedule)
-            best = best if found is None else min(best, found, key=lambda way: way.seconds)
+            best = _faster_in_chunks(request, plain, best, steps, schedule) or best
     return best
+
+
+def _faster_in_chunks(
+    request: PlanRequest, plain: Found, best: Found, steps: StageCostCache, schedule: Schedule
+) -> Found | None:
+    """Return stages in the chunks of a schedule, or None if they are not faster than `best`."""
+    parts, num_microbatches = len(plain.stages), plain.costs.step.num_microbatches
+    chunks = parts * schedule.stages_per_processor
+    try:
+        tasks = schedule.tasks(chunks, num_microbatches)
+    except PlanError:  # it may run other numbers of micro-batches
+        return None
+    # Chunks are solved only if equal shares of the stages, and the least transfers between these, would be faster.
+    in_two = any(map(splits_backward, tasks))
+    costs = [plain.costs.in_two_parts(stage, stage.solution, in_two=in_two).cost for stage in plain.stages]
+    least = min(inflows_between(request, plain.costs.step, plain.costs.layers, plain.stages))
+    homes = [schedule.processor_of(chunk, chunks) for chunk in range(chunks)]
+
+    def shares(of_stages: Sequence[float]) -> list[float]:
+        return [of_stages[home] / schedule.stages_per_processor for home in homes]
+
+    timeline = simulate(
+        tasks,
+        shares([cost.forward_seconds for cost in costs]),
+        shares([cost.backward_seconds for cost in costs]),
+        weight_seconds=shares([cost.weight_seconds for cost in costs]),
+        transfer_seconds=[least if a != b else 0.0 for a, b in pairwise(homes)],
+        dispatch_seconds=dispatch_seconds(request.cluster),
+    )
+    if timeline.makespan_seconds >= best.seconds:
+        return None
+    found = dealt_out(request, plain, steps, schedule)
+    return found if found is not None and found.seconds < best.seconds else None
 
 
 def _reordered(request: PlanRequest, best: Found) -> Found:
@@ -196,6 +232,9 @@ def _reordered(request: PlanRequest, best: Found) -> Found:
             transfer=transfer,
             processors=tuple(best.schedule.processor_of(stage, count) for stage in range(count)),
         )
+        # An order that is hardly shorter is not worth a schedule without a formula.
+        if order.least_seconds(count, num_microbatches) >= best.seconds * (1 - WORTH):
+            continue
         # Without room for any number of micro-batches, as many as the plan holds so far.
         for most in ((), tuple(peak_in_flight(tasks) for tasks in lists)):
             limited = replace(order, most_held=most)
@@ -203,25 +242,25 @@ def _reordered(request: PlanRequest, best: Found) -> Found:
                 other = Found.of(request, costs, best.stages, limited)
                 found = min(found, replace(other, sum_seconds=best.sum_seconds), key=lambda way: way.seconds)
                 break
-    # An order that is hardly shorter is not worth a schedule without a formula.
     return found if found.seconds < best.seconds * (1 - WORTH) else best
 
 
 def polished(request: PlanRequest, found: Found) -> Found:
-    """Solve stages again to a smaller gap, and use the results that are faster; the form of stacked arguments stays."""
+    """Solve the slowest stages again to a smaller gap, and use what is faster; the form of stacked arguments stays."""
     # Otherwise equally good forms could appear that stages do not share, and rows would move between steps.
     pins = {v: spec for stage in found.stages for v, spec in forms_given(found.costs, stage).items()}
     costs = found.costs.with_pins({**found.costs.constraints.pins, **pins})
-    gap, seconds = (ALONE_GAP, ALONE_SECONDS) if len(found.stages) == 1 else (RELATIVE_GAP, POLISH_SECONDS)
-    costs = costs.solved_with(replace(costs.effort, relative_gap=gap, time_limit_seconds=seconds))
-    stages: list[PlacedStage] = []
-    # The last first: what is best with the fewest micro-batches in flight is so with more, where it fits.
-    for stage, held in reversed([*zip(found.stages, found.in_flight, strict=True)]):
-        solution, count = costs.fastest(stage, in_flight=held), costs.step.num_microbatches
-        before, after = (each.cost.step_seconds(count) for each in (stage.solution, solution))
-        better = solution.choice is not None and after < before
-        stages.append(replace(stage, solution=solution) if better else stage)
-    stages.reverse()
+    gap, limit = (ALONE_GAP, ALONE_SECONDS) if len(found.stages) == 1 else (RELATIVE_GAP, POLISH_SECONDS)
+    costs = costs.solved_with(replace(costs.effort, relative_gap=gap, time_limit_seconds=limit))
+    stages, count, done = [*found.stages], costs.step.num_microbatches, set[int]()
+    taken = [stage.solution.cost.step_seconds(count) for stage in stages]
+    # The others wait for the slowest one: once that is solved closely, they hardly matter.
+    while (slowest := int(np.argmax(taken))) not in done:
+        solution = costs.fastest(stages[slowest], in_flight=found.in_flight[slowest])
+        seconds = solution.cost.step_seconds(count)
+        if solution.choice is not None and seconds < taken[slowest]:
+            stages[slowest], taken[slowest] = replace(stages[slowest], solution=solution), seconds
+        done.add(slowest)
     # Stages that are faster alone may need slower transfers, or more memory than this schedule leaves.
     again = Found.of(request, found.costs, stages, found.schedule)
     better = again.seconds < found.seconds and fits(found.costs, again.stages, found.schedule)

@@ -12,7 +12,7 @@ later would leave a gap in which this task fits. Only forward passes, which take
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import final
@@ -91,6 +91,10 @@ class Synthesised(Schedule):
         """Return seconds that no order of these tasks can go below."""
         return _synthesised(self._work(num_stages, num_microbatches)).bound
 
+    def least_seconds(self, num_stages: int, num_microbatches: int) -> float:
+        """Return the part of `bound` that needs no order: no stage works less, or begins earlier."""
+        return min(map(least_seconds, _works(self._work(num_stages, num_microbatches))))
+
     def _work(self, num_stages: int, num_microbatches: int) -> Workload:
         count = self.num_processors(num_stages)
         weight = self.weight or ((1.0,) * num_stages if not self.backward else ())
@@ -122,8 +126,7 @@ class _Order:
 @memoized(entries=32)
 def _synthesised(work: Workload) -> _Order:
     """Return the shortest order that is found; of equally short ones the first, with whole backward passes if any."""
-    whole = replace(work, times=replace(work.times, weight=()))
-    works = dict.fromkeys((whole, work))
+    works = _works(work)
     found = [list_scheduled(each) for each in works]
     found += [lists for lists in _listed(work) if _fits(lists, work)]
     ranked = [(_seconds(lists, work), number) for number, lists in enumerate(found)]
@@ -137,6 +140,11 @@ def _synthesised(work: Workload) -> _Order:
                 best, seconds = lists, taken
         bound = max(bound, min(each.bound for each in exact))
     return _Order(lists=best, seconds=seconds, bound=min(bound, seconds))
+
+
+def _works(work: Workload) -> Sequence[Workload]:
+    """Return the work with whole backward passes, and as it is."""
+    return [*dict.fromkeys((replace(work, times=replace(work.times, weight=())), work))]
 
 
 def _listed(work: Workload) -> Iterator[TaskLists]:
