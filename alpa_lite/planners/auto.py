@@ -231,7 +231,8 @@ class Auto(Planner):
         # A plan on the host is taken only if it is faster than counts as equal (`_simplest`).
         if self.host_memory or (1 + AS_FAST) * least_seconds_on_host(request) < fastest:
             if self.remat == "auto":
-                yield from plans_on_host(request, thorough=bool(self.host_memory))
+                at_most = math.inf if self.host_memory else fastest
+                yield from plans_on_host(request, thorough=bool(self.host_memory), at_most=at_most)
             else:
                 yield from plans_that_fit((replace(ON_HOST, remat=self.remat),), request)
 

@@ -190,6 +190,14 @@ class Karma(Planner):
         best = min(plans, key=lambda plan: plan.prediction.step_seconds)
         return replace(best, cluster=request.cluster)
 
+    def seconds_of_blocks(self, request: PlanRequest) -> float:
+        """Return what the passes of a step take by the blocks alone, with more memory than these have.
+
+        Infinite if they do not fit even so. It takes a fraction of the time of `plan`.
+        """
+        check_host_memory(self.name, request.cluster)
+        return _Blocks(self, replace(request, cluster=self._limited(request.cluster)), False).least_seconds()
+
     def _limited(self, cluster: Cluster) -> Cluster:
         return cluster if self.memory_bytes is None else with_memory_limit(cluster, self.memory_bytes)
 
@@ -239,6 +247,15 @@ class _Blocks:
             f"{self.planner.name} does not fit: with every block recomputed a device needs {show_bytes(needed)} at "
             f"{show_count(microbatches, 'micro-batch')}. Use more micro-batches, zero=3, or host_optimizer=True."
         )
+
+    def least_seconds(self) -> float:
+        """Return the seconds of both passes of all micro-batches by the model of this module, with ample memory."""
+        room, rate = self._costs((Remat.NONE,) * self.cut.layers.num_layers).room_bytes(self.submesh), self._rate()
+        choices = best_choices(self.blocks, _PARTS[0] * room, rate)
+        if choices is None:
+            return math.inf
+        chosen = [options[choice] for options, choice in zip(self.blocks, choices, strict=True)]
+        return self.cut.step.num_microbatches * time_and_peak(chosen, rate).seconds
 
     def _rate(self) -> float:
         host = self.request.cluster.host_memory

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Hashable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
@@ -78,15 +79,25 @@ def plans_that_fit(planners: Sequence[Planner], request: PlanRequest) -> Iterato
         yield next(_from_the_fewest(planner, request))
 
 
-def plans_on_host(request: PlanRequest, *, thorough: bool) -> Iterator[Plan | NoPlan]:
+def plans_on_host(request: PlanRequest, *, thorough: bool, at_most: float = math.inf) -> Iterator[Plan | NoPlan]:
     """Yield plans whose arrays wait on the host: `ON_HOST`, and KARMA's with the micro-batches that fit there.
 
     `thorough`: whether KARMA's are made with more micro-batches too, as long as these are faster: larger ones let more
-    blocks be recomputed or swapped.
+    blocks be recomputed or swapped. `at_most`: the seconds of a step from which on plans are of no use; those of KARMA
+    are not made where its blocks alone take longer.
     """
     (first,) = plans_that_fit((ON_HOST,), request)
     yield first
     last, least = math.inf, first.num_microbatches if isinstance(first, Plan) else 1
+    if at_most < math.inf:
+        alone = math.inf
+        with suppress(AlpaLiteError):
+            alone = KARMA.seconds_of_blocks(replace(request, num_microbatches=least, advise=False))
+        # Where they do not fit, more micro-batches may.
+        if at_most <= alone < math.inf:
+            why = f"Its blocks alone take {show_seconds(alone)} at {show_count(least, 'micro-batch')}."
+            yield NoPlan(KARMA.name, PlanError(why))
+            return
     for plan in _from_the_fewest(KARMA, request, least):
         if isinstance(plan, Plan) or last == math.inf:
             yield plan
