@@ -35,6 +35,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import func, mpmd, sdy, stablehlo
 
 from alpa_lite import _jax
+from alpa_lite._jax import Array
 from alpa_lite.errors import PlanError
 from alpa_lite.export.degrees import programs_of
 from alpa_lite.export.stage_programs import comment_lines, for_platform, lowered_step, step_of
@@ -163,10 +164,12 @@ class _Ahead:
         emit = partial(emit_function, self._run, mesh, ins, outs)
         return CompileUnit(name=f"stage {stage} ahead", mesh=mesh, form=("ahead", self.taken, outs), emit=emit)
 
-    def _run(self, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    def _run(self, *arrays: jax.Array) -> tuple[Array, ...]:
         results = self.precomputed.run(*arrays)
         return tuple(
-            results[number] if dim is None else jax.lax.slice_in_dim(results[number], first, first + size, axis=dim)
+            results[number]
+            if dim is None
+            else jax.lax.slice_in_dim(jax.numpy.asarray(results[number]), first, first + size, axis=dim)
             for number, dim, first, size in self.taken
         )
 
