@@ -7,6 +7,8 @@ The dialect is part of jaxlib (`jaxlib.mlir.dialects.mpmd`). Each instruction of
     SEND                       a transfer to the mesh of another stage; a fragment for what is resharded on its own mesh
     FREE                       nothing: a value lives until its last use
 
+An array in the memory of the host has a type that says so (`memory_kind`), as the program that makes it does.
+
 What a step computes of the whole batch before its micro-batches, such as a number of tokens, is a fragment of each
 stage that reads it (`_Ahead`); the arrays that it reads are arguments of the function once more, whole.
 
@@ -81,7 +83,7 @@ def mpmd_module(plan: Plan, platform: str | None = None) -> str:
     `main` takes and returns the arrays of the step as the plan places them. `jax.arg_info` and `jax.result_info` are
     their names; `jax.buffer_donor` marks what the step may overwrite.
 
-    Raises `PlanError` for a plan that a module cannot express: arrays in the memory of the host, stages that share only
+    Raises `PlanError` for a plan that a module cannot express: arrays sent from host to host, stages that share only
     some devices or share them with other axes, tasks whose order is decided as they run. Also for a plan from a file,
     and for kernels that JAX lowers only where their devices are.
     """
@@ -107,10 +109,11 @@ def _check(lowered: LoweredStep) -> None:
 def _problem(lowered: LoweredStep) -> str:
     """Return a clause on what has no place in a module, and what to do; "" if all has one."""
     plan = lowered.plan
-    if any(value.on_host for value in lowered.step.graph.values):
+    values = lowered.step.graph.values
+    if any(i.kind is InstructionKind.SEND and values[i.reads[0].value].on_host for i in lowered.program.instructions):
         return (
-            "some of its arrays wait in the memory of the host, and its values lie on devices. Plan without "
-            "offloading and host_optimizer, as with Auto(host_memory=False)"
+            "a stage reads an array from the memory of another stage's host, and transfers are between devices. Plan "
+            "without host_optimizer"
         )
     if lowered.program.segments:
         return (
@@ -311,10 +314,13 @@ class _ModuleBuilder:
         main.attributes["function_type"] = ir.TypeAttr.get(ir.FunctionType.get(arguments, [r.type for r in results]))
         main.attributes["topology"] = self._topology()
         attributes = [self._argument(each, runs) for each in places]
-        attributes += [self._leaf_attributes(leaf, self._leaf_name(leaf)) for _, leaf, _ in whole]
+        attributes += [self._leaf_attributes(leaf, self._leaf_name(leaf), {}) for _, leaf, _ in whole]
         main.attributes["arg_attrs"] = ir.ArrayAttr.get(attributes)
         names = [_part_name(self.traced.outputs.names[part.leaf], part) for part in self.lowered.step.output_parts]
-        infos = [ir.DictAttr.get({"jax.result_info": _string(name)}) for name in names]
+        infos = [
+            ir.DictAttr.get({"jax.result_info": _string(name), **self._memory(buffer.value)})
+            for name, buffer in zip(names, self.program.outputs, strict=True)
+        ]
         main.attributes["res_attrs"] = ir.ArrayAttr.get(infos)
         return self.module
 
@@ -362,29 +368,30 @@ class _ModuleBuilder:
         listed = ", ".join(f'<"{name}" : {mesh}>' for name, mesh in bare.items())
         return ir.Attribute.parse(f"#mpmd.topology<{listed}>")
 
-    def _on_mesh(self, stage: int, tensor: Any, spec: PartitionSpec) -> Any:
-        """Return the type of an array on the mesh of a stage."""
+    def _on_mesh(self, stage: int, tensor: Any, spec: PartitionSpec, on_host: bool = False) -> Any:
+        """Return the type of an array on the mesh of a stage, or in the memory of its host."""
         dims = [axes if isinstance(axes, tuple) else () if axes is None else (axes,) for axes in spec]
         # The words of a typed key are one more dim.
         dims += [()] * (tensor.rank - len(dims))
         shown = ", ".join("{" + ", ".join(f'"{axis}"' for axis in axes) + "}" for axes in dims)
         sharding = f"<@{self.symbol_of[stage]}, [{shown}]>"
-        return ir.Type.parse(f'!mpmd.mesh_tensor<"{self.meshes[stage]}", {tensor}, sharding={sharding}>')
+        memory = f', memory_kind="{_jax.HOST_MEMORY}"' if on_host else ""
+        return ir.Type.parse(f'!mpmd.mesh_tensor<"{self.meshes[stage]}", {tensor}, sharding={sharding}{memory}>')
 
     def _placed(self, place: Instruction) -> Any:
         """Return the type of an argument."""
         value, spec = self.graph.values[place.writes[0].value], place.spec
         assert spec is not None, "every PLACE has a spec"
         shape = boundary_shape(value.shape, spec, self.stages[place.stage].mesh_shape.axis_sizes)
-        return self._array(place.stage, shape, value.dtype, boundary_spec(spec))
+        return self._array(place.stage, shape, value.dtype, boundary_spec(spec), value.on_host)
 
-    def _array(self, stage: int, shape: Sequence[int], dtype: str, spec: PartitionSpec) -> Any:
+    def _array(self, stage: int, shape: Sequence[int], dtype: str, spec: PartitionSpec, on_host: bool = False) -> Any:
         """Return the type of an array of the step on the mesh of a stage."""
         array = _jax.struct(tuple(shape), dtype)
         # Typed keys are the words that store them.
         stored = jax.eval_shape(jax.random.key_data, array) if dtype.startswith("key<") else array
         tensor = ir.RankedTensorType.get(stored.shape, mlir.dtype_to_ir_type(np.dtype(stored.dtype)))
-        return self._on_mesh(stage, tensor, spec)
+        return self._on_mesh(stage, tensor, spec, on_host)
 
     def _argument(self, place: Instruction, runs: Mapping[int, tuple[int, int]]) -> Any:
         """Return the attributes of an argument: its name, and whether the caller gives up its buffer."""
@@ -396,16 +403,20 @@ class _ModuleBuilder:
         if place.microbatch is not None:
             info += f", micro-batch {place.microbatch}"
             info += f" of each of {runs[leaf][1]} runs" if leaf in runs else ""
-        return self._leaf_attributes(leaf, info)
+        return self._leaf_attributes(leaf, info, self._memory(buffer.value))
+
+    def _memory(self, value: int) -> dict[str, Any]:
+        """Return the attribute of an argument or result in the memory of the host; the passes read no type for these."""
+        return {"mhlo.memory_kind": _string(_jax.HOST_MEMORY)} if self.graph.values[value].on_host else {}
 
     def _leaf_name(self, leaf: int) -> str:
         """Return the name of an argument leaf, or of a captured array behind them."""
         names = self.traced.inputs.names
         return names[leaf] if leaf < len(names) else f"captured array {leaf - len(names)}"
 
-    def _leaf_attributes(self, leaf: int, info: str) -> Any:
+    def _leaf_attributes(self, leaf: int, info: str, memory: Mapping[str, Any]) -> Any:
         donated = self.traced.inputs.donated
-        attributes = {"jax.arg_info": _string(info)}
+        attributes = {"jax.arg_info": _string(info), **memory}
         if leaf < len(donated) and donated[leaf]:
             attributes["jax.buffer_donor"] = ir.BoolAttr.get(True)
         return ir.DictAttr.get(attributes)
@@ -473,10 +484,12 @@ class _ModuleBuilder:
         microbatch: int = 0,
     ) -> Any:
         """Append a fragment on the mesh of a stage that calls a program."""
-        callee, takes_number = self.types[function], function.emitted.takes_microbatch
-        # Without donations a program returns what its instruction writes in this order, before a token.
-        written = range(num_results)
-        types = [self._on_mesh(stage, callee.results[i], function.outs[i]) for i in written]
+        callee, emitted = self.types[function], function.emitted
+        takes_number = emitted.takes_microbatch
+        # Without donations a program returns what its instruction writes before a token, in this order.
+        place = {number: position for position, number in enumerate(emitted.order)}
+        written = [place.get(number, number) for number in range(num_results)]
+        types = [self._on_mesh(stage, callee.results[i], function.outs[i], i in emitted.hosted) for i in written]
         fragment = mpmd.FragmentOp(types, operands, ir.ArrayAttr.get(origin), self.meshes[stage], stage_id=stage)
         block = fragment.region.blocks.append(*callee.inputs[: len(callee.inputs) - takes_number])
         with ir.InsertionPoint(block):
