@@ -406,7 +406,7 @@ class _ModuleBuilder:
         return self._leaf_attributes(leaf, info, self._memory(buffer.value))
 
     def _memory(self, value: int) -> dict[str, Any]:
-        """Return the attribute of an argument or result in the memory of the host; the passes read no type for these."""
+        """Return the attribute of an argument or result in the memory of the host: passes read no types of these."""
         return {"mhlo.memory_kind": _string(_jax.HOST_MEMORY)} if self.graph.values[value].on_host else {}
 
     def _leaf_name(self, leaf: int) -> str:
