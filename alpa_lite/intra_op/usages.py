@@ -12,7 +12,8 @@
                                     gathered activation                                                    (_copies)
                                     or, for a parameter that remains gathered, until its last reader in the
                                     loop ends                                                               (_until)
-    scratch                         a result before its reduce_scatter, while its op runs                   (_moved)
+    scratch                         a result before its reduce_scatter, and the indices by which the gradient of max
+                                    pooling finds the maxima, while the op runs                             (_moved)
 
 A copy depends on the strategies of two nodes, but a memory row has terms of one node each. It is therefore charged to
 the reader, and only where the operand has that spec under no choice of its own node. All bytes are per device, from the
@@ -28,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from alpa_lite.intra_op.interning import SharedArrays
-from alpa_lite.intra_op.liveness import Life, Lives, Path, lives_of
+from alpa_lite.intra_op.liveness import KernelModel, Life, Lives, Path, lives_of
 from alpa_lite.intra_op.problem import FloatArray
 from alpa_lite.intra_op.stage import Key, Offer, Placed, PlacedBodies, PlacedSum, StageScope, StageView
 from alpa_lite.intra_op.strategy_catalogue import Catalogue, PlacementOptions, SumOptions
@@ -79,8 +80,7 @@ class StageLayout:
 
 def stage_lives(view: StageView, catalogue: Catalogue) -> Lives:
     """Return the lifetimes of a stage's values on the backend of a catalogue's cost model."""
-    backend = catalogue.pricer.cost_model.backend
-    return lives_of(view, fusion=backend.fusion, fused_attention=backend.fused_attention)
+    return lives_of(view, KernelModel.of(catalogue.pricer.cost_model))
 
 
 def usages_of(layout: StageLayout, arrays: SharedArrays, *, in_flight: int) -> tuple[UsageOf, ...]:
@@ -211,9 +211,12 @@ class _Collector:
                 for v, specs in zip(op.operands, options.demanded, strict=True):
                     yield from self._copies((scope, v), placed.node, specs, span.start, span.end)
                 graph, made = self.layout.scopes[scope].graph, (scope, op.results[0])
-                sizes = self.catalogue.scratch_sizes(graph, op, options)
-                if sizes is not None:
-                    yield UsageOf(value=made, node=placed.node, sizes=sizes, start=span.start, end=span.end)
+                for sizes in (
+                    self.catalogue.scratch_sizes(graph, op, options),
+                    self.catalogue.index_sizes(graph, op, options),
+                ):
+                    if sizes is not None:
+                        yield UsageOf(value=made, node=placed.node, sizes=sizes, start=span.start, end=span.end)
                 sizes = self.catalogue.all_reduced_sizes(graph, op, options)
                 # What crosses into the update is charged there (`_combined`).
                 crosses = scope == 0 and not self.layout.crossings.keys().isdisjoint(op.results)
