@@ -250,23 +250,21 @@ class _LiveScope:
             kernels[op_id] = own
             if is_folded(self.graph, op) or not is_fusible(self.graph, op):
                 continue
-            (result,) = op.results
-            readers = self._readers(result)
+            readers = [c for r in op.results for c in self._readers(r)]
             inside = frozenset[int]().union(*(kernels[c] for c in readers))
             if not self._is_stored(op, readers, inside, own):
-                self.written.discard(result)
+                self.written.difference_update(op.results)
                 kernels[op_id] = inside or own
-            elif result in self.writable:
-                self.written.add(result)
+            else:
+                self.written.update(self.writable.intersection(op.results))
 
     def _is_stored(self, op: Op, readers: Sequence[int], inside: frozenset[int], own: frozenset[int]) -> bool:
-        """Return True for a fusible op whose result is written. `inside`: the kernels of its readers; `own`: its own."""
-        (result,) = op.results
-        if result in self.graph.outputs or not all(map(self._takes_in, readers)):
+        """Return True for a fusible op whose results are written. `inside`: kernels of its readers; `own`: its own."""
+        if not set(self.graph.outputs).isdisjoint(op.results) or not all(map(self._takes_in, readers)):
             return True
         if inside <= own:
             return False
-        if self.stage is not None and self._leaves(op, result, readers):
+        if self.stage is not None and self._leaves(op, readers):
             return True
         if op.primitive.startswith(("reduce_", "arg")) and op.primitive != "reduce_precision":
             return True
@@ -276,21 +274,22 @@ class _LiveScope:
             return True
         # Of several arrays of its size, an op is repeated only if that is all that its readers need it for.
         several = len(readers) > 1 and reads_several(self.graph, op)
-        return several and any(self._reads_also_behind(c, result) for c in readers)
+        return several and any(self._reads_also_behind(c, op) for c in readers)
 
-    def _reads_also_behind(self, op_id: int, value: int) -> bool:
-        """Return True for a reader of a value that reads also what is computed from it by other ops, or may do so."""
-        shown = {value}
-        queue = [v for v in self.graph.ops[op_id].operands if v != value]
+    def _reads_also_behind(self, op_id: int, op: Op) -> bool:
+        """Return True for a reader of an op that reads also what other ops compute from its results, or may do so."""
+        made, seen = set(op.results), set[int]()
+        queue = [v for v in self.graph.ops[op_id].operands if v not in made]
         while queue:
             v = queue.pop()
             producer = self.graph.producer[v]
-            if v in shown or producer is None or producer < self.graph.producer[value]:
+            if v in seen or producer is None or producer < op.id:
                 continue
-            shown.add(v)
-            if value in self.graph.ops[producer].operands or len(shown) > _MOST_SOURCES:
+            seen.add(v)
+            operands = self.graph.ops[producer].operands
+            if not made.isdisjoint(operands) or len(seen) > _MOST_SOURCES:
                 return True
-            queue += self.graph.ops[producer].operands
+            queue += operands
         return False
 
     def _takes_in(self, op_id: int) -> bool:
@@ -301,10 +300,10 @@ class _LiveScope:
         is_product = not op.bodies and rule_of_op(self.graph, op_id).work_kind != "elementwise"
         return is_product and self.timing.kernels.fuses_into_products
 
-    def _leaves(self, op: Op, result: int, readers: Sequence[int]) -> bool:
-        """Return True for a value that other tasks read: other stages, or the backward pass as a task of its own."""
+    def _leaves(self, op: Op, readers: Sequence[int]) -> bool:
+        """Return True for an op whose results other tasks read: other stages, or the backward pass as its own task."""
         stage = self.stage
-        if stage is None or result in stage.leaves:
+        if stage is None or not stage.leaves.isdisjoint(op.results):
             return True
         phases = {self._phase(c) for c in readers}
         # A stage that is the whole step may run as one program, which fuses across phases.
