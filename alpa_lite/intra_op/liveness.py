@@ -33,10 +33,19 @@ from alpa_lite.intra_op.stage_ops import StageOps
 from alpa_lite.program.ir import MOVES, Graph, Op, Wiring, wiring_of
 from alpa_lite.program.memo import memoized
 from alpa_lite.program.phases import Phase, StepGraph
-from alpa_lite.rules.fusion import accesses, fusion_groups, is_folded, is_fusible, is_repeatable, may_overwrite, on_chip, reads_several
+from alpa_lite.rules.fusion import (
+    accesses,
+    fusion_groups,
+    is_folded,
+    is_fusible,
+    is_repeatable,
+    may_overwrite,
+    on_chip,
+    reads_several,
+)
 from alpa_lite.rules.op_info import free_values, rule_of_op
-from cost_models.hardware import Fusion
 from cost_models.composed import CostModel
+from cost_models.hardware import Fusion
 
 Path = tuple[tuple[int, int], ...]
 """The position of a body in the graph of the step: pairs of an op id and the index of one of its bodies, outermost
