@@ -1,4 +1,4 @@
-"""Planners by their names on the command line, with options as text: NUMBER, true or false, a word, or NAME:NUMBER;…
+"""Planners by their names on the command line, with options as text: NUMBER, true, false or none, a word, NAME:NUMBER;…
 
 Options may also follow the name, `hybrid:pipeline=2:tensor=4`, so that one word says all of a planner.
 """
@@ -86,6 +86,7 @@ _WORDS: Mapping[object, str] = {
     float: "a number of at least 0",
     str: "a word",
     Mapping[str, int]: "NAME:NUMBER;NAME:NUMBER",
+    type(None): "the word none",
 }
 
 
@@ -157,8 +158,9 @@ def planner_by_name(name: str, options: Sequence[str]) -> Planner:
 def _readings(text: str) -> list[object]:
     """Return the values that a text may stand for, most specific first; the type of the option decides."""
     pairs = [pair.partition(":") for pair in text.split(";")]
-    # A text such as `1` may be an integer, a float, a truth value or a word.
-    found: list[object] = [int(text)] if text.isdecimal() else []
+    # A text such as `1` may be an integer, a float, a truth value or a word, and `none` a word or no value.
+    found: list[object] = [None] if text == "none" else []
+    found += [int(text)] if text.isdecimal() else []
     found += [float(text)] if _NUMBER.fullmatch(text) else []
     found += [text in ("true", "1")] if text in ("true", "false", "1", "0") else []
     if all(name and size.isdecimal() for name, _, size in pairs):
@@ -172,7 +174,9 @@ def _wanted(hint: object) -> str:
     kinds = [hint] if get_origin(hint) is Literal else [hint, *get_args(hint)]
     words = [word for kind, word in _WORDS.items() if kind in kinds]
     words += [f"one of {', '.join(map(str, get_args(kind)))}" for kind in kinds if get_origin(kind) is Literal]
-    return f"takes {' or '.join(words)}" if words else "cannot be given on the command line"
+    # That it may be left out is no value to ask for.
+    can_be_given = {*words} - {_WORDS[type(None)]}
+    return f"takes {' or '.join(words)}" if can_be_given else "cannot be given on the command line"
 
 
 def _fits(value: object, hint: object) -> bool:

@@ -1,9 +1,14 @@
 """Schedules that are made for the times of given stages: the shortest order that is found, with a bound.
 
-    candidates     every schedule with the same places that the memory allows, and both list schedules
+    candidates     every schedule with the same places that the memory allows, both list schedules for the given
+                   times, and those for equal stages at every limit of memory, since less memory may make
+                   an order shorter                                                           `_listed`, `_at_limits`
     small steps    the shortest order of all, by branch and bound                                      `shortest`
     bound          no order is shorter: of each processor its work, after what must precede and before
                    what must follow it; and the way of one micro-batch                                 `least_seconds`
+    memory         a micro-batch is held on stage s from its forward pass to the end of its backward pass, at least
+                   for the R_s seconds of its way to the last stage and back. A processor that holds up to h of
+                   them at a time takes m ΣR_s / h seconds or more                                  `_least_by_memory`
 
 Branch and bound goes through the orders of each processor's tasks. Among all tasks that can run next, one ends the
 earliest. On its processor either this task comes next, or another one that starts before that end: whatever starts
@@ -30,13 +35,17 @@ from alpa_lite.schedule.waves import Wave
 MOST_TASKS, MOST_NODES = 36, 20_000
 """The most tasks of a step of which the shortest order is looked for, and the partial orders that are looked at."""
 
+LISTED_TASKS = 8_000
+"""The tasks in all list schedules for equal stages together: of a large step only some limits are tried."""
+
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Synthesised(Schedule):
     """The shortest order that is found for the times of given stages, within a limit of micro-batches in flight.
 
-    It is never longer than that of any other schedule with the same places and no more micro-batches in flight.
+    It is never longer than that of any other schedule with the same places and no more micro-batches in flight, with
+    its default options, nor, unless the step is large (`LISTED_TASKS`), with any other options.
 
     Attributes:
         forward, backward, weight: seconds of each stage for one micro-batch; `weight` is the part of the backward pass
@@ -129,6 +138,9 @@ def _synthesised(work: Workload) -> _Order:
     ranked = [(_seconds(lists, work), number) for number, lists in enumerate(found)]
     seconds, number = min(ranked)
     best, bound = found[number], min(least_seconds(each) for each in works)
+    for lists in _at_limits(work) if seconds > bound else ():
+        if _fits(lists, work) and (taken := _seconds(lists, work)) < seconds:
+            best, seconds = lists, taken
     if seconds > bound and 3 * len(work.processors) * work.num_microbatches <= MOST_TASKS:
         exact = [shortest(each, seconds) for each in works]
         for lists in (each.lists for each in exact if each.lists):
@@ -144,6 +156,7 @@ def _listed(work: Workload) -> Iterator[TaskLists]:
     stages = len(work.processors)
     chunks = stages // (1 + max(work.processors))
     others: list[Schedule] = [*SCHEDULES, Interleaved1F1B(num_chunks=max(1, chunks))]
+    # Those of other options are among `_at_limits`, which may not try all.
     others += [Wave(num_waves=chunks // 2)] if chunks >= 2 else []
     for other in others:
         with suppress(PlanError):
@@ -152,6 +165,27 @@ def _listed(work: Workload) -> Iterator[TaskLists]:
                 # Not the schedule for inference, which has no backward pass.
                 if any(task.kind.is_last for tasks in lists for task in tasks):
                     yield lists
+
+
+def _at_limits(work: Workload) -> Iterator[TaskLists]:
+    """Yield the orders of list schedules for equal stages at every limit that processors may have in common.
+
+    The schedules that go back and forth, at any memory, are among these, as is `MessageDriven` with any limit.
+    """
+    stages, m = len(work.processors), work.num_microbatches
+    per_processor = max(map(work.processors.count, work.processors))
+    # Forward passes leave room for the later stages of their processor, so that a limit may be above what it holds.
+    # Backward passes take twice as long: with three micro-batches per stage, no forward pass waits for memory.
+    most = min(max(work.most_held) + per_processor - 1, 3 * stages, m * per_processor + per_processor - 1)
+    limits = sorted(range(per_processor, most + 1), key=lambda limit: abs(limit - min(work.most_held)))
+    unit = (1.0,) * stages
+    splits = ((), unit) if any(work.times.weight) else ((),)
+    count = max(2, LISTED_TASKS // (sum(2 + bool(weight) for weight in splits) * stages * m))
+    for limit in limits[:count]:
+        for weight in splits:
+            times = StageTimes(forward=unit, backward=(2.0,) * stages, weight=weight)
+            held = (limit,) * len(work.most_held)
+            yield list_scheduled(replace(work, times=times, most_held=held))
 
 
 def _fits(lists: TaskLists, work: Workload) -> bool:
@@ -169,7 +203,23 @@ def _seconds(lists: TaskLists, work: Workload) -> float:
 
 def least_seconds(work: Workload) -> float:
     """Return seconds that no order goes below: see the module."""
-    return _least(PartialOrder(work=work))
+    return max(_least(PartialOrder(work=work)), *_least_by_memory(work))
+
+
+def _least_by_memory(work: Workload) -> Iterator[float]:
+    """Yield, for each processor, seconds that no order goes below which holds as much there as it may."""
+    times, stages = work.times, len(work.processors)
+    weight, transfer = times.weight or (0.0,) * stages, times.transfer or (0.0,) * (stages - 1)
+    # To the last stage and back to a stage: gradients of weights of the later stages may wait.
+    ways = [times.forward[-1] + times.backward[-1]]
+    for s in reversed(range(stages - 1)):
+        ways.append(ways[-1] - weight[s + 1] + times.forward[s] + times.backward[s] + 2 * transfer[s])
+    for processor, most in enumerate(work.most_held):
+        mine = [s for s, p in enumerate(work.processors) if p == processor]
+        before = sum(times.forward[: mine[0]]) + sum(transfer[: mine[0]])
+        after = 0.0 if times.weight else sum(times.backward[: mine[0]]) + sum(transfer[: mine[0]])
+        held = sum(ways[stages - 1 - s] for s in mine) * work.num_microbatches
+        yield before + held / max(most, len(mine)) + after
 
 
 def _least(state: PartialOrder) -> float:

@@ -1,7 +1,8 @@
 """A process of a job in which a worker of a parameter server dies, and the others go on.
 
-`survives.py CONSISTENCY WHEN FOLDER`: the last process kills itself `between` two steps, or `within` one, when its
-second micro-batch begins, and a step is saved in FOLDER after that. With `bsp` the job is to end.
+`survives.py CONSISTENCY WHEN SIZE FOLDER`: the last process kills itself `between` two steps, or `within` one, when its
+second micro-batch begins, and a step is saved in FOLDER after that. Workers have SIZE processes each. With `bsp` the
+job is to end.
 
 Prints a line of JSON for each step.
 """
@@ -37,14 +38,14 @@ def cluster() -> Any:
     return dataclasses.replace(known, num_hosts=jax.process_count(), devices_per_host=jax.local_device_count())
 
 
-def main(consistency: str, when: str, folder: Path) -> None:
+def main(consistency: str, when: str, size: int, folder: Path) -> None:
     """Train; process 0, which has the state, compares each step with its equations."""
     me, dies = jax.process_index(), jax.process_count() - 1
-    workers = jax.device_count() - 1
+    workers = (jax.device_count() - 1) // size
     m, bsp = ROUNDS * workers, consistency == "bsp"
     batch = served.batch_of(m)
     planner = ParameterServer(
-        servers=1, consistency=Bounded(int(consistency)) if consistency.isdecimal() else consistency
+        servers=1, workers=workers, consistency=Bounded(int(consistency)) if consistency.isdecimal() else consistency
     )
     parallel = al.parallelize(served.step, cluster=cluster(), planner=planner, num_microbatches=m, donate_argnums=0)
     compiled = parallel.compiled(served.state_of(), batch)
@@ -53,7 +54,7 @@ def main(consistency: str, when: str, folder: Path) -> None:
 
     def noted(self: Any, event: Any) -> None:
         events.append(event)
-        if (me, when, step) == (dies, "within", DIES_AT) and event == (dies - 1 + workers, False):
+        if (me, when, step) == (dies, "within", DIES_AT) and event == (2 * workers - 1, False):
             os.kill(os.getpid(), signal.SIGKILL)
         note(self, event)
 
@@ -84,4 +85,4 @@ def main(consistency: str, when: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys.argv[4]))

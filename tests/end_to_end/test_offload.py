@@ -123,29 +123,42 @@ def _names(plan: al.Plan) -> list[str]:
     return [plan.name, *(name.partition(",")[0] for name, _ in plan.alternatives)]
 
 
+# On fewer devices there is less memory: nothing is to be found there.
+AUTO = Auto(idle_devices=False)
+
+
 @pytest.mark.slow
-def test_auto_takes_the_host_where_nothing_else_fits(devices: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without being asked; and where memory is not short it does not look there, unless it is asked to."""
+def test_auto_looks_at_the_host_where_memory_is_short_or_it_is_asked_to(
+    devices: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     training, arguments = _wide(monkeypatch)
     step, cluster = training.step(), eager_cluster()
-    planners = [Auto(host_memory=host, idle_devices=False) for host in (None, True)]
+    planners = [replace(AUTO, host_memory=host) for host in (None, True)]
     usual, asked = (al.plan(step, *arguments, cluster=cluster, planner=planner) for planner in planners)
     assert asked.prediction.step_seconds == usual.prediction.step_seconds and not asked.prediction.host_bytes
     assert any("host optimizer" in name for name in _names(asked))
     assert not any("host" in name or "karma" in name for name in _names(usual))
+
+
+@pytest.mark.slow
+def test_auto_takes_the_host_where_nothing_else_fits(devices: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without being asked."""
+    training, arguments = _wide(monkeypatch)
+    step, cluster = training.step(), eager_cluster()
     on_host = al.plan(step, *arguments, cluster=cluster, planner=Hybrid(zero=3, remat="full", host_optimizer=True))
     memory = 1.2 * on_host.prediction.peak_bytes[0]
+    short = replace(AUTO, max_memory_bytes=memory)
     for refused, planned_for in (
-        (Auto(max_memory_bytes=memory, host_memory=False), cluster),
-        (Auto(max_memory_bytes=memory), replace(cluster, host_memory=None)),
+        (replace(short, host_memory=False), cluster),
+        (short, replace(cluster, host_memory=None)),
     ):
         with pytest.raises(InfeasibleError):
             al.plan(step, *arguments, cluster=planned_for, planner=refused)
-    parallel = al.parallelize(step, cluster=cluster, planner=Auto(max_memory_bytes=memory))
+    parallel = al.parallelize(step, cluster=cluster, planner=short)
     assert_same(parallel(*arguments), jax.jit(step)(*arguments), TOLERANCE)
     assert parallel.last_plan.host_optimizer and parallel.last_plan.prediction.peak_bytes[0] <= memory
     # A policy that was asked for is obeyed there too.
-    full = al.plan(step, *arguments, cluster=cluster, planner=Auto(max_memory_bytes=memory, remat="full"))
+    full = al.plan(step, *arguments, cluster=cluster, planner=replace(short, remat="full"))
     assert full.host_optimizer and set(full.remat) <= {Remat.FULL, Remat.NONE}
 
 

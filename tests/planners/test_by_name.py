@@ -26,6 +26,8 @@ from alpa_lite.planners.by_name import PLANNERS, planner_by_name
         ("data_parallel", ["bucket_bytes=1000"], al.planners.DataParallel(bucket_bytes=1000)),
         ("auto", ["max_memory_bytes=8e9"], al.planners.Auto(max_memory_bytes=8e9)),
         ("auto", ["max_memory_bytes=1000000"], al.planners.Auto(max_memory_bytes=1e6)),
+        ("auto", ["host_memory=none", "remat=none"], al.planners.Auto(host_memory=None, remat="none")),
+        ("karma", ["host_optimizer=none", "memory_bytes=none"], al.planners.Karma()),
         ("on_mesh", ["axes=a:2;b:4"], al.planners.OnMesh(axes={"a": 2, "b": 4})),
     ],
 )
@@ -65,6 +67,8 @@ def test_planners_are_values(make: Callable[[], Planner]) -> None:
         ("nothing", [], "There is no planner 'nothing'. Choose one of auto, data_parallel"),
         ("megatron", ["tensor=two"], "'tensor=two' was given to 'megatron', but tensor takes a whole number"),
         ("megatron", ["tensor=-2"], "takes a whole number of at least 0"),
+        ("auto", ["host_memory=maybe"], "host_memory takes true or false or the word none"),
+        ("hybrid", ["pipeline=none"], "pipeline takes a whole number of at least 0"),
         ("torchgpipe", ["balance=luck"], "balance takes one of time, size"),
         ("auto", ["schedule=gpipe"], "schedule cannot be given on the command line"),
         ("megatron", ["tensors=2"], "Its options are data, pipeline, relaxed, schedule"),

@@ -11,9 +11,11 @@ from alpa_lite.schedule import (
     SCHEDULES,
     Inference,
     Interleaved1F1B,
+    MessageDriven,
     Schedule,
     Synthesised,
     Wave,
+    ZeroBubbleV,
     peak_in_flight,
     simulate,
     validate,
@@ -127,6 +129,8 @@ def listed(schedule: Synthesised, n: int, m: int):
     """The orders of all other schedules with the same places that hold no more."""
     chunks = n // (1 + max(schedule.processors))
     others: list[Schedule] = [*SCHEDULES, Interleaved1F1B(num_chunks=chunks), Wave(num_waves=max(1, chunks // 2))]
+    others += [ZeroBubbleV(memory=part) for part in (0.25, 0.5, 0.75, 1.5)]
+    others += [MessageDriven(limit=limit) for limit in range(1, 1 + max(schedule.most_held))]
     for other in others:
         try:
             tasks = other.tasks(n, m)
@@ -135,6 +139,37 @@ def listed(schedule: Synthesised, n: int, m: int):
         if other != Inference() and tuple(other.processor_of(s, n) for s in range(n)) == schedule.processors:
             if all(peak_in_flight(each) <= most for each, most in zip(tasks, schedule.most_held, strict=True)):
                 yield tasks
+
+
+def test_an_order_for_less_memory_may_be_shorter():
+    """One that holds two on each processor takes 400 seconds, and those with room for a third one 452."""
+    schedule = Synthesised(
+        forward=(7.0, 10.0, 9.0, 6.0),
+        backward=(14.0, 16.0, 26.0, 26.0),
+        weight=(5.0, 4.0, 15.0, 13.0),
+        transfer=(5.0, 2.0, 2.0),
+        processors=(0, 1, 1, 0),
+        most_held=(2, 3),
+    )
+    less = ZeroBubbleV(memory=0.25).tasks(4, 4)
+    assert [peak_in_flight(each) for each in less] == [2, 2]
+    assert seconds_of(schedule, schedule.tasks(4, 4)) <= seconds_of(schedule, less) == 400
+
+
+def test_a_bound_knows_that_memory_makes_processors_wait():
+    """One micro-batch at a time takes m times the way of one, of which no processor's work says anything."""
+    for stages, weight in ((4, 0.0), (4, 1.0), (3, 0.5)):
+        schedule = Synthesised(
+            forward=(1.0,) * stages,
+            backward=(2.0,) * stages,
+            weight=(weight,) * stages,
+            transfer=(0.25,) * (stages - 1),
+            most_held=(1,) * stages,
+        )
+        way = 3 * stages + 0.5 * (stages - 1)
+        best = seconds_of(schedule, schedule.tasks(stages, 16))
+        # What may wait behind the last micro-batch on a processor is left out.
+        assert 16 * (way - weight * (stages - 1)) <= schedule.bound(stages, 16) <= best <= 16 * way
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """Go on without workers of a parameter server whose processes have died.
 
-    who          processes that have workers alone, each worker inside one process               `losses_of`
+    who          processes that have workers alone; those that share a worker end together       `losses_of`
     when         with several updates per step: a synchronous update needs all workers
     loss         the first process sees it (`job.channel`), and begins nothing more of these workers
     push         is awaited before its update begins: a worker may die in the middle of one       `Survival.run`
@@ -33,7 +33,7 @@ from alpa_lite.runtime.execute.bind import Bound, Slots
 from alpa_lite.runtime.execute.crossing import joined
 from alpa_lite.runtime.execute.run_transfers import Result, over_processes
 from alpa_lite.runtime.job.activity import Token
-from alpa_lite.runtime.job.channel import IDLE_SECONDS, Channel
+from alpa_lite.runtime.job.channel import IDLE_SECONDS, Channel, joined_groups
 from alpa_lite.runtime.job.processes import devices_of
 from alpa_lite.runtime.job.shutdown import name_processes
 from alpa_lite.schedule import Schedule
@@ -49,31 +49,34 @@ ALL_DIED = (
 
 
 class Losses(NamedTuple):
-    """The processes without which a step goes on, and a sentence on why it needs others than the first; "" if not."""
+    """The processes without which a step goes on.
 
-    may_be_lost: frozenset[int]
+    may_be_lost: sets of processes that share workers, which all end when one of them has died.
+    why_not: a sentence on why it needs others than the first; "" if it does not.
+    """
+
+    may_be_lost: tuple[frozenset[int], ...]
     why_not: str
 
 
 def losses_of(schedule: Schedule, processes: Sequence[Sequence[int]]) -> Losses:
     """Return the processes without which a step goes on. `processes`: of each stage."""
-    everybody = {process for stage in processes for process in stage}
+    groups = joined_groups(processes)
     if not isinstance(schedule, ServerSchedule) or not schedule.is_asynchronous:
         why = f"under {schedule} it needs all of them; use a parameter server with Bounded(delay) or async consistency."
-        return Losses(frozenset(), why if everybody > {0} else "")
+        return Losses((), why if groups != [{0}] else "")
     if tuple(processes[0]) != (0,):
         why = (
             f"its servers lie in {name_processes(processes[0])}, and nobody else has their ranges of keys. Ask for at "
             "most as many servers as the first process has devices."
         )
-        return Losses(frozenset(), why)
-    # A worker on several processes ends with any of them, and the others would have to be ended too.
-    shared = {process for stage in processes if len(stage) > 1 for process in stage}
+        return Losses((), why)
+    needed = sorted(next(group for group in groups if 0 in group))
     why = (
-        f"{name_processes(sorted(shared))} share workers, which end with any one of them. Ask for workers that have "
-        "devices of one process each."
+        f"{name_processes(needed)} share workers, and the first of them has the servers. Ask for a number of servers "
+        "that leaves no worker on devices of the first process and of others."
     )
-    return Losses(frozenset(everybody - shared - {0}), why if shared else "")
+    return Losses(tuple(group for group in groups if 0 not in group), why if len(needed) > 1 else "")
 
 
 @dataclass(kw_only=True, eq=False)

@@ -3,6 +3,7 @@
     order     the first process tells all others what to launch next                            `tell`, `heard`
     report    another process tells the first one that something it has launched has ended      `report`, `is_reported`
     loss      the connection of a process that has died breaks, and the first process notices   `Channel.on_loss`
+    company   it tells those that share a worker with that process, which end too               `Channel.add_step`
 
 What is decided and reported counts for one step (`begin`). JAX's coordination service would take a request per look;
 here a message wakes the one that waits for it. A message is a line of JSON. Strangers are kept out by a secret that the
@@ -14,20 +15,31 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import json
+import os
 import queue
 import secrets
+import signal
 import socket
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from math import isinf
-from typing import BinaryIO
+from typing import BinaryIO, NoReturn
 
 from alpa_lite import _jax
 from alpa_lite.errors import ExecutionError
 from alpa_lite.runtime.job.consensus import Json, KeyValues
-from alpa_lite.runtime.job.shutdown import end_job, go_on_without, hang_timeout, has_left, make_recoverable, say
+from alpa_lite.runtime.job.shutdown import (
+    end_job,
+    flush,
+    go_on_without,
+    hang_timeout,
+    has_left,
+    make_recoverable,
+    say,
+)
 
 IDLE_SECONDS = 1.0
 """Seconds between two looks for signals while there is nothing to do but to wait for a decision, which wakes."""
@@ -37,6 +49,12 @@ GREETING_SECONDS = 10.0
 
 KEEPALIVE_SECONDS = 5
 """Seconds between two signs of life on a connection without messages; after three missing ones it is broken."""
+
+COMPANY_SECONDS = 2.0
+"""Seconds in which those that share a worker with a process that has died are told; transfers fail at once."""
+
+_COMPANY = 0
+"""Stands for the number of a step, which are from 1 on, where a process is told that its company has died."""
 
 
 def channel() -> Channel:
@@ -52,7 +70,10 @@ def go_on_after_losses() -> None:
     if connected.leads:
         connected.on_loss(_lose)
     # JAX's coordination service, which the first process runs, has no barrier at the end of such jobs.
-    make_recoverable(connected.wait_until_alone if connected.leads else lambda seconds: None)
+    make_recoverable(
+        connected.wait_until_alone if connected.leads else lambda seconds: None,
+        lambda reason: None if connected.leads else connected.wait_for_company(),
+    )
 
 
 def _lose(process: int) -> None:
@@ -60,9 +81,12 @@ def _lose(process: int) -> None:
     if has_left(process):
         return
     reason = f"process {process} has died"
-    if process in channel().may_lose:
+    connected = channel()
+    company = connected.company_of(process)
+    if company:
         go_on_without(process, reason)
         say(f"{reason}. The others go on without its workers.")
+        connected.tell_company(company, process)
     else:
         end_job(f"{reason}, and the steps of this job cannot go on without it")
 
@@ -81,7 +105,8 @@ class Channel:
         self.step = 0
         self.lost: list[int] = []
         """Processes whose connection is broken, in the order in which that was seen."""
-        self._may_lose: frozenset[int] | None = None
+        self._may_lose: tuple[frozenset[int], ...] | None = None
+        self._sending = threading.Lock()
         self._losses = threading.Condition()
         self._on_loss: Callable[[int], object] = lambda process: None
         self._reported: set[tuple[int, int]] = set()
@@ -97,14 +122,32 @@ class Channel:
         """Whether this is the first process, which decides."""
         return self.me == 0
 
-    @property
-    def may_lose(self) -> frozenset[int]:
-        """The processes that all steps so far can go on without."""
-        return self._may_lose or frozenset()
+    def add_step(self, may_lose: Sequence[frozenset[int]]) -> None:
+        """Take note of a step that is compiled, and of the processes that it can go on without.
 
-    def add_step(self, may_lose: frozenset[int]) -> None:
-        """Take note of a step that is compiled, and of the processes that it can go on without."""
-        self._may_lose = may_lose if self._may_lose is None else self._may_lose & may_lose
+        may_lose: sets of processes, of which all end when one has died, since they share work.
+        """
+        if self._may_lose is not None:
+            everybody = frozenset(range(self.num_processes))
+            needed = [everybody.difference(*groups) for groups in (self._may_lose, may_lose)]
+            # What two steps need apart may hang together by what a third process shares with each of them.
+            groups = joined_groups([*self._may_lose, *may_lose, *needed])
+            may_lose = [group for group in groups if not any(group & each for each in needed)]
+        self._may_lose = tuple(may_lose)
+
+    def company_of(self, process: int) -> frozenset[int]:
+        """Return the processes that end when this one has died, itself too; none if the job ends then."""
+        return next((group for group in self._may_lose or () if process in group), frozenset())
+
+    def tell_company(self, company: frozenset[int], process: int) -> None:
+        """Tell the others of its company that a process has died; they end at once."""
+        for other in company - {process, *self.lost}:
+            self._send(other, [_COMPANY, process])
+
+    def wait_for_company(self) -> None:
+        """Before this process ends for a failure: let it be told first if it fails because its company has died."""
+        if len(self.company_of(self.me)) > 1:
+            time.sleep(COMPANY_SECONDS)
 
     def begin(self) -> None:
         """Begin a step. All processes must begin the same steps."""
@@ -114,11 +157,9 @@ class Channel:
 
     def tell(self, what: Json) -> None:
         """Tell all other processes a decision of this step."""
-        line = _line([self.step, what])
-        for process, peer in self._peers.items():
+        for process in self._peers:
             if process not in self.lost:
-                with suppress(OSError):  # the thread that reads sees the loss as well
-                    peer.sendall(line)
+                self._send(process, [self.step, what])
 
     def heard(self, seconds: float) -> Json | None:
         """Return the next decision of the first process; None if there is none within `seconds`.
@@ -139,8 +180,7 @@ class Channel:
 
     def report(self, number: int) -> None:
         """Report to the first process what has ended in this step."""
-        with suppress(OSError):
-            self._peers[0].sendall(_line([self.step, number]))
+        self._send(0, [self.step, number])
 
     def is_reported(self, number: int) -> bool:
         """Return whether a process has reported this in this step."""
@@ -170,12 +210,19 @@ class Channel:
                 peer.shutdown(socket.SHUT_RDWR)
             peer.close()
 
+    def _send(self, process: int, what: Json) -> None:
+        # The thread that reads sees a loss as well. Several threads send, whole lines each.
+        with suppress(OSError), self._sending:
+            self._peers[process].sendall(_line(what))
+
     def _read(self, process: int, peer: socket.socket) -> None:
         with suppress(OSError, ValueError), peer.makefile("rb") as lines:
             for line in lines:
                 step, what = json.loads(line)
                 if self.leads:
                     self._reported.add((step, int(what)))
+                elif step == _COMPANY:
+                    _end_with(what, self.me)
                 else:
                     self._heard.put((step, what))
         if self.leads:
@@ -185,6 +232,24 @@ class Channel:
                 self._losses.notify_all()
         else:
             self._heard.put(None)
+
+
+def joined_groups(groups: Sequence[Iterable[int]]) -> list[frozenset[int]]:
+    """Return groups without common members: those that have some are joined."""
+    found = list[frozenset[int]]()
+    for group in map(frozenset, groups):
+        met = [other for other in found if other & group]
+        found = [other for other in found if not other & group] + ([group.union(*met)] if group else [])
+    return found
+
+
+def _end_with(process: int, me: int) -> NoReturn:
+    """End this process, with whose devices those of a process that has died shared work."""
+    say(f"process {process} has died, with which process {me} shares a worker. This one ends, too.")
+    flush()
+    # As that one did: a launcher tells it from a failure, and the main thread may wait for a message that never comes.
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("SIGKILL ends a process")
 
 
 def _accepted(job: _jax.JobInfo, words: KeyValues) -> dict[int, socket.socket]:

@@ -218,6 +218,8 @@ class _Watched:
     """Processes that have died, and without which the job goes on; known to the first process."""
     last: ClassVar[Callable[[float], object]] = lambda seconds: None
     """Returns when all other processes are gone, or after some seconds."""
+    before_leaving: ClassVar[Callable[[str], object]] = lambda reason: None
+    """Called with the reason before this process tells the others that it fails."""
 
 
 _watched = _Watched()
@@ -254,10 +256,14 @@ def end_job(reason: str) -> None:
     _end(reason, 0.0)
 
 
-def make_recoverable(wait_until_alone: Callable[[float], object]) -> None:
-    """Let the job go on after losses. `wait_until_alone`: called at this process's exit, to be the last to end."""
+def make_recoverable(wait_until_alone: Callable[[float], object], before_leaving: Callable[[str], object]) -> None:
+    """Let the job go on after losses.
+
+    wait_until_alone: called at this process's exit, to be the last to end.
+    before_leaving: called with the reason before this process ends the job for a failure, which may follow from a loss.
+    """
     _watched.is_recoverable = True
-    _Watched.last = wait_until_alone
+    _Watched.last, _Watched.before_leaving = wait_until_alone, before_leaving
 
 
 def is_watched() -> bool:
@@ -283,6 +289,7 @@ def take_leave(reason: str) -> None:
     here = roll_call()
     if here is None or (_left.is_set() and not _ends.locked()):
         return
+    _Watched.before_leaving(reason)
     with _ends:  # another thread may be ending this process already: its reason counts
         if _left.is_set():
             return

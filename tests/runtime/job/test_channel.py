@@ -15,7 +15,8 @@ import pytest
 
 from alpa_lite import _jax
 from alpa_lite.errors import ExecutionError
-from alpa_lite.runtime.job.channel import Channel
+from alpa_lite.runtime.job import channel as job_channel
+from alpa_lite.runtime.job.channel import Channel, joined_groups
 from tests.runtime.job.test_consensus import Table
 
 PROCESSES = 3
@@ -96,3 +97,46 @@ def test_losses_are_seen_by_the_first_process_and_that_of_the_first_by_all(chann
     first.close()
     with pytest.raises(ExecutionError, match=r"Process 0, which decides .*, has ended"):
         second.heard(30)
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        ([[{1}, {2}]], [{1}, {2}]),
+        ([[{1, 2}]], [{1, 2}]),
+        # What one step needs the job needs, and who shares work with it in another step.
+        ([[{1}, {2}], [{2}]], [{2}]),
+        ([[{1, 2}], [{2}]], []),
+        ([[{1}, {2}], [{1, 2}]], [{1, 2}]),
+        ([[{1}, {2}], []], []),
+    ],
+)
+def test_all_steps_can_go_on_without_a_process_and_its_company(
+    channels: list[Channel], steps: list[list[set[int]]], expected: list[set[int]]
+) -> None:
+    first = channels[0]
+    assert not first.company_of(1)
+    for step in steps:
+        first.add_step([*map(frozenset, step)])
+    assert joined_groups([first.company_of(process) for process in range(PROCESSES)]) == expected
+
+
+def test_the_company_of_a_lost_process_is_told(channels: list[Channel], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And another one that fails because of it waits for that word before it ends the job."""
+    told, waits = queue.SimpleQueue[tuple[int, int]](), list[float]()
+    monkeypatch.setattr(job_channel, "_end_with", lambda process, me: told.put((process, me)))
+    monkeypatch.setattr(job_channel.time, "sleep", waits.append)
+    for each in channels:
+        each.wait_for_company()
+        each.add_step([frozenset({1, 2})])
+    assert not waits
+    for each in channels:
+        each.wait_for_company()
+    assert waits == [job_channel.COMPANY_SECONDS] * 2
+    channels[0].tell_company(channels[0].company_of(2), 2)
+    assert told.get(timeout=30) == (2, 1) and told.empty()
+    # A decision still arrives after that.
+    for each in channels:
+        each.begin()
+    channels[0].tell([7])
+    assert channels[1].heard(30) == [7]
