@@ -9,6 +9,7 @@ from itertools import product
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -152,3 +153,28 @@ def test_what_cannot_be_is_a_sentence(devices: Any) -> None:
         al.plan(step, *arguments, cluster=cluster, planner=Karma(memory_bytes=-1.0))
     with pytest.raises(InfeasibleError, match="with every block recomputed a device needs"):
         al.plan(step, *arguments, cluster=cluster, planner=Karma(memory_bytes=1e3))
+
+
+def test_a_choice_whose_program_does_not_fit_leaves_the_others(devices: Any) -> None:
+    """Products in float32, whose blocks by themselves hold less than the program: all of these memories do."""
+
+    def step(weights: Any, x: Any) -> Any:
+        def loss(weights: Any) -> Any:
+            h = x
+            for up, down in weights:
+                h = h + jnp.tanh(h @ up) @ down
+            return jnp.mean(h**2)
+
+        value, grads = jax.value_and_grad(loss)(weights)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads), value
+
+    shape, cluster = jax.ShapeDtypeStruct, eager_cluster()
+    weights = [(shape((64, 256), jnp.float32), shape((256, 64), jnp.float32))] * 6
+    arguments = weights, shape((16384, 64), jnp.float32)
+    peak = al.plan(step, *arguments, cluster=cluster, planner=Hybrid(data=8)).prediction.peak_bytes[0]
+    for part in (0.95, 0.85, 0.75, 0.65):
+        plan = al.plan(step, *arguments, cluster=cluster, planner=Karma(memory_bytes=part * peak))
+        assert plan.prediction.peak_bytes[0] <= part * peak
+        assert Remat.OFFLOAD in plan.remat and plan.semantics == "synchronous"
+    with pytest.raises(InfeasibleError, match="with every block swapped a device needs"):
+        al.plan(step, *arguments, cluster=cluster, planner=Karma(memory_bytes=0.3 * peak))
