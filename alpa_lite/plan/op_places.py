@@ -154,6 +154,7 @@ def _repeated(step: StepGraph, places: list[OpPlace | None]) -> list[OpPlace | N
     if not any(place is not None and place.wave for place in places):
         return places
     graph, found, sources = step.graph, list(places), _sources(step, places)
+    outputs = set(graph.outputs)
     # The places that read the results of each op, by themselves or through repeated ops.
     readers: list[set[OpPlace]] = [set() for _ in graph.ops]
     # In reverse order, so that the readers of an op are known.
@@ -162,7 +163,7 @@ def _repeated(step: StepGraph, places: list[OpPlace | None]) -> list[OpPlace | N
         for c in {c for r in op.results for c in graph.consumers[r]}:
             reader = found[c]
             readers[op.id] |= readers[c] if reader is None else {reader}
-        if place is None or place.kind is not TaskRole.UPDATE or not set(graph.outputs).isdisjoint(op.results):
+        if place is None or place.kind is not TaskRole.UPDATE or not outputs.isdisjoint(op.results):
             continue
         own = all((p.stage, p.kind) == (place.stage, place.kind) for p in readers[op.id])
         later = any(p.wave > place.wave for p in readers[op.id])

@@ -384,13 +384,15 @@ def on_chip(graph: Graph) -> OnChip:
         if is_fusible(graph, op) and any(v in region for v in op.operands):
             region.update(op.results)
     # Small values of the region, such as the sums of rows, may be written: they cost little.
-    large = {v for v in region if any(graph.values[v].num_elements >= graph.values[s].num_elements for s in scores)}
+    least = min((graph.values[s].num_elements for s in scores), default=0)
+    large = {v for v in region if graph.values[v].num_elements >= least}
     # A value that is needed outside of the kernel is written; then the values that it is computed from may no longer
     # stay on chip either.
     while escaping := {v for v in large if not _stays(graph, v, large)}:
         large -= escaping
     # Experts and other batched products make large results too; a softmax of the scores is what makes it attention.
-    softmax = {op.operands[0] for op in graph.ops if op.operands and _is_of_softmax(graph, op, large)}
+    reducing = (op for op in graph.ops if op.operands and op.operands[0] in large)
+    softmax = {op.operands[0] for op in reducing if _is_of_softmax(graph, op, large)}
     kernels = [kernel for kernel in _kernels(graph, large) if kernel & softmax]
     large = set[int]().union(*kernels)
     masked = _masked_by_pairs(graph, large, kernels)

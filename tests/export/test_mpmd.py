@@ -105,8 +105,8 @@ def check_instructions(main: judge.Main, lowered: Any, plan: Any) -> None:
     program, graph, names = lowered.program, lowered.step.step.graph, mesh_names(plan)
     runs = [each for each in program.instructions if each.kind is InstructionKind.RUN]
     expected = [(names[r.stage], r.stage, r.microbatch, origin_of(program.tasks[r.task])) for r in runs]
-    # What makes, joins or reshards sums and outputs is of no task.
-    extra = re.compile(r"stage \d+ (zeros|concat|add|reshard)")
+    # What makes, joins or reshards sums and outputs, or follows from the whole batch, is of no task.
+    extra = re.compile(r"stage \d+ (zeros|concat|add|reshard|ahead)")
     tasks = [op for op in main.fragments if not extra.fullmatch(op.origin[0][0])]
     assert [(op.mesh, op.stage, op.call_counter, op.origin) for op in tasks] == expected
     sent = [each for each in program.instructions if each.kind is InstructionKind.SEND and not each.transfer.in_place]
@@ -305,17 +305,42 @@ def test_what_the_dialect_cannot_say_is_refused(planner: Any, num_microbatches: 
         plan.export("mpmd")
 
 
-def test_values_of_the_whole_batch_before_its_micro_batches_are_refused() -> None:
-    def masked(w, x, mask):
-        def loss(w):
-            return jnp.sum((x @ w) ** 2 * mask[:, None]) / jnp.sum(mask)
+def weighted(weights: Any, key: Any, x: Any, mask: Any) -> Any:
+    """A mean over the samples that count, with noise and weights that follow from the whole batch."""
+    later = jnp.cumsum(mask) / jnp.sum(mask) + jax.random.uniform(key, mask.shape)[::-1]
 
-        return w - 0.1 * jax.grad(loss)(w)
+    def loss(weights):
+        y = x
+        for w in weights:
+            y = jnp.tanh(y @ w)
+        return jnp.sum(jnp.mean((y - x * later[:, None]) ** 2, axis=1) * mask) / jnp.sum(mask)
 
-    x = ARGUMENTS[2]
-    plan = al.plan(masked, ARGUMENTS[0][0], x, x[:, 0] > 0, cluster="dgx-1", planner=FSDP(), num_microbatches=2)
-    with pytest.raises(PlanError, match=r"of the whole batch.*Plan with one micro-batch"):
-        plan.export("mpmd")
+    value, gradients = jax.value_and_grad(loss)(weights)
+    return [w - 0.1 * g for w, g in zip(weights, gradients, strict=True)], value
+
+
+@pytest.mark.parametrize(
+    ("planner", "num_microbatches"), [(Hybrid(pipeline=2, data=2, tensor=2), 4), (FSDP(), 2), (Pipeline(pipeline=4), 2)]
+)
+def test_what_follows_from_the_whole_batch_is_a_fragment_of_the_stages_that_read_it(
+    planner: Any, num_microbatches: int, devices: Any
+) -> None:
+    arguments = (*ARGUMENTS, (np.arange(SAMPLES) % 5 > 0).astype(np.float32))
+    parallel_step = al.parallelize(weighted, cluster="dgx-1", num_microbatches=num_microbatches)
+    found = parallel_step.trace(*arguments).plan(planner=planner)
+    check_module(found)
+    main = judge.main_of(judge.parsed(found.last_plan.export("mpmd")))
+    ahead = [op for op in main.fragments if op.origin[0][0].endswith("ahead")]
+    lowered = found.lower()
+    places = [each for each in lowered.program.instructions if each.kind is InstructionKind.PLACE]
+    results = {v for v in lowered.step.step.graph.inputs if lowered.step.step.graph.values[v].name == ""}
+    assert results and [op.stage for op in ahead] == sorted({p.stage for p in places if p.writes[0].value in results})
+    kinds = [kind for _, kind in main.arguments]
+    assert all((SAMPLES,) in [kinds[v].shape for v in op.reads] for op in ahead)
+    # Numbers of the whole batch, and for each micro-batch its own rows of those of each sample.
+    written = [kind.shape for op in ahead for kind in op.of]
+    assert set(written) == {(), (SAMPLES // num_microbatches,)}
+    assert_close(step_of_module(found)(*arguments), jax.jit(weighted)(*arguments))
 
 
 def test_meshes_that_share_devices_are_refused() -> None:
