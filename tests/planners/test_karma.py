@@ -18,7 +18,7 @@ from alpa_lite.errors import InfeasibleError, PlanError
 from alpa_lite.planners import Hybrid, Karma
 from alpa_lite.planners.karma import BlockCost, best_choices, time_and_peak
 from alpa_lite.step.recomputation import Remat
-from tests.end_to_end.cases import TOLERANCE, Training, assert_same, eager_cluster, make_batch, reference
+from tests.end_to_end.cases import MODELS, TOLERANCE, Training, assert_same, eager_cluster, make_batch, reference
 
 KEEP, SWAP, RECOMPUTE = range(3)
 Block = list[BlockCost]
@@ -110,12 +110,19 @@ def test_a_plan_within_less_memory_gives_the_same_numbers(part: float, devices: 
     assert plan.remat or all(np.array_equal(a, b) for a, b in pairs)
 
 
-def test_none_of_the_plain_choices_is_faster(devices: Any) -> None:
+@pytest.fixture
+def deep(monkeypatch: pytest.MonkeyPatch) -> Training:
+    """A GPT of four blocks: computing one of two again takes as much memory as not keeping its values saves."""
+    monkeypatch.setitem(MODELS, "deep gpt", replace(MODELS["gpt"], num_layers=4))
+    return Training(model="deep gpt", optimizer="momentum")
+
+
+def test_none_of_the_plain_choices_is_faster(deep: Training, devices: Any) -> None:
     """As priced: a plan that fits is no slower than with all blocks recomputed, or all swapped, on devices as large."""
-    training = Training(model="gpt", optimizer="momentum")
+    training = deep
     step, arguments, cluster = training.step(), _arguments(training), eager_cluster()
     peak = al.plan(step, *arguments, cluster=cluster, planner=Hybrid(data=8)).prediction.peak_bytes[0]
-    for part in (0.97, 0.9):
+    for part in (0.97, 0.92):
         limit = part * peak
         found = al.plan(step, *arguments, cluster=cluster, planner=Karma(memory_bytes=limit, host_optimizer=False))
         assert found.prediction.peak_bytes[0] <= limit
@@ -125,8 +132,8 @@ def test_none_of_the_plain_choices_is_faster(devices: Any) -> None:
                 assert found.prediction.step_seconds <= plain.prediction.step_seconds * (1 + 1e-9)
 
 
-def test_blocks_are_recomputed_where_the_host_has_no_room(devices: Any) -> None:
-    training = Training(model="gpt", optimizer="momentum")
+def test_blocks_are_recomputed_where_the_host_has_no_room(deep: Training, devices: Any) -> None:
+    training = deep
     step, arguments, cluster = training.step(), _arguments(training), eager_cluster()
     peak = al.plan(step, *arguments, cluster=cluster, planner=Hybrid(data=8)).prediction.peak_bytes[0]
     assert cluster.host_memory is not None
