@@ -186,6 +186,25 @@ class Cluster:
         return not self.shared_processor
 
     @property
+    def fuses_siblings(self) -> bool:
+        """Whether one kernel writes several results, so that kernels that read the same arrays become one.
+
+        XLA's CPU backend, which runs virtual devices, has kernels of one result. A costly value that two of them read
+        is written for both.
+        """
+        return not self.shared_processor
+
+    @property
+    def scatters_maxima(self) -> bool:
+        """Whether the gradient of max pooling takes one kernel that finds each maximum again.
+
+        XLA's CPU backend, which runs virtual devices, has none: it makes arrays of the indices along each dim, searches
+        the windows for the largest element together with its indices, and scatters. TPUs have the kernel, and GPUs are
+        taken to be like them: there XLA makes the indices, which are as small as the pooled array, inside the search.
+        """
+        return not self.shared_processor
+
+    @property
     def skew_seconds(self) -> float:
         """Seconds that a step waits for the last host: the skew of `inter_host` per doubling of the number of hosts.
 
@@ -309,6 +328,7 @@ def slowest_device(devices: Sequence[Device]) -> Device:
         memory_bytes=tightest.memory_bytes,
         memory_reserve=tightest.memory_reserve,
         default_memory_fraction=tightest.default_memory_fraction,
+        fuses_into_products=all(device.fuses_into_products for device in devices),
         memory_bandwidth=min(device.memory_bandwidth for device in devices),
         # The entry "float32" is the rate of the vector units; as a matrix format float32 would be read as TF32.
         peak_flops={

@@ -66,6 +66,8 @@ class Device:
         fill_depth: depth of a product at which a unit reaches half of its rate, as if so many steps were lost.
         lanes: numbers that a row of a vector register holds; kernels of attention pad heads to a multiple of it. 1
             where they pad none.
+        fuses_into_products: whether the compiler computes operands of a product inside its kernel, as XLA does on TPUs.
+            What only products read is then not stored.
         matrix_efficiency: fraction of the peak rate that large products sustain in training, by dtype name (as in
             `peak_flops`) or one number for all; includes the drop of clock rates under load.
         convolution_efficiency: fraction of the sustained matrix rate that convolutions reach.
@@ -93,6 +95,7 @@ class Device:
     tiles: tuple[tuple[int, int], ...] = ((128, 128),)
     fill_depth: float = 0.0
     lanes: int = 1
+    fuses_into_products: bool = False
     matrix_efficiency: PeakFlops | float = 0.8
     convolution_efficiency: float = 0.75
     attention_efficiency: float = 0.7
@@ -135,6 +138,11 @@ class Device:
         require_count(f"{label} num_units", self.num_units, advice="count the units of one device", error=ClusterError)
         if not self.tiles or any(rows < 1 or columns < 1 for rows, columns in self.tiles):
             raise ClusterError(f"{label} tiles is {self.tiles!r}, but pairs of at least 1 row and column are needed.")
+        if self.fuses_into_products not in (True, False):
+            raise ClusterError(
+                f"{label} fuses_into_products is {self.fuses_into_products!r}, but true or false is needed: true where "
+                "the compiler computes operands of a product inside its kernel."
+            )
         require_count(f"{label} lanes", self.lanes, advice="count those of a vector register", error=ClusterError)
         require_amount(f"{label} fill_depth", self.fill_depth, advice="give it in steps of depth", error=ClusterError)
         require_amount(f"{label} contention", self.contention, advice="give a part, 0 for none", error=ClusterError)

@@ -7,6 +7,11 @@ The dialect is part of jaxlib (`jaxlib.mlir.dialects.mpmd`). Each instruction of
     SEND                       a transfer to the mesh of another stage; a fragment for what is resharded on its own mesh
     FREE                       nothing: a value lives until its last use
 
+An array in the memory of the host has a type that says so (`memory_kind`), as the program that makes it does.
+
+What a step computes of the whole batch before its micro-batches, such as a number of tokens, is a fragment of each
+stage that reads it (`_Ahead`); the arrays that it reads are arguments of the function once more, whole.
+
 Equal programs are one function, which all of their fragments call. Stages on the same devices with the same axes share
 one mesh.
 
@@ -32,6 +37,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import func, mpmd, sdy, stablehlo
 
 from alpa_lite import _jax
+from alpa_lite._jax import Array
 from alpa_lite.errors import PlanError
 from alpa_lite.export.degrees import programs_of
 from alpa_lite.export.stage_programs import comment_lines, for_platform, lowered_step, step_of
@@ -39,7 +45,7 @@ from alpa_lite.lower.emission import BoundaryArray, Emitted, boundary_shape, bou
 from alpa_lite.plan.instructions import Buffer, Instruction, InstructionKind
 from alpa_lite.plan.parts import StagePlan, TaskRole
 from alpa_lite.plan.plan import Plan
-from alpa_lite.program.ir import Graph
+from alpa_lite.program.ir import Graph, Value
 from alpa_lite.program.phases import LeafPart
 from alpa_lite.runtime.execute.compile import (
     CompileUnit,
@@ -54,6 +60,7 @@ from alpa_lite.runtime.execute.compile import (
 from alpa_lite.runtime.execute.run_transfers import moves_on_source
 from alpa_lite.sharding.transfer import PlannedTransfer
 from alpa_lite.step.split import TracedStep
+from alpa_lite.trace.passes.code_motion import Precomputed
 from alpa_lite.trace.trace import Traced
 
 _TRANSPOSITIONS: Mapping[TaskRole, tuple[int, ...]] = {
@@ -76,46 +83,42 @@ def mpmd_module(plan: Plan, platform: str | None = None) -> str:
     `main` takes and returns the arrays of the step as the plan places them. `jax.arg_info` and `jax.result_info` are
     their names; `jax.buffer_donor` marks what the step may overwrite.
 
-    Raises `PlanError` for a plan that a module cannot express: arrays in the memory of the host, stages that share only
-    some devices or share them with other axes, tasks whose order is decided as they run, values of the whole batch that
-    are computed before its micro-batches. Also for a plan from a file, and for kernels that JAX lowers only where their
-    devices are.
+    Raises `PlanError` for a plan that a module cannot express: arrays sent from host to host, stages that share only
+    some devices or share them with other axes, tasks whose order is decided as they run. Also for a plan from a file,
+    and for kernels that JAX lowers only where their devices are.
     """
     traced, step = programs_of(plan).traced, step_of(plan)
     lowered = lowered_step(plan, step)
-    _check(lowered, step)
+    _check(lowered)
+    ahead = _ahead_of(lowered, step)
     with for_platform(plan, platform) as target:
-        functions = _functions(lowered, target)
+        functions = _functions(lowered, ahead, target)
     with mlir.make_ir_context() as context, ir.Location.unknown():
         mpmd.register_dialect(context)
-        module = _ModuleBuilder(lowered, functions).build(traced, step.runs)
+        module = _ModuleBuilder(lowered, functions, ahead, traced).build(step.runs)
         module.operation.verify()
         return "\n".join([*comment_lines(plan), module.operation.get_asm()])
 
 
-def _check(lowered: LoweredStep, step: TracedStep) -> None:
+def _check(lowered: LoweredStep) -> None:
     """Raise `PlanError` for a plan that the dialect cannot express."""
-    if problem := _problem(lowered, step):
+    if problem := _problem(lowered):
         raise PlanError(f"{lowered.plan.name} has no module of the MPMD dialect: {problem}.")
 
 
-def _problem(lowered: LoweredStep, step: TracedStep) -> str:
+def _problem(lowered: LoweredStep) -> str:
     """Return a clause on what has no place in a module, and what to do; "" if all has one."""
     plan = lowered.plan
-    if any(value.on_host for value in lowered.step.graph.values):
+    values = lowered.step.graph.values
+    if any(i.kind is InstructionKind.SEND and values[i.reads[0].value].on_host for i in lowered.program.instructions):
         return (
-            "some of its arrays wait in the memory of the host, and its values lie on devices. Plan without "
-            "offloading and host_optimizer, as with Auto(host_memory=False)"
+            "a stage reads an array from the memory of another stage's host, and transfers are between devices. Plan "
+            "without host_optimizer"
         )
     if lowered.program.segments:
         return (
             f"{plan.schedule.name} decides the order of tasks as they run, and a module has one order. Choose another "
             "schedule"
-        )
-    if step.precomputed is not None:
-        return (
-            "before its first micro-batch the step computes something of the whole batch, such as a number of tokens, "
-            "which no mesh has. Plan with one micro-batch"
         )
     owners: dict[int, StagePlan] = {}
     for stage in plan.stages:
@@ -135,6 +138,67 @@ def _place(stage: StagePlan) -> Hashable:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Ahead:
+    """What a stage computes of the whole batch before its micro-batches.
+
+    Attributes:
+        precomputed: the program of the step that does so.
+        places: the instructions that place its results on the stage.
+        taken: for each of them the number of the result, the dim of its samples, if any, and their first one and their
+            number: a micro-batch takes its own rows.
+    """
+
+    precomputed: Precomputed
+    places: tuple[Instruction, ...]
+    taken: tuple[tuple[int, int | None, int, int], ...]
+
+    @property
+    def arrays(self) -> list[tuple[int, Value]]:
+        """The arrays that it reads: the numbers of leaves of the step, and what they are."""
+        graph = self.precomputed.program.graph
+        return [(leaf, graph.values[v]) for leaf, v in zip(self.precomputed.leaves, graph.inputs, strict=True)]
+
+    def unit(self, stage: int, mesh: AbstractMesh) -> CompileUnit:
+        """Return the program on the mesh of the stage, which has whole arrays on all devices."""
+        ins = tuple(
+            BoundaryArray(shape=value.shape, dtype=value.dtype, spec=PartitionSpec()) for _, value in self.arrays
+        )
+        outs = tuple(boundary_spec(place.spec) for place in self.places if place.spec is not None)
+        emit = partial(emit_function, self._run, mesh, ins, outs)
+        return CompileUnit(name=f"stage {stage} ahead", mesh=mesh, form=("ahead", self.taken, outs), emit=emit)
+
+    def _run(self, *arrays: jax.Array) -> tuple[Array, ...]:
+        results = self.precomputed.run(*arrays)
+        return tuple(
+            results[number]
+            if dim is None
+            else jax.lax.slice_in_dim(jax.numpy.asarray(results[number]), first, first + size, axis=dim)
+            for number, dim, first, size in self.taken
+        )
+
+
+def _ahead_of(lowered: LoweredStep, step: TracedStep) -> Mapping[int, _Ahead]:
+    """Return what stages compute of the whole batch, by stage."""
+    graph, found = step.graph, dict[int, _Ahead]()
+    if step.precomputed is None:
+        return found
+    # They are the last inputs of the step.
+    results = graph.inputs[len(graph.inputs) - len(step.precomputed.program.graph.outputs) :]
+    number_of = {value: number for number, value in enumerate(results)}
+    places = [i for i in lowered.program.instructions if i.kind is InstructionKind.PLACE]
+    for stage in range(len(lowered.plan.stages)):
+        own = tuple(each for each in places if each.stage == stage and each.writes[0].value in number_of)
+        taken: list[tuple[int, int | None, int, int]] = []
+        for buffer in (each.writes[0] for each in own):
+            dim = step.step.batch_dims[buffer.value] if buffer.microbatch is not None else None
+            size = graph.values[buffer.value].shape[dim] if dim is not None else 0
+            taken.append((number_of[buffer.value], dim, (buffer.microbatch or 0) * size, size))
+        if own:
+            found[stage] = _Ahead(precomputed=step.precomputed, places=own, taken=tuple(taken))
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Function:
     """A program that fragments call: the name of its function, and the program as emitted and as lowered."""
 
@@ -149,13 +213,17 @@ class _Function:
         return (outs,) if isinstance(outs, PartitionSpec) else outs
 
 
-def _functions(lowered: LoweredStep, platform: str) -> Mapping[Hashable, _Function]:
-    """Return the programs of a step, lowered without devices, by what `_key` returns for their instructions."""
+def _functions(lowered: LoweredStep, ahead: Mapping[int, _Ahead], platform: str) -> Mapping[Hashable, _Function]:
+    """Return the programs of a step, lowered without devices, by what `_key` returns for their instructions.
+
+    Those of `ahead` are called ("ahead", stage).
+    """
     program, step, meshes = lowered.program, lowered.step, abstract_meshes(lowered.plan)
     units: dict[Hashable, CompileUnit] = {}
     units.update({(InstructionKind.RUN, n): u for n, u in enumerate(task_units(lowered, meshes, {}))})
     units.update({(InstructionKind.ZEROS, n): u for n, u in zeros_units(program, step, meshes).items()})
     units.update({(InstructionKind.CONCAT, b): u for b, u in concat_units(program, step, meshes).items()})
+    units.update({("ahead", stage): each.unit(stage, meshes[stage]) for stage, each in ahead.items()})
     for each in program.instructions:
         if each.transfer is not None and each.transfer.resolve:
             unit = _moves_unit(each, each.transfer, step.graph, meshes[each.source_stage])
@@ -197,8 +265,14 @@ def _moves_unit(send: Instruction, planned: PlannedTransfer, graph: Graph, mesh:
 class _ModuleBuilder:
     """Builder of a module in the current MLIR context: the functions first, then `main`, instruction by instruction."""
 
-    def __init__(self, lowered: LoweredStep, functions: Mapping[Hashable, _Function]) -> None:
-        self.lowered, self.functions = lowered, functions
+    def __init__(
+        self,
+        lowered: LoweredStep,
+        functions: Mapping[Hashable, _Function],
+        ahead: Mapping[int, _Ahead],
+        traced: Traced,
+    ) -> None:
+        self.lowered, self.functions, self.ahead, self.traced = lowered, functions, ahead, traced
         self.program, self.graph, self.stages = lowered.program, lowered.step.graph, lowered.plan.stages
         self.input_number = {value: number for number, value in enumerate(self.graph.inputs)}
         self.module = ir.Module.create()
@@ -212,25 +286,41 @@ class _ModuleBuilder:
         self.types = {each: self._add(each) for each in dict.fromkeys(functions.values())}
         self.values: dict[Buffer, Any] = {}
 
-    def build(self, traced: Traced, runs: Mapping[int, tuple[int, int]]) -> Any:
+    def build(self, runs: Mapping[int, tuple[int, int]]) -> Any:
         """Return the module with `main`. `runs`: as in `TracedStep`."""
-        places = [each for each in self.program.instructions if each.kind is InstructionKind.PLACE]
+        made_ahead = {place.writes[0] for each in self.ahead.values() for place in each.places}
+        places = [
+            each
+            for each in self.program.instructions
+            if each.kind is InstructionKind.PLACE and each.writes[0] not in made_ahead
+        ]
         places.sort(key=lambda each: (self.input_number[each.writes[0].value], each.microbatch or 0, each.stage))
+        whole = [(stage, leaf, value) for stage, each in self.ahead.items() for leaf, value in each.arrays]
         arguments = [self._placed(each) for each in places]
+        arguments += [self._array(stage, value.shape, value.dtype, PartitionSpec()) for stage, _, value in whole]
         with ir.InsertionPoint(self.module.body):
             main = func.FuncOp("main", (arguments, []), visibility="public")
         block = main.add_entry_block()
-        self.values.update({each.writes[0]: value for each, value in zip(places, block.arguments, strict=True)})
+        given: list[Any] = list(block.arguments)
+        self.values.update({each.writes[0]: value for each, value in zip(places, given, strict=False)})
         with ir.InsertionPoint(block):
+            for stage in self.ahead:
+                here = [value for value, (at, _, _) in zip(given[len(places) :], whole, strict=True) if at == stage]
+                self._emit_ahead(stage, here)
             for instruction in self.program.instructions:
                 self._emit(instruction)
             results = [self.values[buffer] for buffer in self.program.outputs]
             func.ReturnOp(results)
         main.attributes["function_type"] = ir.TypeAttr.get(ir.FunctionType.get(arguments, [r.type for r in results]))
         main.attributes["topology"] = self._topology()
-        main.attributes["arg_attrs"] = ir.ArrayAttr.get([self._argument(each, traced, runs) for each in places])
-        names = [_part_name(traced.outputs.names[part.leaf], part) for part in self.lowered.step.output_parts]
-        infos = [ir.DictAttr.get({"jax.result_info": _string(name)}) for name in names]
+        attributes = [self._argument(each, runs) for each in places]
+        attributes += [self._leaf_attributes(leaf, self._leaf_name(leaf), {}) for _, leaf, _ in whole]
+        main.attributes["arg_attrs"] = ir.ArrayAttr.get(attributes)
+        names = [_part_name(self.traced.outputs.names[part.leaf], part) for part in self.lowered.step.output_parts]
+        infos = [
+            ir.DictAttr.get({"jax.result_info": _string(name), **self._memory(buffer.value)})
+            for name, buffer in zip(names, self.program.outputs, strict=True)
+        ]
         main.attributes["res_attrs"] = ir.ArrayAttr.get(infos)
         return self.module
 
@@ -278,39 +368,65 @@ class _ModuleBuilder:
         listed = ", ".join(f'<"{name}" : {mesh}>' for name, mesh in bare.items())
         return ir.Attribute.parse(f"#mpmd.topology<{listed}>")
 
-    def _on_mesh(self, stage: int, tensor: Any, spec: PartitionSpec) -> Any:
-        """Return the type of an array on the mesh of a stage."""
+    def _on_mesh(self, stage: int, tensor: Any, spec: PartitionSpec, on_host: bool = False) -> Any:
+        """Return the type of an array on the mesh of a stage, or in the memory of its host."""
         dims = [axes if isinstance(axes, tuple) else () if axes is None else (axes,) for axes in spec]
         # The words of a typed key are one more dim.
         dims += [()] * (tensor.rank - len(dims))
         shown = ", ".join("{" + ", ".join(f'"{axis}"' for axis in axes) + "}" for axes in dims)
         sharding = f"<@{self.symbol_of[stage]}, [{shown}]>"
-        return ir.Type.parse(f'!mpmd.mesh_tensor<"{self.meshes[stage]}", {tensor}, sharding={sharding}>')
+        memory = f', memory_kind="{_jax.HOST_MEMORY}"' if on_host else ""
+        return ir.Type.parse(f'!mpmd.mesh_tensor<"{self.meshes[stage]}", {tensor}, sharding={sharding}{memory}>')
 
     def _placed(self, place: Instruction) -> Any:
         """Return the type of an argument."""
         value, spec = self.graph.values[place.writes[0].value], place.spec
         assert spec is not None, "every PLACE has a spec"
         shape = boundary_shape(value.shape, spec, self.stages[place.stage].mesh_shape.axis_sizes)
-        array = _jax.struct(shape, value.dtype)
-        # Typed keys are the words that store them.
-        stored = jax.eval_shape(jax.random.key_data, array) if value.dtype.startswith("key<") else array
-        tensor = ir.RankedTensorType.get(stored.shape, mlir.dtype_to_ir_type(np.dtype(stored.dtype)))
-        return self._on_mesh(place.stage, tensor, boundary_spec(spec))
+        return self._array(place.stage, shape, value.dtype, boundary_spec(spec), value.on_host)
 
-    def _argument(self, place: Instruction, traced: Traced, runs: Mapping[int, tuple[int, int]]) -> Any:
+    def _array(self, stage: int, shape: Sequence[int], dtype: str, spec: PartitionSpec, on_host: bool = False) -> Any:
+        """Return the type of an array of the step on the mesh of a stage."""
+        array = _jax.struct(tuple(shape), dtype)
+        # Typed keys are the words that store them.
+        stored = jax.eval_shape(jax.random.key_data, array) if dtype.startswith("key<") else array
+        tensor = ir.RankedTensorType.get(stored.shape, mlir.dtype_to_ir_type(np.dtype(stored.dtype)))
+        return self._on_mesh(stage, tensor, spec, on_host)
+
+    def _argument(self, place: Instruction, runs: Mapping[int, tuple[int, int]]) -> Any:
         """Return the attributes of an argument: its name, and whether the caller gives up its buffer."""
-        (buffer,), inputs = place.writes, traced.inputs
+        (buffer,) = place.writes
         leaf = self.lowered.step.input_parts[self.input_number[buffer.value]].leaf
-        is_captured = leaf >= len(inputs.names)
-        info = f"captured array {leaf - len(inputs.names)}" if is_captured else self.graph.values[buffer.value].name
+        # With the rows of a part.
+        is_captured = leaf >= len(self.traced.inputs.names)
+        info = self._leaf_name(leaf) if is_captured else self.graph.values[buffer.value].name
         if place.microbatch is not None:
             info += f", micro-batch {place.microbatch}"
             info += f" of each of {runs[leaf][1]} runs" if leaf in runs else ""
-        attributes = {"jax.arg_info": _string(info)}
-        if not is_captured and inputs.donated[leaf]:
+        return self._leaf_attributes(leaf, info, self._memory(buffer.value))
+
+    def _memory(self, value: int) -> dict[str, Any]:
+        """Return the attribute of an argument or result in the memory of the host: passes read no types of these."""
+        return {"mhlo.memory_kind": _string(_jax.HOST_MEMORY)} if self.graph.values[value].on_host else {}
+
+    def _leaf_name(self, leaf: int) -> str:
+        """Return the name of an argument leaf, or of a captured array behind them."""
+        names = self.traced.inputs.names
+        return names[leaf] if leaf < len(names) else f"captured array {leaf - len(names)}"
+
+    def _leaf_attributes(self, leaf: int, info: str, memory: Mapping[str, Any]) -> Any:
+        donated = self.traced.inputs.donated
+        attributes = {"jax.arg_info": _string(info), **memory}
+        if leaf < len(donated) and donated[leaf]:
             attributes["jax.buffer_donor"] = ir.BoolAttr.get(True)
         return ir.DictAttr.get(attributes)
+
+    def _emit_ahead(self, stage: int, arrays: Sequence[Any]) -> None:
+        """Append the fragment of what a stage computes of the whole batch."""
+        places, origin = self.ahead[stage].places, [_origin(f"stage {stage} ahead")]
+        fragment = self._fragment(self.functions["ahead", stage], arrays, len(places), stage, origin)
+        made = (place.writes[0] for place in places)
+        self.values.update(zip(made, fragment.results, strict=True))
 
     def _emit(self, instruction: Instruction) -> None:
         """Append the operation of an instruction to `main`."""
@@ -321,7 +437,7 @@ class _ModuleBuilder:
             self._send(instruction)
         elif kind in (InstructionKind.ZEROS, InstructionKind.CONCAT, InstructionKind.ADD):
             origin = [_origin(f"stage {instruction.stage} {kind.lower()}")]
-            fragment = self._fragment(instruction, instruction.stage, origin)
+            fragment = self._calling(instruction, instruction.stage, origin)
             self.values.update(zip(instruction.writes, fragment.results, strict=True))
         else:
             assert kind in (InstructionKind.PLACE, InstructionKind.FREE), f"{kind} comes without a fixed order alone"
@@ -332,7 +448,7 @@ class _ModuleBuilder:
             origin = [_origin(task.name)]
         else:
             origin = [_origin(f"stage {task.stage}", count) for count in transposed]
-        fragment = self._fragment(run, run.stage, origin)
+        fragment = self._calling(run, run.stage, origin)
         if run.microbatch is not None:
             counter = ir.IntegerType.get_unsigned(32)
             fragment.attributes["call_counter"] = ir.IntegerAttr.get(counter, run.microbatch)
@@ -346,26 +462,40 @@ class _ModuleBuilder:
         value = self.values[source]
         if planned.resolve:
             origin = [_origin(f"stage {send.source_stage} reshard")]
-            value = self._fragment(send, send.source_stage, origin).results[0]
+            value = self._calling(send, send.source_stage, origin).results[0]
         if not planned.in_place:
             landed = self._on_mesh(send.stage, _tensor(value.type), boundary_spec(send.spec))
             value = mpmd.TransferOp(landed, value).result
         self.values[target] = value
 
-    def _fragment(self, instruction: Instruction, stage: int, origin: Sequence[Any]) -> Any:
+    def _calling(self, instruction: Instruction, stage: int, origin: Sequence[Any]) -> Any:
         """Append a fragment on the mesh of a stage that calls the program of an instruction."""
         function = self.functions[_key(instruction, self.graph)]
-        callee, takes_number = self.types[function], function.emitted.takes_microbatch
-        # Without donations a program returns what the instruction writes in this order, before a token.
-        written = range(len(instruction.writes))
-        types = [self._on_mesh(stage, callee.results[i], function.outs[i]) for i in written]
         operands = [self.values[buffer] for buffer in instruction.reads]
+        return self._fragment(function, operands, len(instruction.writes), stage, origin, instruction.microbatch or 0)
+
+    def _fragment(
+        self,
+        function: _Function,
+        operands: Sequence[Any],
+        num_results: int,
+        stage: int,
+        origin: Sequence[Any],
+        microbatch: int = 0,
+    ) -> Any:
+        """Append a fragment on the mesh of a stage that calls a program."""
+        callee, emitted = self.types[function], function.emitted
+        takes_number = emitted.takes_microbatch
+        # Without donations a program returns what its instruction writes before a token, in this order.
+        place = {number: position for position, number in enumerate(emitted.order)}
+        written = [place.get(number, number) for number in range(num_results)]
+        types = [self._on_mesh(stage, callee.results[i], function.outs[i], i in emitted.hosted) for i in written]
         fragment = mpmd.FragmentOp(types, operands, ir.ArrayAttr.get(origin), self.meshes[stage], stage_id=stage)
         block = fragment.region.blocks.append(*callee.inputs[: len(callee.inputs) - takes_number])
         with ir.InsertionPoint(block):
             inputs: list[Any] = list(block.arguments)
             if takes_number:
-                number: Any = np.array(instruction.microbatch or 0, np.int32)
+                number: Any = np.array(microbatch, np.int32)
                 inputs.append(stablehlo.constant(ir.DenseElementsAttr.get(number)))
             results = func.CallOp(callee.results, function.name, inputs).results
             mpmd.ReturnOp([results[i] for i in written])

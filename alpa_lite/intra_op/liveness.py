@@ -1,9 +1,9 @@
 """Compute which values of a stage are held in device memory, and for how long.
 
     time         the ops in order, one unit each; an op with bodies takes one unit, then those of the bodies  (_spans)
-    in memory    values that kernels write (`rules.fusion.accesses`), and results of loops                  (_written)
-    recomputed   cheap values that only fused kernels read, if recomputing them reads at most p = 1.25 bytes
-                 of sources for each byte of the value; the sources live longer instead                (_is_repeated)
+    in memory    what kernels write, and results of loops                                               (_written)
+    kernels      an op runs inside the kernels that read its result, unless one of them cannot compute it or the op
+                 would run in several and is costly, or reads several arrays that they need not read       (_fuse)
     last use     of a value, through ops that only rename it or are fused into kernels that end later         (_use)
     in place     a kernel overwrites an operand of equal shape that nobody reads later, and a loop takes over
                  the buffers of its carried values                                                          (_starts)
@@ -13,7 +13,11 @@ end of the trip, in addition to the incoming value. Elements of stacked arrays a
 read them in place (`elements`), and elements that are stacked up live until they are written. The stacked arrays
 themselves are values of the graph around the loop, and live from its start on.
 
-The rules approximate what XLA does on GPUs and CPUs (instruction fusion with duplication, buffer sharing). `python -m
+An op that is not stored costs no memory, but its sources live until the last of its kernels has run: the mask of a ReLU
+is computed again from the input of the ReLU, which stays in memory for that, in addition to the output. Compilers fuse
+before they know what fits. `KernelModel` states where backends differ.
+
+The rules follow XLA (instruction fusion with duplication, fusion of siblings, buffer sharing). `python -m
 benchmarks.memory` compares them with XLA's own memory analysis.
 """
 
@@ -29,8 +33,18 @@ from alpa_lite.intra_op.stage_ops import StageOps
 from alpa_lite.program.ir import MOVES, Graph, Op, Wiring, wiring_of
 from alpa_lite.program.memo import memoized
 from alpa_lite.program.phases import Phase, StepGraph
-from alpa_lite.rules.fusion import accesses, is_folded, is_fusible, is_repeatable
+from alpa_lite.rules.fusion import (
+    accesses,
+    fusion_groups,
+    is_folded,
+    is_fusible,
+    is_repeatable,
+    may_overwrite,
+    on_chip,
+    reads_several,
+)
 from alpa_lite.rules.op_info import free_values, rule_of_op
+from cost_models.composed import CostModel
 from cost_models.hardware import Fusion
 
 Path = tuple[tuple[int, int], ...]
@@ -92,18 +106,48 @@ class Lives:
         return {span.start: key for key, span in self.spans.items()}
 
 
-def lives_of(view: StageView, *, fusion: Fusion = "all", fused_attention: bool = False) -> Lives:
-    """Return the lifetimes of the values of a stage except state and accumulated sums, in order of their start."""
-    return _lives(view.part, _LivenessOptions(fusion=fusion, fused_attention=fused_attention))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelModel:
+    """What the kernels of a backend compute.
+
+    Attributes:
+        fusion, fused_attention: see `Backend`.
+        fuses_siblings: see `Cluster`.
+        fuses_into_products: see `Device`.
+    """
+
+    fusion: Fusion = "all"
+    fused_attention: bool = False
+    fuses_siblings: bool = True
+    fuses_into_products: bool = False
+
+    @classmethod
+    def of(cls, cost_model: CostModel) -> KernelModel:
+        """Return the kernels of the backend of a cost model."""
+        backend, cluster = cost_model.backend, cost_model.cluster
+        return cls(
+            fusion=backend.fusion,
+            fused_attention=backend.fused_attention,
+            fuses_siblings=cluster.fuses_siblings,
+            fuses_into_products=cluster.device.fuses_into_products,
+        )
+
+
+def lives_of(view: StageView, kernels: KernelModel | None = None) -> Lives:
+    """Return the lifetimes of the values of a stage except state and accumulated sums, in order of their start.
+
+    `kernels`: by default, those of XLA on plain array code on a GPU.
+    """
+    return _lives(view.part, kernels or KernelModel())
 
 
 @memoized
-def _lives(stage: StageOps, options: _LivenessOptions) -> Lives:
+def _lives(stage: StageOps, kernels: KernelModel) -> Lives:
     spans = dict(_spans(stage.graph, stage.ops, (), 0))
     end = max((span.end for span in spans.values()), default=0)
     phases = stage.step.phases
     loop_end = max((spans[(), o].end for o in stage.ops if phases[o].in_loop), default=0)
-    outer = _LiveScope(stage.graph, (), _Timing(spans=spans, options=options), stage=stage)
+    outer = _LiveScope(stage.graph, (), _Timing(spans=spans, kernels=kernels), stage=stage)
     # A value that goes from an operand's buffer straight into a stacked array has an empty lifetime.
     found = [life for life in (*outer.external(), *outer.lives()) if life.start < life.end]
     # One more than the last op, so that state has a lifetime even in a stage without ops.
@@ -113,17 +157,11 @@ def _lives(stage: StageOps, options: _LivenessOptions) -> Lives:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _LivenessOptions:
-    fusion: Fusion
-    fused_attention: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Timing:
-    """The time span of each op of a stage, which all of its scopes share, and the options of the analysis."""
+    """The time span of each op of a stage, which all of its scopes share, and the kernels of the backend."""
 
     spans: Mapping[tuple[Path, int], LiveSpan]
-    options: _LivenessOptions
+    kernels: KernelModel
 
 
 def _spans(graph: Graph, ops: Sequence[int], path: Path, start: int) -> Iterator[tuple[tuple[Path, int], LiveSpan]]:
@@ -146,10 +184,9 @@ def _new_state(step: StepGraph) -> frozenset[int]:
 
 
 @memoized
-def _written(graph: Graph, options: _LivenessOptions) -> frozenset[int]:
+def _written(graph: Graph, kernels: KernelModel) -> frozenset[int]:
     """Return the values of a graph that a kernel writes to memory."""
-    table = accesses(graph, fusion=options.fusion, fused_attention=options.fused_attention)
-    free = free_values(graph)
+    table = accesses(graph, fusion=kernels.fusion, fused_attention=kernels.fused_attention)
     found: set[int] = set()
     for op, access in zip(graph.ops, table, strict=True):
         if op.bodies:
@@ -159,9 +196,17 @@ def _written(graph: Graph, options: _LivenessOptions) -> frozenset[int]:
             found.update(op.results)
         else:
             found.update(op.results[slot.number] for slot in access.writes)
+    return frozenset(found & _writable(graph, kernels))
+
+
+@memoized
+def _writable(graph: Graph, kernels: KernelModel) -> frozenset[int]:
+    """Return the values of a graph that take memory of a device where a kernel writes them."""
+    unwritten = free_values(graph) | (on_chip(graph).values if kernels.fused_attention else frozenset[int]())
     # The memory of the host is counted by `plan.host_use`.
-    values = graph.values
-    return frozenset(v for v in found if values[v].rank > 0 and v not in free and not values[v].on_host)
+    return frozenset(
+        v for v, value in enumerate(graph.values) if value.rank > 0 and v not in unwritten and not value.on_host
+    )
 
 
 class _LiveScope:
@@ -185,39 +230,89 @@ class _LiveScope:
         self.spans = timing.spans
         self.ops = ops = stage.ops if stage is not None else range(len(graph.ops))
         self.end = max((self.spans[path, o].end for o in ops), default=0)  # when the graph has run once
-        options = timing.options
+        kernels = timing.kernels
         self.here = frozenset(ops)
         self.replaced = _new_state(stage.step) if stage is not None else frozenset[int]()
         self.kept = frozenset(graph.outputs) - self.replaced if stage is not None else kept
         self._uses: dict[int, _Use] = {}
-        self.written = set(_written(graph, options))
-        if options.fusion != "none":
-            # In execution order, since a value that is recomputed is no source of later ones: its own sources are.
-            for op in (graph.ops[o] for o in ops):
-                self.written.difference_update([r for r in op.results if self._is_repeated(op, r)])
+        self.writable = _writable(graph, kernels)
+        self.written = set(_written(graph, kernels))
+        if kernels.fusion != "none":
+            self._fuse()
         for op_id in reversed(ops):  # the last use recurses into later ones: in this order, they are cached already
             for r in graph.ops[op_id].results:
                 self._use(r)
 
-    def _is_repeated(self, op: Op, result: int) -> bool:
-        """Return True for a result that its readers recompute, from sources of about its size, and do not read."""
-        if result not in self.written or result in self.graph.outputs or not is_fusible(self.graph, op):
-            return False
-        readers = self._readers(result)
-        if not readers or not all(is_fusible(self.graph, self.graph.ops[c]) for c in readers):
-            return False
-        # A costly value may be fused into its only reader, but it is not computed several times.
-        if not is_repeatable(self.graph, op) and len(readers) > 1:
-            return False
-        if self.stage is not None and self._leaves(op, result, readers):
-            return False
-        sources = sum(self.graph.values[v].bytes for v in self._sources(op))
-        return sources <= _MOST_READ * self.graph.values[result].bytes
+    def _fuse(self) -> None:
+        """Find out which values of fusible ops are written, as instruction fusion of XLA decides it.
 
-    def _leaves(self, op: Op, result: int, readers: Sequence[int]) -> bool:
-        """Return True for a value that other tasks read: other stages, or the backward pass as a task of its own."""
+        Kernels are visited from the last to the first. An op runs in the kernels that run its readers, whatever they
+        then read and for how long, unless that repeats what should not be repeated.
+        """
+        model = self.timing.kernels
+        groups: Sequence[int] = range(len(self.graph.ops))
+        if model.fuses_siblings:
+            groups = fusion_groups(self.graph, within_calls=model.fusion == "calls")
+        kernels: dict[int, frozenset[int]] = {}
+        for op_id in reversed(self.ops):
+            op, own = self.graph.ops[op_id], frozenset((groups[op_id],))
+            kernels[op_id] = own
+            if is_folded(self.graph, op) or not is_fusible(self.graph, op):
+                continue
+            readers = [c for r in op.results for c in self._readers(r)]
+            inside = frozenset[int]().union(*(kernels[c] for c in readers))
+            if not self._is_stored(op, readers, inside, own):
+                self.written.difference_update(op.results)
+                kernels[op_id] = inside or own
+            else:
+                self.written.update(self.writable.intersection(op.results))
+
+    def _is_stored(self, op: Op, readers: Sequence[int], inside: frozenset[int], own: frozenset[int]) -> bool:
+        """Return True for a fusible op whose results are written. `inside`: kernels of its readers; `own`: its own."""
+        if not set(self.graph.outputs).isdisjoint(op.results) or not all(map(self._takes_in, readers)):
+            return True
+        if inside <= own:
+            return False
+        if self.stage is not None and self._leaves(op, readers):
+            return True
+        if op.primitive.startswith(("reduce_", "arg")) and op.primitive != "reduce_precision":
+            return True
+        if len(inside) == 1:
+            return False
+        if not is_repeatable(self.graph, op):
+            return True
+        # Of several arrays of its size, an op is repeated only if that is all that its readers need it for.
+        several = len(readers) > 1 and reads_several(self.graph, op)
+        return several and any(self._reads_also_behind(c, op) for c in readers)
+
+    def _reads_also_behind(self, op_id: int, op: Op) -> bool:
+        """Return True for a reader of an op that reads also what other ops compute from its results, or may do so."""
+        made, seen = set(op.results), set[int]()
+        queue = [v for v in self.graph.ops[op_id].operands if v not in made]
+        while queue:
+            v = queue.pop()
+            producer = self.graph.producer[v]
+            if v in seen or producer is None or producer < op.id:
+                continue
+            seen.add(v)
+            operands = self.graph.ops[producer].operands
+            if not made.isdisjoint(operands) or len(seen) > _MOST_SOURCES:
+                return True
+            queue += operands
+        return False
+
+    def _takes_in(self, op_id: int) -> bool:
+        """Return True for an op whose kernel can compute elements of its operands as it reads them."""
+        op = self.graph.ops[op_id]
+        if is_fusible(self.graph, op):
+            return True
+        is_product = not op.bodies and rule_of_op(self.graph, op_id).work_kind != "elementwise"
+        return is_product and self.timing.kernels.fuses_into_products
+
+    def _leaves(self, op: Op, readers: Sequence[int]) -> bool:
+        """Return True for an op whose results other tasks read: other stages, or the backward pass as its own task."""
         stage = self.stage
-        if stage is None or result in stage.leaves:
+        if stage is None or not stage.leaves.isdisjoint(op.results):
             return True
         phases = {self._phase(c) for c in readers}
         # A stage that is the whole step may run as one program, which fuses across phases.
@@ -376,8 +471,7 @@ class _LiveScope:
                 if self._dies(op.operands[i], after):
                     found[op.results[r]] = after
             return found
-        # A product reads its operands until it ends, so that it cannot overwrite them.
-        if rule_of_op(self.graph, op.id).work_kind != "elementwise":
+        if not may_overwrite(self.graph, op):
             return found
         dying = [v for v in self._sources(op) if self._dies(v, after)]
         for r in op.results:
@@ -414,8 +508,6 @@ class _LiveScope:
         return list(found)
 
 
-#: A value is recomputed if its readers then read at most this many times its own bytes.
-_MOST_READ = 1.25
 #: The most values of a fused kernel that are searched for its sources; beyond, values count as sources themselves.
 _MOST_SOURCES = 64
 

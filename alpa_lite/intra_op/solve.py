@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from alpa_lite.intra_op.formulate import UNWEIGHTED, Builder, CollectiveWeights
-from alpa_lite.intra_op.liveness import lives_of
+from alpa_lite.intra_op.liveness import KernelModel, lives_of
 from alpa_lite.intra_op.problem import Solution
 from alpa_lite.intra_op.solvers.portfolio import Portfolio
 from alpa_lite.intra_op.solvers.solver import Solver
@@ -153,8 +153,7 @@ def _memory(view: StageView, pricer: Pricer, choice: Choice) -> tuple[float, flo
     # With one micro-batch nothing is accumulated: gradients are temporaries.
     if step.accumulates:
         sums = sum(local_bytes(graph.values[v], a.stored, sizes) for v, a in choice.accumulators.items())
-    backend = pricer.cost_model.backend
-    lives = lives_of(view, fusion=backend.fusion, fused_attention=backend.fused_attention)
+    lives = lives_of(view, KernelModel.of(pricer.cost_model))
     saved = [life.value for life in lives.lives if life.saved and life.value not in choice.accumulators]
     specs = ((v, choice.inputs[v] if v in choice.inputs else home_spec(graph, choice.ops, v)) for v in saved)
     activations = sum(local_bytes(graph.values[v], spec, sizes) for v, spec in specs)

@@ -125,6 +125,7 @@ class Catalogue:
         # Keyed by identity, since options compare so; the caches above make equal options one object.
         self._all_reduced: dict[PlacementOptions, FloatArray] = {}
         self._scratch: dict[PlacementOptions, FloatArray | None] = {}
+        self._indices: dict[PlacementOptions, FloatArray] = {}
         self._value_specs: dict[object, tuple[Spec, ...]] = {}
         self._number: Numbering[tuple[Spec, ...]] = Numbering()
 
@@ -431,6 +432,25 @@ class Catalogue:
                 total += np.where(reduced & (before == after), before, 0.0)
             self._all_reduced[options] = frozen(total)
         return self._all_reduced[options]
+
+    def index_sizes(self, graph: Graph, op: Op, options: PlacementOptions) -> FloatArray | None:
+        """Return a device's bytes of indices by which an op finds the maxima of windows, for each placement.
+
+        None if it does so inside a kernel (`Cluster.scatters_maxima`), or has no windows.
+        """
+        if self.pricer.cost_model.cluster.scatters_maxima or not op.primitive.startswith("select_and_scatter"):
+            return None
+        if options not in self._indices:
+            total = np.zeros(len(options.placements))
+            # An index along each dim for each element, and for each window that of its maximum.
+            for value, specs in zip(graph.operands(op)[:2], options.demanded, strict=False):
+                elements = self.local_sizes(value, specs) * (value.num_elements / max(1, value.bytes))
+                total += elements * value.rank * _INDEX_BYTES
+            self._indices[options] = frozen(total)
+        return self._indices[options]
+
+
+_INDEX_BYTES = 4
 
 
 class _Columns(NamedTuple):

@@ -8,11 +8,13 @@
                                     resolved spec                                                            (_sum)
     all_reduced values              the operand too, while its op runs, where the backend does not reduce in place;
                                     gradients until the update begins                          (_moved, _combined)
-    copies                          an operand resharded for its reader, while that runs: a gathered weight, a
-                                    gathered activation                                                    (_copies)
+    copies                          an operand resharded for its reader, while that runs: a gathered activation, a
+                                    gathered weight                                                        (_copies)
+                                    a weight is gathered while the reader of the one before runs    (_gathered_from)
                                     or, for a parameter that remains gathered, until its last reader in the
                                     loop ends                                                               (_until)
-    scratch                         a result before its reduce_scatter, while its op runs                   (_moved)
+    scratch                         a result before its reduce_scatter, and the indices by which the gradient of max
+                                    pooling finds the maxima, while the op runs                             (_moved)
 
 A copy depends on the strategies of two nodes, but a memory row has terms of one node each. It is therefore charged to
 the reader, and only where the operand has that spec under no choice of its own node. All bytes are per device, from the
@@ -28,13 +30,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from alpa_lite.intra_op.interning import SharedArrays
-from alpa_lite.intra_op.liveness import Life, Lives, Path, lives_of
+from alpa_lite.intra_op.liveness import KernelModel, Life, Lives, Path, lives_of
 from alpa_lite.intra_op.problem import FloatArray
 from alpa_lite.intra_op.stage import Key, Offer, Placed, PlacedBodies, PlacedSum, StageScope, StageView
 from alpa_lite.intra_op.strategy_catalogue import Catalogue, PlacementOptions, SumOptions
 from alpa_lite.plan.walk import stacked
 from alpa_lite.program.ir import Op, Value, wiring_of
-from alpa_lite.program.phases import Phase, parameters
+from alpa_lite.program.phases import Phase, is_parameter, parameters
 from alpa_lite.sharding.specs import Spec
 
 
@@ -79,8 +81,7 @@ class StageLayout:
 
 def stage_lives(view: StageView, catalogue: Catalogue) -> Lives:
     """Return the lifetimes of a stage's values on the backend of a catalogue's cost model."""
-    backend = catalogue.pricer.cost_model.backend
-    return lives_of(view, fusion=backend.fusion, fused_attention=backend.fused_attention)
+    return lives_of(view, KernelModel.of(catalogue.pricer.cost_model))
 
 
 def usages_of(layout: StageLayout, arrays: SharedArrays, *, in_flight: int) -> tuple[UsageOf, ...]:
@@ -200,7 +201,7 @@ class _Collector:
     def _moved(self) -> Iterator[UsageOf]:
         """Yield the copies and the scratch memory of every op."""
         # Liveness names bodies by their path in the step, the builder by the number of their scope.
-        paths = self.layout.paths()
+        paths, ahead = self.layout.paths(), self._gathered_from()
         for key, placed in self.layout.placed.items():
             scope, op_id = key
             op, span = self.layout.scopes[scope].graph.ops[op_id], self.lives.spans[paths[scope], op_id]
@@ -209,16 +210,39 @@ class _Collector:
             elif isinstance(placed, Placed) and key in self.layout.demanded:
                 options = self.layout.demanded[key]
                 for v, specs in zip(op.operands, options.demanded, strict=True):
-                    yield from self._copies((scope, v), placed.node, specs, span.start, span.end)
+                    start = ahead.get(key, span.start) if self._is_parameter((scope, v)) else span.start
+                    yield from self._copies((scope, v), placed.node, specs, start, span.end)
                 graph, made = self.layout.scopes[scope].graph, (scope, op.results[0])
-                sizes = self.catalogue.scratch_sizes(graph, op, options)
-                if sizes is not None:
-                    yield UsageOf(value=made, node=placed.node, sizes=sizes, start=span.start, end=span.end)
+                for sizes in (
+                    self.catalogue.scratch_sizes(graph, op, options),
+                    self.catalogue.index_sizes(graph, op, options),
+                ):
+                    if sizes is not None:
+                        yield UsageOf(value=made, node=placed.node, sizes=sizes, start=span.start, end=span.end)
                 sizes = self.catalogue.all_reduced_sizes(graph, op, options)
                 # What crosses into the update is charged there (`_combined`).
                 crosses = scope == 0 and not self.layout.crossings.keys().isdisjoint(op.results)
                 if sizes is not None and not crosses:
                     yield UsageOf(value=made, node=placed.node, sizes=sizes, start=span.start, end=span.end)
+
+    def _is_parameter(self, key: Key) -> bool:
+        return is_parameter(self.layout.view.step, self.layout.scopes[key[0]].graph, key[1])
+
+    def _gathered_from(self) -> Mapping[Key, int]:
+        """Return for each op that reads parameters the time from which those that lie in parts are gathered for it.
+
+        Programs gather them while the op before that reads parameters runs (`lower.local_machine.Gathered`).
+        """
+        paths, found, latest = self.layout.paths(), dict[Key, int](), dict[int, int]()
+        for key, placed in sorted(self.layout.placed.items(), key=lambda item: item[0]):
+            scope, op_id = key
+            if isinstance(placed, PlacedBodies):
+                # Its trips gather for themselves.
+                latest.pop(scope, None)
+            elif any(self._is_parameter((scope, v)) for v in self.layout.scopes[scope].graph.ops[op_id].operands):
+                start = self.lives.spans[paths[scope], op_id].start
+                found[key], latest[scope] = latest.get(scope, start), start
+        return found
 
     def _copies_of_loop(self, scope: int, op: Op, placed: PlacedBodies, start: int, end: int) -> Iterator[UsageOf]:
         wiring = wiring_of(op)

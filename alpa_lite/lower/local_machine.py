@@ -50,7 +50,7 @@ from alpa_lite.plan.task_specs import TaskSpec
 from alpa_lite.plan.walk import Application, Walk, body_walk, sharing_axes
 from alpa_lite.program.equations import Equation
 from alpa_lite.program.ir import TO_DEVICE, Graph, Op, Value, Wiring
-from alpa_lite.program.phases import Phase, StepGraph, parameters
+from alpa_lite.program.phases import Phase, StepGraph, is_parameter
 from alpa_lite.sharding.specs import Move, MoveKind, num_shards
 from alpa_lite.trace.evaluate import run_control_flow
 
@@ -141,7 +141,11 @@ class LocalMachine:
         # Values in bodies repeat the ids of the step, so the value is also compared by identity.
         bucketed = op is None and value.id in self.buckets.numbers and value is self.step.graph.values[value.id]
         array = self.buckets.held(value.id, array) if bucketed else array
-        if op is not None and self._is_parameter(value) and any(step.kind is MoveKind.ALL_GATHER for step in steps):
+        if (
+            op is not None
+            and is_parameter(self.step, self.graph, value.id)
+            and any(step.kind is MoveKind.ALL_GATHER for step in steps)
+        ):
             array = self.gathered.held(array, value.bytes / num_shards(steps[-1].spec, self.sizes))
         if value.on_host:  # collectives run on the memory of devices
             moved = self.reshard(_jax.in_memory(array, on_host=False), replace(value, on_host=False), steps, op)
@@ -155,14 +159,6 @@ class LocalMachine:
         if bucketed:
             self.buckets.reduced(value.id, array)
         return array
-
-    def _is_parameter(self, value: Value) -> bool:
-        """Return True for values that enter the loop, or a trip of a loop in it, without a batch dim."""
-        graph, step = self.graph, self.step
-        if graph is step.graph:
-            return value.id in parameters(step)
-        scope = step.bodies.get(graph)
-        return graph.producer[value.id] is None and (scope is None or scope.batch_dims[value.id] is None)
 
     def apply(self, application: Application, operands: list[jax.Array]) -> list[jax.Array]:
         """Bind the op's primitive on local blocks and return the blocks of its results."""

@@ -209,7 +209,8 @@ class _Blocks:
         self, planner: Karma, request: PlanRequest, host_optimizer: bool, known: _Blocks | None = None
     ) -> None:
         """Solve nothing yet. `known`: the same blocks with the state of the optimizer elsewhere, if there are any."""
-        self.known, self.too_little_on_host = known, cast("InfeasibleError | None", None)
+        # Why the last program that was priced does not fit, if one does not.
+        self.known, self.problem = known, cast("InfeasibleError | None", None)
         self.planner, self.host_optimizer, self.started = planner, host_optimizer, time.perf_counter()
         self.request, self.solved = request.under(OneFOneB(), 1), SolvedStages()
         self.base = Hybrid(zero=planner.zero)
@@ -240,11 +241,14 @@ class _Blocks:
             tried |= {each: self._assembled(each) for each in (recompute, swap) if each not in tried}
         if plans := [plan for plan in tried.values() if plan is not None]:
             return min(plans, key=lambda plan: plan.prediction.step_seconds)
-        if self.too_little_on_host is not None:
-            raise self.too_little_on_host
-        needed = self._costs((Remat.FULL,) * number).solution(self._place(number, 0)).peak_bytes
+        if self.problem is not None:
+            raise self.problem
+        needed, how = min(
+            (self._costs((policy,) * number).solution(self._place(number, 0)).peak_bytes, how)
+            for policy, how in ((Remat.FULL, "recomputed"), (Remat.OFFLOAD, "swapped"))
+        )
         raise InfeasibleError(
-            f"{self.planner.name} does not fit: with every block recomputed a device needs {show_bytes(needed)} at "
+            f"{self.planner.name} does not fit: with every block {how} a device needs {show_bytes(needed)} at "
             f"{show_count(microbatches, 'micro-batch')}. Use more micro-batches, zero=3, or host_optimizer=True."
         )
 
@@ -322,10 +326,11 @@ class _Blocks:
         staged = StagedStep(
             step=costs.step, layers=costs.layers, stages=[place.with_solution(solution)], schedule=schedule
         )
-        plan = assemble(self.planner.name, self.request, staged, self.started)
         try:
+            # The program as it is priced may hold more than the stage by itself.
+            plan = assemble(self.planner.name, self.request, staged, self.started)
             check_host_bytes(plan)
         except InfeasibleError as problem:
-            self.too_little_on_host = without_frames(problem)
+            self.problem = without_frames(problem)
             return None
         return costs.recomputed.recorded_in(plan)

@@ -29,7 +29,10 @@ from alpa_lite.intra_op.strategies import AxisRole, Restriction
 from alpa_lite.plan.plan import Plan
 from alpa_lite.planners.hybrid import check_batch, submeshes_of
 from alpa_lite.planners.planner import Planner, marked
+from alpa_lite.program.ir import Value, wiring_of
 from alpa_lite.program.phases import Phase, StepGraph
+from alpa_lite.rules.dims import major_factor
+from alpa_lite.rules.op_info import rule_of_op
 from alpa_lite.schedule import ServerSchedule
 from alpa_lite.sharding.meshes import LogicalMesh
 from alpa_lite.sharding.specs import Spec
@@ -207,9 +210,10 @@ def served_layers(step: StepGraph) -> Layers:
 def key_ranges(step: StepGraph, axis: str, servers: int) -> Mapping[int, Spec]:
     """Return the spec of each array of state, and of each gradient, on the servers.
 
-    It is split along its first dim that they divide.
+    State is split along its first dim that they divide, and gradients as the state that the update makes of them.
     """
     graph, found = step.graph, dict[int, Spec]()
+    dims = _split_dims(step, servers)
     for value in graph.values:
         v, producer = value.id, graph.producer[value.id]
         # A gradient, or another sum over the samples, is what the loop makes and the update reads.
@@ -219,9 +223,36 @@ def key_ranges(step: StepGraph, axis: str, servers: int) -> Mapping[int, Spec]:
             and any(step.phases[op] is Phase.UPDATE for op in graph.consumers[v])
         )
         if step.batch_dims[v] is None and (is_pushed or v in graph.inputs):
-            shape = step.graph.values[v].shape
-            dim = next((d for d, n in enumerate(shape) if servers > 1 and n and n % servers == 0), None)
-            found[v] = Spec(tuple((axis,) if d == dim else () for d in range(len(shape))))
+            dim = dims[v] if v in dims else _first_dim(value, servers)
+            found[v] = Spec(tuple((axis,) if d == dim else () for d in range(value.rank)))
+    return found
+
+
+def _first_dim(value: Value, servers: int) -> int | None:
+    return next((d for d, n in enumerate(value.shape) if servers > 1 and n and n % servers == 0), None)
+
+
+def _split_dims(step: StepGraph, servers: int) -> dict[int, int]:
+    """Return the dims along which servers split state, and what the update makes new state of, followed backwards.
+
+    A gradient may be pushed transposed, where only the sum of all micro-batches is brought into the form of its weight:
+    split along its first dim, the servers would have to exchange all of it.
+    """
+    graph, found = step.graph, dict[int, int]()
+    for new, old in step.aliases.items():
+        if step.batch_dims[old] is None and (dim := _first_dim(graph.values[old], servers)) is not None:
+            found[old] = found[new] = dim
+    for op in reversed(graph.ops):
+        if step.phases[op.id] is not Phase.UPDATE or wiring_of(op) is not None:
+            continue
+        rule = rule_of_op(graph, op.id)
+        split = {
+            major_factor(rule, dims[found[v]]) for v, dims in zip(op.results, rule.results, strict=True) if v in found
+        }
+        for v, dims in zip(op.operands, rule.operands, strict=True):
+            same = (d for d, factors in enumerate(dims) if major_factor(rule, factors) in split - {None})
+            if v not in found and (dim := next(same, None)) is not None and graph.values[v].shape[dim] % servers == 0:
+                found[v] = dim
     return found
 
 

@@ -390,6 +390,17 @@ def parameters(step: StepGraph) -> frozenset[int]:
     return frozenset(v for v, producer in ready if producer is None or step.phases[producer] is Phase.INVARIANT)
 
 
+def is_parameter(step: StepGraph, graph: Graph, value: int) -> bool:
+    """Return True for a value that enters the loop, or a trip of a loop in it, without a batch dim.
+
+    `graph`: that of the step, or a body in it.
+    """
+    if graph is step.graph:
+        return value in parameters(step)
+    scope = step.bodies.get(graph)
+    return graph.producer[value] is None and (scope is None or scope.batch_dims[value] is None)
+
+
 def weight_gradient_ops(step: StepGraph, ops: Iterable[int]) -> frozenset[int]:
     """Return the backward ops of a stage, given its op ids, on which nothing in the loop of another stage depends."""
     graph, phases = step.graph, step.phases

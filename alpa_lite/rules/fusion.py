@@ -40,8 +40,11 @@ FOLDED = frozenset(
 )
 #: Ops that look up or update rows: they are fused with nothing, and move only the rows that they touch.
 _INDEXED = ("gather", "scatter", "dynamic_slice", "dynamic_update_slice")
+#: Ops that combine neighbouring elements.
+_WINDOWED = ("reduce_window", "select_and", "cum")
 _UNFUSED = (
-    *("sort", "reduce_window", "select_and", "cum", "argsort", "top_k", "approx_top_k", "random_bits", "rng_"),
+    *_WINDOWED,
+    *("sort", "argsort", "top_k", "approx_top_k", "random_bits", "rng_"),
     *("pallas_call", "custom_partitioning"),
     *sorted(MOVES),
 )
@@ -205,6 +208,22 @@ def is_repeatable(graph: Graph, op: Op) -> bool:
     """Return True for fusible ops that compilers rather repeat in each reading kernel than store."""
     # They take few instructions per element. A reduction would read all of its operand again.
     return is_fusible(graph, op) and op.primitive not in _EXPENSIVE and not op.primitive.startswith(("reduce_", "arg"))
+
+
+def may_overwrite(graph: Graph, op: Op) -> bool:
+    """Return True for ops whose kernel reads each element of an operand before it writes the same one of its result.
+
+    Ops that search windows read neighbours of it later. Products read operands until they end.
+    """
+    if rule_of_op(graph, op.id).work_kind != "elementwise":
+        return False
+    return not op.primitive.startswith(_WINDOWED)
+
+
+def reads_several(graph: Graph, op: Op) -> bool:
+    """Return True for ops that read more than one array of at least the size of their result, broadcasts excepted."""
+    shown, size = _shown(graph), graph.values[op.results[0]].num_elements
+    return len({shown[v] for v in op.operands if graph.values[shown[v]].num_elements >= size}) > 1
 
 
 def is_folded(graph: Graph, op: Op) -> bool:
@@ -384,13 +403,15 @@ def on_chip(graph: Graph) -> OnChip:
         if is_fusible(graph, op) and any(v in region for v in op.operands):
             region.update(op.results)
     # Small values of the region, such as the sums of rows, may be written: they cost little.
-    large = {v for v in region if any(graph.values[v].num_elements >= graph.values[s].num_elements for s in scores)}
+    least = min((graph.values[s].num_elements for s in scores), default=0)
+    large = {v for v in region if graph.values[v].num_elements >= least}
     # A value that is needed outside of the kernel is written; then the values that it is computed from may no longer
     # stay on chip either.
     while escaping := {v for v in large if not _stays(graph, v, large)}:
         large -= escaping
     # Experts and other batched products make large results too; a softmax of the scores is what makes it attention.
-    softmax = {op.operands[0] for op in graph.ops if op.operands and _is_of_softmax(graph, op, large)}
+    reducing = (op for op in graph.ops if op.operands and op.operands[0] in large)
+    softmax = {op.operands[0] for op in reducing if _is_of_softmax(graph, op, large)}
     kernels = [kernel for kernel in _kernels(graph, large) if kernel & softmax]
     large = set[int]().union(*kernels)
     masked = _masked_by_pairs(graph, large, kernels)

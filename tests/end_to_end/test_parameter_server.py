@@ -195,6 +195,8 @@ def test_link_of_a_server_carries_its_range_of_the_weights_for_each_worker_both_
     back = [sum(sent[w, server] for w in workers) for server in own]
     assert out == back == [rounds * 4 * size / servers] * servers
     assert sum(sent.values()) == rounds * 2 * 4 * size
+    # Nor do the servers exchange anything: gradients arrive in their ranges, transposed ones as well.
+    assert not [use for use in lowered.planned.last_plan.prediction.collectives if use.stage == 0]
 
 
 def test_price_has_the_bottleneck_at_the_servers():

@@ -27,26 +27,32 @@ sys.modules.setdefault("jax.jaxlib", jaxlib)
 sys.modules.setdefault("jax.jaxlib._jax", _jax)
 from jaxlib import _sdy_mpmd as wheel  # noqa: E402
 
-_TYPE = re.compile(r'!mpmd\.mesh_tensor<"([^"]+)", tensor<([^,]+)>(?:, sharding=<@\S+, \[(.*)\]>)?>')
+_TYPE = re.compile(
+    r'!mpmd\.mesh_tensor<"([^"]+)", tensor<([^,]+)>(?:, sharding=<@\S+, \[(.*)\]>)?(?:, memory_kind="(\w+)")?>'
+)
 
 
 class OnMesh(NamedTuple):
-    """The type of a value: the name of its mesh, its shape, the MLIR name of its dtype, and its spec."""
+    """The type of a value: the name of its mesh, its shape, the MLIR name of its dtype, its spec, and its memory.
+
+    The memory is None for that of the devices.
+    """
 
     mesh: str
     shape: tuple[int, ...]
     dtype: str
     spec: PartitionSpec
+    memory: str | None = None
 
     @staticmethod
     def of(written: Any) -> OnMesh:
         """Read a type of MLIR."""
         found = _TYPE.fullmatch(str(written))
         assert found is not None, written
-        mesh, tensor, dims = found.groups()
+        mesh, tensor, dims, memory = found.groups()
         *sizes, dtype = tensor.split("x", tensor.partition("complex")[0].count("x"))
         axes = [tuple(re.findall(r'"([^"]+)"', dim)) for dim in re.findall(r"\{([^}]*)\}", dims or "")]
-        return OnMesh(mesh, tuple(map(int, sizes)), dtype, PartitionSpec(*axes))
+        return OnMesh(mesh, tuple(map(int, sizes)), dtype, PartitionSpec(*axes), memory)
 
 
 class Operation(NamedTuple):
@@ -195,7 +201,7 @@ def compiled(module: Any) -> Callable[[Sequence[np.ndarray]], list[np.ndarray]]:
         )
 
     def placed(array: Any, kind: OnMesh) -> jax.Array:
-        return jax.device_put(array, NamedSharding(meshes[kind.mesh], kind.spec))
+        return jax.device_put(array, NamedSharding(meshes[kind.mesh], kind.spec, memory_kind=kind.memory))
 
     def run(arguments: Sequence[np.ndarray]) -> list[np.ndarray]:
         values = {i: placed(a, kind) for i, (a, (_, kind)) in enumerate(zip(arguments, main.arguments, strict=True))}
@@ -207,7 +213,7 @@ def compiled(module: Any) -> Callable[[Sequence[np.ndarray]], list[np.ndarray]]:
             for number, kind, blocks in zip(
                 op.writes, op.of, made.disassemble_into_single_device_arrays(), strict=True
             ):
-                sharding = NamedSharding(meshes[op.mesh], kind.spec)
+                sharding = NamedSharding(meshes[op.mesh], kind.spec, memory_kind=kind.memory)
                 values[number] = jax.make_array_from_single_device_arrays(kind.shape, sharding, blocks)
         return [np.asarray(values[number]) for number in main.returned]
 

@@ -53,6 +53,8 @@ CASES = {
     "auto": (Auto(num_layers=2, manual=()), 2),
     "parameter_server": (ParameterServer(servers=4), 4),
     "gpipe": (Pipeline(pipeline=4, schedule=GPipe()), 4),
+    # Activations that wait in the memory of the host.
+    "offload": (Hybrid(pipeline=2, data=4, remat="offload"), 2),
 }
 
 
@@ -105,10 +107,14 @@ def check_instructions(main: judge.Main, lowered: Any, plan: Any) -> None:
     program, graph, names = lowered.program, lowered.step.step.graph, mesh_names(plan)
     runs = [each for each in program.instructions if each.kind is InstructionKind.RUN]
     expected = [(names[r.stage], r.stage, r.microbatch, origin_of(program.tasks[r.task])) for r in runs]
-    # What makes, joins or reshards sums and outputs is of no task.
-    extra = re.compile(r"stage \d+ (zeros|concat|add|reshard)")
+    # What makes, joins or reshards sums and outputs, or follows from the whole batch, is of no task.
+    extra = re.compile(r"stage \d+ (zeros|concat|add|reshard|ahead)")
     tasks = [op for op in main.fragments if not extra.fullmatch(op.origin[0][0])]
     assert [(op.mesh, op.stage, op.call_counter, op.origin) for op in tasks] == expected
+    written = [[graph.values[buffer.value].on_host for buffer in run.writes] for run in runs]
+    assert [[kind.memory == "pinned_host" for kind in op.of] for op in tasks] == written
+    placed = Counter(graph.values[p.writes[0].value].on_host for p in program.instructions if p.kind == "PLACE")
+    assert sum(kind.memory is not None for _, kind in main.arguments) == placed[True]
     sent = [each for each in program.instructions if each.kind is InstructionKind.SEND and not each.transfer.in_place]
     assert main.transfers == [
         (names[s.source_stage], names[s.stage], s.transfer.array.shape, mlir_name(graph.values[s.reads[0].value].dtype))
@@ -295,7 +301,6 @@ def test_another_process_without_alpa_lite_reads_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("planner", "num_microbatches", "reason"),
     [
-        (Hybrid(pipeline=2, remat="offload"), 2, "memory of the host"),
         (Pipeline(pipeline=2, schedule=MessageDriven()), 4, "order of tasks"),
     ],
 )
@@ -305,17 +310,65 @@ def test_what_the_dialect_cannot_say_is_refused(planner: Any, num_microbatches: 
         plan.export("mpmd")
 
 
-def test_values_of_the_whole_batch_before_its_micro_batches_are_refused() -> None:
-    def masked(w, x, mask):
-        def loss(w):
-            return jnp.sum((x @ w) ** 2 * mask[:, None]) / jnp.sum(mask)
+def momentum(weights: Any, velocity: Any, x: Any) -> Any:
+    def loss(weights):
+        y = x
+        for w in weights:
+            y = jnp.tanh(y @ w)
+        return jnp.mean((y - x) ** 2)
 
-        return w - 0.1 * jax.grad(loss)(w)
+    velocity = [0.9 * v + g for v, g in zip(velocity, jax.grad(loss)(weights), strict=True)]
+    return [w - 0.1 * v for w, v in zip(weights, velocity, strict=True)], velocity
 
-    x = ARGUMENTS[2]
-    plan = al.plan(masked, ARGUMENTS[0][0], x, x[:, 0] > 0, cluster="dgx-1", planner=FSDP(), num_microbatches=2)
-    with pytest.raises(PlanError, match=r"of the whole batch.*Plan with one micro-batch"):
-        plan.export("mpmd")
+
+def test_state_on_the_host_is_an_argument_and_a_result_there(devices: Any) -> None:
+    arguments = ARGUMENTS[0], [w[::-1] for w in ARGUMENTS[0]], ARGUMENTS[2]
+    planner = Hybrid(pipeline=2, data=4, host_optimizer=True)
+    found = al.parallelize(momentum, cluster="dgx-1", num_microbatches=2).trace(*arguments).plan(planner=planner)
+    check_module(found)
+    text = found.last_plan.export("mpmd")
+    assert sum(kind.memory is not None for _, kind in judge.main_of(judge.parsed(text)).arguments) == len(arguments[1])
+    # Of the arguments and of the results of `main`.
+    assert text.count('mhlo.memory_kind = "pinned_host"') >= 2 * len(arguments[1])
+    assert_close(step_of_module(found)(*arguments), jax.jit(momentum)(*arguments))
+
+
+def weighted(weights: Any, key: Any, x: Any, mask: Any) -> Any:
+    """A mean over the samples that count, with noise and weights that follow from the whole batch."""
+    later = jnp.cumsum(mask) / jnp.sum(mask) + jax.random.uniform(key, mask.shape)[::-1]
+
+    def loss(weights):
+        y = x
+        for w in weights:
+            y = jnp.tanh(y @ w)
+        return jnp.sum(jnp.mean((y - x * later[:, None]) ** 2, axis=1) * mask) / jnp.sum(mask)
+
+    value, gradients = jax.value_and_grad(loss)(weights)
+    return [w - 0.1 * g for w, g in zip(weights, gradients, strict=True)], value
+
+
+@pytest.mark.parametrize(
+    ("planner", "num_microbatches"), [(Hybrid(pipeline=2, data=2, tensor=2), 4), (FSDP(), 2), (Pipeline(pipeline=4), 2)]
+)
+def test_what_follows_from_the_whole_batch_is_a_fragment_of_the_stages_that_read_it(
+    planner: Any, num_microbatches: int, devices: Any
+) -> None:
+    arguments = (*ARGUMENTS, (np.arange(SAMPLES) % 5 > 0).astype(np.float32))
+    parallel_step = al.parallelize(weighted, cluster="dgx-1", num_microbatches=num_microbatches)
+    found = parallel_step.trace(*arguments).plan(planner=planner)
+    check_module(found)
+    main = judge.main_of(judge.parsed(found.last_plan.export("mpmd")))
+    ahead = [op for op in main.fragments if op.origin[0][0].endswith("ahead")]
+    lowered = found.lower()
+    places = [each for each in lowered.program.instructions if each.kind is InstructionKind.PLACE]
+    results = {v for v in lowered.step.step.graph.inputs if lowered.step.step.graph.values[v].name == ""}
+    assert results and [op.stage for op in ahead] == sorted({p.stage for p in places if p.writes[0].value in results})
+    kinds = [kind for _, kind in main.arguments]
+    assert all((SAMPLES,) in [kinds[v].shape for v in op.reads] for op in ahead)
+    # Numbers of the whole batch, and for each micro-batch its own rows of those of each sample.
+    written = [kind.shape for op in ahead for kind in op.of]
+    assert set(written) == {(), (SAMPLES // num_microbatches,)}
+    assert_close(step_of_module(found)(*arguments), jax.jit(weighted)(*arguments))
 
 
 def test_meshes_that_share_devices_are_refused() -> None:

@@ -133,6 +133,39 @@ def _products(text: str) -> Counter[int]:
     return Counter(prod(map(int, filter(None, found.split(",")))) for found in sizes)
 
 
+def _gated(weights: Any, batch: Any) -> Any:
+    def loss(weights):
+        hidden = jax.nn.silu(batch["x"] @ weights["gate"]) * (batch["x"] @ weights["up"])
+        return jnp.mean((hidden @ weights["down"] - batch["y"]) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(weights)
+    norm = jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads)))
+    return jax.tree.map(lambda w, g: w - 0.1 * g / jnp.maximum(1.0, norm), weights, grads), value
+
+
+def _gated_again(weights: Any, batch: Any) -> Any:
+    (new, loss), squares = _gated(weights, batch), jnp.sum(jnp.square(weights["down"]))
+    return new, loss + 1e-3 * squares
+
+
+def test_results_are_arguments_of_the_next_step_and_a_changed_step_is_computed(devices: Any) -> None:
+    """JAX traces a step for arguments on a mesh to other equations than for arrays on one device."""
+    wide = {name: _shaped((WIDTH, 2 * WIDTH)) for name in ("gate", "up")}
+    args = {**wide, "down": _shaped((2 * WIDTH, WIDTH))}, {name: _shaped((2 * WIDTH, WIDTH)) for name in "xy"}
+    text = _planned(_gated, *args, planner=al.planners.Megatron()).last_plan.export("jax")
+    # Not all of one kind lie alike; the changed step has one more.
+    assert "('reduce_sum', ((),)): [" in text
+    for fun in (_gated, _gated_again):
+        weights, batch = _values(args)
+        expected, step = weights, _module(text).parallel(fun, *args)
+        for _ in range(3):
+            (weights, loss), (expected, wanted) = step(weights, batch), jax.jit(fun)(expected, batch)
+            for got, known in zip(jax.tree.leaves((weights, loss)), jax.tree.leaves((expected, wanted)), strict=True):
+                assert relative_error(np.asarray(got), np.asarray(known)) < TOLERANCE
+        placed, alone = step.trace(weights, batch).jaxpr, step.trace(*args).jaxpr
+        assert [eqn.primitive for eqn in placed.eqns] == [eqn.primitive for eqn in alone.eqns]
+
+
 def test_an_exported_module_needs_no_alpa_lite(tmp_path: Path, devices: Any) -> None:
     (tmp_path / "train.py").write_text(
         "import jax, jax.numpy as jnp\n\n\ndef train_step(w, x):\n"

@@ -12,7 +12,7 @@ import pytest
 from jax import lax
 
 import alpa_lite as al
-from alpa_lite.intra_op.liveness import Life, Lives, lives_of
+from alpa_lite.intra_op.liveness import KernelModel, Life, Lives, lives_of
 from alpa_lite.intra_op.stage import StageView
 from alpa_lite.planners import DataParallel, Hybrid, Pipeline, Planner
 from alpa_lite.rules.fusion import accesses
@@ -31,10 +31,10 @@ def view_of(function: Callable[..., Any], *args: Any) -> StageView:
     return StageView(step=step, layers=make_layers(step, 1), first=0, last=0)
 
 
-def lives_by_maker(view: StageView) -> dict[str, Life]:
+def lives_by_maker(view: StageView, kernels: KernelModel | None = None) -> dict[str, Life]:
     """The lives of the results of the step's own ops, by primitive; what occurs twice is numbered."""
     found: dict[str, Life] = {}
-    for life in lives_of(view).lives:
+    for life in lives_of(view, kernels).lives:
         producer = view.graph.producer[life.value]
         if not life.path and producer is not None:
             name = view.graph.ops[producer].primitive
@@ -67,9 +67,62 @@ def test_cheap_values_are_made_again_and_their_source_lives_on_instead() -> None
     assert dear["dot_general 0"].end == 2 == dear["exp 0"].start
 
 
+def test_the_mask_of_a_relu_is_computed_again_from_its_input() -> None:
+    def loss(w: Any, u: Any, x: Any) -> Any:
+        return (jax.nn.relu(x @ w) @ u).sum()
+
+    view = view_of(lambda x, w, u: jax.grad(loss, (0, 1))(w, u, x), f32(ROWS, COLUMNS), *WEIGHTS)
+    found = lives_by_maker(view)
+    # Both the input and the output of the ReLU are as large as four masks.
+    assert "max 0" in found and not any(view.graph.values[life.value].dtype == "bool" for life in found.values())
+    (select,) = (op.id for op in view.graph.ops if op.primitive == "select_n")
+    assert found["dot_general 0"].end > select
+
+
+SIBLINGS, LONE = KernelModel(), KernelModel(fuses_siblings=False)
+
+
+@pytest.mark.parametrize(("kernels", "stored"), [(SIBLINGS, False), (LONE, True)])
+def test_a_costly_value_of_two_kernels_is_stored_unless_they_are_one(kernels: KernelModel, stored: bool) -> None:
+    def step(x: Any, w: Any, u: Any) -> Any:
+        h = jnp.tanh(x @ w)
+        return (h * 2.0) @ u, (h + 1.0) @ u
+
+    found = lives_by_maker(view_of(step, f32(ROWS, COLUMNS), *WEIGHTS), kernels)
+    assert ("tanh 0" in found) is stored
+    assert {"mul 0", "add 0"} <= set(found)
+
+
+def test_what_only_products_read_is_not_stored_where_their_kernels_compute_it() -> None:
+    view = view_of(lambda x, w, u: ((x @ w) * 2.0 + 1.0) @ u, f32(ROWS, COLUMNS), *WEIGHTS)
+    found = lives_by_maker(view, KernelModel(fuses_into_products=True))
+    assert set(found) == {"dot_general 0", "dot_general 1"}
+    assert found["dot_general 0"].end == 4
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_sum_of_two_arrays_is_stored_if_a_reader_reads_also_what_comes_of_it(behind: bool) -> None:
+    def step(x: Any, w: Any, u: Any) -> Any:
+        total = x @ w + jnp.exp(x) @ w
+        first = (total * 2.0) @ u
+        return total * (first @ w if behind else 3.0)
+
+    found = lives_by_maker(view_of(step, f32(ROWS, COLUMNS), *WEIGHTS))
+    assert ("add 0" in found) is behind
+
+
+def test_a_kernel_that_searches_windows_does_not_overwrite_what_it_reads() -> None:
+    def step(x: Any, w: Any, u: Any) -> Any:
+        rows = jnp.exp(x @ w)
+        return lax.reduce_window(rows, -jnp.inf, lax.max, (3, 3), (1, 1), "SAME") @ u
+
+    found = lives_by_maker(view_of(step, f32(ROWS, COLUMNS), *WEIGHTS))
+    assert found["reduce_window_max 0"].start < found["exp 0"].end
+
+
 def test_without_fusion_everything_is_kept() -> None:
     view = view_of(lambda x, w, u: ((x @ w) * 2.0 + 1.0) @ u, f32(ROWS, COLUMNS), *WEIGHTS)
-    kept = {life.value for life in lives_of(view, fusion="none").lives}
+    kept = {life.value for life in lives_of(view, KernelModel(fusion="none")).lives}
     assert {op.results[0] for op in view.graph.ops} <= kept
     assert not {op.results[0] for op in view.graph.ops if op.primitive == "mul"} & {
         life.value for life in lives_of(view).lives

@@ -59,13 +59,13 @@ def test_sums_of_micro_batches_take_their_place() -> None:
     assert found.cost.temporary_bytes + found.cost.activation_bytes < 2 * WEIGHT_BYTES
 
 
-def test_weights_that_lie_in_parts_are_gathered_one_at_a_time() -> None:
+def test_weights_that_lie_in_parts_are_gathered_while_the_one_before_is_read() -> None:
     found = stage(FSDP())
     assert found.cost.state_bytes == 2 * LAYERS * WEIGHT_BYTES / 8
     extra = found.cost.temporary_bytes + found.cost.activation_bytes
-    assert extra >= WEIGHT_BYTES  # one gathered weight
-    # A gathered weight, a gradient before it is scattered, and gradients in parts.
-    assert extra <= 2 * WEIGHT_BYTES + LAYERS * WEIGHT_BYTES / 8 + 4 * LAYERS * ACTIVATION_BYTES
+    assert extra >= 2 * WEIGHT_BYTES  # as many as the program gathers at a time
+    # These, a gradient before it is scattered, and gradients in parts.
+    assert extra <= 3 * WEIGHT_BYTES + LAYERS * WEIGHT_BYTES / 8 + 4 * LAYERS * ACTIVATION_BYTES
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 2])

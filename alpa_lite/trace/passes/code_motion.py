@@ -161,9 +161,10 @@ class Precomputed:
 
     @cached_property
     def _compiled(self) -> Callable[..., tuple[Array, ...]]:
-        return jax.jit(self._run)
+        return jax.jit(self.run)
 
-    def _run(self, *arrays: jax.Array) -> tuple[Array, ...]:
+    def run(self, *arrays: jax.Array) -> tuple[Array, ...]:
+        """Return the further inputs of the step, from the inputs with numbers `leaves`."""
         return evaluate(self.program.graph, self.program.equations, arrays)
 
 
