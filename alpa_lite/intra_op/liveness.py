@@ -233,7 +233,8 @@ class _LiveScope:
         kernels = timing.kernels
         self.here = frozenset(ops)
         self.replaced = _new_state(stage.step) if stage is not None else frozenset[int]()
-        self.kept = frozenset(graph.outputs) - self.replaced if stage is not None else kept
+        self.outputs = frozenset(graph.outputs)
+        self.kept = self.outputs - self.replaced if stage is not None else kept
         self._uses: dict[int, _Use] = {}
         self.writable = _writable(graph, kernels)
         self.written = set(_written(graph, kernels))
@@ -269,7 +270,7 @@ class _LiveScope:
 
     def _is_stored(self, op: Op, readers: Sequence[int], inside: frozenset[int], own: frozenset[int]) -> bool:
         """Return True for a fusible op whose results are written. `inside`: kernels of its readers; `own`: its own."""
-        if not set(self.graph.outputs).isdisjoint(op.results) or not all(map(self._takes_in, readers)):
+        if not self.outputs.isdisjoint(op.results) or not all(map(self._takes_in, readers)):
             return True
         if inside <= own:
             return False

@@ -137,9 +137,14 @@ def accesses(graph: Graph, *, fusion: Fusion = "all", fused_attention: bool = Fa
     return tuple(found)
 
 
+@memoized
+def _outputs(graph: Graph) -> frozenset[int]:
+    return frozenset(graph.outputs)
+
+
 def _alone(graph: Graph, op: Op) -> Access:
     """Return the traffic of an op that is fused with nothing: all of its operands and results."""
-    if op.bodies or not _runs(graph, op, free_values(graph), set(graph.outputs)):
+    if op.bodies or not _runs(graph, op, free_values(graph), _outputs(graph)):
         return _NOTHING
     if op.primitive.startswith(_INDEXED):
         return _indexed(graph, op)
