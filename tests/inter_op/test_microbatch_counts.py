@@ -22,6 +22,7 @@ from alpa_lite.inter_op.microbatch_counts import (
     surveyed_numbers,
 )
 from alpa_lite.inter_op.surveyed_searches import SurveyedSearches
+from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.progress import Progress
 
 
@@ -154,3 +155,57 @@ def test_numbers_that_are_no_better_at_best_are_not_tried() -> None:
     assert _tried(guesses, rough) == {2: 40.0, 4: 28.0} and not rough.asked
     nothing_fits = {2: Guess(at_best=1.0, likely=math.inf)}
     assert _tried(nothing_fits, rough) == {2: math.inf} and not rough.asked
+
+
+def _found(guesses: dict[int, float], true: dict[int, float]) -> tuple[float, list[tuple[int, float]]]:
+    """The best seconds that a search finds, and the numbers that it looked at, each with the limit.
+
+    `guesses`: likely seconds at each number; `true`: what its best stages take. A search of one number ends at its
+    limit.
+    """
+    looked_at = list[tuple[int, float]]()
+
+    def planned_at(number: int, searches: object, at_most: float, further: float) -> tuple[object, object, None, float]:
+        looked_at.append((number, at_most))
+        if true[number] >= at_most:
+            return None, None, None, at_most
+        return SimpleNamespace(seconds=true[number]), object.__new__(Plan), None, math.inf
+
+    asking = SimpleNamespace(
+        at_most=math.inf,
+        gap=None,
+        request=SimpleNamespace(progress=Progress()),
+        _batch=max(guesses),
+        _tried=lambda searches, known: dict(known),
+        _not_excluded=lambda open_, at_most: [],
+        _planned_at=planned_at,
+    )
+    known = {number: Guess(at_best=seconds, likely=seconds) for number, seconds in guesses.items()}
+    searches = SimpleNamespace(survey=SimpleNamespace(first_size=1.0), guess_at=known.__getitem__)
+    searches.having_seen = lambda number, excess: searches
+    found = JointSearch._found(cast(JointSearch, asking), cast(SurveyedSearches, searches), known)
+    return min(better.seconds for better, _ in found if better is not None), looked_at
+
+
+def test_a_number_is_left_for_one_that_is_clearly_better_by_then() -> None:
+    """Its stages do not fit as guessed: what they take instead is of no use."""
+    best, looked_at = _found({32: 9.4, 64: 9.6, 128: 10.3}, {32: 39.0, 64: 10.4, 128: 11.2})
+    assert best == 10.4
+    (first, limit), *others = looked_at
+    assert first == 32 and 9.6 < limit < 11 and (64, math.inf) not in others
+    assert all(at_most < 12 for number, at_most in others if number == 32)
+
+
+def test_a_number_that_was_left_is_taken_up_again() -> None:
+    best, looked_at = _found({32: 9.4, 64: 9.6}, {32: 11.0, 64: 20.0})
+    assert best == 11.0 and [number for number, _ in looked_at][:3] == [32, 64, 32]
+
+
+@given(st.lists(st.tuples(st.floats(1.0, 2.0), st.floats(1.0, 3.0)), min_size=1, max_size=5))
+def test_leaving_numbers_hides_none_that_is_clearly_better(times: list[tuple[float, float]]) -> None:
+    """With few numbers all of them are looked at, until none can be better."""
+    guesses = {2**i: seconds for i, (seconds, _) in enumerate(times)}
+    true = {2**i: seconds * longer for i, (seconds, longer) in enumerate(times)}
+    best, looked_at = _found(guesses, true)
+    assert best == true[min(true, key=true.__getitem__)] or len(looked_at) >= MAX_IN_VAIN
+    assert best <= true[min(guesses, key=guesses.__getitem__)]
