@@ -166,17 +166,19 @@ class Karma(Planner):
         """Name for tables."""
         return "karma" + (f" × zero{self.zero}" if self.zero else "")
 
-    def plan(self, request: PlanRequest) -> Plan:
-        """Return the fastest plan that fits. Raises `InfeasibleError` if none does."""
+    def plan(self, request: PlanRequest, blocks: KarmaBlocks | None = None) -> Plan:
+        """Return the fastest plan that fits. Raises `InfeasibleError` if none does.
+
+        `blocks`: those of the request (`blocks_of`), where they were asked for before.
+        """
         check_host_memory(self.name, request.cluster)
         if self.memory_bytes is not None and not self.memory_bytes > 0:
             raise PlanError(f"memory_bytes={self.memory_bytes!r} was given; it must be a number of bytes above 0.")
         limited = replace(request, cluster=self._limited(request.cluster))
         ways = (False, True) if self.host_optimizer is None else (self.host_optimizer,)
         plans, problems = list[Plan](), list[InfeasibleError]()
-        blocks: _Blocks | None = None
         for host_optimizer in ways:
-            blocks = _Blocks(self, limited, host_optimizer, known=blocks)
+            blocks = KarmaBlocks(self, limited, host_optimizer, known=blocks)
             try:
                 plans.append(blocks.plan())
             except InfeasibleError as error:
@@ -190,27 +192,25 @@ class Karma(Planner):
         best = min(plans, key=lambda plan: plan.prediction.step_seconds)
         return replace(best, cluster=request.cluster)
 
-    def seconds_of_blocks(self, request: PlanRequest) -> float:
-        """Return what the passes of a step take by the blocks alone, with more memory than these have.
-
-        Infinite if they do not fit even so. It takes a fraction of the time of `plan`.
-        """
+    def blocks_of(self, request: PlanRequest) -> KarmaBlocks:
+        """Return the blocks of a request, nothing of which is solved yet."""
         check_host_memory(self.name, request.cluster)
-        return _Blocks(self, replace(request, cluster=self._limited(request.cluster)), False).least_seconds()
+        return KarmaBlocks(self, replace(request, cluster=self._limited(request.cluster)), host_optimizer=False)
 
     def _limited(self, cluster: Cluster) -> Cluster:
         return cluster if self.memory_bytes is None else with_memory_limit(cluster, self.memory_bytes)
 
 
-class _Blocks:
+class KarmaBlocks:
     """The blocks of a step under each choice, on the devices of a request."""
 
     def __init__(
-        self, planner: Karma, request: PlanRequest, host_optimizer: bool, known: _Blocks | None = None
+        self, planner: Karma, request: PlanRequest, host_optimizer: bool, known: KarmaBlocks | None = None
     ) -> None:
         """Solve nothing yet. `known`: the same blocks with the state of the optimizer elsewhere, if there are any."""
         # Why the last program that was priced does not fit, if one does not.
-        self.known, self.problem = known, cast("InfeasibleError | None", None)
+        self.known = (known.known or known) if known is not None else None
+        self.problem = cast("InfeasibleError | None", None)
         self.planner, self.host_optimizer, self.started = planner, host_optimizer, time.perf_counter()
         self.request, self.solved = request.under(OneFOneB(), 1), SolvedStages()
         self.base = Hybrid(zero=planner.zero)
@@ -253,7 +253,11 @@ class _Blocks:
         )
 
     def least_seconds(self) -> float:
-        """Return the seconds of both passes of all micro-batches by the model of this module, with ample memory."""
+        """Return the seconds of both passes of all micro-batches by the model of this module, with ample memory.
+
+        Infinite if the blocks do not fit even so. Collectives of one block do not hide behind another one here, as they
+        may in a plan. It takes a fraction of the time of a plan.
+        """
         room, rate = self._costs((Remat.NONE,) * self.cut.layers.num_layers).room_bytes(self.submesh), self._rate()
         choices = best_choices(self.blocks, _PARTS[0] * room, rate)
         if choices is None:

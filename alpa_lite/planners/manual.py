@@ -10,7 +10,7 @@ takes longer are not planned at all (`Planner.slowdown`).
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
@@ -26,7 +26,7 @@ from alpa_lite.plan.progress import Progress
 from alpa_lite.planners.convolution_parallel import OneWeirdTrick
 from alpa_lite.planners.data_parallel import FSDP, DataParallel, GShard, Zero
 from alpa_lite.planners.hybrid import Hybrid
-from alpa_lite.planners.karma import Karma
+from alpa_lite.planners.karma import Karma, KarmaBlocks
 from alpa_lite.planners.megatron import Megatron
 from alpa_lite.planners.pipeline import Pipeline
 from alpa_lite.planners.planner import Planner
@@ -84,21 +84,27 @@ def plans_on_host(request: PlanRequest, *, thorough: bool, at_most: float = math
 
     `thorough`: whether KARMA's are made with more micro-batches too, as long as these are faster: larger ones let more
     blocks be recomputed or swapped. `at_most`: the seconds of a step from which on plans are of no use; those of KARMA
-    are not made where its blocks alone take longer.
+    are not made where its blocks alone take far longer.
     """
     (first,) = plans_that_fit((ON_HOST,), request)
     yield first
     last, least = math.inf, first.num_microbatches if isinstance(first, Plan) else 1
+    known = dict[int, KarmaBlocks]()
     if at_most < math.inf:
-        alone = math.inf
         with suppress(AlpaLiteError):
-            alone = KARMA.seconds_of_blocks(replace(request, num_microbatches=least, advise=False))
-        # Where they do not fit, more micro-batches may.
-        if at_most <= alone < math.inf:
-            why = f"Its blocks alone take {show_seconds(alone)} at {show_count(least, 'micro-batch')}."
-            yield NoPlan(KARMA.name, PlanError(why))
-            return
-    for plan in _from_the_fewest(KARMA, request, least):
+            known[least] = KARMA.blocks_of(replace(request, num_microbatches=least, advise=False))
+            alone = known[least].least_seconds()
+            # Where they do not fit, more micro-batches may.
+            if HOPELESS * at_most <= alone < math.inf:
+                why = f"Its blocks alone take {show_seconds(alone)} at {show_count(least, 'micro-batch')}."
+                yield NoPlan(KARMA.name, PlanError(why))
+                return
+
+    def make(asked: PlanRequest) -> Plan:
+        number = asked.num_microbatches
+        return KARMA.plan(asked, known.get(number) if isinstance(number, int) else None)
+
+    for plan in _from_the_fewest(KARMA, request, least, make):
         if isinstance(plan, Plan) or last == math.inf:
             yield plan
         if not thorough or isinstance(plan, NoPlan) or plan.prediction.step_seconds >= last:
@@ -106,9 +112,13 @@ def plans_on_host(request: PlanRequest, *, thorough: bool, at_most: float = math
         last = plan.prediction.step_seconds
 
 
-def _from_the_fewest(planner: Planner, request: PlanRequest, least: int = 1) -> Iterator[Plan | NoPlan]:
+def _from_the_fewest(
+    planner: Planner, request: PlanRequest, least: int = 1, make: Callable[[PlanRequest], Plan] | None = None
+) -> Iterator[Plan | NoPlan]:
     """Yield the plans of a planner with at least so many micro-batches, the fewest that fit first; at the end the
     reason why there are no others.
+
+    `make`: plans a request with a number of micro-batches; None: the planner itself.
     """
     asked = replace(request, advise=False)
     why: AlpaLiteError = PlanError("There is no number of micro-batches to try.")
@@ -117,7 +127,7 @@ def _from_the_fewest(planner: Planner, request: PlanRequest, least: int = 1) -> 
             continue
         try:
             with request.progress.during("manual", planner.name):
-                plan = planner.plan(replace(asked, num_microbatches=number))
+                plan = (make or planner.plan)(replace(asked, num_microbatches=number))
         except AlpaLiteError as error:
             why = without_frames(error)
         else:

@@ -14,7 +14,7 @@ from alpa_lite.cli.models.sequential_networks import MLP
 from alpa_lite.errors import InfeasibleError, PlanError
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.planners import Auto, Hybrid, Planner
-from alpa_lite.planners.manual import least_seconds_on_host, plans_on_host
+from alpa_lite.planners.manual import HOPELESS, KARMA, NoPlan, least_seconds_on_host, plans_on_host
 from alpa_lite.step.recomputation import Remat
 from cost_models.cluster import with_memory
 from tests.end_to_end.cases import MODELS, TOLERANCE, Training, assert_same, eager_cluster, make_batch, reference
@@ -167,10 +167,10 @@ def test_no_plan_on_the_host_is_faster_than_with_memory_for_everything(number: i
     """By which the search leaves them out; in much and in little memory, where some exist."""
     training = Training(model="gpt", optimizer="adamw")
     step, arguments, cluster = training.step(), _arguments(training), eager_cluster()
-    ample, found = list[float](), list[float]()
+    ample, found, refused = list[float](), list[float](), list[NoPlan]()
 
     class Asked(Planner):
-        """Notes the bound, and the seconds of the plans, on a cluster."""
+        """Notes the bounds, and the seconds of the plans, on a cluster."""
 
         @property
         def name(self) -> str:
@@ -180,6 +180,14 @@ def test_no_plan_on_the_host_is_faster_than_with_memory_for_everything(number: i
             ample.append(least_seconds_on_host(request))
             plans = [plan for plan in plans_on_host(request, thorough=True) if isinstance(plan, al.Plan)]
             found.extend(plan.prediction.step_seconds for plan in plans)
+            for plan in plans:
+                if plan.name == KARMA.name:
+                    same = replace(request, num_microbatches=plan.num_microbatches)
+                    blocks = KARMA.blocks_of(same)
+                    assert 0.0 < blocks.least_seconds() <= HOPELESS * plan.prediction.step_seconds
+                    assert KARMA.plan(same, blocks).prediction == plan.prediction
+            hopeless = plans_on_host(request, thorough=False, at_most=0.5 * ample[-1])
+            refused.extend(plan for plan in hopeless if isinstance(plan, NoPlan))
             return plans[0]
 
     peak = al.plan(step, *arguments, cluster=cluster, planner=Hybrid(zero=3)).prediction.peak_bytes[0]
@@ -188,6 +196,7 @@ def test_no_plan_on_the_host_is_faster_than_with_memory_for_everything(number: i
         al.plan(step, *arguments, cluster=with_memory(cluster, memory), planner=Asked(), num_microbatches=choice)
     assert len(found) >= 4 and ample[0] == ample[1] > 0.0
     assert min(found) >= ample[0]
+    assert len(refused) == 2 and all("blocks alone take" in str(plan.error) for plan in refused)
 
 
 def test_what_plans_on_the_host_would_not_obey_is_refused(devices: Any) -> None:
