@@ -87,8 +87,8 @@ def _arguments(training: Training) -> tuple[Any, ...]:
     return training.start(), make_batch(training.architecture, 0), jax.random.key(0)
 
 
-# With everything swapped, and the state of the optimizer on the host, a device needs 0.76 of the peak.
-@pytest.mark.parametrize("part", [0.85, pytest.param(0.78, marks=pytest.mark.slow)])
+# With all blocks recomputed, and the state of the optimizer on the host, the stage needs 0.78 of the peak.
+@pytest.mark.parametrize("part", [0.85, pytest.param(0.79, marks=pytest.mark.slow)])
 def test_a_plan_within_less_memory_gives_the_same_numbers(part: float, devices: Any) -> None:
     """As those of `jax.jit` up to the order of sums; without recomputation, which XLA fuses otherwise, to the bit those
     of plain data parallelism.
