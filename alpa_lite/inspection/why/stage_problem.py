@@ -173,7 +173,7 @@ class StageProblem:
 
     @cached_property
     def choices(self) -> tuple[int, ...]:
-        """The strategy of each node that agrees with most of the plan's decisions."""
+        """The strategy of each node that agrees with the plan's decisions about the most bytes."""
         builder, stage = self.builder, self.placed
         assert stage is not None
         # Several decisions of a plan may lie on one node, whose strategies need not express all of them at once.
@@ -181,27 +181,33 @@ class StageProblem:
         for v, spec in stage.inputs.items():
             if (0, v) in builder.offers:
                 offer = builder.offers[(0, v)]
-                _vote(votes, offer.node, offer.specs, spec)
+                _vote(votes, offer.node, offer.specs, spec, self._bytes(0, v))
         for v, (node, options) in builder.crossings.items():
-            _vote(votes, node, options.accumulators, stage.accumulators.get(v))
+            _vote(votes, node, options.accumulators, stage.accumulators.get(v), self._bytes(0, v))
         self._vote_ops(votes, 0, stage.ops)
         return tuple(int(each.argmax()) for each in votes)
 
     def _vote_ops(self, votes: Sequence[np.ndarray], scope: int, ops: Mapping[int, OpPlacement]) -> None:
         for number, placement in ops.items():
             placed = self.builder.placed.get((scope, number))
+            results = self.builder.scopes[scope].graph.ops[number].results
             if isinstance(placed, Placed):
-                _vote(votes, placed.node, placed.options, placement)
+                _vote(votes, placed.node, placed.options, placement, self._bytes(scope, *results))
             # A loop has no node: what it reads and returns are nodes, and the ops in it are decided in its scope.
             elif isinstance(placed, PlacedBodies):
+                operands = self.builder.scopes[scope].graph.ops[number].operands
                 offers = (
-                    *zip(placed.operands, placement.body_operands, strict=True),
-                    *zip(placed.results, placement.results, strict=True),
+                    *zip(operands, placed.operands, placement.body_operands, strict=True),
+                    *zip(results, placed.results, placement.results, strict=True),
                 )
-                for offer, spec in offers:
-                    _vote(votes, offer.node, offer.specs, spec)
+                for v, offer, spec in offers:
+                    _vote(votes, offer.node, offer.specs, spec, self._bytes(scope, v))
                 for inner, body in zip(placed.scopes, placement.bodies, strict=True):
                     self._vote_ops(votes, inner, body)
+
+    def _bytes(self, scope: int, *values: int) -> float:
+        """Return the weight of a decision about values: even those without bytes count."""
+        return 1.0 + sum(self.builder.scopes[scope].graph.values[v].bytes for v in values)
 
     @cached_property
     def usages(self) -> tuple[UsageOf, ...]:
@@ -279,10 +285,10 @@ def _grouped(node: int, options: Sequence[Option]) -> dict[Option, Given]:
     return {option: {node: frozenset(numbers)} for option, numbers in found.items()}
 
 
-def _vote(votes: Sequence[np.ndarray], node: int, options: Sequence[object], wanted: object) -> None:
+def _vote(votes: Sequence[np.ndarray], node: int, options: Sequence[object], wanted: object, weight: float) -> None:
     for number, option in enumerate(options):
         if option == wanted:
-            votes[node][number] += 1
+            votes[node][number] += weight
 
 
 PRODUCTS, PASSES, OPAQUE = "matrix products", "passes over arrays", "ops without a sharding rule"

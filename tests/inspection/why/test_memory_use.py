@@ -6,6 +6,7 @@ import jax
 import pytest
 
 import alpa_lite as al
+from alpa_lite.cli.bench.request import find_target
 from alpa_lite.cli.models.train import init_state, make_optimizer, make_train_step
 from alpa_lite.inspection.why.memory_use import COPY, memory_use
 from tests.inspection.conftest import BATCH_SIZE, MODEL
@@ -45,6 +46,15 @@ def test_what_is_alive_adds_up_to_the_peak(planned):
         assert stage.moment.startswith(("when ", "at the end"))
         sizes = [each.bytes for each in stage.alive]
         assert sizes == sorted(sizes, reverse=True)
+
+
+def test_what_is_alive_in_a_loop_lies_as_planned():
+    """Sums over the samples of a batch are the smaller part of what is decided about gradients of activations."""
+    target = find_target("gpt-tiny")
+    step = al.parallelize(target.step, cluster="p3.16xlarge", planner=al.planners.FSDP())
+    (stage,) = memory_use(step.trace(*target.arguments).plan().last_plan).stages
+    copies = sum(each.bytes for each in stage.alive if each.kind == COPY)
+    assert 0.98 * stage.peak_bytes < stage.alive_bytes - copies < 1.05 * stage.peak_bytes
 
 
 def test_state_is_what_the_arguments_take(planned):
