@@ -89,16 +89,16 @@ def plans_on_host(request: PlanRequest, *, thorough: bool, at_most: float = math
     (first,) = plans_that_fit((ON_HOST,), request)
     yield first
     last, least = math.inf, first.num_microbatches if isinstance(first, Plan) else 1
-    known = dict[int, KarmaBlocks]()
+    known, alone = dict[int, KarmaBlocks](), 0.0
     if at_most < math.inf:
         with suppress(AlpaLiteError):
             known[least] = KARMA.blocks_of(replace(request, num_microbatches=least, advise=False))
             alone = known[least].least_seconds()
-            # Where they do not fit, more micro-batches may.
-            if HOPELESS * at_most <= alone < math.inf:
-                why = f"Its blocks alone take {show_seconds(alone)} at {show_count(least, 'micro-batch')}."
-                yield NoPlan(KARMA.name, PlanError(why))
-                return
+    # Where they do not fit, more micro-batches may.
+    if HOPELESS * at_most <= alone < math.inf:
+        why = f"Its blocks alone take {show_seconds(alone)} at {show_count(least, 'micro-batch')}."
+        yield NoPlan(KARMA.name, PlanError(why))
+        return
 
     def make(asked: PlanRequest) -> Plan:
         number = asked.num_microbatches
