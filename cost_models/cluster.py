@@ -195,7 +195,7 @@ class Cluster:
         return not self.shared_processor
 
     @property
-    def scatters_maxima(self) -> bool:
+    def finds_maxima_in_kernels(self) -> bool:
         """Whether the gradient of max pooling takes one kernel that finds each maximum again.
 
         XLA's CPU backend, which runs virtual devices, has none: it makes arrays of the indices along each dim, searches

@@ -18,7 +18,10 @@ NEAR = 0.01
 """Among numbers that are likely this close to the best, the one nearest to a surveyed number comes first."""
 
 ABOUT = 0.1
-"""Among numbers that likely do not fit and are this close to the best one at best, the largest comes first."""
+"""Among numbers that likely do not fit and are this close to the best one at best, the largest comes first.
+
+While nothing is found, the search of a number ends where another one likely takes less by more than this.
+"""
 
 PARTS = (0.5, 0.9)
 """The surveyed numbers, as positions on a logarithmic scale between 1 and the largest number that makes sense."""

@@ -436,9 +436,9 @@ class Catalogue:
     def index_sizes(self, graph: Graph, op: Op, options: PlacementOptions) -> FloatArray | None:
         """Return a device's bytes of indices by which an op finds the maxima of windows, for each placement.
 
-        None if it does so inside a kernel (`Cluster.scatters_maxima`), or has no windows.
+        None if it does so inside a kernel (`Cluster.finds_maxima_in_kernels`), or has no windows.
         """
-        if self.pricer.cost_model.cluster.scatters_maxima or not op.primitive.startswith("select_and_scatter"):
+        if self.pricer.cost_model.cluster.finds_maxima_in_kernels or not op.primitive.startswith("select_and_scatter"):
             return None
         if options not in self._indices:
             total = np.zeros(len(options.placements))

@@ -58,7 +58,10 @@ _AMPLE_BYTES = 2.0**60
 """More memory than any plan needs of a device."""
 
 HOPELESS = 1.1
-"""No further numbers of micro-batches are tried for a planner whose plan takes so many times as long as the best."""
+"""No further numbers of micro-batches are tried for a planner whose plan takes so many times as long as the best.
+
+Nor are KARMA's plans made where its blocks do by themselves: in a plan collectives also hide behind other blocks.
+"""
 
 
 def sparing_planners(cluster: Cluster) -> tuple[Hybrid, ...]:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from alpa_lite.inter_op.joint_search import JointSearch
 from alpa_lite.inter_op.microbatch_counts import (
     MAX_IN_VAIN,
+    NEAR,
     Guess,
     Searched,
     divisors,
@@ -201,11 +202,11 @@ def test_a_number_that_was_left_is_taken_up_again() -> None:
     assert best == 11.0 and [number for number, _ in looked_at][:3] == [32, 64, 32]
 
 
-@given(st.lists(st.tuples(st.floats(1.0, 2.0), st.floats(1.0, 3.0)), min_size=1, max_size=5))
+@given(st.lists(st.tuples(st.floats(1.0, 2.0), st.floats(1.0, 3.0)), min_size=1, max_size=3))
 def test_leaving_numbers_hides_none_that_is_clearly_better(times: list[tuple[float, float]]) -> None:
     """With few numbers all of them are looked at, until none can be better."""
     guesses = {2**i: seconds for i, (seconds, _) in enumerate(times)}
     true = {2**i: seconds * longer for i, (seconds, longer) in enumerate(times)}
-    best, looked_at = _found(guesses, true)
-    assert best == true[min(true, key=true.__getitem__)] or len(looked_at) >= MAX_IN_VAIN
+    best, _ = _found(guesses, true)
+    assert best * (1 - NEAR) <= min(true.values())
     assert best <= true[min(guesses, key=guesses.__getitem__)]
