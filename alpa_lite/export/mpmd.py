@@ -435,7 +435,7 @@ class _ModuleBuilder:
             self._run(instruction)
         elif kind is InstructionKind.SEND:
             self._send(instruction)
-        elif kind in (InstructionKind.ZEROS, InstructionKind.CONCAT, InstructionKind.ADD):
+        elif kind in (InstructionKind.ZEROS, InstructionKind.CONCAT, InstructionKind.ADD, InstructionKind.MEAN):
             origin = [_origin(f"stage {instruction.stage} {kind.lower()}")]
             fragment = self._calling(instruction, instruction.stage, origin)
             self.values.update(zip(instruction.writes, fragment.results, strict=True))

@@ -42,7 +42,7 @@ from alpa_lite.plan.simulation import Prices, SimulatedStep, simulate_program
 from alpa_lite.program.ir import Value
 from alpa_lite.program.phases import Phase, StepGraph
 from alpa_lite.rules.op_info import opaque_ops, rule_of_op
-from alpa_lite.schedule import Inference, Schedule, processors_of, simulate
+from alpa_lite.schedule import Inference, Schedule, ServerSchedule, processors_of, simulate
 from alpa_lite.sharding.meshes import sharing
 from alpa_lite.step.layers import Layers
 from alpa_lite.step.model_flops import needed_flops
@@ -142,9 +142,9 @@ def _decisions(request: PlanRequest, staged: StagedStep) -> Plan:
 def schedule_for(step: StepGraph, schedule: Schedule) -> Schedule:
     """Return the schedule of a pipeline, or the one of inference if a step has no backward pass.
 
-    Raises `PlanError` for a schedule whose stages are equal workers.
+    Raises `PlanError` for the schedule of a parameter server.
     """
-    if schedule.replicas(2):
+    if isinstance(schedule, ServerSchedule):
         raise PlanError(
             f"{schedule} has workers with all layers each, which the stages of a pipeline are not. Ask for "
             "al.planners.ParameterServer, which makes this schedule, or choose another one."
@@ -252,22 +252,28 @@ def _predicted(request: PlanRequest, staged: StagedStep, plan: Plan) -> Predicti
     solutions = [stage.solution for stage in staged.stages]
     traced = request.step_at(staged.step.num_microbatches, staged.step.loop_parts)
     needed = needed_flops(traced)
-    executed = sum(stage.solution.flops * stage.submesh.num_devices for stage in staged.stages)
+    # Solutions are those of all micro-batches, which equal stages take in turn.
+    shares = [1 / len(plan.schedule.replicas_of(number, len(solutions))) for number in range(len(solutions))]
+    flops = [share * solution.flops for share, solution in zip(shares, solutions, strict=True)]
+    executed = sum(each * stage.submesh.num_devices for each, stage in zip(flops, staged.stages, strict=True))
+    collectives = [
+        replace(use, stage=number, count=shares[number] * use.count)
+        for number, solution in enumerate(solutions)
+        for use in solution.collectives
+    ]
     # One rate for both, that of most of the work, as utilisations are stated everywhere.
     dtype = max(needed, key=needed.__getitem__, default="float32")
     available = simulated.step_seconds * peak_rate(request.cluster, dtype)
     return Prediction(
         step_seconds=simulated.step_seconds,
-        compute_seconds=sum(s.compute_seconds for s in solutions),
-        collective_seconds=sum(u.seconds * u.count for s in solutions for u in s.collectives),
+        compute_seconds=sum(share * s.compute_seconds for share, s in zip(shares, solutions, strict=True)),
+        collective_seconds=sum(use.seconds * use.count for use in collectives),
         transfer_seconds=simulated.transfer_seconds,
         peak_bytes=tuple(simulated.use_of(stage).peak_bytes for stage in range(len(plan.stages))),
-        flops_per_device=max(sum(solutions[i].flops for i in use.stages) for use in simulated.submeshes),
+        flops_per_device=max(sum(flops[i] for i in use.stages) for use in simulated.submeshes),
         bubble_fraction=simulated.bubble_fraction,
         # Over one device there is nothing to send.
-        collectives=tuple(
-            replace(u, stage=i) for i, s in enumerate(solutions) for u in s.collectives if u.num_devices > 1
-        ),
+        collectives=tuple(use for use in collectives if use.num_devices > 1),
         tasks=simulated.tasks,
         transfers=simulated.transfers,
         mfu=sum(needed.values()) / available if available else 0.0,

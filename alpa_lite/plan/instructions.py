@@ -53,6 +53,7 @@ class InstructionKind(StrEnum):
     ZEROS     make fresh accumulators of a stage
     CONCAT    join the micro-batches of an output, or average it over several updates
     ADD       add up what several workers have summed
+    MEAN      average what several replicas have made of a micro-batch each
     RENEW     let the buffers of state hold what an update has made of it
     FREE      free buffers that no later instruction reads
     """
@@ -63,6 +64,7 @@ class InstructionKind(StrEnum):
     ZEROS = "ZEROS"
     CONCAT = "CONCAT"
     ADD = "ADD"
+    MEAN = "MEAN"
     RENEW = "RENEW"
     FREE = "FREE"
 

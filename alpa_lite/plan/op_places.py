@@ -27,7 +27,7 @@ from alpa_lite.plan.task_specs import OpPlace
 from alpa_lite.program.ir import TO_DEVICE, Graph, Op
 from alpa_lite.program.phases import Phase, StepGraph, weight_gradient_ops
 from alpa_lite.rules.fusion import is_fusible, is_repeatable
-from alpa_lite.schedule import Task, TaskKind, TaskLists, kinds_of, processors_of
+from alpa_lite.schedule import ServerSchedule, Task, TaskKind, TaskLists, kinds_of, processors_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,7 @@ def layout_of_plan(plan: Plan, step: StepGraph) -> TaskLayout:
         fused=fused_stages(lists, plan.schedule.loss_stage(len(plan.stages))),
         # Read off the tasks of the schedule, and not asked of it, so that a user's own schedule needs no other method.
         in_two=frozenset(stage for stage, found in kinds.items() if TaskKind.WEIGHT_GRADIENT in found),
-        served=bool(plan.schedule.replicas(len(plan.stages))),
+        served=isinstance(plan.schedule, ServerSchedule),
     )
 
 

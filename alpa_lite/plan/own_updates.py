@@ -31,6 +31,13 @@ def check_own_updates(slicer: Slicer, plan: Plan) -> None:
                 )
     for out, replaced in step.aliases.items():
         made_on = slicer.stages_renewing(out) if slicer.is_repeated(out) else {slicer.stage_of_value(out)}
+        if len({plan.updates_of(stage) for stage in made_on}) > 1:
+            often = ", ".join(f"stage {stage} {plan.updates_of(stage)} times" for stage in sorted(made_on))
+            raise PlanError(
+                f"Under {plan.schedule} each stage computes {graph.values[replaced].name} for itself in its updates, "
+                f"and replicas make these differently frequent: {often}. Give all stages equally many replicas, keep "
+                f"one such array for each stage's weights, {instead}"
+            )
         if others := sorted(slicer.stages_reading[replaced] - made_on):
             raise PlanError(
                 f"Under {plan.schedule} each stage reads the weights that it updates, but "

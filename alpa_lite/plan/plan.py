@@ -219,8 +219,15 @@ class Plan:
 
     @property
     def num_updates(self) -> int:
-        """The number of updates of the weights per step: several in an asynchronous pipeline."""
-        return max(1, self.num_microbatches // self.update_every) if self.update_every else 1
+        """The number of updates of the weights per step, of the stage with the most: several if asynchronous."""
+        return max(map(self.updates_of, range(len(self.stages))))
+
+    def updates_of(self, stage: int) -> int:
+        """Return how often the weights of a stage are updated per step: once for each round of its replicas."""
+        if not self.update_every:
+            return 1
+        turns = self.num_microbatches // len(self.schedule.replicas_of(stage, len(self.stages)))
+        return max(1, turns // self.update_every)
 
     @property
     def semantics(self) -> str:
@@ -474,14 +481,15 @@ def _numbers(plan: Plan) -> Iterator[str]:
 
 def _layers(plan: Plan) -> Iterator[str]:
     """Yield the problems of layers: gaps between stages, and layers that do not exist."""
-    # Of equal workers the first one counts.
-    begins, copies = 0, plan.schedule.replicas(len(plan.stages))[1:]
+    begins = 0
     for number, stage in enumerate(plan.stages):
         first, last = stage.layers
-        if number in copies:
-            like = plan.stages[copies[0] - 1]
+        # Of equal stages the first one counts, and its tasks are those of all.
+        equal = plan.schedule.replicas_of(number, len(plan.stages)).start
+        if number != equal:
+            like = plan.stages[equal]
             if (stage.layers, stage.mesh_shape) != (like.layers, like.mesh_shape):
-                yield f"stage {number} has other layers or another mesh than stage {copies[0] - 1}, its equal"
+                yield f"stage {number} has other layers or another mesh than stage {equal}, its equal"
             continue
         if first != begins or last < first:
             yield f"stage {number} has the layers {first} to {last}, but should begin with {begins}"

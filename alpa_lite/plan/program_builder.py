@@ -6,6 +6,11 @@ In an asynchronous pipeline (`schedule.asynchronous`) the update of a stage runs
 in the loop. Its results are then named by the number of the update: version v of a state that `out` replaces is the
 buffer of the argument for v = 0, and else that of `out` by update v - 1. A version lives until its last reader has run.
 
+Equal stages that take micro-batches in turn (replicas) each have a copy of the tasks and of the state, which the first
+of them sends to the others when they first read it. After each round they send each other the gradients of their
+micro-batches, and each of them averages all (MEAN) and updates its copy. Update u of the r-th of n replicas has the
+number u n + r, as the micro-batch whose gradient it contributes.
+
 A message-driven pipeline (`schedule.messages`) has no fixed order: the instructions of each task are a `Segment`.
 
 The workers of a parameter server (`schedule.servers`) are equal stages, which run the tasks of the first of them on
@@ -16,8 +21,10 @@ the instructions of each micro-batch and of each update are a `Segment`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from math import prod
 
 from alpa_lite.errors import MismatchError, PlanError, VerificationError
 from alpa_lite.plan.instructions import SUM, Buffer, Instruction, InstructionKind, Program, Segment
@@ -45,28 +52,36 @@ def tasks_of(plan: Plan, step: StepGraph) -> tuple[TaskSpec, ...]:
 
 def _tasks(plan: Plan, sliced: SlicedStages) -> tuple[TaskSpec, ...]:
     tasks = (sliced.task(outline, plan.buckets) for outline in sliced.slicer.outlines())
-    workers = plan.schedule.replicas(len(plan.stages))
-    # A copy of each task of the first worker for each other one; the updates of all of them come before the servers'.
+    # A copy of each task of the first of equal stages for each other one; the updates of all workers come before those
+    # of the servers.
     return tuple(
-        replace(task, stage=stage) for task in tasks for stage in (workers if task.stage in workers else (task.stage,))
+        replace(task, stage=stage)
+        for task in tasks
+        for stage in plan.schedule.replicas_of(task.stage, len(plan.stages))
     )
 
 
 def planned_transfer(plan: Plan, value: Value, source: tuple[int, Spec], target: tuple[int, Spec]) -> PlannedTransfer:
     """Return the transfer of a value from one (stage, spec) to another.
 
-    Typed PRNG keys are transferred as the four-byte words that store them, along one more dim.
+    Typed PRNG keys are transferred as the four-byte words that store them, along one more dim. A partial sum that is
+    wanted as it is, by an equal stage, is transferred as its terms, along one more dim in front.
     """
 
     def layout(number: int, spec: Spec) -> Placement:
         stage = plan.stages[number]
         # The dim of words is whole: a key is one element.
         dims = (*spec.dims, ()) if is_key else spec.dims
-        return Placement(submesh=stage.submesh, mesh=stage.mesh_shape, spec=Spec(dims, spec.partial))
+        spec = Spec((spec.partial, *dims)) if terms else Spec(dims, spec.partial)
+        return Placement(submesh=stage.submesh, mesh=stage.mesh_shape, spec=spec)
 
+    sizes = [plan.stages[number].mesh_shape.axis_sizes for number, _ in (source, target)]
+    as_terms = source[1].partial and source[1] == target[1] and sizes[0] == sizes[1] and source[0] != target[0]
+    terms = (prod(sizes[0][axis] for axis in source[1].partial),) if as_terms else ()
     is_key, size = value.dtype.startswith("key<"), item_bytes(value.dtype)
+    shape = (*terms, *value.shape)
     return plan_transfer(
-        ArrayForm((*value.shape, size // 4), 4) if is_key else ArrayForm(value.shape, size),
+        ArrayForm((*shape, size // 4), 4) if is_key else ArrayForm(shape, size),
         layout(*source),
         layout(*target),
         devices_per_host=plan.cluster.devices_per_host,
@@ -85,7 +100,11 @@ class _ProgramBuilder:
         self.batched = self.step.num_microbatches > 1
         self.often = self.step.num_updates > 1
         self.next_of = {old: new for new, old in self.step.aliases.items()}
-        self.workers = plan.schedule.replicas(len(plan.stages))
+        count = len(plan.stages)
+        self.replicas = [plan.schedule.replicas_of(stage, count) for stage in range(count)]
+        self.workers = self.replicas[-1] if isinstance(plan.schedule, ServerSchedule) else range(0)
+        # By the first of several replicas and the update: how many of them have run all tasks of its round.
+        self.rounds = Counter[tuple[int, int]]()
         # Of what has no fixed order, where its instructions begin and end.
         self.events: list[Segment] = []
 
@@ -138,8 +157,8 @@ class _ProgramBuilder:
                 self.events.append(Segment(event, first, len(self.instructions)))
 
     def _serve_microbatch(self, schedule: ServerSchedule, microbatch: int) -> None:
-        stage, update = self._worker(microbatch), microbatch // self.step.microbatches_per_update
-        mine = [b for b in schedule.contributions(update, self.step.num_microbatches) if self._worker(b) == stage]
+        stage, update = self._runs_on(1, microbatch), microbatch // self.step.microbatches_per_update
+        mine = [b for b in schedule.contributions(update, self.step.num_microbatches) if self._runs_on(1, b) == stage]
         if self.often and self.step.accumulates and microbatch == mine[0]:
             for number, task in enumerate(self.tasks):
                 if task.stage == stage:
@@ -153,9 +172,10 @@ class _ProgramBuilder:
             if is_chosen(task):
                 self._run(i, task, number)
 
-    def _worker(self, microbatch: int) -> int:
-        """Return the stage that runs a micro-batch, where equal stages take them in turn."""
-        return self.workers[microbatch % len(self.workers)]
+    def _runs_on(self, stage: int, microbatch: int | None) -> int:
+        """Return the stage that runs a micro-batch: of equal stages the one whose turn it is, else the one given."""
+        replicas = self.replicas[stage]
+        return replicas[(microbatch or 0) % len(replicas)]
 
     def _renew(self, update: int) -> None:
         """Let the buffers of state on the servers hold what an update has made, if there are several."""
@@ -196,8 +216,9 @@ class _ProgramBuilder:
             m,
             processors=[schedule.processor_of(stage, count) for stage in range(count)],
             in_flight=[schedule.in_flight(stage, count, m) for stage in range(count)],
+            replicas=schedule.replicas(count),
         )
-        for slot in linearize(lists):
+        for slot in linearize(lists, schedule.replicas(count)):
             first = len(self.instructions)
             number = numbers.get((slot.stage, TaskRole(slot.kind.value)))
             # Where the two passes are one task, it runs at the place of the backward pass, and the forward place stays
@@ -210,11 +231,28 @@ class _ProgramBuilder:
                     self._zeros(number, self.tasks[number], update)
                 self._run(number, self.tasks[number], slot.microbatch)
             if self.often and slot.kind.is_last and left == self.step.microbatches_per_update - 1:
-                for other, task in enumerate(self.tasks):
-                    if task.stage == slot.stage and not task.kind.in_loop:
-                        self._run(other, task, update)
+                self._update(slot.stage, update)
             if isinstance(schedule, MessageDriven):
                 self.events.append(Segment(slot, first, len(self.instructions)))
+
+    def _update(self, stage: int, number: int) -> None:
+        """Run an update of a stage, and of its replicas, once all of them have run the micro-batches of its round."""
+        replicas = self.replicas[stage]
+        start = number - number % len(replicas)
+        self.rounds[replicas.start, start] += 1
+        if self.rounds[replicas.start, start] < len(replicas):
+            return
+        updates = [
+            (i, task, start + task.stage - replicas.start)
+            for i, task in enumerate(self.tasks)
+            if task.stage in replicas and not task.kind.in_loop
+        ]
+        # All replicas first get what the update reads: it may pass on the mean under the name of what the loop made.
+        for _, task, update in updates if len(replicas) > 1 else ():
+            for port in task.inputs:
+                self._fetch(port.value, port.spec, task, update)
+        for i, task, update in updates:
+            self._run(i, task, update)
 
     def _zeros(self, number: int, task: TaskSpec, update: int) -> None:
         """Make the accumulators of a task for an update."""
@@ -295,10 +333,12 @@ class _ProgramBuilder:
                 return self._total(value, spec, stage, microbatch)
             # Each worker has made its own.
             origin = stage
+        else:
+            origin = self._runs_on(origin, microbatch)
         # The update reads a value of the loop as its sum: resolved by an earlier update (None), or still an accumulator
         # (SUM).
         if is_update and self.often and self._varies(value):
-            return self._sum(value, task, microbatch)
+            return self._mean(value, spec, task, microbatch)
         if is_update and self.batched and self._varies(value):
             local = Buffer(value, stage, None)
             if local in self.written:
@@ -319,26 +359,41 @@ class _ProgramBuilder:
             # A worker pulls the newest version for each of its micro-batches.
             source, target = Buffer(value, self.slicer.homes[value]), Buffer(value, stage, microbatch)
             return target if target in self.written else self._send(source, target, spec)
-        if version := self._version(task, microbatch) if value in self.next_of else 0:
-            return self._state(value, spec, stage, version)
+        made_by = self._last_update(task, microbatch) if value in self.next_of else None
+        if made_by is not None:
+            return self._state(value, spec, stage, made_by)
         return self._fetch_input(value, spec, stage, microbatch)
+
+    def _mean(self, value: int, spec: Spec, task: TaskSpec, number: int | None) -> Buffer:
+        """Return the buffer from which an update reads a sum: the mean over a round of several micro-batches."""
+        stage, replicas = task.stage, self.replicas[task.stage]
+        if number is None or self._rounds_by(stage) == 1:
+            return self._sum(value, task, number)
+        start = number - number % len(replicas)
+        made = [Buffer(value, each, self._index(value, start + i)) for i, each in enumerate(replicas)]
+        return self._combined(InstructionKind.MEAN, made, (stage, spec), number)
+
+    def _combined(self, kind: InstructionKind, made: Sequence[Buffer], wanted: tuple[int, Spec], number: int) -> Buffer:
+        """Return the buffer, on a stage and in a spec, of what equal stages have made for an update, in their order."""
+        (stage, spec), m = wanted, self.step.num_microbatches
+        # Behind the numbers of micro-batches: a stage that reads the whole has a part of its own, too.
+        whole = Buffer(made[0].value, stage, m + number)
+        if whole in self.written:
+            return whole
+        parts = [self._pushed(each, Buffer(each.value, stage, m * (2 + each.stage) + number), spec) for each in made]
+        if len(parts) == 1:
+            return parts[0]
+        self._emit(Instruction(kind=kind, stage=stage, reads=tuple(parts), writes=(whole,), spec=spec))
+        return whole
 
     def _total(self, value: int, spec: Spec, stage: int, update: int | None) -> Buffer:
         """Return the buffer, on a stage, of what all workers have summed for an update, added in their order."""
-        m, number = self.step.num_microbatches, update or 0
-        # Behind the numbers of micro-batches: a worker that reads the total has a part of its own, too.
-        total = Buffer(value, stage, m + number)
-        if total in self.written:
-            return total
+        number = update or 0
         assert isinstance(self.plan.schedule, ServerSchedule), "it alone has workers"
-        made_on = dict.fromkeys(map(self._worker, self.plan.schedule.contributions(number, m)))
+        microbatches = self.plan.schedule.contributions(number, self.step.num_microbatches)
+        made_on = dict.fromkeys(self._runs_on(1, b) for b in microbatches)
         made = [Buffer(value, worker, self._index(value, update)) for worker in made_on]
-        parts = [self._pushed(each, Buffer(value, stage, m * (1 + each.stage) + number), spec) for each in made]
-        if len(parts) == 1:
-            return parts[0]
-        kind = InstructionKind.ADD
-        self._emit(Instruction(kind=kind, stage=stage, reads=tuple(parts), writes=(total,), spec=spec))
-        return total
+        return self._combined(InstructionKind.ADD, made, (stage, spec), number)
 
     def _pushed(self, made: Buffer, target: Buffer, spec: Spec) -> Buffer:
         """Return the buffer of what a worker has made, sent to another stage if it is not there yet."""
@@ -353,17 +408,25 @@ class _ProgramBuilder:
     def _output_stage(self, value: int) -> int:
         return 0 if self._is_pushed(value) else self.slicer.output_stage(value)
 
-    def _version(self, task: TaskSpec, number: int | None) -> int:
-        """Return how many updates are in the state that a task reads, on a micro-batch or as the update of a number."""
-        schedule = self.plan.schedule
-        if not self.often or number is None or not isinstance(schedule, AsynchronousSchedule):
-            return 0
-        # An update changes the newest version, whichever one the gradients are of.
-        return schedule.version(task.stage, len(self.plan.stages), number) if task.kind.in_loop else number
+    def _last_update(self, task: TaskSpec, number: int | None) -> int | None:
+        """Return the number of the update that made the state which a task reads; None for that of the step.
 
-    def _state(self, value: int, spec: Spec, stage: int, version: int) -> Buffer:
-        """Return the buffer of an argument after some updates, which the update of this stage has written."""
-        buffer = Buffer(self.next_of[value], stage, version - 1)
+        The task runs on the micro-batch, or is the update, of a number.
+        """
+        schedule, replicas = self.plan.schedule, self.replicas[task.stage]
+        if not self.often or number is None or not isinstance(schedule, AsynchronousSchedule):
+            return None
+        if task.kind.in_loop:
+            version = schedule.version(task.stage, len(self.plan.stages), number)
+            made_by = (version - 1) * len(replicas) + task.stage - replicas.start
+        else:
+            # An update changes the newest version, whichever one the gradients are of.
+            made_by = number - len(replicas)
+        return made_by if made_by >= 0 else None
+
+    def _state(self, value: int, spec: Spec, stage: int, made_by: int) -> Buffer:
+        """Return the buffer of an argument that the update of a number has written on this stage."""
+        buffer = Buffer(self.next_of[value], stage, made_by)
         self._check_stays(value, stage, self.written.get(buffer), spec)
         return buffer
 
@@ -435,11 +498,7 @@ class _ProgramBuilder:
         if self.often and (value in self.next_of or (self.workers and value in self.step.aliases)):
             return self._output_of_state(value)
         if graph.producer[value] is None:
-            buffer = Buffer(value, self.slicer.homes[value])
-            if buffer not in self.written:
-                spec = self._home_input_spec(value)
-                self._emit(Instruction(kind=InstructionKind.PLACE, stage=buffer.stage, writes=(buffer,), spec=spec))
-            return buffer
+            return self._output_of_argument(value)
         place = self.slicer.place_of_value(value)
         stage = place.stage if place and not self._is_pushed(value) else 0
         if self.batched and self._varies(value) and self.step.batch_dims[value] is not None:
@@ -449,18 +508,19 @@ class _ProgramBuilder:
         source, target = self._of_update(value, stage, None), Buffer(value, self._output_stage(value))
         if self.often and self.slicer.is_sum(value) and value not in self.step.aliases:
             # A loss: each update has its own, of its micro-batches.
-            source = self._join(value, stage, [self._of_update(value, stage, u) for u in range(self.step.num_updates)])
+            numbers = range(0, self.step.num_updates, self._rounds_by(stage))
+            source = self._join(value, stage, [self._of_update(value, stage, u) for u in numbers])
         elif self.often:
-            return self._output_of_update(value, self.step.num_updates - 1)
+            return self._output_of_update(value, 1)
         if source.stage == target.stage:
             return source
         if target not in self.written:
             self._send(source, target, self.sliced.output_spec(value))
         return target
 
-    def _runs_on(self, stage: int, microbatch: int) -> int:
-        """Return the stage that runs the tasks of a stage on a micro-batch, of all workers if it is one of them."""
-        return self._worker(microbatch) if stage in self.workers else stage
+    def _rounds_by(self, stage: int) -> int:
+        """Return by how much the numbers of a stage's updates rise: by the number of its replicas."""
+        return 1 if stage in self.workers else len(self.replicas[stage])
 
     def _of_update(self, value: int, stage: int, update: int | None) -> Buffer:
         """Return the buffer of what the micro-batches of an update, or of the step, have summed."""
@@ -471,14 +531,27 @@ class _ProgramBuilder:
     def _output_of_state(self, value: int) -> Buffer:
         """Return the buffer of state after several updates; of an argument, as the last of them finds it."""
         if not self.workers:
-            return self._output_of_update(self.next_of[value], self.step.num_updates - 2)
+            new = self.next_of[value]
+            several = self.step.num_updates > self._rounds_by(self.slicer.stage_of_value(new))
+            return self._output_of_update(new, 2) if several else self._output_of_argument(value)
         old = self.step.aliases.get(value)
         return self._as_found(value) if old is None else Buffer(old, self.slicer.homes[old])
 
-    def _output_of_update(self, value: int, update: int) -> Buffer:
-        """Return the buffer of what an update has computed, on its home stage."""
+    def _output_of_argument(self, value: int) -> Buffer:
+        """Return the buffer of an argument that is returned as it is."""
+        buffer = Buffer(value, self.slicer.homes[value])
+        if buffer not in self.written:
+            spec = self._home_input_spec(value)
+            self._emit(Instruction(kind=InstructionKind.PLACE, stage=buffer.stage, writes=(buffer,), spec=spec))
+        return buffer
+
+    def _output_of_update(self, value: int, from_end: int) -> Buffer:
+        """Return the buffer of what the last update has computed (`from_end` 1) or one before it, on its home stage."""
         place = self.slicer.place_of_value(value)
-        source = Buffer(value, place.stage if place else 0, update)
+        stage = place.stage if place else 0
+        # The first replica computes it, whose last update comes as many numbers before the end as there are replicas.
+        update = self.step.num_updates - from_end * self._rounds_by(stage)
+        source = Buffer(value, stage, update)
         target = Buffer(value, self.slicer.output_stage(value), update)
         return target if target in self.written else self._send(source, target, self.sliced.output_spec(value))
 

@@ -3,7 +3,7 @@
     RUN    start = max(end of the RUN before it on its devices, arrival of its inputs, issued)           `run`
     SEND   start = max(end of the instruction that makes its input, end of the SEND before it
                        between the same two submeshes), of workers and servers on the same links          `send`
-    ADD    as a RUN of one kernel that reads all inputs and writes their sum                             `add`
+    ADD    as a RUN of one kernel that reads all inputs and writes their sum; MEAN likewise              `add`
     issued: a host starts one program after the other, each in launch_seconds                            `issue`
     seconds of a SEND   its pieces, and the collectives of both meshes           `pricing.transfer_seconds`
 
@@ -290,7 +290,7 @@ class _StepSimulation:
             start, end = self.run(instruction)
         elif instruction.kind == InstructionKind.SEND:
             start, end = self.send(instruction)
-        elif instruction.kind == InstructionKind.ADD:
+        elif instruction.kind in (InstructionKind.ADD, InstructionKind.MEAN):
             start, end = self.add(instruction)
         elif instruction.kind in (InstructionKind.PLACE, InstructionKind.ZEROS):
             # It overlaps with the task before the one that reads it.
@@ -320,7 +320,7 @@ class _StepSimulation:
         return start, end
 
     def add(self, instruction: Instruction) -> tuple[float, float]:
-        """Return the span of adding up what workers have sent, which reads each array and writes the sum."""
+        """Return the span of adding up what equal stages have sent, which reads each array and writes the sum."""
         row, pricer, parts = self.row_of[instruction.stage], self.pricers[instruction.stage], len(instruction.reads)
         value = self.step_graph.graph.values[instruction.writes[0].value]
         size = local_bytes(value, instruction.spec or replicated(value.rank), pricer.sizes)
@@ -361,7 +361,7 @@ class _StepSimulation:
             self.sent[known] = transfer_seconds(transfer, self.model, **ends)
         seconds = self.dispatch + self.sent[known]
         if self.plan.schedule.replicas(len(self.plan.stages)):
-            # The links of servers carry what goes to and comes from all workers.
+            # The links of servers carry what goes to and comes from all workers, as do those of replicas.
             start = self.queued(transfer, self.ready[source], seconds)
         else:
             # The link between two submeshes carries one transfer at a time in each direction.

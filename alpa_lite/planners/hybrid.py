@@ -6,7 +6,8 @@ axis splits; for a transformer this is Megatron's column/row pattern. Classic ma
 `data_parallel`, `megatron`, `pipeline`, `zero`.
 
 Each part runs one stage, or as many as its schedule gives it: under `Interleaved1F1B(num_chunks=v)` stage i of
-pipeline · v runs on part i mod pipeline.
+pipeline · v runs on part i mod pipeline. Under `PipeDream(replicated=...)` a part is divided into equal stages with the
+same layers, which take micro-batches in turn; data, tensor and the other degrees are those of each of these.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
-from math import lcm, prod
+from math import ceil, lcm, prod
 from typing import Literal
 
 from alpa_lite.errors import InfeasibleError, PlanError
@@ -121,7 +122,9 @@ class Hybrid(Planner):
     def name(self) -> str:
         """The degrees above 1, such as `pp4 × dp2`."""
         chunks = self.schedule.stages_per_processor
+        copies = self.schedule.copies(self.num_stages)
         pipeline = f"pp{self.pipeline}" + (f"·{chunks}" if chunks > 1 else "")
+        pipeline += f" ({'-'.join(map(str, copies))})" if max(copies, default=1) > 1 else ""
         parts = [pipeline if self.num_stages > 1 else "", f"tp{self.tensor}" if self.tensor > 1 else ""]
         parts += [f"cp{self.context}" if self.context > 1 else "", f"ep{self.expert}" if self.expert > 1 else ""]
         parts += [f"dp{self.data}" if self.data else "", f"zero{self.zero}" if self.zero else ""]
@@ -132,13 +135,24 @@ class Hybrid(Planner):
 
     @property
     def num_stages(self) -> int:
-        """Number of stages."""
+        """Number of stages, of which replicas count as one."""
         return self.pipeline * self.schedule.stages_per_processor
+
+    @property
+    def _stage_numbers(self) -> list[int]:
+        """The number of the stage that each stage of the plan is, or is a replica of."""
+        return [number for number, count in enumerate(self.schedule.copies(self.num_stages)) for _ in range(count)]
+
+    @property
+    def _num_places(self) -> int:
+        """Number of groups of devices: one for each part of the pipeline, or for each of its replicas."""
+        return len(self._stage_numbers) // self.schedule.stages_per_processor
 
     def plan(self, request: PlanRequest) -> Plan:
         """Solve each stage under the fixed roles of its axes."""
         started = time.perf_counter()
-        request = request.under(self.schedule, self.num_stages)
+        numbers = self._stage_numbers
+        request = request.under(self.schedule, len(numbers))
         self._check_gathers()
         if self.host_optimizer or self.remat == "offload":
             check_host_memory(self.name, request.cluster)
@@ -155,7 +169,7 @@ class Hybrid(Planner):
             microbatches = _microbatches_that_divide(request, microbatches)
         cut = self._cut(request, microbatches)
         schedule = schedule_for(cut.step, self.schedule)
-        tasks = schedule.tasks(self.num_stages, cut.step.num_microbatches)
+        tasks = schedule.tasks(len(numbers), cut.step.num_microbatches)
         if any(map(splits_backward, tasks)) and self.equal == "flops" and not self.blocks:
             # In a loop over several layers no part of the backward pass can be postponed: the loop is one op.
             cut = self._cut(request, (cut.step.num_microbatches,), written_out=True)
@@ -178,14 +192,14 @@ class Hybrid(Planner):
             recomputed=Recomputed(remat=remat, traced_layers=traced_layers, host_optimizer=self.host_optimizer),
             progress=request.progress,
         )
-        parts = [schedule.processor_of(stage, self.num_stages) for stage in range(self.num_stages)]
+        parts = [schedule.processor_of(stage, len(numbers)) for stage in range(len(numbers))]
         # Chunks of one part share its memory, so that they are solved together.
         solved: dict[int, StageSolution] = {}
         # Fewer micro-batches in flight first: those solutions are the best for more, where they still fit.
-        for part in reversed(range(self.pipeline)):
+        for part in reversed(range(self._num_places)):
             solved |= self._solve(costs, request, *places[part], tasks[part])
         stages = [
-            StagePlace.nth(i, per_stage, submesh, mesh).with_solution(solved[i])
+            StagePlace.nth(numbers[i], per_stage, submesh, mesh).with_solution(solved[i])
             for i, (submesh, mesh) in enumerate(places[part] for part in parts)
         ]
         staged = StagedStep(step=step, layers=layers, stages=stages, schedule=schedule)
@@ -221,12 +235,12 @@ class Hybrid(Planner):
                 f'user_shardings="pin" lays out each stage on the axes of {dict(asked)}, but {self.name} has degrees '
                 "of its own. Leave them out: give the pipeline, its schedule and the balance of its stages alone."
             )
-        return _stage_axes(request, self.pipeline, asked)
+        return _stage_axes(request, self._num_places, asked)
 
     def _user_places(self, request: PlanRequest, axes: Mapping[str, int]) -> list[tuple[Submesh, LogicalMesh]]:
         wide = {axis: size for axis, size in axes.items() if size > 1} or {"data": 1}
         mesh = LogicalMesh(axis_names=tuple(wide), shape=tuple(wide.values()))
-        submeshes = submeshes_of(request.cluster, [mesh.num_devices] * self.pipeline)
+        submeshes = submeshes_of(request.cluster, [mesh.num_devices] * self._num_places)
         return [(submesh, mesh) for submesh in submeshes]
 
     def _layout(self, step: StepGraph, sizes: Mapping[str, int]) -> GivenLayout:
@@ -286,11 +300,13 @@ class Hybrid(Planner):
 
         `data` devices must divide each micro-batch.
         """
-        if self.pipeline == 1 or batch_size is None:
-            return (1,)
+        # Replicas take equally many micro-batches in turn.
+        rounds = lcm(*self.schedule.copies(self.num_stages))
+        if self._num_places == 1 or batch_size is None:
+            return (rounds,)
         # With four micro-batches per stage the bubble is (p - 1) / (5p - 1), under a fifth of the time.
-        wanted = (4 * self.pipeline, 2 * self.pipeline, self.pipeline, 2)
-        return (*(m for m in wanted if batch_size % (m * data) == 0), 1)
+        wanted = [rounds * ceil(n / rounds) for n in (4 * self.pipeline, 2 * self.pipeline, self.pipeline, 2)]
+        return (*(m for m in dict.fromkeys(wanted) if batch_size % (m * data) == 0), rounds)
 
     def restriction(self) -> Restriction:
         """Return the roles of the axes."""
@@ -310,10 +326,10 @@ class Hybrid(Planner):
         )
 
     def places(self, request: PlanRequest) -> list[tuple[Submesh, LogicalMesh]]:
-        """Return the submesh and logical mesh of each part of the pipeline."""
+        """Return the submesh and logical mesh of each part of the pipeline, or of each of its replicas."""
         if not self.devices:
             mesh = self.mesh(request)
-            sizes = [request.cluster.num_devices // self.pipeline] * self.pipeline
+            sizes = [request.cluster.num_devices // self._num_places] * self._num_places
             return [(submesh, mesh) for submesh in submeshes_of(request.cluster, sizes)]
         total, rest = request.cluster.num_devices, self.context * self.tensor
         if len(self.devices) != self.pipeline or sum(self.devices) != total or self.data is not None:
@@ -322,25 +338,29 @@ class Hybrid(Planner):
                 f"{request.cluster.name}, which has {total}. Give as many numbers as the pipeline has parts, whose sum "
                 f"is {total}, and leave out data."
             )
-        if any(number % rest for number in self.devices):
+        copies = self.schedule.copies(self.num_stages)[: self.pipeline]
+        if any(number % (rest * count) for number, count in zip(self.devices, copies, strict=True)):
+            replicas = f"{'-'.join(map(str, copies))} replicas of " if max(copies) > 1 else ""
             raise PlanError(
-                f"devices = {self.devices} was asked for, but a part is split into {self.context} context × "
-                f"{self.tensor} tensor-parallel devices. Give multiples of {rest}."
+                f"devices = {self.devices} was asked for, but a part is split into {replicas}{self.context} context × "
+                f"{self.tensor} tensor-parallel devices. Give multiples of "
+                f"{', '.join(map(str, sorted({rest * count for count in copies})))}."
             )
-        submeshes = submeshes_of(request.cluster, self.devices)
+        sizes = [n // count for n, count in zip(self.devices, copies, strict=True) for _ in range(count)]
+        submeshes = submeshes_of(request.cluster, sizes)
         return [(submesh, self._mesh(submesh.num_devices // rest)) for submesh in submeshes]
 
     def mesh(self, request: PlanRequest) -> LogicalMesh:
         """Return the logical mesh of every stage, if all have equally many devices."""
         total = request.cluster.num_devices
         self._check_degrees()
-        rest = self.pipeline * self.context * self.tensor
+        rest = self._num_places * self.context * self.tensor
         # At least 1, so that the message below names degrees that could be given.
         data = self.data if self.data is not None else max(1, total // rest)
         if data * rest != total:
             context = f" × {self.context} context" if self.context > 1 else ""
             raise PlanError(
-                f"{self.pipeline} stages × {data} data{context} × {self.tensor} tensor = {data * rest} "
+                f"{self._num_places} stages × {data} data{context} × {self.tensor} tensor = {data * rest} "
                 f"devices were asked for, but {request.cluster.name} has {total}. Choose degrees whose product is "
                 f"{total}."
             )
@@ -387,9 +407,10 @@ class Hybrid(Planner):
     ) -> Mapping[int, StageSolution]:
         """Solve the stages of one part of the cluster, which share its memory."""
         per_stage, in_two = costs.layers.num_layers // self.num_stages, splits_backward(tasks)
+        numbers = self._stage_numbers
 
         def solve(stage: int, in_flight: int, limit_bytes: float) -> StageSolution:
-            place = StagePlace.nth(stage, per_stage, submesh, mesh)
+            place = StagePlace.nth(numbers[stage], per_stage, submesh, mesh)
             found = costs.solution(place, in_flight=in_flight, limit_bytes=limit_bytes)
             return costs.in_two_parts(place, found) if in_two else found
 
@@ -401,7 +422,7 @@ class Hybrid(Planner):
             lacking = [stage for stage, solution in found.solutions.items() if solution.choice is None]
             why = None
             if lacking:
-                place = StagePlace.nth(lacking[0], per_stage, submesh, mesh)
+                place = StagePlace.nth(numbers[lacking[0]], per_stage, submesh, mesh)
                 why = costs.shortage(place, in_flight=held_at_peak(tasks)[lacking[0]])
             problem = f"{problem} {show_shortage(why)}{self._advice(request, costs.step.num_microbatches)}"
         raise InfeasibleError(problem)

@@ -4,11 +4,12 @@ Narayanan et al., PipeDream (SOSP 2019). The planner (`inter_op/replicated_stage
 compute seconds, activations and parameters from the cost model (`layer_profile`), and the devices of a host and the
 hosts as levels. What it finds becomes a `Hybrid` with these stages, which is priced like every plan.
 
-Its runtime keeps several versions of weights, and trains with old ones: `schedule=al.schedule.PipeDream()`. By default
-stages run one step after the other under a synchronous schedule, so that results stay those of one device. The unit of
-the profile is a step: what the planner takes as the exchange of gradients for every mini-batch happens once in it.
-Replicas share each micro-batch, where PipeDream's take turns: their numbers divide the batch. Replicas of a stage lie
-beside one another, where PipeDream's may lie in the same place of several hosts.
+Its runtime keeps several versions of weights, and trains with old ones: `schedule=al.schedule.PipeDream()`. Replicas
+then take whole micro-batches in turn, and their numbers divide that of micro-batches. By default stages run one step
+after the other under a synchronous schedule, so that results stay those of one device. The unit of the profile is then
+a step: what the planner takes as the exchange of gradients for every mini-batch happens once in it. Replicas share each
+micro-batch: their numbers divide the batch. Replicas of a stage lie beside one another, where PipeDream's may lie in
+the same place of several hosts.
 
 Narayanan et al., Memory-Efficient Pipeline-Parallel DNN Training (ICML 2021), plans without replicating stages
 unequally: `PipeDream2BW` tries widths w, depths d with w d devices, micro-batches, and recomputation, and takes the
@@ -21,6 +22,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from alpa_lite.errors import PlanError
 from alpa_lite.inter_op.loop_cuts import PipelineCut, natural_layers
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.inter_op.replicated_stages import (
@@ -40,6 +42,7 @@ from alpa_lite.planners.hybrid import Hybrid
 from alpa_lite.planners.planner import Planner, marked
 from alpa_lite.program.phases import Phase
 from alpa_lite.schedule import OneFOneB, Schedule
+from alpa_lite.schedule.asynchronous import PipeDreamSchedule
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh
 
 
@@ -49,7 +52,8 @@ class PipeDream(Planner):
 
     Attributes:
         formula: "repo", as the published code prices stages, or "paper".
-        schedule: order in which stages run micro-batches.
+        schedule: order in which stages run micro-batches. Under `schedule.PipeDream()` the replicas of a stage take
+            them in turn (its option `replicated` is what the planner finds), else they share each of them.
     """
 
     formula: Literal["repo", "paper"] = "repo"
@@ -62,7 +66,9 @@ class PipeDream(Planner):
 
     def stages(self, request: PlanRequest) -> ReplicatedStages:
         """Return the stages of the planner, whose layers are natural layers of the step."""
-        cluster, batch = request.cluster, request.batch_size
+        cluster, shared = request.cluster, request.batch_size
+        if isinstance(self.schedule, PipeDreamSchedule) and isinstance(request.num_microbatches, int):
+            shared = request.num_microbatches
         cut = natural_layers(request, (1,), range(1, cluster.num_devices + 1))
         levels = [
             MachineLevel(
@@ -72,8 +78,9 @@ class PipeDream(Planner):
         ]
         costs = PipeDreamCosts(
             formula=PipeDreamFormula(self.formula),
-            # All replicas of a stage share each micro-batch. Its submesh lies in a host or has whole hosts.
-            replicas=None if batch is None else [m for m in range(1, cluster.num_devices + 1) if batch % m == 0],
+            # All replicas of a stage get equal parts of each micro-batch, or equally many of them. Its submesh lies in
+            # a host or has whole hosts.
+            replicas=None if shared is None else [m for m in range(1, cluster.num_devices + 1) if shared % m == 0],
             whole_groups=True,
         )
         used = [level for level in levels if level.count > 1] or levels[:1]
@@ -81,13 +88,21 @@ class PipeDream(Planner):
 
     def plan(self, request: PlanRequest) -> Plan:
         """Return the plan. Raises `PlanError` if the layers cannot be cut, or devices not be divided, so."""
+        schedule = self.schedule
+        if isinstance(schedule, PipeDreamSchedule) and schedule.replicated:
+            raise PlanError(
+                f"{self.name} finds numbers of replicas, but its schedule has replicated={schedule.replicated}. Leave "
+                "it out, or ask for al.planners.Hybrid(pipeline=..., schedule=...) with this schedule."
+            )
         found = self.stages(request).stages
         devices = tuple(stage.replicas for stage in found)
+        if isinstance(schedule, PipeDreamSchedule):
+            schedule = replace(schedule, replicated=devices)
         hybrid = Hybrid(
             pipeline=len(found),
             devices=devices,
             blocks=tuple(len(stage.layers) for stage in found),
-            schedule=self.schedule,
+            schedule=schedule,
         )
         return replace(hybrid.plan(request), name=f"{self.name} ({'-'.join(map(str, devices))})")
 

@@ -13,20 +13,30 @@ both of its passes with version `version(s, p, b)`:
                                                                                         (Narayanan et al., ICML'21)
 
 Forward and backward pass of a micro-batch see the same version (weight stashing). Update u changes version u, the
-newest. The order of tasks is that of 1F1B, and every step ends with all stages at the same version, so what a call
-takes and returns is a complete state. Within a call of m micro-batches the pipeline fills and drains once:
+newest. The order of tasks is that of 1F1B, and every step ends with all updates done, so what a call takes and returns
+is a complete state. Within a call of m micro-batches the pipeline fills and drains once:
 
     utilisation     m / (m + p - 1), which tends to 1; synchronous 1F1B with an update per g micro-batches: g / (g+p-1)
+
+PipeDream may run a part of the model on r equal stages, its replicas, which take whole micro-batches in turn: replica
+k runs both passes of the micro-batches b with b mod r = k. Its update u is that of round u of r micro-batches, one on
+each replica, by the mean of their gradients, so that all replicas have the same weights. With R stages from the first
+replica of a part to the last stage of all:
+
+    warm-up         w = (R - 1) // r forward passes on each replica; p-1-s if no stage has replicas
+    version         max(0, b // r - w), the newest when the forward pass of b starts; w + 1 versions in use
 """
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from itertools import accumulate
+from math import lcm
 from typing import final
 
 from alpa_lite.errors import PlanError
-from alpa_lite.schedule.ordering import Schedule
-from alpa_lite.schedule.orders import OneFOneB
-from alpa_lite.schedule.tasks import TaskLists
+from alpa_lite.schedule.ordering import Schedule, check_numbers
+from alpa_lite.schedule.orders import warmed_up
+from alpa_lite.schedule.tasks import Task, TaskKind, TaskLists
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,20 +63,53 @@ class AsynchronousSchedule(Schedule):
 
     def version(self, stage: int, num_stages: int, microbatch: int) -> int:
         """Return the number of updates of this step that are in the weights with which a micro-batch runs."""
-        return max(0, microbatch // self.microbatches_per_update(num_stages) - self.staleness(stage, num_stages))
+        group = self.microbatches_per_update(num_stages) * len(self.replicas_of(stage, num_stages))
+        return max(0, microbatch // group - self.staleness(stage, num_stages))
+
+    def num_warmup(self, stage: int, num_stages: int) -> int:
+        """Return the number of forward passes that a stage runs before it alternates."""
+        # As many micro-batches are under way as there are stages from here on, one in turn on each replica.
+        replicas = self.replicas_of(stage, num_stages)
+        return (num_stages - replicas.start - 1) // len(replicas)
 
     def tasks(self, num_stages: int, num_microbatches: int) -> TaskLists:
-        group = self.microbatches_per_update(num_stages)
-        if num_microbatches > 1 and num_microbatches % group:
-            raise PlanError(
-                f"{self.name} updates the weights of {num_stages} stages every {group} micro-batches, of which"
-                f" {num_microbatches} are no multiple. Use num_microbatches={max(1, num_microbatches // group) * group}"
-                f" or another multiple of {group}."
+        check_numbers(num_stages, num_microbatches)
+        self._check_rounds(num_stages, num_microbatches)
+        lists: list[tuple[Task, ...]] = []
+        for stage in range(num_stages):
+            mine = self._turns(stage, num_stages, num_microbatches)
+            forwards, backwards = (
+                [Task(stage=stage, microbatch=b, kind=kind) for b in mine]
+                for kind in (TaskKind.FORWARD, TaskKind.BACKWARD)
             )
-        return OneFOneB().tasks(num_stages, num_microbatches)
+            lists.append(warmed_up(forwards, backwards, min(self.num_warmup(stage, num_stages), len(mine))))
+        return tuple(lists)
 
     def in_flight(self, stage: int, num_stages: int, num_microbatches: int) -> int:
-        return OneFOneB().in_flight(stage, num_stages, num_microbatches)
+        mine = self._turns(stage, num_stages, num_microbatches)
+        return min(self.num_warmup(stage, num_stages) + 1, len(mine))
+
+    def _turns(self, stage: int, num_stages: int, num_microbatches: int) -> range:
+        """Return the micro-batches that a stage runs."""
+        replicas = self.replicas_of(stage, num_stages)
+        return range(stage - replicas.start, num_microbatches, len(replicas))
+
+    def _check_rounds(self, num_stages: int, num_microbatches: int) -> None:
+        """Raise `PlanError` for micro-batches of which some update would lack a part."""
+        group, numbers = self.microbatches_per_update(num_stages), [*map(len, self.replicas(num_stages))]
+        whole = lcm(group, *numbers)
+        # One micro-batch is one update, however many there are in a group.
+        if num_microbatches % whole == 0 or (num_microbatches == 1 and max(numbers, default=1) == 1):
+            return
+        problem = (
+            f"{self.name} updates the weights of {num_stages} stages every {group} micro-batches"
+            if max(numbers, default=1) == 1
+            else f"{self.name} lets {'-'.join(map(str, numbers))} replicas take micro-batches in turn, round by round"
+        )
+        raise PlanError(
+            f"{problem}, of which {num_microbatches} are no multiple. Use num_microbatches="
+            f"{max(1, num_microbatches // whole) * whole} or another multiple of {whole}."
+        )
 
 
 @final
@@ -75,9 +118,12 @@ class PipeDreamSchedule(AsynchronousSchedule):
     """1F1B in which every micro-batch is a mini-batch with an update of its own; no stage waits for another's update.
 
     vertical_sync: whether a micro-batch runs with the same version on all stages, the one that it finds on the first.
+    replicated: numbers of equal stages, each on devices of its own, that run the parts of the model, from the first
+        part on; () for one each. Those of a part take whole micro-batches in turn, and update by the mean of a round.
     """
 
     vertical_sync: bool = False
+    replicated: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
@@ -86,9 +132,35 @@ class PipeDreamSchedule(AsynchronousSchedule):
     def microbatches_per_update(self, num_stages: int) -> int:
         return 1
 
+    def copies(self, num_parts: int) -> tuple[int, ...]:
+        counts = self.replicated or (1,) * num_parts
+        if len(counts) != num_parts or any(type(count) is not int or count < 1 for count in counts):
+            raise PlanError(
+                f"replicated={self.replicated} was asked for, and the model is cut into {num_parts} parts. Give as "
+                "many whole numbers of replicas, each at least 1."
+            )
+        return counts
+
+    def replicas(self, num_stages: int) -> tuple[range, ...]:
+        if not self.replicated:
+            return ()
+        counts = self.copies(len(self.replicated))
+        if sum(counts) != num_stages:
+            raise PlanError(
+                f"replicated={self.replicated} makes {sum(counts)} stages, and {num_stages} are to be run. Ask for "
+                f"al.planners.Hybrid(pipeline={len(counts)}, ...), which makes as many stages as there are replicas."
+            )
+        if self.vertical_sync and len({*counts}) > 1:
+            raise PlanError(
+                f"vertical_sync gives a micro-batch the same version on all stages, but with replicated="
+                f"{self.replicated} stages update differently often. Give all stages equally many replicas, or leave "
+                "out vertical_sync."
+            )
+        return tuple(range(end - count, end) for end, count in zip(accumulate(counts), counts, strict=True))
+
     def staleness(self, stage: int, num_stages: int) -> int:
         # Between its forward pass on a stage and its update, as many other updates end as micro-batches are in flight.
-        return num_stages - 1 - (0 if self.vertical_sync else stage)
+        return self.num_warmup(0 if self.vertical_sync else stage, num_stages)
 
 
 @final

@@ -40,7 +40,7 @@ class Schedule(ABC):
         return 1.0
 
     def microbatches_per_update(self, num_stages: int) -> int:
-        """Return the number of micro-batches that one update of the weights follows; 0: all those of a step."""
+        """Return the number of micro-batches of a stage that one update of its weights follows; 0: all of a step."""
         del num_stages
         return 0
 
@@ -54,14 +54,22 @@ class Schedule(ABC):
         del num_stages
         return 0
 
-    def replicas(self, num_stages: int) -> range:
-        """Return the stages that are equal workers, which take micro-batches in turn; mostly there are none."""
+    def replicas(self, num_stages: int) -> tuple[range, ...]:
+        """Return the groups of equal stages that take micro-batches in turn; mostly there are none."""
         del num_stages
-        return range(0)
+        return ()
+
+    def replicas_of(self, stage: int, num_stages: int) -> range:
+        """Return the group of a stage: mostly that is the stage alone."""
+        return next((group for group in self.replicas(num_stages) if stage in group), range(stage, stage + 1))
+
+    def copies(self, num_parts: int) -> tuple[int, ...]:
+        """Return how many equal stages run each of so many parts of the model, which mostly is one."""
+        return (1,) * num_parts
 
     def loss_stage(self, num_stages: int) -> int:
         """Return the (first) stage that computes the loss, from which backward passes begin."""
-        return num_stages - 1
+        return self.replicas_of(num_stages - 1, num_stages).start
 
     def num_processors(self, num_stages: int) -> int:
         """Return the number of processors for `num_stages` stages.

@@ -45,7 +45,7 @@ class WarmupSchedule(Schedule):
             warmup = min(self.num_warmup(stage, num_stages, num_microbatches), num_microbatches)
             forwards = [Task(stage=stage, microbatch=b, kind=TaskKind.FORWARD) for b in range(num_microbatches)]
             backwards = [Task(stage=stage, microbatch=b, kind=TaskKind.BACKWARD) for b in range(num_microbatches)]
-            lists.append(_warmed_up(forwards, backwards, warmup))
+            lists.append(warmed_up(forwards, backwards, warmup))
         return tuple(lists)
 
     def in_flight(self, stage: int, num_stages: int, num_microbatches: int) -> int:
@@ -201,7 +201,7 @@ class Interleaved1F1B(Schedule):
         forwards = [Task(stage=c * p + processor, microbatch=b, kind=TaskKind.FORWARD) for c, b in turns]
         # The last chunk comes first in the backward direction.
         backwards = [Task(stage=(v - c - 1) * p + processor, microbatch=b, kind=TaskKind.BACKWARD) for c, b in turns]
-        return _warmed_up(forwards, backwards, self.num_warmup(processor, num_stages, num_microbatches))
+        return warmed_up(forwards, backwards, self.num_warmup(processor, num_stages, num_microbatches))
 
     def in_flight(self, stage: int, num_stages: int, num_microbatches: int) -> int:
         # Counted in the list: chunks of one processor have different numbers of warm-up forwards.
@@ -278,7 +278,7 @@ class Inference(Schedule):
         return 1
 
 
-def _warmed_up(forwards: Sequence[Task], backwards: Sequence[Task], warmup: int) -> tuple[Task, ...]:
+def warmed_up(forwards: Sequence[Task], backwards: Sequence[Task], warmup: int) -> tuple[Task, ...]:
     """Return `warmup` forwards, then forwards and backwards alternating, then the remaining backwards."""
     # After `warmup` forwards the n-th backward follows the forward `warmup + n`.
     steady = [task for pair in zip(forwards[warmup:], backwards, strict=False) for task in pair]

@@ -59,11 +59,8 @@ class ServerSchedule(Schedule):
         del num_stages
         return None if self.consistency == "async" else self.delay
 
-    def replicas(self, num_stages: int) -> range:
-        return range(1, num_stages)
-
-    def loss_stage(self, num_stages: int) -> int:
-        return min(1, num_stages - 1)
+    def replicas(self, num_stages: int) -> tuple[range, ...]:
+        return (range(1, num_stages),)
 
     def microbatches_per_update(self, num_stages: int) -> int:
         del num_stages

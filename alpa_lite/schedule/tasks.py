@@ -103,6 +103,14 @@ def splits_backward(tasks: Sequence[Task]) -> bool:
     return any(task.kind is TaskKind.WEIGHT_GRADIENT for task in tasks)
 
 
+def in_groups(replicas: Sequence[range], num_stages: int) -> tuple[range, ...]:
+    """Return all stages in order, those that take micro-batches in turn as one range, each other one by itself."""
+    first = {group.start: group for group in replicas}
+    in_turn = {stage for group in replicas for stage in group}
+    alone = (range(stage, stage + 1) for stage in range(num_stages) if stage not in in_turn)
+    return tuple(sorted([*first.values(), *alone], key=lambda group: group.start))
+
+
 def passes_of(tasks: Sequence[Task]) -> tuple[Literal["forward", "backward"], ...]:
     """Return the passes in which stages send values to each other: forward only if no task sends gradients back."""
     return ("forward", "backward") if any(task.kind.sends_back for task in tasks) else ("forward",)

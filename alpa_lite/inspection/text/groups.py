@@ -65,6 +65,11 @@ class ArgumentGroup:
         return self.members[0].spec
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """The paths of all members; replicas of a stage have the same."""
+        return tuple(dict.fromkeys(member.name for member in self.members))
+
+    @property
     def stages(self) -> tuple[int, ...]:
         """The stages that store a member, in order."""
         return tuple(sorted({member.stage for member in self.members}))

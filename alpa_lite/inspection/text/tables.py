@@ -27,6 +27,7 @@ from alpa_lite.inspection.text.groups import (
 from alpa_lite.plan.codec import encode
 from alpa_lite.plan.host_use import fullest_host_bytes
 from alpa_lite.plan.plan import Plan, StagePlan
+from alpa_lite.schedule import AsynchronousSchedule
 from alpa_lite.text import (
     short_source,
     show_bytes,
@@ -176,7 +177,10 @@ def needed_setting(plan: Plan) -> tuple[str, ...]:
 def _updates(plan: Plan) -> str:
     """Return how the results of micro-batches are used, if not as in the step on one device."""
     if plan.num_updates > 1:
-        return f" with {plan.num_updates} updates ({plan.semantics})"
+        # Workers of a parameter server update nothing.
+        stages = range(len(plan.stages)) if isinstance(plan.schedule, AsynchronousSchedule) else range(1)
+        numbers = sorted({plan.updates_of(stage) for stage in stages})
+        return f" with {' to '.join(map(str, dict.fromkeys((numbers[0], numbers[-1]))))} updates ({plan.semantics})"
     return ", whose results are averaged" if plan.averaged else ""
 
 
@@ -261,7 +265,7 @@ def _parameter_row(group: ArgumentGroup) -> tuple[str, ...]:
     # Stages with other meshes split the same spec into other numbers of blocks.
     shares = sorted({member.num_shards for member in group.members})
     held = " or ".join("all" if n == 1 else f"1/{n}" for n in shares)
-    return group.pattern, str(group.spec), f"×{len(group.members)}", show_numbers(group.stages), held
+    return group.pattern, str(group.spec), f"×{len(group.names)}", show_numbers(group.stages), held
 
 
 def _optimizer_note(arguments: Arguments) -> str:

@@ -191,6 +191,7 @@ _INSTRUCTIONS = {
     InstructionKind.ZEROS: "making sums of zeros",
     InstructionKind.CONCAT: "joining micro-batches",
     InstructionKind.ADD: "adding up sums of workers",
+    InstructionKind.MEAN: "averaging gradients of replicas",
     InstructionKind.RENEW: "renewing state",
 }
 

@@ -176,6 +176,7 @@ def bubble_at(plan: Plan, num_microbatches: int) -> float:
         [part * stage.cost.forward_seconds for stage in plan.stages],
         [part * stage.cost.backward_seconds for stage in plan.stages],
         weight_seconds=[part * stage.cost.weight_seconds for stage in plan.stages],
+        replicas=plan.schedule.replicas(len(plan.stages)),
     )
     return timeline.bubble_fraction
 
@@ -274,12 +275,16 @@ class TimeUse:
 def time_use(plan: Plan) -> TimeUse:
     """Return the time of a step by cause, the longest first."""
     # By its share of the devices, so that the rows of an average device add up over stages.
-    weights = [stage.submesh.num_devices / plan.cluster.num_devices for stage in plan.stages]
+    of_devices = [stage.submesh.num_devices / plan.cluster.num_devices for stage in plan.stages]
+    # Costs are those of all micro-batches, which equal stages take in turn.
+    weights = [
+        share / len(plan.schedule.replicas_of(number, len(plan.stages))) for number, share in enumerate(of_devices)
+    ]
     busy = sum(
         weight * stage.cost.step_seconds(plan.num_microbatches, plan.num_updates)
         for weight, stage in zip(weights, plan.stages, strict=True)
     )
-    collectives = _collectives(plan, weights)
+    collectives = _collectives(plan, of_devices)
     step, in_all = plan.prediction.step_seconds, sum(item.seconds for item in collectives)
     if plan.request is not None:
         compute = _compute(plan, weights)

@@ -7,7 +7,7 @@ and writes slots by index. A slot is cleared right after the last instruction th
     RUN      `Binder._run`       an executable, whose token goes to the `Flight`
     SEND     `Binder._send`      a transfer
     ZEROS    `Binder._zeros`
-    CONCAT   `Binder._concat`, as ADD
+    CONCAT   `Binder._concat`, as ADD and MEAN
     RENEW    `Binder._renew`
     FREE     no function: the slots that the preceding instruction clears
 
@@ -112,6 +112,7 @@ class Binder:
             InstructionKind.ZEROS: self._zeros,
             InstructionKind.CONCAT: self._concat,
             InstructionKind.ADD: self._concat,
+            InstructionKind.MEAN: self._concat,
             InstructionKind.RENEW: self._renew,
         }
         actions: list[tuple[Action, list[int]]] = []

@@ -25,20 +25,30 @@ from functools import partial, reduce
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh
 from jax.stages import Compiled, Lowered
 
 from alpa_lite import _jax
 from alpa_lite._jax import Device
 from alpa_lite.errors import ExecutionError
-from alpa_lite.lower.emission import BoundaryArray, Emitted, boundary_layout, boundary_spec, emit_task, task_form
+from alpa_lite.lower.emission import (
+    BoundaryArray,
+    Emitted,
+    boundary_layout,
+    boundary_shape,
+    boundary_spec,
+    emit_task,
+    task_form,
+)
 from alpa_lite.lower.local_machine import PlacedTask
 from alpa_lite.plan.instructions import Buffer, InstructionKind, Program
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.task_specs import TaskSpec
 from alpa_lite.program.equations import Equation
+from alpa_lite.program.ir import Value
 from alpa_lite.program.phases import Combination, StepGraph
 from alpa_lite.runtime.job.processes import all_here, any_here
+from alpa_lite.sharding.specs import Spec
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -152,30 +162,39 @@ def _zeros(layout: BoundaryArray) -> jax.Array:
 
 def concat_units(program: Program, step: StepGraph, meshes: Meshes) -> dict[Buffer, CompileUnit]:
     """Return the units that join the micro-batches of outputs, by buffer; those without a batch dim are averaged."""
-    specs: dict[Buffer, PartitionSpec] = {}
+    specs: dict[Buffer, Spec] = {}
+    units: dict[Buffer, CompileUnit] = {}
     for instruction in program.instructions:
+        # In the order of the program, since an update may write a sum of the loop anew, in another spec.
         if instruction.kind == InstructionKind.RUN:
             task = program.tasks[instruction.task]
             ports = zip(instruction.writes, (*task.outputs, *task.sums), strict=True)
-            specs.update({buffer: boundary_spec(port.spec) for buffer, port in ports})
+            specs.update({buffer: port.spec for buffer, port in ports})
         elif instruction.spec is not None:
-            specs.update(dict.fromkeys(instruction.writes, boundary_spec(instruction.spec)))
-    units: dict[Buffer, CompileUnit] = {}
-    for instruction in program.instructions:
-        if instruction.kind in (InstructionKind.CONCAT, InstructionKind.ADD):
+            specs.update(dict.fromkeys(instruction.writes, instruction.spec))
+        if instruction.kind in (InstructionKind.CONCAT, InstructionKind.ADD, InstructionKind.MEAN):
             (buffer,) = instruction.writes
             value, mesh = step.graph.values[buffer.value], meshes[buffer.stage]
-            ins = tuple(BoundaryArray(shape=value.shape, dtype=value.dtype, spec=specs[b]) for b in instruction.reads)
+            ins = tuple(_boundary(value, specs[b], mesh) for b in instruction.reads)
+            out = boundary_spec(specs[buffer])
             dim = step.batch_dims[buffer.value]
             runs = step.loop_results.runs.get(buffer.value, 1)
             join = _mean if dim is None else partial(_join, dim, runs)
             how = step.loop_results.combined.get(buffer.value)
             if instruction.kind == InstructionKind.ADD:
                 join = partial(_added, how)
-            emit = partial(emit_function, join, mesh.abstract_mesh, ins, specs[buffer])
-            form = (instruction.kind, how, ins, dim, runs, specs[buffer])
+            elif instruction.kind == InstructionKind.MEAN and how is not None:
+                # Only sums are averaged: a maximum over a round is that of its micro-batches.
+                join = partial(_added, how)
+            emit = partial(emit_function, join, mesh.abstract_mesh, ins, out)
+            form = (instruction.kind, how, ins, dim, runs, out)
             units[buffer] = CompileUnit(name=f"output {buffer}", mesh=mesh, form=form, emit=emit)
     return units
+
+
+def _boundary(value: Value, spec: Spec, mesh: Mesh | AbstractMesh) -> BoundaryArray:
+    shape = boundary_shape(value.shape, spec, dict(mesh.shape))
+    return BoundaryArray(shape=shape, dtype=value.dtype, spec=boundary_spec(spec))
 
 
 def _added(how: Combination | None, *parts: jax.Array) -> jax.Array:
