@@ -47,13 +47,15 @@ from alpa_lite.planners.fewer_devices import AS_FAST
 from alpa_lite.planners.grid_search import factorisations
 from alpa_lite.planners.manual import MANUAL_PLANNERS
 from alpa_lite.planners.pipeline import Pipeline
-from alpa_lite.schedule import Interleaved1F1B, Schedule
+from alpa_lite.schedule import DualPipeV, Interleaved1F1B, Schedule, Wave, ZeroBubbleH2, ZeroBubbleV
 from cost_models.cluster import Cluster, with_memory_limit
 
 TOLERANCE = AS_FAST
 """The relative excess above which the search is behind: of plans as fast as the fastest it chooses the simplest."""
 
-SCHEDULES: tuple[Schedule, ...] = (*SEARCHED_SCHEDULES, Interleaved1F1B())
+SCHEDULES: tuple[Schedule, ...] = (
+    *SEARCHED_SCHEDULES, Interleaved1F1B(), ZeroBubbleH2(), ZeroBubbleV(), DualPipeV(), Wave(),
+)  # fmt: skip
 HOSTS = ("p3.16xlarge", "p4d.24xlarge", "dgx-h100", "g5.48xlarge", "tpu-v4")
 BATCHES = (8, 12, 16, 20, 24, 32, 36, 48, 60, 64, 96, 128)
 MOST_DEVICES = 16

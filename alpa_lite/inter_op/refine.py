@@ -5,6 +5,7 @@ schedules   the same stages under each schedule that their memory allows        
 even        the layers cut anew into as many equal parts                                         `_evened`
 chunks      the layers in several times as many parts, dealt out over the same submeshes         `dealt_out`
 order       the tasks of these stages in the shortest order that is found for their times        `_reordered`
+write out   loops over layers trip by trip, so that gradients of weights can be put off          `_written_out`
 agree       stages solved again so that all hold rows of stacked arguments in one form           `agreeing`
 
 A step returns one array for a stacked argument. If every stage holds equally many of its rows in one form, the array
@@ -34,12 +35,17 @@ from alpa_lite.intra_op.solve import RELATIVE_GAP
 from alpa_lite.intra_op.stage import StageSolution
 from alpa_lite.plan.parts import StageCost
 from alpa_lite.plan.pricing import dispatch_seconds
+from alpa_lite.program.ir import Graph, Op, wiring_of
+from alpa_lite.program.phases import Phase, StepGraph
+from alpa_lite.rules.dims import batch_dims_of
+from alpa_lite.rules.op_info import rule_of_op
 from alpa_lite.schedule import (
     Interleaved1F1B,
     OneFOneB,
     Schedule,
     Synthesised,
     Wave,
+    ZeroBubbleH1,
     ZeroBubbleV,
     peak_in_flight,
     processors_of,
@@ -47,7 +53,7 @@ from alpa_lite.schedule import (
 )
 from alpa_lite.schedule.clock import simulate
 from alpa_lite.sharding.specs import Spec
-from alpa_lite.step.layers import Cut
+from alpa_lite.step.layers import Cut, forward_loops, op_flops
 from alpa_lite.step.recomputation import Remat
 
 POLISH_SECONDS = 3.0
@@ -64,6 +70,9 @@ THERE_AND_BACK: tuple[Schedule, ...] = (ZeroBubbleV(), Wave())
 
 WORTH = 0.005
 """Relative gain for which tasks are put into an order of their own."""
+
+WORTH_WRITING = 0.01
+"""Estimated relative gain for which loops are written out. The estimate is high: memory limits what may wait."""
 
 UNEVEN = 0.1
 """Relative excess of the slowest stage over the average above which equal parts are tried."""
@@ -93,6 +102,17 @@ class Found:
     def seconds(self) -> float:
         """Estimated seconds of one step."""
         return self.estimate.step_seconds
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """The numbers of stages and of micro-batches."""
+        return len(self.stages), self.costs.step.num_microbatches
+
+    @property
+    def has_short_bubble(self) -> bool:
+        """Whether stages wait less than under 1F1B: they are chunks, or put gradients of weights off."""
+        in_two = any(map(splits_backward, self.schedule.tasks(*self.size)))
+        return self.schedule.stages_per_processor > 1 or in_two
 
     @property
     def policies(self) -> tuple[Remat, ...]:
@@ -127,13 +147,15 @@ def refined(
         plain = Found.of(request, whole.costs, whole.stages, schedules[0])
         best = _in_chunks(request, plain, whole, steps)
         best = _evened(request, best, plain, steps, schedules) if _unevenness(plain) > UNEVEN else best
-        return _reordered(request, best)
+        return _written_out(request, _reordered(request, best), whole, steps, schedules)
 
     first, *others = sorted(found, key=lambda way: way.seconds)
     best = refine(first)
-    # Chunks shorten the bubble, so that a plan with a longer one may overtake; without any bubble it has to be faster.
-    for other in others if best.schedule.stages_per_processor > 1 else ():
-        if other.seconds * (1 - other.estimate.bubble_fraction) < best.seconds:
+    # Chunks and backward passes in two shorten the bubble, so that a plan with a longer one may overtake; without any
+    # bubble it has to be faster.
+    for other in others if best.has_short_bubble else ():
+        chunks, waiting = best.schedule.stages_per_processor > 1, other.seconds * other.estimate.bubble_fraction
+        if other.seconds - (waiting if chunks else _gain_of_waiting(request, other)) < best.seconds:
             best = min(best, refine(other), key=lambda way: way.seconds)
     return best
 
@@ -214,35 +236,128 @@ def _faster_in_chunks(
     return found if found is not None and found.seconds < best.seconds else None
 
 
+def _written_out(
+    request: PlanRequest, best: Found, whole: Found, steps: StageCostCache, schedules: Sequence[Schedule]
+) -> Found:
+    """Return the best plan so far, or stages whose loops over layers are written out, whichever is faster.
+
+    In a loop over several layers no part of the backward pass can be put off, since the loop is one op. `whole` are the
+    stages of the search, under the best schedule for them. A step that is written out is larger and takes long to plan:
+    that is done only if there is room for what waits, and an order that puts gradients of weights off would be faster.
+    """
+    if best.estimate.bubble_fraction <= BUBBLE or not _has_loops(whole) or not any(_have_room_to_wait(whole)):
+        return best
+    if whole.seconds - _gain_of_waiting(request, whole) >= best.seconds * (1 - WORTH_WRITING):
+        return best
+    ways = list[Found]()
+    # The best schedule of the search may leave no memory for gradients that wait.
+    for schedule in dict.fromkeys((whole.schedule, ZeroBubbleH1())):
+        found = dealt_out(request, whole, steps, schedule, in_trips=True)
+        if found is not None:
+            found = _reordered(request, rescheduled(request, found, schedules))
+            ways += [found, _faster_in_chunks(request, found, found, steps, ZeroBubbleV()) or found]
+    return min((best, *ways), key=lambda way: way.seconds)
+
+
+def _gain_of_waiting(request: PlanRequest, found: Found) -> float:
+    """Return about how many seconds are gained if gradients of weights may wait, with memory for any number of them."""
+    times = _order(request, found, in_two=False)
+    # Each product with a weight has one in the backward pass that makes a gradient, and is as long.
+    put_off = replace(times, weight=tuple(map(min, times.forward, times.backward)))
+
+    def loop_seconds(order: Synthesised, schedule: Schedule) -> float:
+        return simulate(
+            schedule.tasks(*found.size),
+            order.forward,
+            order.backward,
+            weight_seconds=order.weight,
+            transfer_seconds=order.transfer,
+        ).makespan_seconds
+
+    in_one_go = OneFOneB() if any(map(splits_backward, found.schedule.tasks(*found.size))) else found.schedule
+    return loop_seconds(times, in_one_go) - loop_seconds(put_off, put_off)
+
+
+def _have_room_to_wait(found: Found) -> Iterator[bool]:
+    """Yield for each stage but the first whether it has memory for a micro-batch whose gradients of weights wait.
+
+    They are computed from what products with weights read in the forward pass, and from the gradients of their results:
+    these are there at the same time, split over all devices at best. No stage waits for the first one.
+    """
+    step, layers = found.costs.step, found.costs.layers
+    for stage in found.stages[1:]:
+        of_stage = [op for layer in range(stage.first, stage.last + 1) for op in layers.ops_of(layer)]
+        forward = (step.graph.ops[op] for op in of_stage if step.phases[op] is Phase.FORWARD)
+        waiting = sum(_bytes_for_gradients(step, step.graph, op) for op in forward) / stage.submesh.num_devices
+        cost = stage.solution.cost
+        yield cost.resident_bytes + cost.activation_bytes + waiting <= found.costs.room_bytes(stage.submesh)
+
+
+def _bytes_for_gradients(step: StepGraph, graph: Graph, op: Op) -> float:
+    """Return the bytes from which the gradients of the weights of an op are computed, if it is a product with some."""
+    wiring = wiring_of(op)
+    if wiring is not None:
+        return wiring.trips * sum(_bytes_for_gradients(step, body, o) for body in op.bodies for o in body.ops)
+    if op.bodies or len(op.operands) != 2 or rule_of_op(graph, op.id).work_kind == "elementwise":
+        return 0.0
+    batch = batch_dims_of(step, graph)
+    samples = [v for v in (*op.operands, *op.results) if batch[v] is not None]
+    # Products of two arrays with samples, as in attention, have no weights.
+    return float(sum(graph.values[v].bytes for v in samples)) if len(samples) == 2 else 0.0
+
+
+def _shares(found: Found) -> list[float]:
+    """Return the FLOPs of the forward pass of each stage."""
+    step, layers, flops = found.costs.step, found.costs.layers, op_flops(found.costs.step)
+    return [
+        sum(
+            flops[op]
+            for layer in range(stage.first, stage.last + 1)
+            for op in layers.ops_of(layer)
+            if step.phases[op] is Phase.FORWARD
+        )
+        for stage in found.stages
+    ]
+
+
+def _has_loops(found: Found) -> bool:
+    """Return whether the forward pass has loops of several trips."""
+    step = found.costs.step
+    wirings = (wiring_of(step.graph.ops[op]) for op in forward_loops(step))
+    return any(wiring is not None and wiring.trips > 1 for wiring in wirings)
+
+
 def _reordered(request: PlanRequest, best: Found) -> Found:
     """Return the same stages with their tasks in an order that is made for their times, if that is faster."""
     if best.estimate.bubble_fraction <= BUBBLE:
         return best
-    costs, count, launch = best.costs, len(best.stages), dispatch_seconds(request.cluster)
-    num_microbatches = costs.step.num_microbatches
-    lists = best.schedule.tasks(count, num_microbatches)
-    transfer = tuple(inflows_between(request, costs.step, costs.layers, best.stages))
-    found = best
+    lists, found = best.schedule.tasks(*best.size), best
     for in_two in (False, True):
-        of_stages = [costs.in_two_parts(stage, stage.solution, in_two=in_two).cost for stage in best.stages]
-        order = Synthesised(
-            forward=tuple(cost.forward_seconds + launch for cost in of_stages),
-            backward=tuple(cost.backward_seconds + launch * (1 + in_two) for cost in of_stages),
-            weight=tuple(cost.weight_seconds + launch * in_two for cost in of_stages),
-            transfer=transfer,
-            processors=tuple(best.schedule.processor_of(stage, count) for stage in range(count)),
-        )
+        order = _order(request, best, in_two=in_two)
         # An order that is hardly shorter is not worth a schedule without a formula.
-        if order.least_seconds(count, num_microbatches) >= best.seconds * (1 - WORTH):
+        if order.least_seconds(*best.size) >= best.seconds * (1 - WORTH):
             continue
         # Without room for any number of micro-batches, as many as the plan holds so far.
         for most in ((), tuple(peak_in_flight(tasks) for tasks in lists)):
             limited = replace(order, most_held=most)
-            if fits(costs, best.stages, limited):
-                other = Found.of(request, costs, best.stages, limited)
+            if fits(best.costs, best.stages, limited):
+                other = Found.of(request, best.costs, best.stages, limited)
                 found = min(found, replace(other, sum_seconds=best.sum_seconds), key=lambda way: way.seconds)
                 break
     return found if found.seconds < best.seconds * (1 - WORTH) else best
+
+
+def _order(request: PlanRequest, found: Found, *, in_two: bool) -> Synthesised:
+    """Return the order that is made for the times of stages, with whole backward passes or `in_two` parts."""
+    costs, launch = found.costs, dispatch_seconds(request.cluster)
+    of_stages = [costs.in_two_parts(stage, stage.solution, in_two=in_two).cost for stage in found.stages]
+    return Synthesised(
+        forward=tuple(cost.forward_seconds + launch for cost in of_stages),
+        backward=tuple(cost.backward_seconds + launch * (1 + in_two) for cost in of_stages),
+        weight=tuple(cost.weight_seconds + launch * in_two for cost in of_stages),
+        transfer=tuple(inflows_between(request, costs.step, costs.layers, found.stages)),
+        processors=tuple(found.schedule.processor_of(stage, len(found.stages)) for stage in range(len(found.stages))),
+    )
 
 
 def polished(request: PlanRequest, found: Found) -> Found:
@@ -355,15 +470,22 @@ def _within(
     return found
 
 
-def dealt_out(request: PlanRequest, found: Found, steps: StageCostCache, schedule: Schedule) -> Found | None:
-    """Return a plan with the chunks of a schedule on the submesh of each stage; None if that is not possible."""
+def dealt_out(
+    request: PlanRequest, found: Found, steps: StageCostCache, schedule: Schedule, *, in_trips: bool = False
+) -> Found | None:
+    """Return a plan with the chunks of a schedule on the submesh of each stage; None if that is not possible.
+
+    `in_trips`: with loops written out, as always if the schedule cuts backward passes in two.
+    """
     parts, num_microbatches = len(found.stages), found.costs.step.num_microbatches
     chunks = parts * schedule.stages_per_processor
     homes = [schedule.processor_of(chunk, chunks) for chunk in range(chunks)]
     try:
         # A schedule may run other numbers of micro-batches, and there may be too few ops.
         tasks = schedule.tasks(chunks, num_microbatches)
-        costs, per_chunk = steps.mixed(num_microbatches, Cut.into(chunks), [found.policies[home] for home in homes])
+        in_trips = in_trips or any(map(splits_backward, tasks))
+        cut = Cut.written_out([_shares(found)[home] for home in homes]) if in_trips else Cut.into(chunks)
+        costs, per_chunk = steps.mixed(num_microbatches, cut, [found.policies[home] for home in homes])
     except PlanError:
         return None
     solved: dict[int, StageSolution] = {}

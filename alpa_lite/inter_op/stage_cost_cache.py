@@ -149,7 +149,7 @@ class StageCostCache:
             # layers.
             forward = step.phases.count(Phase.FORWARD)
             count = max(1, min(self.layering.stages), min(count, forward))
-        return make_layers(step, count, equal=equal, imbalance=cut.imbalance)
+        return make_layers(step, count, equal=equal, imbalance=cut.imbalance, shares=cut.shares)
 
     def _again(self, number: int, cut: Cut, policies: Sequence[Remat]) -> StageCosts:
         """Return the costs of stages of parts of layers; each layer has its policy."""

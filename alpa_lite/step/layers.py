@@ -61,17 +61,28 @@ class Cut:
         num_layers: number of layers.
         equal: the quantity that is balanced over layers.
         imbalance: fraction by which a layer may exceed its share for the sake of smaller cuts.
+        shares: relative share of each layer of what is balanced; () for equal shares.
     """
 
     loop_parts: int
     num_layers: int
     equal: LayerBalance = "flops"
     imbalance: float = 0.3
+    shares: tuple[float, ...] = ()
 
     @staticmethod
     def into(count: int) -> Cut:
         """Return a cut into `count` layers, each of which will be a stage, with no more loop parts than that needs."""
         return Cut(loop_parts=count if count > 1 else 0, num_layers=count, imbalance=0.1)
+
+    @staticmethod
+    def written_out(shares: Sequence[float]) -> Cut:
+        """Return a cut into a layer for each share, each of which will be a stage, with each trip of a loop by itself.
+
+        In a loop over several layers no part of the backward pass can be put off: the loop is one op.
+        """
+        # No loop that is cut has more trips than this.
+        return Cut(loop_parts=MAX_TRIPS, num_layers=len(shares), imbalance=0.1, shares=tuple(shares))
 
 
 def natural_cut(step: StepGraph, stages: Collection[int] = (1,)) -> Cut:
