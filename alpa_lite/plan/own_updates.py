@@ -5,6 +5,10 @@ from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.slices import Slicer
 
 
+class UnequalUpdatesError(PlanError):
+    """Stages would update an array that all of them hold differently often."""
+
+
 def check_own_updates(slicer: Slicer, plan: Plan) -> None:
     """Raise `PlanError` if the update of a stage reads what other stages compute, or updates state that they read."""
     step, graph = slicer.step, slicer.graph
@@ -33,7 +37,7 @@ def check_own_updates(slicer: Slicer, plan: Plan) -> None:
         made_on = slicer.stages_renewing(out) if slicer.is_repeated(out) else {slicer.stage_of_value(out)}
         if len({plan.updates_of(stage) for stage in made_on}) > 1:
             often = ", ".join(f"stage {stage} {plan.updates_of(stage)} times" for stage in sorted(made_on))
-            raise PlanError(
+            raise UnequalUpdatesError(
                 f"Under {plan.schedule} each stage computes {graph.values[replaced].name} for itself in its updates, "
                 f"and replicas make these differently frequent: {often}. Give all stages equally many replicas, keep "
                 f"one such array for each stage's weights, {instead}"

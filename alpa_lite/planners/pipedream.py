@@ -5,7 +5,8 @@ compute seconds, activations and parameters from the cost model (`layer_profile`
 hosts as levels. What it finds becomes a `Hybrid` with these stages, which is priced like every plan.
 
 Its runtime keeps several versions of weights, and trains with old ones: `schedule=al.schedule.PipeDream()`. Replicas
-then take whole micro-batches in turn, and their numbers divide that of micro-batches. By default stages run one step
+then take whole micro-batches in turn, and their numbers divide that of micro-batches; where unequal ones would disagree
+on a counter of the optimizer they share each micro-batch. By default stages run one step
 after the other under a synchronous schedule, so that results stay those of one device. The unit of the profile is then
 a step: what the planner takes as the exchange of gradients for every mini-batch happens once in it. Replicas share each
 micro-batch: their numbers divide the batch. Replicas of a stage lie beside one another, where PipeDream's may lie in
@@ -36,6 +37,7 @@ from alpa_lite.inter_op.replicated_stages import (
 )
 from alpa_lite.inter_op.solved_stages import StagePlace
 from alpa_lite.inter_op.stage_costs import StageCosts
+from alpa_lite.plan.own_updates import UnequalUpdatesError
 from alpa_lite.plan.plan import Plan
 from alpa_lite.planners.grid_search import GridSearch
 from alpa_lite.planners.hybrid import Hybrid
@@ -64,10 +66,13 @@ class PipeDream(Planner):
         """Name for tables."""
         return marked("PipeDream" + (" (paper)" if self.formula == "paper" else ""), self.schedule)
 
-    def stages(self, request: PlanRequest) -> ReplicatedStages:
-        """Return the stages of the planner, whose layers are natural layers of the step."""
+    def stages(self, request: PlanRequest, *, in_turn: bool = False) -> ReplicatedStages:
+        """Return the stages of the planner, whose layers are natural layers of the step.
+
+        `in_turn`: replicas divide the number of micro-batches, where one is given, and not the batch.
+        """
         cluster, shared = request.cluster, request.batch_size
-        if isinstance(self.schedule, PipeDreamSchedule) and isinstance(request.num_microbatches, int):
+        if in_turn and isinstance(request.num_microbatches, int):
             shared = request.num_microbatches
         cut = natural_layers(request, (1,), range(1, cluster.num_devices + 1))
         levels = [
@@ -94,9 +99,20 @@ class PipeDream(Planner):
                 f"{self.name} finds numbers of replicas, but its schedule has replicated={schedule.replicated}. Leave "
                 "it out, or ask for al.planners.Hybrid(pipeline=..., schedule=...) with this schedule."
             )
-        found = self.stages(request).stages
+        if not isinstance(schedule, PipeDreamSchedule):
+            return self._plan(request, in_turn=False)
+        try:
+            return self._plan(request, in_turn=True)
+        except UnequalUpdatesError as error:
+            plan = self._plan(request, in_turn=False)
+            return replace(
+                plan, notes=(*plan.notes, f"replicas share each micro-batch, as they cannot take turns: {error}")
+            )
+
+    def _plan(self, request: PlanRequest, *, in_turn: bool) -> Plan:
+        found, schedule = self.stages(request, in_turn=in_turn).stages, self.schedule
         devices = tuple(stage.replicas for stage in found)
-        if isinstance(schedule, PipeDreamSchedule):
+        if in_turn and isinstance(schedule, PipeDreamSchedule):
             schedule = replace(schedule, replicated=devices)
         hybrid = Hybrid(
             pipeline=len(found),

@@ -379,3 +379,23 @@ def test_what_cannot_run_is_refused(schedule, message):
 def test_a_counter_of_all_stages_is_refused_where_they_update_differently_often():
     with pytest.raises(PlanError, match=r"for itself in its updates.*stage 0 2 times, stage 2 4 times"):
         replicated_step((2, 1), 4, drawn)(drawn_state(), batch_of(4))
+
+
+def test_replicas_share_micro_batches_where_they_would_disagree_on_a_counter():
+    """Adam's counter is one array, which stages with unequal replicas would advance differently often."""
+
+    def counted(state, batch):
+        *weights, count = state
+        new, loss = step(weights, batch)
+        # All updates read the counter, as they do for Adam's correction of its bias.
+        return [*(w + (n - w) / (count + 1) for w, n in zip(weights, new, strict=True)), count + 1], loss
+
+    weights = [jax.ShapeDtypeStruct((2048, 2048), jnp.float32)] * 6
+    batch = {name: jax.ShapeDtypeStruct((64, 2048), jnp.float32) for name in "xy"}
+    planner, cluster = al.planners.PipeDream(schedule=PipeDream()), al.cluster("p3.16xlarge").part(0, 4)
+    by_turns = al.plan(step, weights, batch, planner=planner, cluster=cluster)
+    assert len({*by_turns.schedule.replicated}) > 1
+    state = [*weights, jax.ShapeDtypeStruct((), jnp.int32)]
+    plan = al.plan(counted, state, batch, planner=planner, cluster=cluster)
+    assert plan.schedule.replicated == ()
+    assert any("share each micro-batch" in note for note in plan.notes)
