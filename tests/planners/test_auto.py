@@ -611,7 +611,8 @@ def test_stages_that_are_asked_for_are_made_where_some_have_little_to_do(asked: 
     batch = jax.ShapeDtypeStruct((4096, 4), jnp.float32)
     planner = Auto(num_layers=4, **asked)
     plan = al.plan(chain_step, weights, batch, cluster=_four_devices(), planner=planner, num_microbatches=4)
-    assert len(plan.stages) == 4
+    # A stage may be in several chunks, with schedules that go back and forth.
+    assert len({stage.submesh for stage in plan.stages}) == 4
 
 
 def test_where_each_layer_fits_by_itself_it_is_said_what_all_need() -> None:
