@@ -29,7 +29,7 @@ from functools import cached_property
 from typing import NamedTuple, cast
 
 from alpa_lite.errors import InfeasibleError, PlanError, without_frames
-from alpa_lite.inter_op.assembly import StagedStep, assemble, schedule_for
+from alpa_lite.inter_op.assembly import StagedStep, assembled, bytes_over, schedule_for, too_large
 from alpa_lite.inter_op.loop_cuts import PipelineCut, natural_layers
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.inter_op.solved_stages import SolvedStages, StagePlace
@@ -37,6 +37,7 @@ from alpa_lite.inter_op.stage_costs import Recomputed, StageConstraints, StageCo
 from alpa_lite.inter_op.what_would_fit import show_bytes
 from alpa_lite.plan.parts import StageCost
 from alpa_lite.plan.plan import Plan
+from alpa_lite.planners.fewer_devices import AS_FAST
 from alpa_lite.planners.hybrid import Hybrid, check_batch, check_host_bytes, check_host_memory, submeshes_of
 from alpa_lite.planners.planner import Planner
 from alpa_lite.schedule import OneFOneB
@@ -48,9 +49,20 @@ from cost_models.cluster import Cluster, with_memory_limit
 CHOICES = (Remat.NONE, Remat.OFFLOAD, Remat.FULL)
 """Keep, swap and recompute; of equal plans the one that keeps more, and swaps rather than recomputes, is taken."""
 
-#: Fractions of the memory that blocks may use by the model of this module, until the program as it is priced fits.
-#: The model counts arrays between two blocks for both, so that more than all of it may fit.
-_PARTS = (2.0, 1.6, 1.3, 1.15, 1.0, 0.85, 0.7, 0.55, 0.4, 0.25, 0.1, 0.0)
+AMPLE = 2.0
+"""Nothing fits that takes so many times the memory by the model of this module."""
+
+MOST_TRIES = 8
+"""Choices of all blocks whose programs are priced, until one fits."""
+
+LESS = 0.95
+"""At most so much of the memory by the model of a choice that did not fit may the next one take by the model."""
+
+LEAST_SAVED = 0.25
+"""At least so many bytes of a program are taken to be saved with one of the model."""
+
+FAR_SLOWER = 1.1
+"""One choice for all blocks is not priced where it takes so many times as long by the model as one that fits."""
 
 
 class BlockCost(NamedTuple):
@@ -69,6 +81,13 @@ class BlockCost(NamedTuple):
     stored_bytes: float
     swap_bytes: float
     work_bytes: float
+
+
+class _Priced(NamedTuple):
+    """The plan of some choices, None if it does not fit, and the bytes that a device needs for its program."""
+
+    plan: Plan | None
+    peak_bytes: float
 
 
 class Outcome(NamedTuple):
@@ -184,8 +203,9 @@ class Karma(Planner):
             except InfeasibleError as error:
                 problems.append(error)
             else:
-                # Where all is kept, nothing on the host is faster.
-                if not (plans[-1].remat or host_optimizer):
+                # Where all is kept, or room for the state is of little use, nothing on the host is faster.
+                gain = blocks.seconds_gained_by_room(plans[-1]) if plans[-1].remat else 0.0
+                if gain <= AS_FAST * plans[-1].prediction.step_seconds:
                     break
         if not plans:
             raise problems[-1]
@@ -221,25 +241,21 @@ class KarmaBlocks:
         check_batch(planner.name, self.cut.step, count)
 
     def plan(self) -> Plan:
-        """Return a plan whose program fits as it is priced: none that keeps, swaps or recomputes all is faster."""
+        """Return a plan whose program fits as it is priced.
+
+        None that keeps, swaps or recomputes all is faster, unless it takes far longer by the model of this module.
+        """
         number, microbatches = self.cut.layers.num_layers, self.cut.step.num_microbatches
-        kept = self._costs((Remat.NONE,) * number)
-        stage = kept.solution(self._place(number, 0), limit_bytes=math.inf).cost
-        room = kept.room_bytes(self.submesh) - stage.resident_bytes
-        # Where the state of the optimizer waits matters for the update alone.
-        rate, blocks = self._rate(), self.known.blocks if self.known is not None else self.blocks
-        found = (best_choices(blocks, part * room, rate) for part in _PARTS)
-        ways = [tuple(CHOICES[choice] for choice in choices) for choices in found if choices is not None]
-        keep, swap, recompute = ((policy,) * number for policy in CHOICES)
-        tried = dict[tuple[Remat, ...], Plan | None]()
-        for policies in dict.fromkeys((keep, *ways)):
-            tried[policies] = self._assembled(policies)
-            if tried[policies] is not None:
-                break
-        # What does not fit by the model of this module, or is slower, may fit or be faster as the program is priced.
-        if tried[keep] is None:
-            tried |= {each: self._assembled(each) for each in (recompute, swap) if each not in tried}
-        if plans := [plan for plan in tried.values() if plan is not None]:
+        keep, *others = ((policy,) * number for policy in CHOICES)
+        tried = {keep: self._assembled(keep)}
+        if tried[keep].plan is None:
+            tried |= self._within_memory(tried[keep].peak_bytes)
+            # What does not fit by the model, or is slower by it, may fit or be faster as the program is priced.
+            fit = [self._by_model(policies).seconds for policies, way in tried.items() if way.plan is not None]
+            at_most = FAR_SLOWER * min(fit, default=math.inf)
+            others = [each for each in others if each not in tried and self._by_model(each).seconds <= at_most]
+            tried |= {each: self._assembled(each) for each in others}
+        if plans := [way.plan for way in tried.values() if way.plan is not None]:
             return min(plans, key=lambda plan: plan.prediction.step_seconds)
         if self.problem is not None:
             raise self.problem
@@ -252,19 +268,59 @@ class KarmaBlocks:
             f"{show_count(microbatches, 'micro-batch')}. Use more micro-batches, zero=3, or host_optimizer=True."
         )
 
+    def seconds_gained_by_room(self, plan: Plan) -> float:
+        """Return by how much a plan of these blocks would be faster by this model if all state were on the host."""
+        now = self._by_model(plan.remat)
+        limit = now.peak_bytes + plan.stages[0].cost.state_bytes
+        choices = best_choices(self.blocks, limit, self._rate)
+        assert choices is not None, "those of the plan take less"
+        then = self._by_model([CHOICES[choice] for choice in choices])
+        return plan.num_microbatches * (now.seconds - then.seconds)
+
+    def _within_memory(self, peak_bytes: float) -> dict[tuple[Remat, ...], _Priced]:
+        """Return the choices that were priced until one fits; `peak_bytes`: where all is kept.
+
+        The model of this module counts arrays between two blocks for both, so that more than all memory may fit by it:
+        how many bytes of the program one of the model stands for follows from the programs that were priced.
+        """
+        tried, room, bytes_of_one = dict[tuple[Remat, ...], _Priced](), self._room_bytes, 1.0
+        of_model = self._by_model((Remat.NONE,) * self.cut.layers.num_layers).peak_bytes
+        for _ in range(MOST_TRIES):
+            limit = min(of_model - (peak_bytes - room) / bytes_of_one, LESS * of_model)
+            choices = best_choices(self.blocks, limit, self._rate)
+            if choices is None:
+                break
+            policies = tuple(CHOICES[choice] for choice in choices)
+            tried[policies] = priced = self._assembled(policies)
+            if priced.plan is not None:
+                break
+            before, of_model = of_model, self._by_model(policies).peak_bytes
+            saved, peak_bytes = peak_bytes - priced.peak_bytes, priced.peak_bytes
+            bytes_of_one = min(max(saved / (before - of_model), LEAST_SAVED), 1.0)
+        return tried
+
+    def _by_model(self, policies: Sequence[Remat]) -> Outcome:
+        """Return the outcome of the blocks under these policies by the model of this module."""
+        chosen = zip(self.blocks, policies, strict=True)
+        # The last block has one choice.
+        return time_and_peak([of[min(CHOICES.index(policy), len(of) - 1)] for of, policy in chosen], self._rate)
+
     def least_seconds(self) -> float:
         """Return the seconds of both passes of all micro-batches by the model of this module, with ample memory.
 
         Infinite if the blocks do not fit even so. Collectives of one block do not hide behind another one here, as they
         may in a plan. It takes a fraction of the time of a plan.
         """
-        room, rate = self._costs((Remat.NONE,) * self.cut.layers.num_layers).room_bytes(self.submesh), self._rate()
-        choices = best_choices(self.blocks, _PARTS[0] * room, rate)
+        choices = best_choices(self.blocks, AMPLE * self._room_bytes, self._rate)
         if choices is None:
             return math.inf
-        chosen = [options[choice] for options, choice in zip(self.blocks, choices, strict=True)]
-        return self.cut.step.num_microbatches * time_and_peak(chosen, rate).seconds
+        return self.cut.step.num_microbatches * self._by_model([CHOICES[choice] for choice in choices]).seconds
 
+    @property
+    def _room_bytes(self) -> float:
+        return self._costs((Remat.NONE,) * self.cut.layers.num_layers).room_bytes(self.submesh)
+
+    @property
     def _rate(self) -> float:
         host = self.request.cluster.host_memory
         assert host is not None, "it was checked"
@@ -292,6 +348,9 @@ class KarmaBlocks:
     @cached_property
     def blocks(self) -> list[list[BlockCost]]:
         """Return the cost of each block under each of `CHOICES`."""
+        if self.known is not None:
+            # Where the state of the optimizer waits matters for the update alone.
+            return self.known.blocks
         number, per_policy = self.cut.layers.num_layers, dict[Remat, list[StageCost]]()
         for policy in Remat:
             costs = self._costs((policy,) * number)
@@ -319,22 +378,24 @@ class KarmaBlocks:
             found.append(options if any(option != options[0] for option in options) else options[:1])
         return found
 
-    def _assembled(self, policies: Sequence[Remat]) -> Plan | None:
-        """Return the plan whose blocks follow these policies; None if it does not fit on the devices and the host."""
+    def _assembled(self, policies: Sequence[Remat]) -> _Priced:
+        """Return the plan whose blocks follow these policies, without it if it has no room on devices or the host."""
         costs, number = self._costs(policies), self.cut.layers.num_layers
         place = self._place(number, 0)
         solution = costs.solution(place)
         if solution.choice is None:
-            return None
+            return _Priced(None, solution.peak_bytes)
         schedule = schedule_for(costs.step, OneFOneB())
         staged = StagedStep(
             step=costs.step, layers=costs.layers, stages=[place.with_solution(solution)], schedule=schedule
         )
+        plan = assembled(self.planner.name, self.request, staged, self.started)
         try:
             # The program as it is priced may hold more than the stage by itself.
-            plan = assemble(self.planner.name, self.request, staged, self.started)
+            if bytes_over(plan):
+                raise too_large(plan)
             check_host_bytes(plan)
         except InfeasibleError as problem:
             self.problem = without_frames(problem)
-            return None
-        return costs.recomputed.recorded_in(plan)
+            return _Priced(None, plan.prediction.peak_bytes[0])
+        return _Priced(costs.recomputed.recorded_in(plan), plan.prediction.peak_bytes[0])
