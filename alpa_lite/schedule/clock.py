@@ -14,7 +14,7 @@ import heapq
 import math
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from alpa_lite.errors import PlanError
 from alpa_lite.schedule.tasks import Task, TaskKind, in_groups, kinds_of, peak_in_flight, processors_of
@@ -223,13 +223,18 @@ def _seconds_by_kind(
     }
 
 
-def _done(task: Task) -> Task:
-    """Return the task under which the end of `task` is recorded: an input gradient counts as the backward task.
+_End = tuple[int, int, TaskKind]
+"""The stage, micro-batch and kind of a task that has ended; tuples take a fraction of the time that tasks do as keys.
 
-    The previous stage waits for the gradients it receives, whether the sender runs its backward pass in one task or
-    in two, so `_dependencies` need not know which.
-    """
-    return replace(task, kind=TaskKind.BACKWARD) if task.kind is TaskKind.INPUT_GRADIENT else task
+An input gradient counts as the backward task. The previous stage waits for the gradients it receives, whether the
+sender runs its backward pass in one task or in two, so `_dependencies` need not know which.
+"""
+
+
+def _end_of(task: Task) -> _End:
+    """Return the key under which the end of a task is recorded."""
+    kind = TaskKind.BACKWARD if task.kind is TaskKind.INPUT_GRADIENT else task.kind
+    return task.stage, task.microbatch, kind
 
 
 @dataclass(slots=True)
@@ -259,29 +264,29 @@ class _Route:
         group = self.groups[number]
         return group[task.microbatch % len(group)]
 
-    def round(self, task: Task) -> tuple[Task, ...]:
-        """Return the tasks of this kind of the other replicas in the same round."""
+    def round(self, task: Task) -> tuple[_End, ...]:
+        """Return the ends of the tasks of this kind of the other replicas in the same round."""
         others = (stage for stage in self.replicas(task.stage) if stage != task.stage)
-        return tuple(replace(task, stage=n, microbatch=task.microbatch + n - task.stage) for n in others)
+        return tuple((n, task.microbatch + n - task.stage, task.kind) for n in others)
 
 
-def _needed(task: Task, before: Task | None, route: _Route) -> tuple[Task, ...]:
-    """Return the tasks on which `task` depends, of which `before` is the one before it in its list."""
+def _needed(task: Task, before: Task | None, route: _Route) -> tuple[_End, ...]:
+    """Return the ends on which `task` depends; `before` is the task before it in its list."""
     # An update follows the last task of a round, for which the replicas wait for each other.
     of_round = route.round(before) if before is not None and before.kind.is_last else ()
     return (*_dependencies(task, route), *of_round)
 
 
-def _dependencies(task: Task, route: _Route) -> tuple[Task, ...]:
-    """Return the tasks on which `task` depends: of the neighbouring stage, and for a backward its own forward."""
+def _dependencies(task: Task, route: _Route) -> tuple[_End, ...]:
+    """Return the ends on which `task` depends: of the neighbouring stage, and for a backward its own forward."""
     if task.kind is TaskKind.WEIGHT_GRADIENT:
-        return (replace(task, kind=TaskKind.BACKWARD),)
+        return ((task.stage, task.microbatch, TaskKind.BACKWARD),)
     neighbour = route.neighbour(task, -1 if task.kind is TaskKind.FORWARD else 1)
     if task.kind is TaskKind.FORWARD:
-        return () if neighbour is None else (replace(task, stage=neighbour),)
+        return () if neighbour is None else ((neighbour, task.microbatch, TaskKind.FORWARD),)
     # The backward pass reads what the forward of its stage has saved; that of the last stage starts from the loss.
-    own = replace(task, kind=TaskKind.FORWARD)
-    return (own,) if neighbour is None else (own, replace(task, stage=neighbour, kind=TaskKind.BACKWARD))
+    own = task.stage, task.microbatch, TaskKind.FORWARD
+    return (own,) if neighbour is None else (own, (neighbour, task.microbatch, TaskKind.BACKWARD))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -299,21 +304,22 @@ class _TaskTimes:
     processors: Mapping[int, int]
     route: _Route
     transfer: Sequence[float]
-    ends: dict[Task, float] = field(default_factory=dict[Task, float])
-    arrivals: dict[Task, float] = field(default_factory=dict[Task, float])
+    ends: dict[_End, float] = field(default_factory=dict[_End, float])
+    arrivals: dict[_End, float] = field(default_factory=dict[_End, float])
     taken: dict[tuple[int, int], float] = field(default_factory=dict[tuple[int, int], float])
 
     def ready(self, task: Task, before: Task | None, free: float) -> float:
         """Return the earliest start of `task` on a processor free from `free` on; inf if a dependency has not run."""
         # A result is available on its own stage when its task ends, on another one when it has arrived.
         replicas = self.route.replicas(task.stage)
-        needed = _needed(task, before, self.route)
-        return max([free, *((self.ends if n.stage in replicas else self.arrivals).get(n, math.inf) for n in needed)])
+        for end in _needed(task, before, self.route):
+            free = max(free, (self.ends if end[0] in replicas else self.arrivals).get(end, math.inf))
+        return free
 
     def ended(self, task: Task, end: float) -> None:
         """Record the end of a task, and send its result to the stage that reads it."""
-        task = _done(task)
-        self.ends[task] = end
+        key = _end_of(task)
+        self.ends[key] = end
         # Activations go to the next stage, gradients to the previous one.
         reader = self.route.neighbour(task, 1 if task.kind is TaskKind.FORWARD else -1)
         if task.kind is not TaskKind.WEIGHT_GRADIENT and reader is not None:
@@ -321,7 +327,7 @@ class _TaskTimes:
             border = min(self.route.group_of[task.stage], self.route.group_of[reader])
             # The link carries one micro-batch at a time: the transfer begins when the one before has ended.
             started = max(end, self.taken.get(link, 0.0))
-            self.taken[link] = self.arrivals[task] = started + (self.transfer[border] if len(self.transfer) else 0.0)
+            self.taken[link] = self.arrivals[key] = started + (self.transfer[border] if len(self.transfer) else 0.0)
 
 
 def _run(
@@ -377,6 +383,7 @@ def _run(
 def _deadlock(queues: Sequence[Sequence[Task]], before: Sequence[Task | None], clock: _TaskTimes) -> str:
     waits: list[str] = []
     for task, last in ((queue[0], last) for queue, last in zip(queues, before, strict=True) if queue):
-        needed = [str(need) for need in _needed(task, last, clock.route) if need not in clock.ends]
+        left = (end for end in _needed(task, last, clock.route) if end not in clock.ends)
+        needed = [str(Task(stage=stage, microbatch=number, kind=kind)) for stage, number, kind in left]
         waits.append(f"the {task} waits for the {' and the '.join(needed)}")
     return f"The schedule cannot finish: {'; '.join(waits)}. Order the task lists so that none waits in a circle."

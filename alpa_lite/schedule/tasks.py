@@ -49,6 +49,9 @@ class TaskKind(enum.Enum):
     INPUT_GRADIENT = "input gradient"
     WEIGHT_GRADIENT = "weight gradient"
 
+    # Members are compared by identity. The hash of enums is a function in Python, and tasks are keys of many mappings.
+    __hash__ = object.__hash__
+
     @property
     def sends_back(self) -> bool:
         """Whether the task computes the gradients on which the previous stage depends."""

@@ -28,6 +28,7 @@ from alpa_lite.errors import TraceError
 from alpa_lite.program.equations import Equation, GraphWithEquations, plain_params
 from alpa_lite.program.identity import params_texts
 from alpa_lite.program.ir import Graph, Op, Value
+from alpa_lite.program.memo import memoized
 from alpa_lite.program.phases import check_same_structure
 from alpa_lite.trace.kernels.kernel_params import is_kernel, kernel_params
 
@@ -163,10 +164,11 @@ class _Line:
 
         Those of the batch dim mostly must follow it, so that tuples with an entry per dim are tried dim by dim.
         """
-        operands, shapes = [values[v] for v in op.operands], [values[v].shape for v in op.results]
+        operands = tuple([(values[v].shape, values[v].dtype) for v in op.operands])
+        shapes = [values[v].shape for v in op.results]
         if _shapes(first, operands) == shapes:
             return first.params
-        for dim in range(operands[0].rank if operands else 0):
+        for dim in range(len(operands[0][0]) if operands else 0):
             trial = {name: _with_entry(value, first.params[name], dim) for name, value in made.items()}
             if _changed(trial, made) and _shapes(dataclasses.replace(first, params=trial), operands) == shapes:
                 made = trial
@@ -225,12 +227,10 @@ class _Line:
                 continue
             seen.add(key)
             # If all parameters have a plain form, equal plain forms mean equal parameters, whatever object holds them.
-            told = (equation.primitive, params_texts(inner)[op.id], *kinds)
-            if told in seen:
-                continue
             if len(op.params) == len(equation.params):
-                seen.add(told)
-            made = _shapes(equation, inner.operands(op))
+                made = _known_shapes(_Applied(equation.primitive, params_texts(inner)[op.id], kinds[0], equation))
+            else:
+                made = _shapes(equation, kinds[0])
             if made != [shape for shape, _ in kinds[1]]:
                 given, expected = ([list(shape) for shape, _ in kind] for kind in kinds)
                 raise TraceError(
@@ -294,9 +294,30 @@ def _is_program(value: Any) -> bool:
     return hasattr(_jax.open_jaxpr(value), "eqns")
 
 
-def _shapes(equation: Equation, operands: Sequence[Value]) -> list[tuple[int, ...]] | None:
+_Kinds = tuple[tuple[tuple[int, ...], str], ...]
+"""Shape and dtype of each operand."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Applied:
+    """An equation whose parameters are all in `params`, on operands of these kinds."""
+
+    primitive: Any
+    params: str
+    operands: _Kinds
+    # One of those with these parameters.
+    equation: Equation = dataclasses.field(compare=False)
+
+
+@memoized(entries=20_000)
+def _known_shapes(applied: _Applied) -> list[tuple[int, ...]] | None:
+    # At other sizes, and with loops in other numbers of parts, a step has mostly the same equations.
+    return _shapes(applied.equation, applied.operands)
+
+
+def _shapes(equation: Equation, operands: _Kinds) -> list[tuple[int, ...]] | None:
     """Return the result shapes of an equation by abstract evaluation; None if JAX rejects the operands."""
-    structs = [_jax.struct(v.shape, v.dtype) for v in operands]
+    structs = [_jax.struct(*kind) for kind in operands]
     try:
         made = jax.eval_shape(lambda *xs: _jax.bind(equation.primitive, dict(equation.params), xs), *structs)
     except Exception:  # shape rules assert, index and divide before they check what does not fit

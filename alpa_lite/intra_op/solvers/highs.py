@@ -262,8 +262,12 @@ class Highs(Solver):
         time_limit_seconds: float,
         control: Control | None = None,
         start: Sequence[int] | None = None,
+        offset: float = 0.0,
     ) -> Solution:
-        """Solve as ``solve`` does, but without the smallest peak when nothing fits."""
+        """Solve as ``solve`` does, but without the smallest peak when nothing fits.
+
+        ``offset``: a cost (seconds) outside of the problem, to which the relative gap refers too.
+        """
         attempt = Attempt(solver=self.name)
         control = control or Control()
         if problem.num_nodes == 0:
@@ -281,6 +285,7 @@ class Highs(Solver):
             attempt=attempt,
             deadline=attempt.started + time_limit_seconds,
             start=start,
+            outside=offset,
         ).solve()
 
 
@@ -304,6 +309,7 @@ class _HighsRun:
     attempt: Attempt
     deadline: float
     start: Sequence[int] | None
+    outside: float
     bound: float = -math.inf
 
     def solve(self) -> Solution:
@@ -326,9 +332,11 @@ class _HighsRun:
             np.arange(count, dtype=np.int32),
             np.full(count, 1, dtype=np.uint8),
         )
-        self.program.highs.setOptionValue("mip_rel_gap", self.solver.relative_gap)
-        # By default HiGHS also ends at an absolute gap, which says nothing about scaled costs.
-        self.program.highs.setOptionValue("mip_abs_gap", 0.0)
+        # HiGHS knows shifted and scaled costs alone: its relative gap, and its default for the absolute one, refer to
+        # these. What is allowed of the bound is allowed of every cost, as none is less.
+        allowed = self.solver.relative_gap * max(0.0, self.bound + self.outside)
+        self.program.highs.setOptionValue("mip_rel_gap", 0.0)
+        self.program.highs.setOptionValue("mip_abs_gap", allowed / self.program.scale)
         if self.solver.max_branches is not None:
             self.program.highs.setOptionValue("mip_max_nodes", self.solver.max_branches)
         return self._integral()

@@ -69,7 +69,7 @@ class PricedSearch:
         if not self._costs:
             self._begin(clock)
         while self._costs and not self._exhausted:
-            if clock.over() or (self._rounds and self.cost - self.bound <= relative_gap * abs(self.cost)):
+            if clock.over() or (self._rounds and clock.is_near(self.cost, self.bound, relative_gap)):
                 return
             self._round(clock)
 

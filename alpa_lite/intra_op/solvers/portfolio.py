@@ -210,7 +210,9 @@ class Portfolio(Solver):
         known: dict[bytes, Solution] = {}
         choices = np.zeros(problem.num_nodes, dtype=np.intp)
         bound, proven = 0.0, True
-        for nodes, part in _parts(problem):
+        parts = [*_parts(problem)]
+        clock = clock.of_one(len(parts))
+        for nodes, part in parts:
             # Repeated layers give equal components, byte for byte.
             key = b"".join(
                 array.tobytes()
@@ -234,18 +236,19 @@ class Portfolio(Solver):
         if free.status in (Status.OPTIMAL, Status.INFEASIBLE):
             return free
         first = free = self._priced(problem, plan, free, clock)
-        if self.relative_gap > 0.0 and first.gap <= self.relative_gap:
+        if self.relative_gap > 0.0 and clock.is_near(first.cost, first.bound, self.relative_gap):
             return first
         # Where a gap may stay open, search closes it sooner than a program of some size is even relaxed.
         share = 1 if self.relative_gap == 0.0 else _SMALL_PROGRAM
         if problem.edge_costs.values.size <= self.max_program_entries * share:
             clock.report("integer program", bound=free.bound)
             first = Highs(relative_gap=self.relative_gap).search(
-                problem, time_limit_seconds=_PROGRAM_SHARE * clock.left, control=clock.control
+                problem, time_limit_seconds=_PROGRAM_SHARE * clock.left, control=clock.control, offset=clock.offset
             )
             # Both bounds are proven, so that the higher one holds for either answer.
             first = replace(_cheaper(first, free), bound=max(first.bound, min(free.bound, first.cost)))
-            if first.status in (Status.OPTIMAL, Status.INFEASIBLE) or first.gap <= self.relative_gap:
+            ended = first.status in (Status.OPTIMAL, Status.INFEASIBLE)
+            if ended or clock.is_near(first.cost, first.bound, self.relative_gap):
                 return first
         return RoundSearch(
             problem=problem, options=self.rounds, clock=clock, relative_gap=self.relative_gap,

@@ -203,8 +203,7 @@ class RoundSearch:
         rounds, answer = self.options.max_rounds, self.answer
         if self._is_infeasible() or (rounds is not None and number >= rounds):
             return True
-        # Compared only with a finite cost: inf - inf would be no number.
-        near = math.isfinite(answer.cost) and answer.cost - answer.bound <= self.relative_gap * abs(answer.cost)
+        near = self.clock.is_near(answer.cost, answer.bound, self.relative_gap)
         return near or closes(answer.bound, answer.cost) or self._over()
 
     def _is_infeasible(self) -> bool:
@@ -492,10 +491,13 @@ class RoundSearch:
         """Solve the integer program of the rest: the better of its optimum and the best choices is the optimum."""
         self.clock.report("integer program", cost=self.answer.cost, bound=self.answer.bound)
         seconds = _PROGRAM_SHARE * max(self.clock.left, 0.1)
-        solution = Highs(relative_gap=self.relative_gap).search(
-            reduced.problem, time_limit_seconds=seconds, control=self.clock.control
-        )
         offset = self._offset
+        solution = Highs(relative_gap=self.relative_gap).search(
+            reduced.problem,
+            time_limit_seconds=seconds,
+            control=self.clock.control,
+            offset=self.clock.offset + offset + reduced.offset,
+        )
         if solution.choices is not None:
             self._offer(np.array(reduced.restore(solution.choices), dtype=np.int64))
         self.answer.bound = max(self.answer.bound, min(solution.bound + reduced.offset + offset, self.answer.cost))

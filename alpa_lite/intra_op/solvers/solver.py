@@ -69,6 +69,18 @@ class Clock:
         """Return the clock of a problem whose costs are smaller by ``offset``."""
         return replace(self, offset=self.offset + offset)
 
+    def of_one(self, num_parts: int) -> Clock:
+        """Return the clock of one of several parts: each has an equal share of what reductions have removed."""
+        return replace(self, offset=self.offset / num_parts)
+
+    def is_near(self, cost: float, bound: float, relative_gap: float) -> bool:
+        """Return True if cost and bound of the current (reduced) problem are close enough.
+
+        The gap is relative to the cost of the given problem, of which reductions may have removed nearly everything.
+        """
+        # Compared only with a finite cost: inf - inf would be no number.
+        return math.isfinite(cost) and cost - bound <= relative_gap * abs(cost + self.offset)
+
     def report(self, doing: str, *, cost: float = math.inf, bound: float = -math.inf) -> None:
         """Report the progress to the caller; cost and bound refer to the current (reduced) problem."""
         # The caller knows the given problem only, whose costs include what the reductions have removed.

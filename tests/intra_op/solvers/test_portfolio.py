@@ -20,6 +20,7 @@ from alpa_lite.intra_op.solvers import (
     memory_search as peak_module,
 )
 from alpa_lite.intra_op.solvers.memory_search import smallest_peak
+from alpa_lite.intra_op.solvers.solver import Clock
 from tests.intra_op.instances import random_problem, training_step
 
 
@@ -62,6 +63,32 @@ def test_too_wide_and_limited():
     wide = PROGRAM_ONLY.solve(problem)
     assert wide.status is Status.OPTIMAL
     assert wide.cost == pytest.approx(Portfolio().solve(problem).cost, rel=1e-9)
+
+
+@pytest.mark.parametrize("solver", [Portfolio(), PROGRAM_ONLY, ROUNDS_ONLY], ids=["priced", "program", "rounds"])
+def test_the_gap_is_relative_to_all_costs(solver: Portfolio):
+    # What reductions remove is a part of the answer's cost too: a problem of little else is solved at once.
+    inner, gap = training_step(num_layers=4, num_strategies=6, limit_fraction=0.3), 1e-3
+    fixed = 1000 * Portfolio().solve(inner).cost
+    problem = Problem.of(
+        node_costs=[*inner.node_costs, np.array([fixed])],
+        edges=inner.edges,
+        usages=inner.usages,
+        limit_bytes=inner.limit_bytes,
+    )
+    found = replace(solver, relative_gap=gap).solve(problem, time_limit_seconds=10.0)
+    assert found.status is Status.FEASIBLE
+    assert found.gap <= gap
+    assert found.cost - found.bound > gap * (found.cost - fixed)
+    assert found.bound - fixed <= Portfolio().solve(inner).cost <= found.cost - fixed
+
+
+def test_parts_share_the_gap_and_what_reductions_removed():
+    clock = Clock(seconds=1.0, control=Control()).inside(90.0).of_one(3)
+    # Three parts that cost 10 each, and 90 beside them: a tenth of the whole is 12, and of one part 4.
+    assert clock.is_near(10.0, 6.001, 0.1)
+    assert not clock.is_near(10.0, 5.999, 0.1)
+    assert not clock.is_near(np.inf, -np.inf, 0.1)
 
 
 def test_hardly_any_time_still_answers():
