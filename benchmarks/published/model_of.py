@@ -29,6 +29,8 @@ _CLOSE = 0.03
 #: The same for a form that differs in the width of its heads alone: what rounding to three digits leaves.
 _EXACT = 0.005
 _WIDE_HEAD = 128
+#: What the widths of heads are multiples of in kernels of attention (FlashAttention, and tensor cores in 16 bits).
+_HEAD_MULTIPLE = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +163,12 @@ def _head_dim(row: Row) -> int:
     if stated:
         return int(stated[1])
     # Latent attention has heads of 128 at any width (DeepSeek-AI 2024).
-    return 128 if re.search(r"\bMLA\b", row.attention) else row.hidden // row.heads
+    if re.search(r"\bMLA\b", row.attention):
+        return 128
+    shared = row.hidden // row.heads
+    # Kernels of attention take widths that are multiples of 8: another quotient means that heads have a width of their
+    # own, and those are powers of two.
+    return shared if shared % _HEAD_MULTIPLE == 0 else 1 << (shared - 1).bit_length()
 
 
 def _experts(row: Row) -> Experts | None:

@@ -93,6 +93,12 @@ def test_notes_may_state_the_width_of_heads() -> None:
     assert transformer().architecture.head_dim == 32
 
 
+@pytest.mark.parametrize(("hidden", "heads", "width"), [(2880, 64, 64), (2048, 32, 64), (640, 8, 80), (1000, 8, 128)])
+def test_widths_of_heads_are_multiples_of_8(hidden: int, heads: int, width: int) -> None:
+    """2880 shared among 64 heads would be 45 each, which no kernel takes."""
+    assert transformer(hidden=hidden, heads=heads, kv_heads=heads).architecture.head_dim == width
+
+
 def test_dropout_draws_as_kernels_of_libraries_do_or_as_jax() -> None:
     library, compiled = (training_of(row(precision="fp16", notes=notes)).key.dtype for notes in ("", "JAX/XLA"))
     assert (str(library), str(compiled)) == ("key<rbg>", "key<fry>")
