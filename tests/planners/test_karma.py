@@ -15,7 +15,8 @@ import pytest
 
 import alpa_lite as al
 from alpa_lite.errors import InfeasibleError, PlanError
-from alpa_lite.planners import Hybrid, Karma
+from alpa_lite.plan.plan import Plan
+from alpa_lite.planners import Hybrid, Karma, karma
 from alpa_lite.planners.karma import BlockCost, best_choices, time_and_peak
 from alpa_lite.step.recomputation import Remat
 from tests.end_to_end.cases import MODELS, TOLERANCE, Training, assert_same, eager_cluster, make_batch, reference
@@ -131,6 +132,24 @@ def test_none_of_the_plain_choices_is_faster(deep: Training, devices: Any) -> No
             plain = al.plan(step, *arguments, cluster=cluster, planner=Hybrid(data=8, remat=remat))  # type: ignore[arg-type]
             if plain.prediction.peak_bytes[0] <= limit:
                 assert found.prediction.step_seconds <= plain.prediction.step_seconds * (1 + 1e-9)
+
+
+def test_few_programs_are_priced(deep: Training, devices: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes as long as a whole manual plan: those that are far slower by the model are left out."""
+    priced, assembled = list[Plan](), karma.assembled
+
+    def recorded(*given: Any) -> Plan:
+        priced.append(assembled(*given))
+        return priced[-1]
+
+    step, arguments, cluster = deep.step(), _arguments(deep), eager_cluster()
+    peak = al.plan(step, *arguments, cluster=cluster, planner=Hybrid(data=8)).prediction.peak_bytes[0]
+    limit = 0.97 * peak
+    on_devices = al.plan(step, *arguments, cluster=cluster, planner=Karma(memory_bytes=limit, host_optimizer=False))
+    monkeypatch.setattr(karma, "assembled", recorded)
+    found = al.plan(step, *arguments, cluster=cluster, planner=Karma(memory_bytes=limit))
+    assert found.host_optimizer and found.prediction.step_seconds < on_devices.prediction.step_seconds
+    assert len(priced) <= 3
 
 
 def test_blocks_are_recomputed_where_the_host_has_no_room(deep: Training, devices: Any) -> None:
