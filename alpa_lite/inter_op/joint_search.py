@@ -145,18 +145,24 @@ class JointSearch:
         progress.expect("stages", 0)
         if found:
             with progress.during("refine", "refine"):
-                # Interleaving changes schedule and number of stages, which the user may have fixed.
-                any_schedule = len(self.schedules) > 1 and self.num_stages is None
-                plan = self._plan(
-                    refined(self.request, found, searches.steps, self.schedules, any_schedule=any_schedule)
-                )
-                if isinstance(plan, Plan):
-                    fastest = min(fastest, plan.prediction.step_seconds)
-                yield plan
+                for plan in self._refined(searches, found):
+                    fastest = min(fastest, _seconds(plan))
+                    yield plan
         elif not fitting or (too_large and self.at_most == math.inf):
             yield self._why_none(searches, (too_large or [max(guesses)])[0], fits=bool(fitting))
         if self.num_stages is None and only_equal(searches.steps.known):
             yield from self._of_other_counts(searches, guesses, fastest)
+
+    def _refined(self, searches: SurveyedSearches, found: Sequence[Found]) -> Iterator[Plan | Unplanned]:
+        """Yield the plans of the best stages, refined: of the fastest, or why it has none, and of those close to it."""
+        # Interleaving changes schedule and number of stages, which the user may have fixed.
+        any_schedule = len(self.schedules) > 1 and self.num_stages is None
+        best, *close = refined(self.request, found, searches.steps, self.schedules, any_schedule=any_schedule)
+        yield self._plan(best)
+        for plan in map(self._plan, close):
+            # That one of these does not fit says nothing of its number of micro-batches.
+            if isinstance(plan, Plan):
+                yield plan
 
     def _why_none(self, searches: SurveyedSearches, number: int, *, fits: bool) -> Unplanned:
         """Return why there is no plan: either no stages of this kind exist at all, or memory is short.
@@ -518,6 +524,10 @@ class JointSearch:
             place = StagePlace(first, last, submesh, mesh)
             stages.append(place.with_solution(costs.solution(place, in_flight=configurations[number].in_flight)))
         return costs, stages
+
+
+def _seconds(plan: Plan | Unplanned) -> float:
+    return plan.prediction.step_seconds if isinstance(plan, Plan) else math.inf
 
 
 def _limit(at_most: float, guess: Guess | None = None, others: Iterable[Guess] = ()) -> float:

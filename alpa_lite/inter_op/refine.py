@@ -80,6 +80,10 @@ UNEVEN = 0.1
 BUBBLE = 0.03
 """Bubble of a pipeline above which interleaving is tried."""
 
+ESTIMATE_ERROR, MOST_CLOSE = 0.05, 2
+"""Relative error of estimates of schedules, against the simulation of their programs; and the most plans that differ
+from the best by less that are returned beside it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
@@ -134,18 +138,20 @@ def refined(
     schedules: Sequence[Schedule],
     *,
     any_schedule: bool,
-) -> Found:
-    """Return the fastest of some plans, solved closer to the best.
+) -> list[Found]:
+    """Return the fastest of some plans, solved closer to the best; then those in chunks that are estimated to be about
+    as fast.
 
     `any_schedule`: also under schedules that are not searched, in chunks above all.
     """
+    dealt = list[Found]()
 
     def refine(way: Found) -> Found:
         whole = rescheduled(request, polished(request, way), schedules)
         if not any_schedule or len(whole.stages) == 1:
             return whole
         plain = Found.of(request, whole.costs, whole.stages, schedules[0])
-        best = _in_chunks(request, plain, whole, steps)
+        best = _in_chunks(request, plain, whole, steps, dealt)
         best = _evened(request, best, plain, steps, schedules) if _unevenness(plain) > UNEVEN else best
         return _written_out(request, _reordered(request, best), whole, steps, schedules)
 
@@ -157,7 +163,8 @@ def refined(
         chunks, waiting = best.schedule.stages_per_processor > 1, other.seconds * other.estimate.bubble_fraction
         if other.seconds - (waiting if chunks else _gain_of_waiting(request, other)) < best.seconds:
             best = min(best, refine(other), key=lambda way: way.seconds)
-    return best
+    close = [way for way in dealt if way is not best and way.seconds < (1 + ESTIMATE_ERROR) * best.seconds]
+    return [best, *sorted(close, key=lambda way: way.seconds)[:MOST_CLOSE]]
 
 
 def _evened(
@@ -181,10 +188,10 @@ def _unevenness(found: Found) -> float:
     return max(seconds) * len(seconds) / max(sum(seconds), 1e-30) - 1
 
 
-def _in_chunks(request: PlanRequest, plain: Found, best: Found, steps: StageCostCache) -> Found:
+def _in_chunks(request: PlanRequest, plain: Found, best: Found, steps: StageCostCache, dealt: list[Found]) -> Found:
     """Return stages in the number of chunks that is the fastest, or `best`.
 
-    `plain` are the stages under 1F1B, `best` under the best schedule for them.
+    `plain` are the stages under 1F1B, `best` under the best schedule for them. All that were made are added to `dealt`.
     """
     last = plain
     for chunks in CHUNKS:
@@ -192,21 +199,24 @@ def _in_chunks(request: PlanRequest, plain: Found, best: Found, steps: StageCost
         bubble = last.estimate.bubble_fraction
         if bubble <= BUBBLE or last.seconds * (1 - bubble / 2) >= best.seconds:
             break
-        found = _faster_in_chunks(request, plain, best, steps, Interleaved1F1B(num_chunks=chunks))
+        found = _dealt_in_chunks(request, plain, best, steps, Interleaved1F1B(num_chunks=chunks))
+        dealt += [found] if found is not None else []
         # More chunks send more often and hold more memory: if these are no better, neither are more.
-        if found is None:
+        if found is None or found.seconds >= best.seconds:
             break
         best = last = found
     for schedule in THERE_AND_BACK:
         if best.estimate.bubble_fraction > BUBBLE:
-            best = _faster_in_chunks(request, plain, best, steps, schedule) or best
+            found = _dealt_in_chunks(request, plain, best, steps, schedule)
+            dealt += [found] if found is not None else []
+            best = min((way for way in (best, found) if way is not None), key=lambda way: way.seconds)
     return best
 
 
-def _faster_in_chunks(
+def _dealt_in_chunks(
     request: PlanRequest, plain: Found, best: Found, steps: StageCostCache, schedule: Schedule
 ) -> Found | None:
-    """Return stages in the chunks of a schedule, or None if they are not faster than `best`."""
+    """Return stages in the chunks of a schedule; None if there are none, or they are surely slower than `best`."""
     parts, num_microbatches = len(plain.stages), plain.costs.step.num_microbatches
     chunks = parts * schedule.stages_per_processor
     try:
@@ -232,8 +242,7 @@ def _faster_in_chunks(
     )
     if timeline.makespan_seconds >= best.seconds:
         return None
-    found = dealt_out(request, plain, steps, schedule)
-    return found if found is not None and found.seconds < best.seconds else None
+    return dealt_out(request, plain, steps, schedule)
 
 
 def _written_out(
@@ -255,7 +264,7 @@ def _written_out(
         found = dealt_out(request, whole, steps, schedule, in_trips=True)
         if found is not None:
             found = _reordered(request, rescheduled(request, found, schedules))
-            ways += [found, _faster_in_chunks(request, found, found, steps, ZeroBubbleV()) or found]
+            ways += [found, _dealt_in_chunks(request, found, found, steps, ZeroBubbleV()) or found]
     return min((best, *ways), key=lambda way: way.seconds)
 
 

@@ -272,9 +272,9 @@ class KarmaBlocks:
         """Return by how much a plan of these blocks would be faster by this model if all state were on the host."""
         now = self._by_model(plan.remat)
         limit = now.peak_bytes + plan.stages[0].cost.state_bytes
-        choices = best_choices(self.blocks, limit, self._rate)
-        assert choices is not None, "those of the plan take less"
-        then = self._by_model([CHOICES[choice] for choice in choices])
+        # Sums of bytes in another order may exceed those of the plan by rounding: then there is nothing to gain.
+        choices = best_choices(self.blocks, limit, self._rate) or ()
+        then = self._by_model([CHOICES[choice] for choice in choices]) if choices else now
         return plan.num_microbatches * (now.seconds - then.seconds)
 
     def _within_memory(self, peak_bytes: float) -> dict[tuple[Remat, ...], _Priced]:
