@@ -80,9 +80,11 @@ UNEVEN = 0.1
 BUBBLE = 0.03
 """Bubble of a pipeline above which interleaving is tried."""
 
-ESTIMATE_ERROR, MOST_CLOSE = 0.05, 2
-"""Relative error of estimates of schedules, against the simulation of their programs; and the most plans that differ
-from the best by less that are returned beside it."""
+ESTIMATE_ERROR = 0.05
+"""Relative error of estimates, against the simulation of the program of a plan; seen with chunks."""
+
+MOST_CLOSE = 2
+"""The most plans in chunks that are returned beside the best one, since their programs may be faster."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +153,9 @@ def refined(
         if not any_schedule or len(whole.stages) == 1:
             return whole
         plain = Found.of(request, whole.costs, whole.stages, schedules[0])
-        best = _in_chunks(request, plain, whole, steps, dealt)
+        in_chunks = _in_chunks(request, plain, whole, steps)
+        dealt.extend(in_chunks)
+        best = min((whole, *in_chunks), key=lambda way: way.seconds)
         best = _evened(request, best, plain, steps, schedules) if _unevenness(plain) > UNEVEN else best
         return _written_out(request, _reordered(request, best), whole, steps, schedules)
 
@@ -188,19 +192,19 @@ def _unevenness(found: Found) -> float:
     return max(seconds) * len(seconds) / max(sum(seconds), 1e-30) - 1
 
 
-def _in_chunks(request: PlanRequest, plain: Found, best: Found, steps: StageCostCache, dealt: list[Found]) -> Found:
-    """Return stages in the number of chunks that is the fastest, or `best`.
+def _in_chunks(request: PlanRequest, plain: Found, best: Found, steps: StageCostCache) -> list[Found]:
+    """Return stages in several numbers of chunks that may be faster than `best`.
 
-    `plain` are the stages under 1F1B, `best` under the best schedule for them. All that were made are added to `dealt`.
+    `plain` are the stages under 1F1B, `best` under the best schedule for them.
     """
-    last = plain
+    made, last = list[Found](), plain
     for chunks in CHUNKS:
         # Twice as many chunks halve the time that stages wait at the beginning and at the end.
         bubble = last.estimate.bubble_fraction
         if bubble <= BUBBLE or last.seconds * (1 - bubble / 2) >= best.seconds:
             break
         found = _dealt_in_chunks(request, plain, best, steps, Interleaved1F1B(num_chunks=chunks))
-        dealt += [found] if found is not None else []
+        made += [found] if found is not None else []
         # More chunks send more often and hold more memory: if these are no better, neither are more.
         if found is None or found.seconds >= best.seconds:
             break
@@ -208,9 +212,9 @@ def _in_chunks(request: PlanRequest, plain: Found, best: Found, steps: StageCost
     for schedule in THERE_AND_BACK:
         if best.estimate.bubble_fraction > BUBBLE:
             found = _dealt_in_chunks(request, plain, best, steps, schedule)
-            dealt += [found] if found is not None else []
-            best = min((way for way in (best, found) if way is not None), key=lambda way: way.seconds)
-    return best
+            made += [found] if found is not None else []
+            best = min((best, *made), key=lambda way: way.seconds)
+    return made
 
 
 def _dealt_in_chunks(

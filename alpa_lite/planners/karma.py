@@ -228,8 +228,8 @@ class KarmaBlocks:
         self, planner: Karma, request: PlanRequest, host_optimizer: bool, known: KarmaBlocks | None = None
     ) -> None:
         """Solve nothing yet. `known`: the same blocks with the state of the optimizer elsewhere, if there are any."""
-        # Why the last program that was priced does not fit, if one does not.
         self.known = (known.known or known) if known is not None else None
+        # Why the last program that was priced does not fit, if one does not.
         self.problem = cast("InfeasibleError | None", None)
         self.planner, self.host_optimizer, self.started = planner, host_optimizer, time.perf_counter()
         self.request, self.solved = request.under(OneFOneB(), 1), SolvedStages()

@@ -167,7 +167,7 @@ def _head_dim(row: Row) -> int:
         return 128
     shared = row.hidden // row.heads
     # Kernels of attention take widths that are multiples of 8: another quotient means that heads have a width of their
-    # own, and those are powers of two.
+    # own, which is taken to be the next power of two.
     return shared if shared % _HEAD_MULTIPLE == 0 else 1 << (shared - 1).bit_length()
 
 
