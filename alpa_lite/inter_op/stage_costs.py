@@ -198,7 +198,9 @@ class StageCosts:
         asked, count = self.question(place, in_flight=in_flight), self.step.num_microbatches
         # Where nothing overlaps, the objective is the time.
         weights = (UNWEIGHTED,) if self._builders(place).catalogue.pricer.runs_in_turn else WEIGHTS
-        ways = [self.answer(replace(asked, weights=each)) for each in weights]
+        questions = [replace(asked, weights=each) for each in weights]
+        expect((self, question) for question in questions)
+        ways = [self.answer(question) for question in questions]
         return min(ways, key=lambda way: way.cost.step_seconds(count) if way.choice is not None else math.inf)
 
     def answer(self, asked: Question) -> StageSolution:

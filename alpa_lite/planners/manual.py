@@ -10,7 +10,7 @@ takes longer are not planned at all (`Planner.slowdown`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
@@ -168,7 +168,7 @@ class ManualPlans:
         # The request without the fields that cannot be pickled; workers get the steps that they need separately.
         self._apart = replace(self._request, steps=SentSteps(), measure=None, progress=Progress(), workers=Workers())
         # Pairs of planner and number that this process plans itself, which workers need not do again.
-        self._asked = set[tuple[int, int]]()
+        self._asked = set[tuple[int, int | str]]()
 
     def plans(self, best: Plan | None, *, too_large: Collection[int] = ()) -> Iterator[Plan | NoPlan]:
         """Yield plans with about as many micro-batches as the best plan so far, if there is one.
@@ -180,6 +180,9 @@ class ManualPlans:
         if best is None or best.num_microbatches == 1:
             number = self._request.num_microbatches
             for which, planner in enumerate(self._planners):
+                self._asked.add((which, number))
+                if best is not None:
+                    self.expect(best)
                 plan = self._plan(which, number)
                 yield plan if isinstance(plan, Plan) else NoPlan(planner.name, plan)
             return
@@ -223,20 +226,30 @@ class ManualPlans:
 
     def expect(self, best: Plan) -> None:
         """Let workers make plans with as many micro-batches as the best plan has, or as were tried so far."""
-        if best.num_microbatches == 1 or not (self._planners and self._request.workers.at_work):
+        if not (self._planners and self._request.workers.at_work):
             return
         questions = dict[Hashable, Likely]()
-        for number in dict.fromkeys((best.num_microbatches, *(number for _, number in self._asked))):
+        for number in self._numbers_like(best):
             try:
-                about = (self._apart, self._request.step_at(1, 0), self._request.step_at(number, 0))
+                whole = self._request.step_at(1, 0)
+                # Of the planners that decide on the number most choose one, whose step is at hand.
+                cut = self._request.step_at(number, 0) if isinstance(number, int) else whole
             except AlpaLiteError:
                 continue  # planning raises the error too
             # This process starts with the first planner, so that workers start with the last.
             for which, planner in reversed([*enumerate(self._planners)]):
-                hopeless = self._least_seconds(planner, number) >= best.prediction.step_seconds
-                if not hopeless and (which, number) not in self._asked:
-                    questions[_key(which, number)] = Likely(_plan, about, (planner, number))
+                if (which, number) not in self._asked and not self._is_hopeless(planner, number, best):
+                    questions[_key(which, number)] = Likely(_plan, (self._apart, whole, cut), (planner, number))
         self._request.workers.expect(questions, later=True)
+
+    def _numbers_like(self, best: Plan) -> Iterable[int | str]:
+        """Return the numbers of micro-batches that planners are asked for if this is the best plan."""
+        if best.num_microbatches == 1:
+            return (self._request.num_microbatches,)
+        return dict.fromkeys((best.num_microbatches, *(n for _, n in self._asked if isinstance(n, int))))
+
+    def _is_hopeless(self, planner: Planner, number: int | str, best: Plan) -> bool:
+        return isinstance(number, int) and self._least_seconds(planner, number) >= best.prediction.step_seconds
 
     def _plan(self, which: int, number: int | str) -> Plan | AlpaLiteError:
         """Return the plan of a planner with a number of micro-batches, or the error that says why there is none."""
@@ -271,12 +284,16 @@ def _key(which: int, number: int | str) -> Hashable:
 
 
 def _plan(
-    memory: dict[object, object], request: PlanRequest, whole: StepGraph, cut: StepGraph, likely: tuple[Planner, int]
+    memory: dict[object, object],
+    request: PlanRequest,
+    whole: StepGraph,
+    cut: StepGraph,
+    likely: tuple[Planner, int | str],
 ) -> Plan | AlpaLiteError | None:
     """Make a plan in a worker from the step as a whole and in micro-batches; None if it needs other steps."""
     del memory
     planner, number = likely
-    steps = SentSteps(known={(1, 0): whole, (number, 0): cut})
+    steps = SentSteps(known={(step.num_microbatches, 0): step for step in (whole, cut)})
     try:
         return planner.plan(replace(request, steps=steps, num_microbatches=number))
     # The planner needs a step that was not sent: the main process makes this plan.

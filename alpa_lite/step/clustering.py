@@ -33,9 +33,8 @@ from alpa_lite.errors import PlanError
 from alpa_lite.program.ir import Graph, Op, parts_of
 from alpa_lite.program.memo import memoized
 from alpa_lite.program.phases import Phase, StepGraph
-from alpa_lite.rules.op_info import flops_of, free_values
+from alpa_lite.rules.op_info import free_values
 from alpa_lite.step.layers import (
-    MAX_LAYERS,
     LayerBalance,
     Layers,
     contractions,
@@ -45,6 +44,7 @@ from alpa_lite.step.layers import (
     readers_of,
 )
 from alpa_lite.step.repetition import Repetition, repetition
+from alpa_lite.step.row_cuts import MAX_LAYERS, FloatArray, flops_of_blocks, row_cuts
 
 RELAXATION = 0.25
 """The step (as a fraction of the average) by which the allowed imbalance grows until some cut satisfies it."""
@@ -249,8 +249,6 @@ def _cut(runs: _Runs, num_layers: int, bottleneck: float) -> list[int]:
     return firsts[:0:-1]
 
 
-FloatArray = NDArray[np.float64]
-
 #: Contractions outside of loops per layer for which `subdivided` aims: about one transformer block.
 CONTRACTIONS_PER_PART = 6
 
@@ -296,10 +294,13 @@ def _layers(step: StepGraph, count: int, imbalance: float, equal: LayerBalance, 
             of_op[op.id] = place * count // len(forward)
     elif forward:
         index = _blocks(step, forward, count)
-        weights = _in_shares(_weights(step, index, equal), shares)
+        weights = _weights(step, index, equal)
+        weights = _in_shares(weights, shares) if shares else _at_most_a_share(weights, count)
         repeated = repetition(step)
         if repeated.rows and not (_rows_read(step) or forward_loops(step)):
-            whole = _layer_weights(repeated, count) if equal == "loops" else _flops_of_blocks(graph, repeated.block_of)
+            whole = (
+                _layer_weights(step, repeated, count) if equal == "loops" else flops_of_blocks(graph, repeated.block_of)
+            )
             whole = _in_shares(whole, shares)
             # Equal layers are not cut, so that stages are equal, unless their shares would be uneven.
             excess = imbalance if equal == "loops" else min(imbalance, MOST_EXCESS)
@@ -333,7 +334,7 @@ def subdivided(step: StepGraph, layers: Layers, *, imbalance: float = 0.3) -> La
         blocks = sorted({repeated.block_of[op.id] for op in ops}) if repeated.rows else []
         number = {block: i for i, block in enumerate(blocks)}
         index = {op.id: i if len(blocks) < count else number[repeated.block_of[op.id]] for i, op in enumerate(ops)}
-        parts = cluster_contiguous(_flops_of_blocks(graph, index), _flows(graph, index), count, imbalance=imbalance)
+        parts = cluster_contiguous(flops_of_blocks(graph, index), _flows(graph, index), count, imbalance=imbalance)
         for op in ops:
             of_op[op.id] = layer * count + parts[index[op.id]]
     return followed(step, of_op, layers.num_layers * count)
@@ -341,7 +342,7 @@ def subdivided(step: StepGraph, layers: Layers, *, imbalance: float = 0.3) -> La
 
 def _weights(step: StepGraph, index: Mapping[int, int], equal: LayerBalance) -> FloatArray:
     """Return the balanced quantity of each block, shape [blocks]."""
-    flops = _flops_of_blocks(step.graph, index)
+    flops = flops_of_blocks(step.graph, index)
     if equal == "loops":  # all FLOPs together weigh a hundredth of a loop: they move no loop to another layer
         flops /= 100 * flops.sum()
         # A part of a loop of one trip is no loop any more, but reads its rows of stacked arguments.
@@ -362,22 +363,31 @@ def _flows(graph: Graph, index: Mapping[int, int]) -> list[Flow]:
     return found
 
 
-def _flops_of_blocks(graph: Graph, index: Mapping[int, int]) -> FloatArray:
-    """Return the FLOPs of each block, plus one per op so that no block weighs nothing."""
-    flops = np.zeros(max(index.values()) + 1)
-    for op, block in index.items():
-        flops[block] += flops_of(graph, graph.ops[op]) + 1.0
-    return flops
-
-
-def _layer_weights(repeated: Repetition, count: int) -> FloatArray:
+def _layer_weights(step: StepGraph, repeated: Repetition, count: int) -> FloatArray:
     """Return weights of blocks with which `count` equally heavy layers are equal parts of each row of layers."""
+    for cut in row_cuts(step):
+        if cut.num_layers == count:
+            return cut.weights
     weights = np.full(max(repeated.block_of.values()) + 1, 1e-5)
     most = max(map(len, repeated.rows))
     parts = (d for d in range(1, most) if sum(len(parts_of(len(row), d)) for row in repeated.rows) == count)
     wanted = next(parts, most)
     for row in repeated.rows:
         weights[row.start : row.stop] += len(parts_of(len(row), wanted)) / len(row)
+    return weights
+
+
+def _at_most_a_share(weights: FloatArray, count: int) -> FloatArray:
+    """Return weights of which none is more than their sum over `count`.
+
+    What cannot be cut, such as the head of a language model, is a layer by itself however heavy it is, and no reason to
+    make others heavier than the rest is over the rest of layers.
+    """
+    ordered = np.sort(weights)[::-1]
+    for heavier in range(min(count, len(weights))):
+        share = float(ordered[heavier:].sum()) / (count - heavier)
+        if ordered[heavier] <= share * _ROUNDING:
+            return np.minimum(weights, share)
     return weights
 
 

@@ -22,16 +22,13 @@ from alpa_lite.program.ir import MAX_TRIPS, Graph, Op, parts_of, wiring_of
 from alpa_lite.program.phases import Phase, StepGraph
 from alpa_lite.rules.op_info import flops_of, rule_of_op
 from alpa_lite.step.recomputation import originals
-from alpa_lite.step.repetition import repetition
+from alpa_lite.step.row_cuts import FEW_LAYERS, MAX_LAYERS, row_cut
 
 LayerBalance = Literal["flops", "loops", "operators"]
 """The quantity balanced over layers: FLOPs, loops over layers as they are written, or number of forward ops."""
 
-#: Without a given number of layers: the contractions per layer, the number of layers below which a layer may have fewer
-#: contractions, and the maximum number of layers.
 CONTRACTIONS_PER_LAYER = 3
-FEW_LAYERS = 8
-MAX_LAYERS = 16
+"""The contractions per layer, of `FEW_LAYERS` or more, without a given number of layers."""
 
 #: Fraction by which a stage may exceed its share of loop trips if the number of stages does not divide them.
 MOST_UNEVEN = 0.15
@@ -46,10 +43,6 @@ def default_num_layers(step: StepGraph) -> int:
     """Return the number of layers for a step when the user gives none, from its number of forward contractions."""
     heavy = int(sum(contractions(step.graph, op) for op in step.graph.ops if step.phases[op.id] is Phase.FORWARD))
     return max(1, min(MAX_LAYERS, max(heavy // CONTRACTIONS_PER_LAYER, min(heavy, FEW_LAYERS))))
-
-
-#: The share of the FLOPs of the forward pass outside of equal layers up to which these are a measure of the layers.
-OUTSIDE = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,10 +87,11 @@ def natural_cut(step: StepGraph, stages: Collection[int] = (1,)) -> Cut:
         stages: candidate numbers of equal stages. As many of them as possible, and at least the smallest, divide the
             number of layers.
     """
-    loops, rows = _rows_of_layers(step)
-    trips = loops or rows
+    trips = _trips_over_layers(step)
     if not trips:
-        return _cut_anywhere(step, stages)
+        # Unlike a loop, layers that are written out can be cut anywhere.
+        rows = None if forward_loops(step) else row_cut(step, stages)
+        return Cut(loop_parts=0, num_layers=rows.num_layers, equal="loops") if rows else _cut_anywhere(step, stages)
     longest, wanted = max(trips), max(1, MAX_LAYERS * max(trips) // sum(trips))
 
     def layers(parts: int) -> int:
@@ -109,19 +103,14 @@ def natural_cut(step: StepGraph, stages: Collection[int] = (1,)) -> Cut:
     # Numbers of stages of which some would take many more trips than their share are left out.
     even = [count for count in stages if -(-sum(trips) // count) * count <= (1 + MOST_UNEVEN) * sum(trips)]
     # `parts_of` may make more parts than were asked for.
-    able = [d for d in range(1, wanted + 1) if len(parts_of(longest, d)) == d and not any(row % d for row in rows)]
+    able = [d for d in range(1, wanted + 1) if len(parts_of(longest, d)) == d]
     # First the parts that suit most numbers of stages, then equal parts, then more of them.
     parts = max(able, key=lambda d: (possible(d), longest % d == 0, d))
     if 2 * parts <= wanted and longest <= 2 * wanted and possible(longest) >= possible(parts):
         parts = longest  # the trip count has few divisors: one layer per trip is better than a few large ones
-    # Unlike a loop, layers that are written out can be cut anywhere, which is better than unequal parts, or equal ones
-    # that suit few numbers of stages.
-    few = layers(parts) < FEW_LAYERS or 2 * possible(parts) <= sum(count <= sum(rows) for count in even)
-    if rows and (few or any(row % parts for row in rows)):
-        return _cut_anywhere(step, stages)
     if not possible(parts):
-        return Cut.into(min(stages)) if loops else _cut_anywhere(step, stages)
-    return Cut(loop_parts=parts if loops else 0, num_layers=layers(parts), equal="loops")
+        return Cut.into(min(stages))
+    return Cut(loop_parts=parts, num_layers=layers(parts), equal="loops")
 
 
 def _cut_anywhere(step: StepGraph, stages: Collection[int]) -> Cut:
@@ -130,20 +119,11 @@ def _cut_anywhere(step: StepGraph, stages: Collection[int]) -> Cut:
     return Cut(loop_parts=count if _loops(step) else 0, num_layers=count)
 
 
-def _rows_of_layers(step: StepGraph) -> tuple[list[int], list[int]]:
-    """Return the trip counts of loops over layers, and the lengths of rows of equal layers that are written out.
-
-    Both are empty where layers of equal FLOPs are better: loops must do half of the work, and rows, of which a cut may
-    take a part, nearly all of it in as many layers as there would be.
-    """
-    flops, repeated = op_flops(step), repetition(step)
+def _trips_over_layers(step: StepGraph) -> list[int]:
+    """Return the trip counts of loops over layers; none unless these do half of the work."""
+    flops, loops = op_flops(step), _loops(step)
     total = sum(f for f, phase in zip(flops, step.phases, strict=True) if phase is Phase.FORWARD)
-    loops, rows = _loops(step), [len(row) for row in repeated.rows]
-    if loops and 2 * sum(flops[op] for op in loops) >= total:
-        return [_trips(step, op) for op in loops], []
-    if sum(rows) >= MAX_LAYERS and sum(flops[op] for op in repeated.in_rows) >= (1 - OUTSIDE) * total:
-        return [], rows
-    return [], []
+    return [_trips(step, op) for op in loops] if loops and 2 * sum(flops[op] for op in loops) >= total else []
 
 
 def _loops(step: StepGraph) -> list[int]:

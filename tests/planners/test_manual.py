@@ -164,8 +164,18 @@ class AtWork(Workers):
         self.told = questions
 
 
-@pytest.mark.parametrize(("traces", "expected"), [(True, [("manual", 1, 16), ("manual", 0, 16)]), (False, [])])
-def test_workers_are_told_of_plans_whose_steps_can_be_traced(traces: bool, expected: Any, some_plan: Plan) -> None:
+@pytest.mark.parametrize(
+    ("number", "traces", "expected"),
+    [
+        (8, True, [("manual", 1, 8), ("manual", 0, 8)]),
+        (8, False, []),
+        # Each planner decides on the number.
+        (1, True, [("manual", 1, "auto"), ("manual", 0, "auto")]),
+    ],
+)
+def test_workers_are_told_of_plans_whose_steps_can_be_traced(
+    number: int, traces: bool, expected: Any, some_plan: Plan
+) -> None:
     request, workers = _request(), AtWork()
 
     @dataclass(frozen=True, kw_only=True)
@@ -176,8 +186,15 @@ def test_workers_are_told_of_plans_whose_steps_can_be_traced(traces: bool, expec
             return request.step_at(num_microbatches, loop_parts)
 
     manual = ManualPlans([FSDP(), Zero()], replace(request, steps=Steps(), workers=workers))
-    manual.expect(_lasting(some_plan, 1.0, 16))
+    best = _lasting(some_plan, 1.0, number)
+    manual.expect(best)
     assert [*workers.told] == expected
     for question in workers.told.values():
         # A worker is another process: whatever a question is about has to reach it.
-        assert isinstance(pickle.loads(pickle.dumps(question)), Likely)
+        sent = pickle.loads(pickle.dumps(question))
+        made = sent.answer({}, *sent.about, sent.rest)
+        assert isinstance(made, Plan) and made.num_microbatches == number
+    # Of those that this process has begun workers are not told again.
+    if number == 1:
+        next(manual.plans(best))
+        assert [*workers.told] == expected[:-1]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import combinations, pairwise
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import alpa_lite as al
@@ -17,11 +19,12 @@ from alpa_lite.inter_op.solved_stages import StagePlace
 from alpa_lite.inter_op.stage_costs import StageCosts
 from alpa_lite.intra_op.stage import StageView
 from alpa_lite.program.phases import Phase, StepGraph
-from alpa_lite.rules.op_info import free_values
+from alpa_lite.rules.op_info import free_values, rule_of_op
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh
 from alpa_lite.step.clustering import make_layers, subdivided
 from alpa_lite.step.layers import Layers, natural_cut
 from alpa_lite.step.repetition import equal_runs, repetition
+from alpa_lite.step.row_cuts import RowCut
 from alpa_lite.trace.trace import trace
 from cost_models.composed import ComposedCostModel
 from tests.step.splitting import split_step
@@ -51,8 +54,10 @@ def wide(p: Any, x: Any, key: Any, swapped: bool) -> Any:
     return x + jnp.tanh(x @ p["up"]) @ p["down"] @ p["gate"]
 
 
-def make_step(blocks: Sequence[Block], names: Sequence[str], *, shuffled: bool = False) -> tuple[Any, tuple[Any, ...]]:
-    """Return a train step of some blocks with an embedding and a head, and its arguments as shapes."""
+def make_step(
+    blocks: Sequence[Block], names: Sequence[str], *, shuffled: bool = False, head: int = HIDDEN
+) -> tuple[Any, tuple[Any, ...]]:
+    """Return a train step of some blocks with an embedding and a head of some width, and its arguments as shapes."""
     draw = random.Random(SEED)
     swapped = [shuffled and draw.random() < 0.5 for _ in blocks]
 
@@ -70,7 +75,7 @@ def make_step(blocks: Sequence[Block], names: Sequence[str], *, shuffled: bool =
 
     square = jax.ShapeDtypeStruct((HIDDEN, HIDDEN), jnp.float32)
     params = {name: dict.fromkeys(("up", "gate", "down"), square) for name in names}
-    params |= {"embedding": square, "head": square}
+    params |= {"embedding": square, "head": jax.ShapeDtypeStruct((HIDDEN, head), jnp.float32)}
     return step, (params, params, jax.ShapeDtypeStruct((BATCH, HIDDEN), jnp.float32), jax.random.key(0))
 
 
@@ -148,14 +153,69 @@ def test_equal_layers_have_one_structure(num_layers: int, count: int) -> None:
     cut = natural_cut(step, (1, 2, 4))
     assert cut.num_layers == count and cut.loop_parts == 0
     structures = costs_of(step, make_layers(step, count, equal=cut.equal)).structure_of_layers()
-    # Equal layers that are too few, or that do not divide, are cut anywhere.
-    uneven = step_of([gated] * 17, [f"block{i:02d}" for i in range(17)])
-    assert natural_cut(uneven, (1, 2, 4)).equal == "flops"
-    # Eight equal stages would not consist of whole layers, but all smaller numbers do.
-    most = step_of([gated] * 28, [f"block{i:02d}" for i in range(28)])
-    assert natural_cut(most, (1, 2, 4, 8)).num_layers == 28
     # The first layer has the embedding and the last one the loss. The sum for the norm starts in the first one.
     assert len(set(structures[1:-1])) == 1
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "stages", "wanted"),
+    [
+        # Stages of 7 and of 3 or 4 layers are even; of 2, 14 layers would make 8 stages of up to 4 just as well, but 4
+        # stages of 8.
+        (28, (1, 2, 4, 8), 28),
+        # Eight stages of twelve layers are not even, and four of six neither.
+        (12, (1, 2, 4, 8), None),
+        (9, (1, 2, 4), None),
+        (6, (1, 2), None),
+    ],
+)
+def test_layers_make_even_stages_or_are_cut_anywhere(
+    num_layers: int, stages: Sequence[int], wanted: int | None
+) -> None:
+    cut = natural_cut(step_of([gated] * num_layers, [f"block{i:02d}" for i in range(num_layers)]), stages)
+    assert (cut.num_layers if cut.equal == "loops" else None) == wanted
+
+
+@pytest.mark.parametrize(("weight", "head_layers"), [(0.3, 0), (1.0, 1), (2.6, 1), (10.0, 1)])
+def test_a_heavy_head_is_a_layer_beside_whole_layers(weight: float, head_layers: int) -> None:
+    count = 16
+    step = step_of([gated] * count, [f"block{i:02d}" for i in range(count)], head=round(3 * HIDDEN * weight))
+    cut = natural_cut(step, (1, 2, 4))
+    assert cut.num_layers == count + head_layers and cut.equal == "loops"
+    layers = make_layers(step, cut.num_layers, equal=cut.equal, imbalance=cut.imbalance)
+    # The first layer has the embedding, the last one before the head passes its gradient on.
+    structures = costs_of(step, layers).structure_of_layers()
+    assert len(set(structures[1 : count - 1])) == 1
+    block_of = repetition(step).block_of
+    for row in repetition(step).rows:
+        held = [{layers.of_op[op] for op, b in block_of.items() if b == block} - {None} for block in row]
+        assert all(len(homes) == 1 for homes in held) and len(set(map(frozenset, held))) == len(row)
+
+
+def test_an_op_heavier_than_its_share_leaves_work_to_other_layers() -> None:
+    """The head has as much work as all other layers, of which there are too few for whole ones."""
+    step = step_of([gated] * 6, [f"block{i}" for i in range(6)], head=3 * HIDDEN * 6)
+    assert natural_cut(step, (1, 2)).equal == "flops"
+    layers = make_layers(step, 8)
+    heavy = [0] * 8
+    for op in step.graph.ops:
+        layer = layers.of_op[op.id]
+        if step.phases[op.id] is Phase.FORWARD and layer is not None:
+            heavy[layer] += rule_of_op(step.graph, op.id).work_kind != "elementwise"
+    # 20 contractions.
+    assert min(heavy) >= 1 and max(heavy) <= 3
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_heaviest_of_runs_of_layers_is_the_least_of_all_cuts(seed: int) -> None:
+    draw = random.Random(seed)
+    flops = [draw.choice([1.0, 1.0, 2.5, draw.random()]) for _ in range(draw.randint(1, 8))]
+    cut = RowCut(weights=np.ones(len(flops)), flops=np.array(flops), heaviest_op=0.0, num_repeated=len(flops))
+    for count in range(1, len(flops) + 1):
+        ways = combinations(range(1, len(flops)), count - 1)
+        sums = (max(sum(flops[a:b]) for a, b in pairwise([0, *places, len(flops)])) for places in ways)
+        assert cut.heaviest(count) == pytest.approx(min(sums), rel=1e-9)
+    assert cut.heaviest(len(flops) + 1) == np.inf
 
 
 def test_one_value_flows_from_layer_to_layer() -> None:
