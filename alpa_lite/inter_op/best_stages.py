@@ -49,6 +49,27 @@ class PipelinedBatch:
         return [self.in_flight(following) for following in range(num_layers)]
 
 
+@dataclass(frozen=True, slots=True)
+class StageCounts:
+    """The numbers of stages to choose from: `least` to `most`; None: as many as there are layers."""
+
+    least: int = 1
+    most: int | None = None
+
+    def fewer_than(self, count: int) -> StageCounts:
+        """Return those of the numbers that are below one of them."""
+        return replace(self, most=count - 1)
+
+    def more_than(self, count: int) -> StageCounts:
+        """Return those of the numbers that are above one of them."""
+        return replace(self, least=count + 1)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no such number."""
+        return self.most is not None and self.most < self.least
+
+
 @dataclass(frozen=True, kw_only=True)
 class BestStages:
     """The stage DP for one step, where stages may be alike in several ways.
@@ -67,8 +88,9 @@ class BestStages:
     num_stages: int | None
     update_tasks: int = 1
 
-    def __call__(self, table: StageTable, max_stages: int | None = None) -> StageChoice:
-        """Return the best stages of all ways, at most `max_stages`; of equally good ways the first."""
+    def __call__(self, table: StageTable, counts: StageCounts | None = None) -> StageChoice:
+        """Return the best stages of all ways, in one of these numbers if given; of equally good ways the first."""
+        counts = self._counts if counts is None else counts
         seconds = table.seconds
         # The first stage runs for every micro-batch: no stages of a way take less than the fastest first one.
         masks = [np.broadcast_to(way[..., : seconds.shape[-1]], seconds.shape) for way in self.ways]
@@ -80,7 +102,7 @@ class BestStages:
             if bounds[n] > best.seconds or math.isinf(bounds[n]):
                 break
             of_way = replace(table, seconds=np.where(masks[n], seconds, np.inf))
-            other = self._best_dispatched(of_way, max_stages or self.num_stages)
+            other = self._best_dispatched(of_way, counts)
             if (other.seconds, n) < (best.seconds, number):
                 best, number = other, n
         return best
@@ -88,29 +110,34 @@ class BestStages:
     def why_impossible(self, table: StageTable) -> str:
         """Return a sentence that says why there are no such stages; empty if there are."""
         of_ways = (replace(table, seconds=np.where(way, table.seconds, np.inf)) for way in self.ways)
-        found = [solve(of_way, self._terms(self.num_stages)) for of_way in of_ways]
+        found = [solve(of_way, self._terms(self._counts)) for of_way in of_ways]
         return "" if any(each.stages for each in found) else (found or [_NOTHING])[0].reason
 
-    def _best_dispatched(self, table: StageTable, most: int | None) -> StageChoice:
+    @property
+    def _counts(self) -> StageCounts:
+        """The numbers of stages of the search."""
+        return StageCounts(self.num_stages or 1, self.num_stages)
+
+    def _best_dispatched(self, table: StageTable, counts: StageCounts) -> StageChoice:
         """Return the best stages, with what hosts need to dispatch all tasks (`_dispatched`)."""
         best = _NOTHING
         while True:
-            chosen = solve(table, self._terms(most), explain=False)
+            chosen = solve(table, self._terms(counts), explain=False)
             found = self._dispatched(chosen)
             best = found if found.seconds < best.seconds else best
             # Of no more stages none take less by the DP. But where dispatching takes longest fewer may take less.
-            fewest = len(found.stages) <= (self.num_stages or 1)
+            fewest = len(found.stages) <= counts.least
             if fewest or found.seconds <= chosen.seconds + self.space.cluster.skew_seconds:
                 return best
-            most = len(found.stages) - 1
+            counts = counts.fewer_than(len(found.stages))
 
-    def _terms(self, most: int | None) -> PipelineTerms:
-        """Return the terms of the DP for at most so many stages."""
+    def _terms(self, counts: StageCounts) -> PipelineTerms:
+        """Return the terms of the DP for numbers of stages."""
         return PipelineTerms(
             num_devices=self.space.devices_of_groups,
             num_microbatches=self.batch.num_microbatches,
-            min_stages=self.num_stages or 1,
-            max_stages=most,
+            min_stages=counts.least,
+            max_stages=counts.most,
             serialized=self.space.cluster.shared_processor,
             waiting_share=self.batch.waiting_share,
         )

@@ -33,7 +33,7 @@ from alpa_lite.errors import (
     without_frames,
 )
 from alpa_lite.inter_op.assembly import StagedStep, assembled, bytes_over, too_large
-from alpa_lite.inter_op.best_stages import PipelinedBatch
+from alpa_lite.inter_op.best_stages import PipelinedBatch, StageCounts
 from alpa_lite.inter_op.boundaries import inflows, slower_inflows
 from alpa_lite.inter_op.microbatch_counts import (
     ABOUT,
@@ -47,7 +47,7 @@ from alpa_lite.inter_op.microbatch_counts import (
     surveyed_numbers,
 )
 from alpa_lite.inter_op.plan_request import PlanRequest
-from alpa_lite.inter_op.refine import Found, agreeing, made_to_fit, refined, rescheduled, with_less_memory
+from alpa_lite.inter_op.refine import Found, agreeing, made_to_fit, refined, reordered, rescheduled, with_less_memory
 from alpa_lite.inter_op.shared_devices import MAX_ROUNDS
 from alpa_lite.inter_op.solved_stages import PlacedStage, StagePlace
 from alpa_lite.inter_op.space import Space, StageEquality, hosts_of_groups
@@ -155,9 +155,7 @@ class JointSearch:
 
     def _refined(self, searches: SurveyedSearches, found: Sequence[Found]) -> Iterator[Plan | Unplanned]:
         """Yield the plans of the best stages, refined: of the fastest, or why it has none, and of those close to it."""
-        # Interleaving changes schedule and number of stages, which the user may have fixed.
-        any_schedule = len(self.schedules) > 1 and self.num_stages is None
-        best, *close = refined(self.request, found, searches.steps, self.schedules, any_schedule=any_schedule)
+        best, *close = refined(self.request, found, searches.steps, self.schedules, any_schedule=self._any_schedule)
         yield self._plan(best)
         for plan in map(self._plan, close):
             # That one of these does not fit says nothing of its number of micro-batches.
@@ -264,14 +262,14 @@ class JointSearch:
 
         Arrays on the way between stages may need more memory than any sharding leaves: then fewer stages are tried.
         """
-        most: int | None = None
+        counts: StageCounts | None = None
         while True:
-            better, excess, reached = self._best_at(number, searches, at_most, further, max_stages=most)
+            better, excess, reached = self._best_at(number, searches, at_most, further, counts)
             if not isinstance(better, Found):
                 return better, None, excess, reached
             plan = self._plan(better)
-            most = len(better.stages) - 1
-            if isinstance(plan, Plan) or self.num_stages is not None or not most:
+            counts = StageCounts().fewer_than(len(better.stages))
+            if isinstance(plan, Plan) or self.num_stages is not None or counts.is_empty:
                 return better, plan, excess, reached
 
     def _tried(self, searches: SurveyedSearches, guesses: Mapping[int, Guess]) -> dict[int, Guess]:
@@ -308,7 +306,7 @@ class JointSearch:
         ways = [found]
         if found.schedule != first and found.schedule.stages_per_processor == 1:
             # The first schedule holds the fewest micro-batches.
-            ways.append(replace(Found.of(self.request, costs, found.stages, first), sum_seconds=found.sum_seconds))
+            ways.append(Found.of(self.request, costs, found.stages, first))
         for way in ways:
             try:
                 return costs.recomputed.recorded_in(self._fitting(way))
@@ -452,13 +450,21 @@ class JointSearch:
         return bool((holds[space.worthwhile(profile.shares)] == len(held)).all())
 
     @property
+    def _any_schedule(self) -> bool:
+        """Whether plans may follow schedules that are not searched.
+
+        Interleaving changes schedule and number of stages, which the user may have fixed.
+        """
+        return len(self.schedules) > 1 and self.num_stages is None
+
+    @property
     def _batch(self) -> int:
         return self.request.batch_size or 1
 
     # ------------------------------------------------------------------------------------------------ one number
 
     def _best_at(
-        self, number: int, searches: SurveyedSearches, at_most: float, further: float, *, max_stages: int | None
+        self, number: int, searches: SurveyedSearches, at_most: float, further: float, counts: StageCounts | None
     ) -> tuple[Found | InfeasibleError | None, NDArray[np.float64], float]:
         """Return the best stages for a number of micro-batches by the stage DP, what the last search learned
         (`StageSearch.excess`), and the seconds by the DP of the best stages that it left unsolved.
@@ -468,13 +474,17 @@ class JointSearch:
         """
         best, fits, refused, of_schedules, reached = None, False, None, searches.at(number), math.inf
         for search in of_schedules:
-            choice = search.run(at_most, further=further, max_stages=max_stages)
-            if choice.stages and choice.seconds >= at_most:
-                fits, reached = True, min(reached, choice.seconds)
-            # The DP is a little too low, and more so for more stages, which exchange more: fewer may be faster.
-            while choice.stages and choice.seconds < at_most:
+            left = [counts]
+            while left:
+                among = left.pop()
+                choice = search.run(at_most, further=further, counts=among)
+                if not choice.stages:
+                    continue
+                if choice.seconds >= at_most:
+                    fits, reached = True, min(reached, choice.seconds)
+                    continue
                 try:
-                    found = self._priced(searches.steps, search, choice)
+                    found = self._priced(searches.steps, search, choice, at_most)
                 except InfeasibleError as error:
                     # A schedule may hold more than the DP counts: stages searched for another one may fit.
                     refused = error
@@ -482,16 +492,19 @@ class JointSearch:
                 fits = True
                 best = found if best is None or found.seconds < best.seconds else best
                 at_most = min(at_most, found.seconds)
-                fewer = len(choice.stages) - 1
-                if self.num_stages is not None or not fewer:
-                    break
-                choice = search.run(at_most, further=further, max_stages=fewer)
+                # The DP is a little too low, for some numbers of stages more than for others.
+                if self.num_stages is None:
+                    among, count = among or StageCounts(), len(choice.stages)
+                    others = (among.more_than(count), among.fewer_than(count))
+                    left += [other for other in others if not other.is_empty]
         if not fits:
             best = refused or InfeasibleError(f"No plan fits into memory at num_microbatches={number}.")
         return best, of_schedules[-1].excess(), reached
 
-    def _priced(self, steps: StageCostCache, search: StageSearch, choice: StageChoice) -> Found:
-        """Return the stages of a choice under the fastest schedule that their memory allows."""
+    def _priced(self, steps: StageCostCache, search: StageSearch, choice: StageChoice, at_most: float) -> Found:
+        """Return the stages of a choice under the fastest schedule that their memory allows, or in an order of their
+        own, which the DP counts on, if that is faster than `at_most` seconds.
+        """
         # The DP knows stages by kinds of submesh only; here they get devices of their own.
         costs, stages = self._placed(steps, search, choice)
         schedule = search.batch.schedule if len(stages) > 1 else self.schedules[0]
@@ -499,7 +512,7 @@ class JointSearch:
         ways = [stages, *agreeing(costs, stages, schedule)] if search.all_equal else [stages]
         priced = (Found.of(self.request, costs, way, schedule) for way in ways)
         best = rescheduled(self.request, min(priced, key=lambda way: way.seconds), self.schedules)
-        return replace(best, sum_seconds=choice.seconds)
+        return reordered(self.request, best, at_most) if self._any_schedule else best
 
     def _placed(
         self, steps: StageCostCache, search: StageSearch, found: StageChoice

@@ -4,7 +4,7 @@ polish      the slowest stages again, to a smaller gap, within a time limit     
 schedules   the same stages under each schedule that their memory allows                         `rescheduled`
 even        the layers cut anew into as many equal parts                                         `_evened`
 chunks      the layers in several times as many parts, dealt out over the same submeshes         `dealt_out`
-order       the tasks of these stages in the shortest order that is found for their times        `_reordered`
+order       the tasks of these stages in the shortest order that is found for their times        `reordered`
 write out   loops over layers trip by trip, so that gradients of weights can be put off          `_written_out`
 agree       stages solved again so that all hold rows of stacked arguments in one form           `agreeing`
 
@@ -89,13 +89,12 @@ MOST_CLOSE = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """Solved stages of a step under a schedule; `sum_seconds` are the seconds of the step by the stage DP."""
+    """Solved stages of a step under a schedule."""
 
     costs: StageCosts
     stages: tuple[PlacedStage, ...]
     schedule: Schedule
     estimate: StepEstimate
-    sum_seconds: float = math.inf
 
     @staticmethod
     def of(request: PlanRequest, costs: StageCosts, stages: Sequence[PlacedStage], schedule: Schedule) -> Found:
@@ -149,15 +148,18 @@ def refined(
     dealt = list[Found]()
 
     def refine(way: Found) -> Found:
-        whole = rescheduled(request, polished(request, way), schedules)
-        if not any_schedule or len(whole.stages) == 1:
-            return whole
-        plain = Found.of(request, whole.costs, whole.stages, schedules[0])
+        closer = polished(request, way)
+        if not any_schedule or len(closer.stages) == 1:
+            return rescheduled(request, closer, schedules)
+        # Chunks are compared with stages under the schedules; both may have a better order.
+        plain = Found.of(request, closer.costs, closer.stages, schedules[0])
+        whole = rescheduled(request, plain, schedules)
         in_chunks = _in_chunks(request, plain, whole, steps)
         dealt.extend(in_chunks)
         best = min((whole, *in_chunks), key=lambda way: way.seconds)
         best = _evened(request, best, plain, steps, schedules) if _unevenness(plain) > UNEVEN else best
-        return _written_out(request, _reordered(request, best), whole, steps, schedules)
+        best = min((reordered(request, each) for each in (whole, best)), key=lambda way: way.seconds)
+        return _written_out(request, best, whole, steps, schedules)
 
     first, *others = sorted(found, key=lambda way: way.seconds)
     best = refine(first)
@@ -267,7 +269,7 @@ def _written_out(
     for schedule in dict.fromkeys((whole.schedule, ZeroBubbleH1())):
         found = dealt_out(request, whole, steps, schedule, in_trips=True)
         if found is not None:
-            found = _reordered(request, rescheduled(request, found, schedules))
+            found = reordered(request, rescheduled(request, found, schedules))
             ways += [found, _dealt_in_chunks(request, found, found, steps, ZeroBubbleV()) or found]
     return min((best, *ways), key=lambda way: way.seconds)
 
@@ -340,22 +342,26 @@ def _has_loops(found: Found) -> bool:
     return any(wiring is not None and wiring.trips > 1 for wiring in wirings)
 
 
-def _reordered(request: PlanRequest, best: Found) -> Found:
-    """Return the same stages with their tasks in an order that is made for their times, if that is faster."""
+def reordered(request: PlanRequest, best: Found, at_most: float = math.inf) -> Found:
+    """Return the same stages with their tasks in an order that is made for their times, if that is faster.
+
+    No order is made that cannot take less than `at_most` seconds.
+    """
     if best.estimate.bubble_fraction <= BUBBLE:
         return best
     lists, found = best.schedule.tasks(*best.size), best
+    # An order that is hardly shorter is not worth a schedule without a formula.
+    at_most = min(best.seconds * (1 - WORTH), at_most)
     for in_two in (False, True):
         order = _order(request, best, in_two=in_two)
-        # An order that is hardly shorter is not worth a schedule without a formula.
-        if order.least_seconds(*best.size) >= best.seconds * (1 - WORTH):
-            continue
         # Without room for any number of micro-batches, as many as the plan holds so far.
         for most in ((), tuple(peak_in_flight(tasks) for tasks in lists)):
             limited = replace(order, most_held=most)
+            if limited.least_seconds(*best.size) >= at_most:
+                break
             if fits(best.costs, best.stages, limited):
                 other = Found.of(request, best.costs, best.stages, limited)
-                found = min(found, replace(other, sum_seconds=best.sum_seconds), key=lambda way: way.seconds)
+                found = min(found, other, key=lambda way: way.seconds)
                 break
     return found if found.seconds < best.seconds * (1 - WORTH) else best
 
@@ -392,7 +398,7 @@ def polished(request: PlanRequest, found: Found) -> Found:
     # Stages that are faster alone may need slower transfers, or more memory than this schedule leaves.
     again = Found.of(request, found.costs, stages, found.schedule)
     better = again.seconds < found.seconds and fits(found.costs, again.stages, found.schedule)
-    return replace(again, sum_seconds=found.sum_seconds) if better else found
+    return again if better else found
 
 
 def rescheduled(request: PlanRequest, found: Found, schedules: Sequence[Schedule]) -> Found:
@@ -406,7 +412,7 @@ def rescheduled(request: PlanRequest, found: Found, schedules: Sequence[Schedule
             continue
         if fits(found.costs, found.stages, schedule):
             other = Found.of(request, found.costs, found.stages, schedule)
-            best = min(best, replace(other, sum_seconds=found.sum_seconds), key=lambda way: way.seconds)
+            best = min(best, other, key=lambda way: way.seconds)
     return best
 
 

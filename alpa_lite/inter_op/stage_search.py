@@ -21,7 +21,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from alpa_lite.inter_op.best_stages import BestStages, PipelinedBatch
+from alpa_lite.inter_op.best_stages import BestStages, PipelinedBatch, StageCounts
 from alpa_lite.inter_op.boundaries import Inflows, least_seconds_of_rows, seconds_of_rows, uneven_arrays
 from alpa_lite.inter_op.solved_stages import Question, StagePlace
 from alpa_lite.inter_op.space import Configurations, Space, StageEquality, equal_parts, number_of_equal, ways
@@ -206,22 +206,22 @@ class StageSearch:
         most = np.minimum(self._at_best, self._most_following(in_flight) if level else self.num_layers - 1)
         return np.where(np.isfinite(seconds), most, -1)
 
-    def run(self, at_most: float = math.inf, *, further: float = 0.0, max_stages: int | None = None) -> StageChoice:
+    def run(self, at_most: float = math.inf, *, further: float = 0.0, counts: StageCounts | None = None) -> StageChoice:
         """Return the best stages, all of them solved; or guessed ones, once none can take less than `at_most` seconds.
 
-        `further`: the work of the searches that are still to follow, relative to this one. `max_stages`: the most
-        stages, where that is less than the search allows.
+        `further`: the work of the searches that are still to follow, relative to this one. `counts`: the
+        numbers of stages to choose from, where these are fewer than the search allows.
         """
-        solved, likely = self._best_solved(max_stages), _entries(self.best_likely())
+        solved, likely = self._best_solved(counts), _entries(self.best_likely())
         while True:
             # Guesses and bounds are mostly too low, so that the best of all stages tends to hold unsolved ones.
-            found = self.best_known(max_stages)
+            found = self.best_known(counts)
             if found.seconds >= solved.seconds * (1 - RELATIVE_GAP):
                 return solved
             if found.seconds >= at_most:
                 return found
             # Apart from the stages that likely are the best, most of the others turn out to be worse before long.
-            open_ = max_stages is None and any(not self.states.solved[entry] for entry in likely)
+            open_ = counts is None and any(not self.states.solved[entry] for entry in likely)
             entries = likely if open_ else _entries(found)
             pending = sorted((e for e in entries if not self.states.solved[e]), key=lambda e: -self._in_all[e])
             if not pending:
@@ -234,7 +234,7 @@ class StageSearch:
                 if not self.states.solved[entry] and self._knows(*entry):
                     self._solve(*entry)
             self._refresh()
-            solved = self._best_solved(max_stages)
+            solved = self._best_solved(counts)
 
     def _expect_from_workers(self, entries: Sequence[tuple[int, int, int, int]]) -> None:
         """Let workers start on stages that are likely to be solved next: first on bounds, then on costs."""
@@ -251,11 +251,11 @@ class StageSearch:
         left = max(pending, self._usual - done, done * STILL)
         progress.expect("stages", left + further * max(self._usual, done) if known else None)
 
-    def best_known(self, max_stages: int | None = None) -> StageChoice:
+    def best_known(self, counts: StageCounts | None = None) -> StageChoice:
         """Return the best stages by the costs, bounds and guesses so far."""
-        if max_stages is None and "states" not in vars(self):
+        if counts is None and "states" not in vars(self):
             return self._best_guessed
-        return self._best_of(self._table(self.states.seconds, self.states.updates, self.states.following), max_stages)
+        return self._best_of(self._table(self.states.seconds, self.states.updates, self.states.following), counts)
 
     @cached_property
     def _best_guessed(self) -> StageChoice:
@@ -305,9 +305,9 @@ class StageSearch:
         rows = " They have to be alike, since loops read rows of stacked arguments." if self.all_equal else ""
         return f"{reason}{asked}{rows}"
 
-    def _best_solved(self, max_stages: int | None) -> StageChoice:
+    def _best_solved(self, counts: StageCounts | None) -> StageChoice:
         solved = np.where(self.states.solved, self.states.seconds, np.inf)
-        return self._best_of(self._table(solved, self.states.updates, self.states.following), max_stages)
+        return self._best_of(self._table(solved, self.states.updates, self.states.following), counts)
 
     def mesh(self, kind: int, configuration: int) -> LogicalMesh:
         """Return the logical mesh of a configuration of a kind of submesh."""

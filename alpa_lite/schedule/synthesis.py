@@ -232,20 +232,22 @@ def _least_by_memory(work: Workload) -> Iterator[float]:
 
 def _least(state: PartialOrder) -> float:
     """Return seconds that no order with this beginning goes below."""
-    work, times = state.work, state.work.times
-    found = [_way(work)]
+    work, times, m = state.work, state.work.times, state.work.num_microbatches
+    weight, found = times.weight or (0.0,) * len(times.forward), [_way(work)]
     for processor, stages in enumerate(state.stages):
-        left = sum(
-            times.forward[s] * (work.num_microbatches - len(state.forwards[s]))
-            + (times.backward[s] - (times.weight[s] if times.weight else 0.0))
-            * (work.num_microbatches - len(state.backwards[s]))
-            + (times.weight[s] * (work.num_microbatches - state.weights[s]) if times.weight else 0.0)
+        passes = sum(
+            times.forward[s] * (m - len(state.forwards[s]))
+            + (times.backward[s] - weight[s]) * (m - len(state.backwards[s]))
             for s in stages
         )
+        late = sum(weight[s] * (m - state.weights[s]) for s in stages)
         before = sum(times.forward[: stages[0]]) + sum(times.transfer[: stages[0]])
-        # The last task may be a gradient of weights, for which nobody waits.
-        after = 0.0 if times.weight else sum(times.backward[: stages[0]]) + sum(times.transfer[: stages[0]])
-        found.append(max(state.free[processor], before) + left + (after if left else 0.0))
+        begin = max(state.free[processor], before)
+        # Earlier stages wait for the last gradient of inputs, but not for gradients of weights. These may follow it of
+        # as many micro-batches as the processor may hold.
+        after = sum(times.backward[: stages[0]]) - sum(weight[: stages[0]]) + sum(times.transfer[: stages[0]])
+        held = max(work.most_held[processor], len(stages)) * max(weight[s] for s in stages)
+        found += [begin + passes + late, begin + passes + max(0.0, late - held) + (after if passes else 0.0)]
     return max(found)
 
 

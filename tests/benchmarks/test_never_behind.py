@@ -9,7 +9,7 @@ import pytest
 
 from alpa_lite.planners import Auto, Hybrid
 from alpa_lite.planners.pipeline import Pipeline
-from alpa_lite.schedule import EagerOneFOneB, ZeroBubbleH1, ZeroBubbleV
+from alpa_lite.schedule import EagerOneFOneB, ZeroBubbleH1, ZeroBubbleH2, ZeroBubbleV
 from benchmarks.never_behind import TOLERANCE, Outcome, drawn, outcome, rivals
 
 
@@ -59,6 +59,19 @@ def test_the_search_is_not_behind(number: int) -> None:
     found = outcome(number, 15.0)
     assert found.num_rivals > 0
     assert found.behind <= TOLERANCE, found
+
+
+@pytest.mark.slow
+def test_numbers_are_compared_in_the_orders_that_the_stage_search_counts_on() -> None:
+    """Under the schedules alone 32 micro-batches are the fastest; in an order of their own 16, and in more stages than
+    are the best by the stage DP.
+    """
+    case = drawn(500024)
+    rival = case.plan(Hybrid(pipeline=7, data=2, schedule=ZeroBubbleH2()), 16)
+    found = case.plan(Auto(manual=(), idle_devices=False))
+    assert found.prediction.step_seconds <= (1 + TOLERANCE) * rival.prediction.step_seconds
+    # So the DP excludes all other numbers.
+    assert (found.num_microbatches, found.alternatives) == (16, ())
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -170,6 +171,17 @@ def test_a_bound_knows_that_memory_makes_processors_wait():
         best = seconds_of(schedule, schedule.tasks(stages, 16))
         # What may wait behind the last micro-batch on a processor is left out.
         assert 16 * (way - weight * (stages - 1)) <= schedule.bound(stages, 16) <= best <= 16 * way
+
+
+def test_a_bound_knows_that_few_gradients_of_weights_may_wait():
+    """The last stage holds one micro-batch: earlier stages wait for its gradients of weights, all but the last one."""
+    schedule = Synthesised(
+        forward=(1.0, 2.0), backward=(3.0, 4.0), weight=(1.0, 2.0), transfer=(0.5,), most_held=(4, 1)
+    )
+    # 16 micro-batches on the last stage, but for the last gradient of weights, and what comes before and after.
+    assert schedule.least_seconds(2, 16) == 1.5 + 16 * 6 - 2 + 2.5
+    assert replace(schedule, most_held=(4, 16)).least_seconds(2, 16) == 1.5 + 16 * 6
+    assert seconds_of(schedule, schedule.tasks(2, 16)) >= schedule.bound(2, 16) == schedule.least_seconds(2, 16)
 
 
 @pytest.mark.slow
