@@ -43,8 +43,7 @@ from alpa_lite.step.layers import (
     forward_loops,
     readers_of,
 )
-from alpa_lite.step.repetition import Repetition, repetition
-from alpa_lite.step.row_cuts import MAX_LAYERS, FloatArray, flops_of_blocks, row_cuts
+from alpa_lite.step.repetition import MAX_LAYERS, FloatArray, Repetition, flops_of_blocks, repetition, row_cuts
 
 RELAXATION = 0.25
 """The step (as a fraction of the average) by which the allowed imbalance grows until some cut satisfies it."""

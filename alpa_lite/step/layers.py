@@ -22,7 +22,7 @@ from alpa_lite.program.ir import MAX_TRIPS, Graph, Op, parts_of, wiring_of
 from alpa_lite.program.phases import Phase, StepGraph
 from alpa_lite.rules.op_info import flops_of, rule_of_op
 from alpa_lite.step.recomputation import originals
-from alpa_lite.step.row_cuts import FEW_LAYERS, MAX_LAYERS, row_cut
+from alpa_lite.step.repetition import FEW_LAYERS, MAX_LAYERS, row_cut
 
 LayerBalance = Literal["flops", "loops", "operators"]
 """The quantity balanced over layers: FLOPs, loops over layers as they are written, or number of forward ops."""

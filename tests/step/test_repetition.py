@@ -23,8 +23,7 @@ from alpa_lite.rules.op_info import free_values, rule_of_op
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh
 from alpa_lite.step.clustering import make_layers, subdivided
 from alpa_lite.step.layers import Layers, natural_cut
-from alpa_lite.step.repetition import equal_runs, repetition
-from alpa_lite.step.row_cuts import RowCut
+from alpa_lite.step.repetition import RowCut, equal_runs, repetition
 from alpa_lite.trace.trace import trace
 from cost_models.composed import ComposedCostModel
 from tests.step.splitting import split_step
