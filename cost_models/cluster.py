@@ -195,6 +195,24 @@ class Cluster:
         return not self.shared_processor
 
     @property
+    def breadth_first(self) -> bool:
+        """Whether kernels run in the order in which their operands become available, whatever waits for them.
+
+        XLA's CPU backend, which runs virtual devices, orders programs so that what can run at the same time follows
+        each other. On GPUs and TPUs the order of a program is one in which it needs little memory.
+        """
+        return self.shared_processor
+
+    @property
+    def reads_any_layout(self) -> bool:
+        """Whether products and reductions read arrays whose dims lie in another order in memory.
+
+        The libraries of XLA's CPU backend, which runs virtual devices, read arrays whose last dim is the innermost.
+        What an all_gather joins along another dim than the first is copied into that order.
+        """
+        return not self.shared_processor
+
+    @property
     def finds_maxima_in_kernels(self) -> bool:
         """Whether the gradient of max pooling takes one kernel that finds each maximum again.
 

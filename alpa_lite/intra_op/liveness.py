@@ -1,12 +1,16 @@
 """Compute which values of a stage are held in device memory, and for how long.
 
-    time         the ops in order, one unit each; an op with bodies takes one unit, then those of the bodies  (_spans)
-    in memory    what kernels write, and results of loops                                               (_written)
-    kernels      an op runs inside the kernels that read its result, unless one of them cannot compute it or the op
-                 would run in several and is costly, or reads several arrays that they need not read       (_fuse)
+    time         the ops in the order in which their kernels run (`stored_values`), one unit each; an op with bodies
+                 takes one unit, then those of the bodies                                             (_Timing.run)
+    in memory    what kernels write (`stored_values`), and results of loops
     last use     of a value, through ops that only rename it or are fused into kernels that end later         (_use)
     in place     a kernel overwrites an operand of equal shape that nobody reads later, and a loop takes over
                  the buffers of its carried values                                                          (_starts)
+    arguments    a value that a program is given is there from its start to its end                       (external)
+    early        on the CPU backend, arrays of zeros that are filled piece by piece, and parts of an op that wait for
+                 one operand alone                                                                      (_run_early)
+    spread       on the CPU backend, operands as large as the result where a kernel that reduces it reads them
+                                                                                                           (_spread)
 
 New state overwrites the old one (`_new_state`). Inside a loop, a value that one trip passes to the next lives until the
 end of the trip, in addition to the incoming value. Elements of stacked arrays are copied out for kernels that cannot
@@ -17,8 +21,8 @@ An op that is not stored costs no memory, but its sources live until the last of
 is computed again from the input of the ReLU, which stays in memory for that, in addition to the output. Compilers fuse
 before they know what fits. `KernelModel` states where backends differ.
 
-The rules follow XLA (instruction fusion with duplication, fusion of siblings, buffer sharing). `python -m
-benchmarks.memory` compares them with XLA's own memory analysis.
+The rules follow XLA (`stored_values`, and buffer sharing). `python -m benchmarks.memory` compares them with
+XLA's own memory analysis.
 """
 
 from __future__ import annotations
@@ -30,22 +34,19 @@ from typing import NamedTuple
 
 from alpa_lite.intra_op.stage import StageView
 from alpa_lite.intra_op.stage_ops import StageOps
+from alpa_lite.intra_op.stored_values import (
+    MOST_SOURCES,
+    KernelModel,
+    StoredValues,
+    early_operands,
+    filled_results,
+    reads_whole,
+)
 from alpa_lite.program.ir import MOVES, Graph, Op, Wiring, wiring_of
 from alpa_lite.program.memo import memoized
 from alpa_lite.program.phases import Phase, StepGraph
-from alpa_lite.rules.fusion import (
-    accesses,
-    fusion_groups,
-    is_folded,
-    is_fusible,
-    is_repeatable,
-    may_overwrite,
-    on_chip,
-    reads_several,
-)
-from alpa_lite.rules.op_info import free_values, rule_of_op
-from cost_models.composed import CostModel
-from cost_models.hardware import Fusion
+from alpa_lite.rules.fusion import may_overwrite
+from alpa_lite.rules.op_info import free_values
 
 Path = tuple[tuple[int, int], ...]
 """The position of a body in the graph of the step: pairs of an op id and the index of one of its bodies, outermost
@@ -92,11 +93,17 @@ class _Use(NamedTuple):
 class Lives:
     """The lifetimes of the values of a stage, the time span of each op, and the ends of the loop and of the stage.
 
-    Values that are summed over micro-batches live until the update has read them.
+    Values that are summed over micro-batches live until the update has read them. `read_until`: when the last of the
+    kernels in which an op runs has read its operands, for ops that run in several, or in a later one. `early`: from
+    when on a kernel reads an operand, by its number, that does a part of the work of an op without the other operands.
+    `spread`: when copies of operands of an op as large as its result are in memory.
     """
 
     lives: tuple[Life, ...]
     spans: Mapping[tuple[Path, int], LiveSpan]
+    read_until: Mapping[tuple[Path, int], int]
+    early: Mapping[tuple[Path, int, int], int]
+    spread: Mapping[tuple[Path, int], Sequence[LiveSpan]]
     loop_end: int
     end: int
 
@@ -104,33 +111,6 @@ class Lives:
     def running(self) -> Mapping[int, tuple[Path, int]]:
         """Map each time to the innermost op that starts then."""
         return {span.start: key for key, span in self.spans.items()}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KernelModel:
-    """What the kernels of a backend compute.
-
-    Attributes:
-        fusion, fused_attention: see `Backend`.
-        fuses_siblings: see `Cluster`.
-        fuses_into_products: see `Device`.
-    """
-
-    fusion: Fusion = "all"
-    fused_attention: bool = False
-    fuses_siblings: bool = True
-    fuses_into_products: bool = False
-
-    @classmethod
-    def of(cls, cost_model: CostModel) -> KernelModel:
-        """Return the kernels of the backend of a cost model."""
-        backend, cluster = cost_model.backend, cost_model.cluster
-        return cls(
-            fusion=backend.fusion,
-            fused_attention=backend.fused_attention,
-            fuses_siblings=cluster.fuses_siblings,
-            fuses_into_products=cluster.device.fuses_into_products,
-        )
 
 
 def lives_of(view: StageView, kernels: KernelModel | None = None) -> Lives:
@@ -143,70 +123,55 @@ def lives_of(view: StageView, kernels: KernelModel | None = None) -> Lives:
 
 @memoized
 def _lives(stage: StageOps, kernels: KernelModel) -> Lives:
-    spans = dict(_spans(stage.graph, stage.ops, (), 0))
+    timing = _Timing(kernels)
+    spans = timing.spans
+    timing.run(stage.graph, (), 0, stage)
     end = max((span.end for span in spans.values()), default=0)
     phases = stage.step.phases
     loop_end = max((spans[(), o].end for o in stage.ops if phases[o].in_loop), default=0)
-    outer = _LiveScope(stage.graph, (), _Timing(spans=spans, kernels=kernels), stage=stage)
+    outer = _LiveScope(stage.graph, (), timing, stage=stage)
     # A value that goes from an operand's buffer straight into a stacked array has an empty lifetime.
     found = [life for life in (*outer.external(), *outer.lives()) if life.start < life.end]
     # One more than the last op, so that state has a lifetime even in a stage without ops.
     return Lives(
-        lives=tuple(sorted(found, key=lambda life: (life.start, life.end))), spans=spans, loop_end=loop_end, end=end + 1
+        lives=tuple(sorted(found, key=lambda life: (life.start, life.end))),
+        spans=spans,
+        read_until=timing.read_until,
+        early=timing.early,
+        spread=timing.spread,
+        loop_end=loop_end,
+        end=end + 1,
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Timing:
-    """The time span of each op of a stage, which all of its scopes share, and the kernels of the backend."""
+    """The time span of each op of a stage, and what is stored of its graphs, which all of its scopes share."""
 
-    spans: Mapping[tuple[Path, int], LiveSpan]
-    kernels: KernelModel
+    def __init__(self, kernels: KernelModel) -> None:
+        self.kernels = kernels
+        self.spans: dict[tuple[Path, int], LiveSpan] = {}
+        self.stored: dict[Path, StoredValues] = {}
+        self.read_until: dict[tuple[Path, int], int] = {}
+        self.early: dict[tuple[Path, int, int], int] = {}
+        self.spread: dict[tuple[Path, int], list[LiveSpan]] = {}
 
-
-def _spans(graph: Graph, ops: Sequence[int], path: Path, start: int) -> Iterator[tuple[tuple[Path, int], LiveSpan]]:
-    """Yield the time span of each op, ops in bodies included."""
-    now = start
-    for op_id in ops:
-        op, begun = graph.ops[op_id], now
-        now += 1
-        for number, body in enumerate(op.bodies):
-            # Branches of a condition follow each other in time although one alone runs: their values never coexist.
-            inner = list(_spans(body, range(len(body.ops)), (*path, (op_id, number)), now))
-            yield from inner
-            now = max((span.end for _, span in inner), default=now)
-        yield (path, op_id), LiveSpan(begun, now)
+    def run(self, graph: Graph, path: Path, start: int, stage: StageOps | None = None) -> int:
+        """Set the time span of each op, ops in bodies included, and return when all have run."""
+        stored = self.stored[path] = StoredValues(graph, self.kernels, stage)
+        now = start
+        for op_id in stored.run_order():
+            begun = now
+            now += 1
+            for number, body in enumerate(graph.ops[op_id].bodies):
+                # Branches of a condition follow each other in time although one alone runs: their values never coexist.
+                now = self.run(body, (*path, (op_id, number)), now)
+            self.spans[path, op_id] = LiveSpan(begun, now)
+        return now
 
 
 def _new_state(step: StepGraph) -> frozenset[int]:
     """Return the outputs that overwrite the state that they replace; this assumes that arguments are donated."""
     return frozenset(out for out, old in step.aliases.items() if step.batch_dims[old] is None)
-
-
-@memoized
-def _written(graph: Graph, kernels: KernelModel) -> frozenset[int]:
-    """Return the values of a graph that a kernel writes to memory."""
-    table = accesses(graph, fusion=kernels.fusion, fused_attention=kernels.fused_attention)
-    found: set[int] = set()
-    for op, access in zip(graph.ops, table, strict=True):
-        if op.bodies:
-            found.update(op.results)
-        elif any(not slot.is_result for slot in access.writes):
-            # The op updates a part of its operand in place: the result is the buffer of the whole array.
-            found.update(op.results)
-        else:
-            found.update(op.results[slot.number] for slot in access.writes)
-    return frozenset(found & _writable(graph, kernels))
-
-
-@memoized
-def _writable(graph: Graph, kernels: KernelModel) -> frozenset[int]:
-    """Return the values of a graph that take memory of a device where a kernel writes them."""
-    unwritten = free_values(graph) | (on_chip(graph).values if kernels.fused_attention else frozenset[int]())
-    # The memory of the host is counted by `plan.host_use`.
-    return frozenset(
-        v for v, value in enumerate(graph.values) if value.rank > 0 and v not in unwritten and not value.on_host
-    )
 
 
 class _LiveScope:
@@ -230,95 +195,53 @@ class _LiveScope:
         self.spans = timing.spans
         self.ops = ops = stage.ops if stage is not None else range(len(graph.ops))
         self.end = max((self.spans[path, o].end for o in ops), default=0)  # when the graph has run once
-        kernels = timing.kernels
-        self.here = frozenset(ops)
+        self.stored = stored = timing.stored[path]
+        self.here = stored.here
         self.replaced = _new_state(stage.step) if stage is not None else frozenset[int]()
         self.outputs = frozenset(graph.outputs)
         self.kept = self.outputs - self.replaced if stage is not None else kept
+        self.filled: dict[int, int] = {}  # when arrays of zeros are written that ops fill
         self._uses: dict[int, _Use] = {}
-        self.writable = _writable(graph, kernels)
-        self.written = set(_written(graph, kernels))
-        if kernels.fusion != "none":
-            self._fuse()
+        self.written = stored.written
+        if timing.kernels.breadth_first:
+            self._run_early()
         for op_id in reversed(ops):  # the last use recurses into later ones: in this order, they are cached already
-            for r in graph.ops[op_id].results:
-                self._use(r)
+            uses = [self._use(r) for r in graph.ops[op_id].results]
+            if self.written.isdisjoint(graph.ops[op_id].results):
+                timing.read_until[path, op_id] = max([use.end for use in uses], default=0)
+        if timing.kernels.breadth_first:
+            self._spread()
 
-    def _fuse(self) -> None:
-        """Find out which values of fusible ops are written, as instruction fusion of XLA decides it.
+    def _run_early(self) -> None:
+        """Find out what runs long before the op that it belongs to, as nothing that the op waits for holds it up.
 
-        Kernels are visited from the last to the first. An op runs in the kernels that run its readers, whatever they
-        then read and for how long, unless that repeats what should not be repeated.
+        Arrays of zeros that an op fills, piece by piece, are written when the program begins. The maxima of windows are
+        searched, and operands of convolutions brought into the order of dims that these need, when the array is there.
         """
-        model = self.timing.kernels
-        groups: Sequence[int] = range(len(self.graph.ops))
-        if model.fuses_siblings:
-            groups = fusion_groups(self.graph, within_calls=model.fusion == "calls")
-        kernels: dict[int, frozenset[int]] = {}
-        for op_id in reversed(self.ops):
-            op, own = self.graph.ops[op_id], frozenset((groups[op_id],))
-            kernels[op_id] = own
-            if is_folded(self.graph, op) or not is_fusible(self.graph, op):
-                continue
-            readers = [c for r in op.results for c in self._readers(r)]
-            inside = frozenset[int]().union(*(kernels[c] for c in readers))
-            if not self._is_stored(op, readers, inside, own):
-                self.written.difference_update(op.results)
-                kernels[op_id] = inside or own
-            else:
-                self.written.update(self.writable.intersection(op.results))
+        free = free_values(self.graph)
+        for program in self.stored.programs:
+            begun, there = min([self.span(o).start for o in program], default=0), set(program)
+            for op_id in program:
+                op = self.graph.ops[op_id]
+                self.filled.update((r, begun) for r in filled_results(op, free))
+                for i in early_operands(op):
+                    maker = self.graph.producer[op.operands[i]]
+                    self.timing.early[self.path, op_id, i] = self.span(maker).end if maker in there else begun
 
-    def _is_stored(self, op: Op, readers: Sequence[int], inside: frozenset[int], own: frozenset[int]) -> bool:
-        """Return True for a fusible op whose results are written. `inside`: kernels of its readers; `own`: its own."""
-        if not self.outputs.isdisjoint(op.results) or not all(map(self._takes_in, readers)):
-            return True
-        if inside <= own:
-            return False
-        if self.stage is not None and self._leaves(op, readers):
-            return True
-        if op.primitive.startswith(("reduce_", "arg")) and op.primitive != "reduce_precision":
-            return True
-        if len(inside) == 1:
-            return False
-        if not is_repeatable(self.graph, op):
-            return True
-        # Of several arrays of its size, an op is repeated only if that is all that its readers need it for.
-        several = len(readers) > 1 and reads_several(self.graph, op)
-        return several and any(self._reads_also_behind(c, op) for c in readers)
-
-    def _reads_also_behind(self, op_id: int, op: Op) -> bool:
-        """Return True for a reader of an op that reads also what other ops compute from its results, or may do so."""
-        made, seen = set(op.results), set[int]()
-        queue = [v for v in self.graph.ops[op_id].operands if v not in made]
-        while queue:
-            v = queue.pop()
-            producer = self.graph.producer[v]
-            if v in seen or producer is None or producer < op.id:
-                continue
-            seen.add(v)
-            operands = self.graph.ops[producer].operands
-            if not made.isdisjoint(operands) or len(seen) > _MOST_SOURCES:
-                return True
-            queue += operands
-        return False
-
-    def _takes_in(self, op_id: int) -> bool:
-        """Return True for an op whose kernel can compute elements of its operands as it reads them."""
-        op = self.graph.ops[op_id]
-        if is_fusible(self.graph, op):
-            return True
-        is_product = not op.bodies and rule_of_op(self.graph, op_id).work_kind != "elementwise"
-        return is_product and self.timing.kernels.fuses_into_products
-
-    def _leaves(self, op: Op, readers: Sequence[int]) -> bool:
-        """Return True for an op whose results other tasks read: other stages, or the backward pass as its own task."""
-        stage = self.stage
-        if stage is None or not stage.leaves.isdisjoint(op.results):
-            return True
-        phases = {self._phase(c) for c in readers}
-        # A stage that is the whole step may run as one program, which fuses across phases.
-        within = set(Phase) if stage.is_whole else {Phase.INVARIANT, self._phase(op.id)}
-        return not phases <= within
+    def _spread(self) -> None:
+        """Find out when copies of operands as large as the result of an op are in memory."""
+        known: dict[tuple[int, tuple[int, ...]], tuple[int, int, int]] = {}
+        starts = {o: min([self.span(o).start for o in p], default=0) for p in self.stored.programs for o in p}
+        for op_id, operands in self.stored.spread().items():
+            until = self.timing.read_until[self.path, op_id]
+            for v in operands:
+                key = self.stored.spread_form(v, op_id)
+                maker = self.graph.producer[key[0]]
+                start = self.span(maker).end if maker in self.here else starts[op_id]
+                first, begun, end = known.get(key, (op_id, start, until))
+                known[key] = first, begun, max(end, until)
+        for first, start, end in known.values():
+            self.timing.spread.setdefault((self.path, first), []).append(LiveSpan(max(start, starts[first]), end))
 
     def span(self, op_id: int) -> LiveSpan:
         """Return the time span in which an op runs."""
@@ -335,9 +258,9 @@ class _LiveScope:
                 yield Life(
                     path=self.path,
                     value=r,
-                    start=starts.get(r, self.span(op_id).start),
+                    start=self.filled.get(r, starts.get(r, self.span(op_id).start)),
                     end=max(use.end, self.span(op_id).end),
-                    saved=use.backward and self._phase(op_id) is Phase.FORWARD,
+                    saved=use.backward and self.stored.phase(op_id) is Phase.FORWARD,
                     loop_end=max(use.loop_end, self.span(op_id).end),
                 )
             wiring = wiring_of(op)
@@ -349,6 +272,9 @@ class _LiveScope:
         if self.stage is None:
             return
         step = self.stage.step
+        # Buffers that a program reads stay until it ends: the last stage runs both passes as one program.
+        running = [o for o in self.ops if step.phases[o] is not Phase.UPDATE or self._runs_as_one(self.stage)]
+        ends = max((self.span(o).end for o in running), default=0) if self.stage.is_last else 0
         for v in self.stage.external:
             producer = self.graph.producer[v]
             # State is held throughout, which `usages` charges, and scalars hardly take memory.
@@ -360,10 +286,12 @@ class _LiveScope:
             # Values of another stage's backward pass arrive only when they are read.
             early = producer is None or step.phases[producer] is Phase.FORWARD
             start = 0 if early else min(self.span(c).start for c in readers)
-            yield Life(value=v, start=start, end=use.end, saved=early and use.backward)
+            stays = early and self.stage.is_last
+            yield Life(value=v, start=start, end=max(use.end, ends), saved=stays or (early and use.backward))
 
-    def _phase(self, op_id: int) -> Phase | None:
-        return None if self.stage is None else self.stage.step.phases[op_id]
+    @staticmethod
+    def _runs_as_one(stage: StageOps) -> bool:
+        return stage.is_whole and stage.step.num_microbatches == 1
 
     def _inside(self, op: Op, wiring: Wiring) -> Iterator[Life]:
         """Yield the lifetimes of the values in one trip of a loop, or in each of the branches of a condition."""
@@ -381,36 +309,10 @@ class _LiveScope:
     def elements(self, values: Sequence[int]) -> Iterator[Life]:
         """Yield the lifetimes of elements of stacked arrays that are copied out for a reader that is not fused."""
         for v in values:
-            readers = self._readers(v)
-            if any(self._reads_whole(op_id) for op_id in readers):
+            readers = self.stored.readers(v)
+            if any(reads_whole(self.graph, self.graph.ops[op_id]) for op_id in readers):
                 start = min(self.span(op_id).start for op_id in readers)
                 yield Life(path=self.path, value=v, start=start, end=max(self.span(o).end for o in readers))
-
-    def _reads_whole(self, op_id: int) -> bool:
-        op = self.graph.ops[op_id]
-        return bool(op.bodies) or rule_of_op(self.graph, op_id).work_kind != "elementwise"
-
-    def _readers(self, value: int) -> list[int]:
-        """Return the ops that read a value, directly or through ops that only rename it."""
-        found: list[int] = []
-        waiting = [value]
-        while waiting:
-            value = waiting.pop()
-            for c in self.graph.consumers[value]:
-                if c in self.here:
-                    named = self._renamed(c, value)
-                    waiting += named
-                    found += [] if named else [c]
-        return found
-
-    def _renamed(self, op_id: int, value: int) -> Sequence[int]:
-        """Return the results of an op that only renames an operand; empty for other ops."""
-        op = self.graph.ops[op_id]
-        if not is_folded(self.graph, op) or any(r in self.written for r in op.results):
-            return ()
-        if len(op.operands) != len(op.results):
-            return op.results
-        return [r for v, r in zip(op.operands, op.results, strict=True) if v == value]
 
     def _use(self, value: int) -> _Use:
         """Return the last use of a value by a kernel, from the cache if possible."""
@@ -426,7 +328,7 @@ class _LiveScope:
                 continue
             passed_on = self._passed_on(c, value)
             if passed_on is None:
-                phase = self._phase(c)
+                phase = self.stored.phase(c)
                 used = self._used_by(c, value)
                 # Ops in bodies have no phase (None): `loop_end` matters for values of the step's own graph alone.
                 later = _Use(used, phase is Phase.BACKWARD, used if phase is None or phase.in_loop else 0)
@@ -442,7 +344,7 @@ class _LiveScope:
     def _passed_on(self, op_id: int, value: int) -> Sequence[int] | None:
         """Return the results through which a value is still read later, or None if a kernel ends with the op."""
         op = self.graph.ops[op_id]
-        named = self._renamed(op_id, value)
+        named = self.stored.renamed(op_id, value)
         if named:
             return named
         fused = not op.bodies and op.primitive not in MOVES and not any(r in self.written for r in op.results)
@@ -454,7 +356,8 @@ class _LiveScope:
         op, span = self.graph.ops[op_id], self.span(op_id)
         wiring = wiring_of(op)
         if wiring is None:
-            return span.end
+            early = [self.timing.early.get((self.path, op_id, i)) for i, v in enumerate(op.operands) if v == value]
+            return max([span.end if time is None else time + 1 for time in early])
         carried = set(wiring.carried.values())
         places = [i for i, v in enumerate(op.operands) if v == value]
         # An operand that the loop also reads as a constant or row by row must stay until it ends.
@@ -502,15 +405,11 @@ class _LiveScope:
                 continue
             if v in self.written or producer is None or producer not in self.here:
                 found[v] = None
-            elif len(seen) < _MOST_SOURCES:
+            elif len(seen) < MOST_SOURCES:
                 queue += self.graph.ops[producer].operands
             else:
                 found[v] = None
         return list(found)
-
-
-#: The most values of a fused kernel that are searched for its sources; beyond, values count as sources themselves.
-_MOST_SOURCES = 64
 
 
 def _alike(graph: Graph, first: int, second: int) -> bool:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 
 from alpa_lite.intra_op.formulate import UNWEIGHTED, Builder, CollectiveWeights
-from alpa_lite.intra_op.liveness import KernelModel, lives_of
+from alpa_lite.intra_op.liveness import lives_of
 from alpa_lite.intra_op.problem import Solution
 from alpa_lite.intra_op.solvers.portfolio import Portfolio
 from alpa_lite.intra_op.solvers.solver import Solver
 from alpa_lite.intra_op.stage import StageSolution, StageView
 from alpa_lite.intra_op.stage_ops import StageOps
+from alpa_lite.intra_op.stored_values import KernelModel
 from alpa_lite.plan.op_places import TaskLayout
 from alpa_lite.plan.parts import NO_COST, Choice, TaskRole
 from alpa_lite.plan.pricing import Pricer, local_bytes
@@ -153,7 +155,7 @@ def _memory(view: StageView, pricer: Pricer, choice: Choice) -> tuple[float, flo
     # With one micro-batch nothing is accumulated: gradients are temporaries.
     if step.accumulates:
         sums = sum(local_bytes(graph.values[v], a.stored, sizes) for v, a in choice.accumulators.items())
-    lives = lives_of(view, KernelModel.of(pricer.cost_model))
+    lives = lives_of(view, KernelModel.of(pricer.cost_model, prod(pricer.sizes.values())))
     saved = [life.value for life in lives.lives if life.saved and life.value not in choice.accumulators]
     specs = ((v, choice.inputs[v] if v in choice.inputs else home_spec(graph, choice.ops, v)) for v in saved)
     activations = sum(local_bytes(graph.values[v], spec, sizes) for v, spec in specs)

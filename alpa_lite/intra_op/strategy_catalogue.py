@@ -39,7 +39,7 @@ from alpa_lite.program.ir import ADDITIONS, Graph, Op, Value
 from alpa_lite.rules import Rule
 from alpa_lite.rules.op_info import OpClass, op_class, rule_of_op
 from alpa_lite.sharding.reshard import SpecGraph, spec_graph
-from alpa_lite.sharding.specs import Spec
+from alpa_lite.sharding.specs import Spec, local_shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -122,10 +122,11 @@ class Catalogue:
         self._tables: dict[object, FloatArray] = {}
         self._sizes: dict[object, FloatArray] = {}
         self._copies: dict[object, FloatArray] = {}
+        self._relaid: dict[object, FloatArray] = {}
         # Keyed by identity, since options compare so; the caches above make equal options one object.
         self._all_reduced: dict[PlacementOptions, FloatArray] = {}
         self._scratch: dict[PlacementOptions, FloatArray | None] = {}
-        self._indices: dict[PlacementOptions, FloatArray] = {}
+        self._indices: dict[PlacementOptions, tuple[FloatArray, ...]] = {}
         self._value_specs: dict[object, tuple[Spec, ...]] = {}
         self._number: Numbering[tuple[Spec, ...]] = Numbering()
 
@@ -397,6 +398,35 @@ class Catalogue:
             self._copies[key] = frozen(np.where(other, sizes, 0.0))
         return self._copies[key]
 
+    def relaid_sizes(
+        self, value: Value, offered: tuple[Spec, ...], demanded: tuple[Spec, ...], *, paired: bool
+    ) -> FloatArray | None:
+        """Return the bytes of one device's copy of a value before it is laid out for its reader; see `copy_sizes`.
+
+        A collective joins blocks one behind the other: along another dim than the first they are moved into place, from
+        one array to another. None where readers take what is gathered as it is (`Cluster.reads_any_layout`).
+        """
+        if self.pricer.cost_model.cluster.reads_any_layout or value.rank < 2:
+            return None
+        key = (value.shape, value.dtype, value.on_host, self._number(offered), self._number(demanded), paired)
+        if key not in self._relaid:
+            copied = self.copy_sizes(value, offered, demanded, paired=paired)
+            homes = [(spec,) for spec in offered] if paired else [offered] * len(demanded)
+            moved = [
+                all(self._joins_inner_dim(value, home, spec) for home in some)
+                for some, spec in zip(homes, demanded, strict=True)
+            ]
+            self._relaid[key] = frozen(np.where(moved, copied, 0.0))
+        return self._relaid[key]
+
+    def _joins_inner_dim(self, value: Value, offered: Spec, demanded: Spec) -> bool:
+        """Return whether blocks are joined along a dim that others of more than one element come before."""
+        shape = local_shape(demanded, value.shape, self.sizes)
+        before = local_shape(offered, value.shape, self.sizes)
+        return any(
+            own > had and math.prod(shape[:dim]) > 1 for dim, (own, had) in enumerate(zip(shape, before, strict=True))
+        )
+
     def summed(self, spec: Spec) -> frozenset[str]:
         """Return the axes over which a partial sum is not completed in its own buffer."""
         if self.pricer.cost_model.cluster.reduces_in_place:
@@ -433,20 +463,21 @@ class Catalogue:
             self._all_reduced[options] = frozen(total)
         return self._all_reduced[options]
 
-    def index_sizes(self, graph: Graph, op: Op, options: PlacementOptions) -> FloatArray | None:
+    def index_sizes(self, graph: Graph, op: Op, options: PlacementOptions) -> tuple[FloatArray, ...]:
         """Return a device's bytes of indices by which an op finds the maxima of windows, for each placement.
 
-        None if it does so inside a kernel (`Cluster.finds_maxima_in_kernels`), or has no windows.
+        The first are those of the maxima, the others those of the elements that are searched. Nothing if the op does so
+        inside a kernel (`Cluster.finds_maxima_in_kernels`), or has no windows.
         """
         if self.pricer.cost_model.cluster.finds_maxima_in_kernels or not op.primitive.startswith("select_and_scatter"):
-            return None
+            return ()
         if options not in self._indices:
-            total = np.zeros(len(options.placements))
-            # An index along each dim for each element, and for each window that of its maximum.
+            found: list[FloatArray] = []
+            # An index along each dim.
             for value, specs in zip(graph.operands(op)[:2], options.demanded, strict=False):
                 elements = self.local_sizes(value, specs) * (value.num_elements / max(1, value.bytes))
-                total += elements * value.rank * _INDEX_BYTES
-            self._indices[options] = frozen(total)
+                found.append(frozen(elements * value.rank * _INDEX_BYTES))
+            self._indices[options] = tuple(found)
         return self._indices[options]
 
 

@@ -13,11 +13,14 @@
                                     a weight is gathered while the reader of the one before runs    (_gathered_from)
                                     or, for a parameter that remains gathered, until its last reader in the
                                     loop ends                                                               (_until)
+    relaid                          a copy once more where it is made, if its reader needs its dims in order (_relaid)
+    early                           transposed operands of convolutions, from when the operand is there on   (_early)
     scratch                         a result before its reduce_scatter, and the indices by which the gradient of max
-                                    pooling finds the maxima, while the op runs                             (_moved)
+                                    pooling finds the maxima                                       (_moved, _early)
 
 A copy depends on the strategies of two nodes, but a memory row has terms of one node each. It is therefore charged to
-the reader, and only where the operand has that spec under no choice of its own node. All bytes are per device, from the
+the node of the value where the reader demands one spec under all of its strategies, and else to the reader, but only
+where the operand has that spec under no choice of its own node. All bytes are per device, from the
 specs of one logical mesh; nothing is reserved for fragmentation or for the buffers of collectives.
 """
 
@@ -25,14 +28,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
 
 from alpa_lite.intra_op.interning import SharedArrays
-from alpa_lite.intra_op.liveness import KernelModel, Life, Lives, Path, lives_of
+from alpa_lite.intra_op.liveness import Life, Lives, Path, lives_of
 from alpa_lite.intra_op.problem import FloatArray
 from alpa_lite.intra_op.stage import Key, Offer, Placed, PlacedBodies, PlacedSum, StageScope, StageView
+from alpa_lite.intra_op.stored_values import KernelModel, reads_whole
 from alpa_lite.intra_op.strategy_catalogue import Catalogue, PlacementOptions, SumOptions
 from alpa_lite.plan.walk import stacked
 from alpa_lite.program.ir import Op, Value, wiring_of
@@ -49,6 +54,19 @@ class UsageOf:
     sizes: FloatArray
     start: int
     end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pair:
+    """The specs that a value has and those that a reader demands, by strategy of a node.
+
+    paired    whether those of one number belong together; else the value may have any of `offered`
+    """
+
+    node: int
+    offered: tuple[Spec, ...]
+    demanded: tuple[Spec, ...]
+    paired: bool
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -81,7 +99,7 @@ class StageLayout:
 
 def stage_lives(view: StageView, catalogue: Catalogue) -> Lives:
     """Return the lifetimes of a stage's values on the backend of a catalogue's cost model."""
-    return lives_of(view, KernelModel.of(catalogue.pricer.cost_model))
+    return lives_of(view, KernelModel.of(catalogue.pricer.cost_model, prod(catalogue.sizes.values())))
 
 
 def usages_of(layout: StageLayout, arrays: SharedArrays, *, in_flight: int) -> tuple[UsageOf, ...]:
@@ -209,21 +227,44 @@ class _Collector:
                 yield from self._copies_of_loop(scope, op, placed, span.start, span.end)
             elif isinstance(placed, Placed) and key in self.layout.demanded:
                 options = self.layout.demanded[key]
+                end = max(span.end, self.lives.read_until.get((paths[scope], op_id), 0))
                 for v, specs in zip(op.operands, options.demanded, strict=True):
-                    start = ahead.get(key, span.start) if self._is_parameter((scope, v)) else span.start
-                    yield from self._copies((scope, v), placed.node, specs, start, span.end)
+                    start = (
+                        min(span.start, ahead.get(key, span.start)) if self._is_parameter((scope, v)) else span.start
+                    )
+                    yield from self._copies((scope, v), placed.node, specs, start, end)
+                    if reads_whole(self.layout.scopes[scope].graph, op):
+                        yield from self._relaid((scope, v), placed.node, specs, start)
                 graph, made = self.layout.scopes[scope].graph, (scope, op.results[0])
-                for sizes in (
-                    self.catalogue.scratch_sizes(graph, op, options),
-                    self.catalogue.index_sizes(graph, op, options),
-                ):
-                    if sizes is not None:
-                        yield UsageOf(value=made, node=placed.node, sizes=sizes, start=span.start, end=span.end)
+                sizes = self.catalogue.scratch_sizes(graph, op, options)
+                if sizes is not None:
+                    yield UsageOf(value=made, node=placed.node, sizes=sizes, start=span.start, end=span.end)
+                yield from self._early((scope, op_id), paths[scope], placed.node)
                 sizes = self.catalogue.all_reduced_sizes(graph, op, options)
                 # What crosses into the update is charged there (`_combined`).
                 crosses = scope == 0 and not self.layout.crossings.keys().isdisjoint(op.results)
                 if sizes is not None and not crosses:
                     yield UsageOf(value=made, node=placed.node, sizes=sizes, start=span.start, end=span.end)
+
+    def _early(self, key: Key, path: Path, node: int) -> Iterator[UsageOf]:
+        """Yield what kernels write that do a part of the work of an op when one of its operands is there."""
+        (scope, op_id), options = key, self.layout.demanded[key]
+        graph, end = self.layout.scopes[scope].graph, self.lives.spans[path, op_id].end
+        op = graph.ops[op_id]
+        indices, made = self.catalogue.index_sizes(graph, op, options), (scope, op.results[0])
+        if indices:
+            start = self.lives.early.get((path, op_id, 1), end - 1)
+            for sizes, until in zip(indices, (end, start + 1), strict=True):
+                yield UsageOf(value=made, node=node, sizes=sizes, start=start, end=until)
+            return
+        for span in self.lives.spread.get((path, op_id), ()):
+            sizes = self.catalogue.local_sizes(graph.values[op.results[0]], options.results[0])
+            yield UsageOf(value=made, node=node, sizes=sizes, start=span.start, end=span.end)
+        for i, (v, specs) in enumerate(zip(op.operands, options.demanded, strict=True)):
+            start = self.lives.early.get((path, op_id, i))
+            if start is not None:
+                sizes = self.catalogue.local_sizes(graph.values[v], specs)
+                yield UsageOf(value=(scope, v), node=node, sizes=sizes, start=start, end=end)
 
     def _is_parameter(self, key: Key) -> bool:
         return is_parameter(self.layout.view.step, self.layout.scopes[key[0]].graph, key[1])
@@ -252,13 +293,34 @@ class _Collector:
             yield from self._copies((scope, v), offer.node, specs, start, end)
 
     def _copies(self, key: Key, node: int, specs: tuple[Spec, ...], start: int, end: int) -> Iterator[UsageOf]:
-        offer = self.layout.offers.get(key)
         end, held = self._until(key, specs, end)
-        if offer is not None and not held and self.layout.value(key).rank > 0 and offer.specs != specs:
-            # One node decides on both specs then, so that strategies of equal number belong together.
-            paired = offer.node == node
-            sizes = self.catalogue.copy_sizes(self.layout.value(key), offer.specs, specs, paired=paired)
-            yield UsageOf(value=key, node=node, sizes=sizes, start=start, end=end)
+        pair = None if held else self._pair(key, node, specs)
+        if pair is not None:
+            sizes = self.catalogue.copy_sizes(self.layout.value(key), pair.offered, pair.demanded, paired=pair.paired)
+            yield UsageOf(value=key, node=pair.node, sizes=sizes, start=start, end=end)
+
+    def _relaid(self, key: Key, node: int, specs: tuple[Spec, ...], start: int) -> Iterator[UsageOf]:
+        """Yield the array of which a copy in another layout is made when it is there."""
+        pair = self._pair(key, node, specs)
+        if pair is None:
+            return
+        value = self.layout.value(key)
+        sizes = self.catalogue.relaid_sizes(value, pair.offered, pair.demanded, paired=pair.paired)
+        if sizes is not None:
+            yield UsageOf(value=key, node=pair.node, sizes=sizes, start=start, end=start + 1)
+
+    def _pair(self, key: Key, node: int, specs: tuple[Spec, ...]) -> _Pair | None:
+        """Return the specs of a value and those that a reader demands; None if they are the same, or it has no copies.
+
+        They are those of the strategies of the reader's node, or of the value's node if the reader has no choice.
+        """
+        offer = self.layout.offers.get(key)
+        if offer is None or self.layout.value(key).rank == 0 or offer.specs == specs:
+            return None
+        if offer.node != node and len(set(specs)) == 1:
+            return _Pair(node=offer.node, offered=offer.specs, demanded=specs[:1] * len(offer.specs), paired=True)
+        # Where one node decides on both specs, strategies of equal number belong together.
+        return _Pair(node=node, offered=offer.specs, demanded=specs, paired=offer.node == node)
 
     def _until(self, key: Key, specs: tuple[Spec, ...], end: int) -> tuple[int, bool]:
         """Return when a copy that an op reads until `end` is freed, and whether an earlier op was charged for it."""

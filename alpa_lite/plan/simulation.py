@@ -479,7 +479,7 @@ def _held(program: Program, plan: Plan, step: StepGraph, clock: _StepSimulation)
             for buffer in instruction.reads:
                 changes[clock.row_of[buffer.stage]].append((last.get(buffer, end), -sizes.get(buffer, 0.0)))
         if runs:
-            work = _work(plan, instruction, program.tasks[instruction.task], sizes)
+            work = _work(plan, instruction, program.tasks[instruction.task], step, sizes)
             changes[row] += [(time.start_seconds, work), (end, -work)]
     for buffer, size in resident.items():
         changes[clock.row_of[buffer.stage]].append((-1.0, size))
@@ -520,12 +520,17 @@ def _taken_over(arrays: _TaskArrays, instruction: Instruction, freed: Sequence[B
     return frozenset(reused)
 
 
-def _work(plan: Plan, instruction: Instruction, task: TaskSpec, sizes: Mapping[Buffer, float]) -> float:
+def _work(
+    plan: Plan, instruction: Instruction, task: TaskSpec, step: StepGraph, sizes: Mapping[Buffer, float]
+) -> float:
     """Return the bytes that a task needs in addition to its arrays; a task of both passes also holds residuals."""
     stage, saved = plan.stages[task.stage], 0.0
     if task.kind in (TaskRole.FORWARD_BACKWARD, TaskRole.STEP):
-        handed_on = sum(sizes.get(buffer, 0.0) for buffer in instruction.writes[: len(task.outputs)])
-        saved = max(0.0, stage.cost.activation_bytes - handed_on)
+        # Of what is saved, arrays of the batch and those of other stages are buffers that the task reads.
+        read, producer = instruction.reads[: len(task.inputs)], step.graph.producer
+        buffers = [b for b in read if producer[b.value] is not None or step.batch_dims[b.value] is not None]
+        buffers += instruction.writes[: len(task.outputs)]
+        saved = max(0.0, stage.cost.activation_bytes - sum(sizes.get(buffer, 0.0) for buffer in buffers))
     return stage.cost.temporary_bytes + saved
 
 

@@ -28,8 +28,9 @@ from numpy.typing import NDArray
 
 from alpa_lite.errors import AlpaLiteError, PlanError
 from alpa_lite.inter_op.plan_request import PlanRequest
-from alpa_lite.intra_op.liveness import KernelModel, Lives, Path, lives_of
+from alpa_lite.intra_op.liveness import Lives, Path, lives_of
 from alpa_lite.intra_op.stage import GivenLayout, StageView, Wanted
+from alpa_lite.intra_op.stored_values import KernelModel
 from alpa_lite.intra_op.strategies import FREE_CHOICE
 from alpa_lite.plan.plan import Plan
 from alpa_lite.planners.on_mesh import MeshConstraints, plan_on_mesh
@@ -244,7 +245,7 @@ class _Memory:
     def __init__(self, dims: NamedDims, model: CostModel) -> None:
         step = dims.step
         view = StageView(step=step, layers=make_layers(step, 1), first=0, last=0)
-        lives = lives_of(view, KernelModel.of(model))
+        lives = lives_of(view, KernelModel.of(model, model.cluster.num_devices))
         # Values with the same names shrink alike under every layout, so that few rows stand for all values.
         self.rows: dict[frozenset[str], NDArray[np.float64]] = {}
         self.dims, self.end = dims, lives.end

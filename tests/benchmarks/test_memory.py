@@ -15,6 +15,7 @@ from alpa_lite.cli.models.sequential_networks import MLP
 from alpa_lite.planners import DataParallel, Hybrid, Planner
 from benchmarks import memory
 from benchmarks.published import peaks
+from tests.benchmarks import memory_programs
 
 PLANS = {"data parallel": (DataParallel(), 1), "pp2 × dp2 × tp2": (Hybrid(pipeline=2, data=2, tensor=2), 4)}
 
@@ -56,13 +57,26 @@ def test_the_cpu_backend_stores_inputs_of_relus_and_indices_of_maxima(devices, m
     assert row.ratio == pytest.approx(1.0, abs=0.06), row
 
 
+@pytest.mark.slow
+def test_programs_that_are_held_out(devices):
+    rows = memory.run(memory_programs.cases(), memory_programs.PLANS, lambda _: None)
+    assert len(rows) == 40
+    mean, _ = memory.mean_and_worst_error(rows)
+    low = [row for row in rows if row.ratio < 0.9]
+    # When kernels ran in the order of the ops it was 0.11, and 15 of the predictions were more than 10 % too low.
+    assert mean < 0.07
+    assert len(low) <= 5, low
+
+
 def test_the_account_of_a_step_that_is_one_executable(rows):
     row = rows[0]
     batch = 2 * 4 * 512 * 128 / 8
     assert row.xla_resident_bytes == pytest.approx(row.state_bytes + batch, rel=0.01)
     assert row.xla_bytes == row.xla_resident_bytes + row.xla_output_bytes + row.xla_temporary_bytes
+    # The batch is saved for the backward pass, and counted once.
+    assert row.saved_bytes > batch
     parts = row.state_bytes + row.accumulator_bytes + row.saved_bytes + row.temporary_bytes
-    assert row.predicted_bytes == pytest.approx(parts + batch)
+    assert row.predicted_bytes == pytest.approx(parts)
 
 
 def test_the_table(rows):
@@ -120,7 +134,7 @@ def test_large_cases_are_the_same_models(large):
     assert [case.name for case in found] == ["transformer, none", "transformer, full", "MLP", "CNN"]
 
 
-@pytest.mark.parametrize(("name", "mean", "worst"), [("memory", "8 %", "35 %"), ("memory_tpu", "20 %", "64 %")])
+@pytest.mark.parametrize(("name", "mean", "worst"), [("memory", "5 %", "37 %"), ("memory_tpu", "20 %", "64 %")])
 def test_the_page_states_the_kept_figures(name: str, mean: str, worst: str):
     root = Path(__file__).parents[2]
     rows = json.loads((root / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))["rows"]

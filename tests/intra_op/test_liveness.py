@@ -12,8 +12,9 @@ import pytest
 from jax import lax
 
 import alpa_lite as al
-from alpa_lite.intra_op.liveness import KernelModel, Life, Lives, lives_of
+from alpa_lite.intra_op.liveness import Life, Lives, lives_of
 from alpa_lite.intra_op.stage import StageView
+from alpa_lite.intra_op.stored_values import KernelModel
 from alpa_lite.planners import DataParallel, Hybrid, Pipeline, Planner
 from alpa_lite.rules.fusion import accesses
 from alpa_lite.step.clustering import make_layers

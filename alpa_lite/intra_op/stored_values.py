@@ -1,0 +1,359 @@
+"""Find out which values the kernels of a graph write to memory, and in which order the kernels run.
+
+    kernels      an op runs inside the kernels that read its result, unless one of them cannot compute it or the op
+                 would run in several and is costly, or reads several arrays that they need not read       (_fuse)
+    order        that of the ops; on the CPU backend, in which a kernel joins a queue when its last operand is there,
+                 breadth first: gradients of weights and what the backward pass recomputes wait for their turn, and
+                 a broadcast is written long before it is read                                         (run_order)
+
+The rules follow XLA (instruction fusion with duplication, fusion of siblings). `KernelModel` states where backends
+differ.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from functools import cached_property
+
+from alpa_lite.intra_op.stage_ops import StageOps
+from alpa_lite.program.ir import Graph, Op, wiring_of
+from alpa_lite.program.memo import memoized
+from alpa_lite.program.phases import Phase
+from alpa_lite.rules.fusion import (
+    accesses,
+    fusion_groups,
+    is_folded,
+    is_fusible,
+    is_repeatable,
+    on_chip,
+    reads_several,
+)
+from alpa_lite.rules.op_info import free_values, rule_of_op
+from cost_models.composed import CostModel
+from cost_models.hardware import Fusion
+
+MOST_SOURCES = 64
+"""The most values of a fused kernel that are searched for its sources; beyond, values count as sources themselves."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelModel:
+    """What the kernels of a backend compute, and when they run.
+
+    Attributes:
+        fusion, fused_attention: see `Backend`.
+        fuses_siblings, breadth_first: see `Cluster`.
+        fuses_into_products: see `Device`.
+        num_devices: that run the program.
+    """
+
+    fusion: Fusion = "all"
+    fused_attention: bool = False
+    fuses_siblings: bool = True
+    fuses_into_products: bool = False
+    breadth_first: bool = False
+    num_devices: int = 1
+
+    @classmethod
+    def of(cls, cost_model: CostModel, num_devices: int) -> KernelModel:
+        """Return the kernels of the backend of a cost model, in programs for a number of devices."""
+        backend, cluster = cost_model.backend, cost_model.cluster
+        return cls(
+            fusion=backend.fusion,
+            fused_attention=backend.fused_attention,
+            fuses_siblings=cluster.fuses_siblings,
+            fuses_into_products=cluster.device.fuses_into_products,
+            breadth_first=cluster.breadth_first,
+            # Elsewhere the same kernels run on any number of devices.
+            num_devices=num_devices if cluster.breadth_first else 1,
+        )
+
+
+@memoized
+def _written(graph: Graph, kernels: KernelModel) -> frozenset[int]:
+    """Return the values of a graph that a kernel writes to memory."""
+    table = accesses(graph, fusion=kernels.fusion, fused_attention=kernels.fused_attention)
+    found: set[int] = set()
+    for op, access in zip(graph.ops, table, strict=True):
+        if op.bodies:
+            found.update(op.results)
+        elif any(not slot.is_result for slot in access.writes):
+            # The op updates a part of its operand in place: the result is the buffer of the whole array.
+            found.update(op.results)
+        else:
+            found.update(op.results[slot.number] for slot in access.writes)
+    return frozenset(found & _writable(graph, kernels))
+
+
+@memoized
+def _writable(graph: Graph, kernels: KernelModel) -> frozenset[int]:
+    """Return the values of a graph that take memory of a device where a kernel writes them."""
+    unwritten = free_values(graph) | (on_chip(graph).values if kernels.fused_attention else frozenset[int]())
+    # The memory of the host is counted by `plan.host_use`.
+    return frozenset(
+        v for v, value in enumerate(graph.values) if value.rank > 0 and v not in unwritten and not value.on_host
+    )
+
+
+def reads_whole(graph: Graph, op: Op) -> bool:
+    """Return True for ops whose kernels read operands as arrays that lie in memory: loops, products and the like."""
+    return bool(op.bodies) or rule_of_op(graph, op.id).work_kind != "elementwise"
+
+
+def early_operands(op: Op) -> Sequence[int]:
+    """Return the operands that kernels of their own read, without the others, on the CPU backend.
+
+    The maxima of windows are searched, and what a convolution reads is transposed, unless its dims are in order: the
+    batch first and the features last, in a kernel the space, the features that are read, and those that are made.
+    """
+    if op.primitive.startswith("select_and_scatter"):
+        return (1,)
+    if op.primitive != "conv_general_dilated":
+        return ()
+    numbers = op.params["dimension_numbers"]
+    rank = len(numbers["lhs_spec"])
+    space = range(rank - 2)
+    in_order = (0, rank - 1, *(d + 1 for d in space)), (rank - 1, rank - 2, *space)
+    return [i for i, spec in enumerate((numbers["lhs_spec"], numbers["rhs_spec"])) if tuple(spec) != in_order[i]]
+
+
+def filled_results(op: Op, free: Set[int]) -> Sequence[int]:
+    """Return the results that begin as arrays of zeros or the like, which are filled piece by piece. `free`: values."""
+    wiring = wiring_of(op)
+    if wiring is not None:
+        # A loop of one trip is removed.
+        return [op.results[r] for r in wiring.stacked] if wiring.trips > 1 else ()
+    if op.primitive.startswith("select_and_scatter"):
+        return op.results
+    return op.results if op.primitive.startswith("scatter") and op.operands[0] in free else ()
+
+
+class StoredValues:
+    """The values of one graph (the step's own, or a loop body) that the kernels of a stage write.
+
+    written   their ids
+    """
+
+    def __init__(self, graph: Graph, kernels: KernelModel, stage: StageOps | None = None) -> None:
+        """Decide what is fused. `stage`: the ops of the stage, for the outermost graph; of a body all ops run."""
+        self.graph, self.kernels, self.stage = graph, kernels, stage
+        self.ops = stage.ops if stage is not None else range(len(graph.ops))
+        self.here = frozenset(self.ops)
+        self.outputs = frozenset(graph.outputs)
+        self.writable = _writable(graph, kernels)
+        self.written = set(_written(graph, kernels))
+        if kernels.fusion != "none":
+            self._fuse()
+
+    def _fuse(self) -> None:
+        """Find out which values of fusible ops are written, as instruction fusion of XLA decides it.
+
+        Kernels are visited from the last to the first. An op runs in the kernels that run its readers, whatever they
+        then read and for how long, unless that repeats what should not be repeated.
+        """
+        model = self.kernels
+        groups: Sequence[int] = range(len(self.graph.ops))
+        if model.fuses_siblings:
+            groups = fusion_groups(self.graph, within_calls=model.fusion == "calls")
+        kernels: dict[int, frozenset[int]] = {}
+        for op_id in reversed(self.ops):
+            op, own = self.graph.ops[op_id], frozenset((groups[op_id],))
+            kernels[op_id] = own
+            if is_folded(self.graph, op) or not is_fusible(self.graph, op):
+                continue
+            readers = [c for r in op.results for c in self.readers(r)]
+            inside = frozenset[int]().union(*(kernels[c] for c in readers))
+            if not self._is_stored(op, readers, inside, own):
+                self.written.difference_update(op.results)
+                kernels[op_id] = inside or own
+            else:
+                self.written.update(self.writable.intersection(op.results))
+
+    def _is_stored(self, op: Op, readers: Sequence[int], inside: frozenset[int], own: frozenset[int]) -> bool:
+        """Return True for a fusible op whose results are written. `inside`: kernels of its readers; `own`: its own."""
+        if not self.outputs.isdisjoint(op.results) or not all(map(self._takes_in, readers)):
+            return True
+        if inside <= own:
+            return False
+        if self.stage is not None and self._leaves(op, readers):
+            return True
+        if op.primitive.startswith(("reduce_", "arg")) and op.primitive != "reduce_precision":
+            return True
+        if len(inside) == 1:
+            return False
+        if not is_repeatable(self.graph, op):
+            return True
+        # Of several arrays of its size, an op is repeated only if that is all that its readers need it for.
+        several = len(readers) > 1 and reads_several(self.graph, op)
+        return several and any(self._reads_also_behind(c, op) for c in readers)
+
+    def _reads_also_behind(self, op_id: int, op: Op) -> bool:
+        """Return True for a reader of an op that reads also what other ops compute from its results, or may do so."""
+        made, seen = set(op.results), set[int]()
+        queue = [v for v in self.graph.ops[op_id].operands if v not in made]
+        while queue:
+            v = queue.pop()
+            producer = self.graph.producer[v]
+            if v in seen or producer is None or producer < op.id:
+                continue
+            seen.add(v)
+            operands = self.graph.ops[producer].operands
+            if not made.isdisjoint(operands) or len(seen) > MOST_SOURCES:
+                return True
+            queue += operands
+        return False
+
+    def _takes_in(self, op_id: int) -> bool:
+        """Return True for an op whose kernel can compute elements of its operands as it reads them."""
+        op = self.graph.ops[op_id]
+        if is_fusible(self.graph, op):
+            return True
+        is_product = not op.bodies and rule_of_op(self.graph, op_id).work_kind != "elementwise"
+        return is_product and self.kernels.fuses_into_products
+
+    def _leaves(self, op: Op, readers: Sequence[int]) -> bool:
+        """Return True for an op whose results other tasks read: other stages, or the backward pass as its own task."""
+        stage = self.stage
+        if stage is None or not stage.leaves.isdisjoint(op.results):
+            return True
+        phases = {self.phase(c) for c in readers}
+        # A stage that is the whole step may run as one program, which fuses across phases.
+        within = set(Phase) if stage.is_whole else {Phase.INVARIANT, self.phase(op.id)}
+        return not phases <= within
+
+    def readers(self, value: int) -> list[int]:
+        """Return the ops that read a value, directly or through ops that only rename it."""
+        found: list[int] = []
+        waiting = [value]
+        while waiting:
+            value = waiting.pop()
+            for c in self.graph.consumers[value]:
+                if c in self.here:
+                    named = self.renamed(c, value)
+                    waiting += named
+                    found += [] if named else [c]
+        return found
+
+    def renamed(self, op_id: int, value: int) -> Sequence[int]:
+        """Return the results of an op that only renames an operand; empty for other ops."""
+        op = self.graph.ops[op_id]
+        if not is_folded(self.graph, op) or any(r in self.written for r in op.results):
+            return ()
+        if len(op.operands) != len(op.results):
+            return op.results
+        return [r for v, r in zip(op.operands, op.results, strict=True) if v == value]
+
+    def phase(self, op_id: int) -> Phase | None:
+        """Return the phase of an op of the step's own graph; None inside a body."""
+        return None if self.stage is None else self.stage.step.phases[op_id]
+
+    def run_order(self) -> Sequence[int]:
+        """Return the ops in the order in which their kernels run; those inside of kernels come before these."""
+        if not self.kernels.breadth_first:
+            return self.ops
+        return [op_id for program in self.programs for op_id in self._breadth_first(program)]
+
+    @cached_property
+    def programs(self) -> Sequence[Sequence[int]]:
+        """The ops of the programs of a stage, which run one after the other."""
+        if self.stage is None:
+            return (self.ops,)
+        # A stage that is the whole step runs its passes as one. The update waits for the reductions of the gradients.
+        passes = {Phase.BACKWARD: Phase.FORWARD} if self.stage.is_whole else {}
+        phases = {o: self.stage.step.phases[o] for o in self.ops}
+        return [[o for o, own in phases.items() if passes.get(own, own) is phase] for phase in Phase]
+
+    def _breadth_first(self, ops: Sequence[int]) -> Iterator[int]:
+        """Yield the ops of a program: a kernel joins the queue when its last operand is there."""
+        graph, inside = self.graph, set(ops)
+        operands = {o: set(graph.ops[o].operands) for o in ops}
+        missing = {o: len(read) for o, read in operands.items()}
+        given = sorted({v for read in operands.values() for v in read if graph.producer[v] not in inside})
+        queue: deque[tuple[int | None, Sequence[int]]] = deque((o, graph.ops[o].results) for o in ops if not missing[o])
+        queue.extend((None, (v,)) for v in given)
+        while queue:
+            op_id, made = queue.popleft()
+            if op_id is not None:
+                yield op_id
+            waiting = deque(made)
+            while waiting:
+                for c in dict.fromkeys(graph.consumers[waiting.popleft()]):
+                    if c not in inside:
+                        continue
+                    missing[c] -= 1
+                    if missing[c]:
+                        continue
+                    results = graph.ops[c].results
+                    if self._is_kernel(c):
+                        queue.append((c, results))
+                    else:
+                        yield c
+                        waiting.extend(results)
+
+    def spread(self) -> Mapping[int, tuple[int, ...]]:
+        """Return the operands of which kernels for reductions read copies as large as the result, by op.
+
+        A library reduces on the CPU backend. Its kernels spread operands over more dims for themselves, but what others
+        spread too is one array that is written. Kernels of programs for one device go on after the reduction, and read
+        there what was spread before it.
+        """
+        inside: set[int] = set()
+        of_ops: dict[int, tuple[int, ...]] = {}
+        for op_id in reversed(self.ops):
+            op = self.graph.ops[op_id]
+            if not is_fusible(self.graph, op):
+                continue
+            of_ops[op_id] = tuple(v for v in dict.fromkeys(op.operands) if self._is_spread(v, op))
+            readers = [c for r in op.results for c in self.graph.consumers[r] if c in self.here]
+            if not self._is_kernel(op_id) and any(c in inside or self._reduces(c) for c in readers):
+                inside.add(op_id)
+        readers = Counter(self.spread_form(v, o) for o, spread in of_ops.items() for v in spread)
+        least = 1 if self.kernels.num_devices == 1 else 2
+        found = {o: tuple(v for v in of_ops[o] if readers[self.spread_form(v, o)] >= least) for o in sorted(inside)}
+        return {o: spread for o, spread in found.items() if spread}
+
+    def spread_form(self, value: int, op_id: int) -> tuple[int, tuple[int, ...]]:
+        """Return what an operand is spread from and to: spread to the same shape twice, it is one array."""
+        return self.origin(value), self.graph.values[self.graph.ops[op_id].results[0]].shape
+
+    def _reduces(self, op_id: int) -> bool:
+        primitive = self.graph.ops[op_id].primitive
+        return primitive.startswith("reduce_") and primitive != "reduce_precision"
+
+    def _is_spread(self, value: int, op: Op) -> bool:
+        values, free = self.graph.values, free_values(self.graph)
+        size = values[value].num_elements
+        if not 1 < size < values[op.results[0]].num_elements or value in free:
+            return False
+        # A kernel that reduces an array goes on to read it with the result.
+        whole = {self.origin(v) for v in op.operands if values[v].num_elements > size}
+        waiting, seen = [value], set[int]()
+        while waiting:
+            v = waiting.pop()
+            maker = self.graph.producer[v]
+            if maker is None or maker not in self.here or v in seen:
+                continue
+            seen.add(v)
+            if self._reduces(maker):
+                if not whole.isdisjoint(map(self.origin, self.graph.ops[maker].operands)):
+                    return False
+            elif is_fusible(self.graph, self.graph.ops[maker]):
+                waiting += [u for u in self.graph.ops[maker].operands if values[u].num_elements <= size]
+        return True
+
+    def origin(self, value: int) -> int:
+        """Return the value that an op made of which only ops that rename it have made a value."""
+        maker = self.graph.producer[value]
+        while maker is not None and maker in self.here and len(self.graph.ops[maker].operands) == 1:
+            op = self.graph.ops[maker]
+            if not is_folded(self.graph, op) or self._is_kernel(maker):
+                break
+            (value,) = op.operands
+            maker = self.graph.producer[value]
+        return value
+
+    def _is_kernel(self, op_id: int) -> bool:
+        op = self.graph.ops[op_id]
+        return bool(op.bodies) or not self.written.isdisjoint(op.results)
