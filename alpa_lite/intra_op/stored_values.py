@@ -260,8 +260,8 @@ class StoredValues:
         """The ops of the programs of a stage, which run one after the other."""
         if self.stage is None:
             return (self.ops,)
-        # A stage that is the whole step runs its passes as one. The update waits for the reductions of the gradients.
-        passes = {Phase.BACKWARD: Phase.FORWARD} if self.stage.is_whole else {}
+        # The last stage runs its passes as one. The update waits for the reductions of the gradients.
+        passes = {Phase.BACKWARD: Phase.FORWARD} if self.stage.is_last else {}
         phases = {o: self.stage.step.phases[o] for o in self.ops}
         return [[o for o, own in phases.items() if passes.get(own, own) is phase] for phase in Phase]
 
