@@ -21,7 +21,7 @@ from alpa_lite.errors import InfeasibleError, PlanError
 from alpa_lite.inter_op.boundaries import inflow_seconds, received_values, stacks_at_rest
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.inter_op.sharding_demands import PlacedOps, sharding_uses
-from alpa_lite.inter_op.solved_stages import PlacedStage
+from alpa_lite.inter_op.solved_stages import PlacedStage, StagePlace
 from alpa_lite.plan.host_use import host_bytes_of
 from alpa_lite.plan.op_places import fused_stages, update_tasks
 from alpa_lite.plan.parts import NOT_PREDICTED, NOT_SOLVED, Choice
@@ -344,9 +344,7 @@ def _estimated(request: PlanRequest, staged: StagedStep) -> StepEstimate:
     return StepEstimate(step_seconds=seconds, bubble_fraction=timeline.bubble_fraction)
 
 
-def inflows_between(
-    request: PlanRequest, step: StepGraph, layers: Layers, stages: Sequence[PlacedStage]
-) -> list[float]:
+def inflows_between(request: PlanRequest, step: StepGraph, layers: Layers, stages: Sequence[StagePlace]) -> list[float]:
     """Return the seconds per micro-batch in which each stage but the first receives its inputs.
 
     Nothing is sent between stages on the same devices.

@@ -57,6 +57,15 @@ def test_the_cpu_backend_stores_inputs_of_relus_and_indices_of_maxima(devices, m
     assert row.ratio == pytest.approx(1.0, abs=0.06), row
 
 
+@pytest.mark.parametrize(
+    ("program", "plan"), [("gelu", "FSDP"), ("words", "FSDP"), ("attention", "one device"), ("normed", "Megatron")]
+)
+def test_gathered_weights_are_moved_into_place_and_what_is_reduced_is_spread(devices, program: str, plan: str):
+    (case,) = (case for case in memory_programs.cases() if case.name == program)
+    (row,) = memory.run([case], {plan: memory_programs.PLANS[plan]}, lambda _: None)
+    assert row.ratio == pytest.approx(1.0, abs=0.06), row
+
+
 @pytest.mark.slow
 def test_programs_that_are_held_out(devices):
     rows = memory.run(memory_programs.cases(), memory_programs.PLANS, lambda _: None)

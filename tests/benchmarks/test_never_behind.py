@@ -75,6 +75,15 @@ def test_numbers_are_compared_in_the_orders_that_the_stage_search_counts_on() ->
 
 
 @pytest.mark.slow
+def test_layers_are_cut_anew_where_equal_parts_send_less() -> None:
+    """The search has 8 layers for 2 blocks. One begins with the sum that ends a block, and receives both terms."""
+    case = drawn(400011)
+    rival = case.plan(Hybrid(pipeline=2, data=4, zero=1, schedule=EagerOneFOneB()), 8)
+    found = case.plan(Auto(manual=(), idle_devices=False), 8)
+    assert found.prediction.step_seconds <= (1 + TOLERANCE) * rival.prediction.step_seconds
+
+
+@pytest.mark.slow
 def test_chunks_that_are_estimated_too_slow_are_priced() -> None:
     """By the estimates alone zero-bubble H1 is 3 % faster here than ZB-V, and by their programs 4 % slower."""
     case = drawn(7)
