@@ -1,4 +1,4 @@
-"""Ten small programs on which no rule of the memory model was found: they are held out, and judge it."""
+"""Ten small programs, other than those of the benchmark, by which the memory model is judged."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def test_gathered_weights_are_moved_into_place_and_what_is_reduced_is_spread(dev
 
 
 @pytest.mark.slow
-def test_programs_that_are_held_out(devices):
+def test_ten_other_programs(devices):
     rows = memory.run(memory_programs.cases(), memory_programs.PLANS, lambda _: None)
     assert len(rows) == 40
     mean, _ = memory.mean_and_worst_error(rows)
