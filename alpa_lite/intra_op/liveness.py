@@ -275,6 +275,7 @@ class _LiveScope:
         # Buffers that a program reads stay until it ends: the last stage runs both passes as one program.
         running = [o for o in self.ops if step.phases[o] is not Phase.UPDATE or self._runs_as_one(self.stage)]
         ends = max((self.span(o).end for o in running), default=0) if self.stage.is_last else 0
+        trains = any(step.phases[o] is Phase.BACKWARD for o in self.ops)
         for v in self.stage.external:
             producer = self.graph.producer[v]
             # State is held throughout, which `usages` charges, and scalars hardly take memory.
@@ -286,7 +287,7 @@ class _LiveScope:
             # Values of another stage's backward pass arrive only when they are read.
             early = producer is None or step.phases[producer] is Phase.FORWARD
             start = 0 if early else min(self.span(c).start for c in readers)
-            stays = early and self.stage.is_last
+            stays = early and trains and self.stage.is_last
             yield Life(value=v, start=start, end=max(use.end, ends), saved=stays or (early and use.backward))
 
     @staticmethod

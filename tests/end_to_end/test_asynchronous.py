@@ -181,11 +181,12 @@ def test_old_weights_are_planned_and_freed(schedule):
     # The last matrix of each stage: nothing reads that of the first layer again in the backward pass.
     last = [max(name for name in stage.specs if name in held) for stage in plan.stages]
     assert [held[name] for name in last] == expected
-    # The plan has room for what is held more than under 1F1B, up to the layer that every stage may hold less.
-    matrix, flushed = 4 * 512 * 512, lowered(OneFOneB(), 16).planned.last_plan
+    # The plan has room for what is held more than under 1F1B, up to the layer that every stage may hold less, and the
+    # loss of each micro-batch, of which 1F1B keeps the sum.
+    matrix, losses, flushed = 4 * 512 * 512, 4 * (16 + 1), lowered(OneFOneB(), 16).planned.last_plan
     for stage, peak, least in zip(plan.stages, plan.prediction.peak_bytes, flushed.prediction.peak_bytes, strict=True):
         more = sum(held[name] - 1 for name in stage.specs if name in held) * matrix
-        assert abs(peak - least - more) <= matrix
+        assert abs(peak - least - more) <= matrix + losses
 
 
 def test_the_memory_of_old_weights_is_what_is_allocated():
