@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 
 from alpa_lite.program.memo import memoized
 from alpa_lite.schedule.tasks import Task, TaskKind, TaskLists
@@ -80,17 +81,28 @@ def _run(work: Workload, *, forward_first: bool) -> PartialOrder:
     state = PartialOrder(work=work)
     # The next task of each processor with its start, if it can run any.
     candidates = [_next_on(state, processor, forward_first=forward_first) for processor in range(len(state.stages))]
-    while any(candidates):
-        start, _, processor = min(
-            (start, processor, processor) for processor, found in enumerate(candidates) if found for start in found[:1]
-        )
+    starts = [(found[0], processor) for processor, found in enumerate(candidates) if found is not None]
+    heapify(starts)
+    while starts:
+        start, processor = heappop(starts)
         found = candidates[processor]
-        assert found is not None
+        # Starts of tasks that have run, or run at another time by now, remain in the heap.
+        if found is None or found[0] != start:
+            continue
         state.run(found[1], start)
-        stage = found[1].stage
-        for near in {work.processors[s] for s in (stage - 1, stage, stage + 1) if 0 <= s < len(work.processors)}:
-            candidates[near] = _next_on(state, near, forward_first=forward_first)
+        for near in {processor, *_receiver(work, found[1])}:
+            candidates[near] = following = _next_on(state, near, forward_first=forward_first)
+            if following is not None:
+                heappush(starts, (following[0], near))
     return state
+
+
+def _receiver(work: Workload, task: Task) -> Sequence[int]:
+    """Return the processor that the result of a task is sent to, if it is sent to one."""
+    if task.kind is TaskKind.WEIGHT_GRADIENT:
+        return ()
+    stage = task.stage + (1 if task.kind is TaskKind.FORWARD else -1)
+    return (work.processors[stage],) if 0 <= stage < len(work.processors) else ()
 
 
 def _next_on(state: PartialOrder, processor: int, *, forward_first: bool) -> tuple[float, Task] | None:
