@@ -22,16 +22,13 @@ from alpa_lite.program.ir import MAX_TRIPS, Graph, Op, parts_of, wiring_of
 from alpa_lite.program.phases import Phase, StepGraph
 from alpa_lite.rules.op_info import flops_of, rule_of_op
 from alpa_lite.step.recomputation import originals
-from alpa_lite.step.repetition import FEW_LAYERS, MAX_LAYERS, row_cut
+from alpa_lite.step.repetition import FEW_LAYERS, MAX_LAYERS, MOST_UNEVEN, row_cut
 
 LayerBalance = Literal["flops", "loops", "operators"]
 """The quantity balanced over layers: FLOPs, loops over layers as they are written, or number of forward ops."""
 
 CONTRACTIONS_PER_LAYER = 3
 """The contractions per layer, of `FEW_LAYERS` or more, without a given number of layers."""
-
-#: Fraction by which a stage may exceed its share of loop trips if the number of stages does not divide them.
-MOST_UNEVEN = 0.15
 
 
 def op_flops(step: StepGraph) -> tuple[float, ...]:

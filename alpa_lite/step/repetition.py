@@ -64,7 +64,7 @@ LEAST_IN_ROWS = 0.5
 """The least share of the FLOPs of the forward pass in rows by which layers are cut."""
 
 MOST_UNEVEN = 0.15
-"""The excess of the heaviest stage over its share of the FLOPs up to which stages are even."""
+"""The excess of the heaviest stage over its share of FLOPs, or of trips of loops, up to which stages are even."""
 
 AS_EVEN = 0.02
 """The excess of the heaviest stage over that of finer layers up to which coarser layers are as good."""
