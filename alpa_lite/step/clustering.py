@@ -51,6 +51,9 @@ RELAXATION = 0.25
 MOST_EXCESS = 0.02
 """The excess over its share of the FLOPs that a layer may have for the sake of whole repeated layers."""
 
+FAR_MORE = 2.0
+"""The weight of an op relative to the average layer above which it counts as an average one where layers are made."""
+
 LEAST_SHARE = 0.25
 """The minimum FLOPs of a layer as a fraction of the average, if that is feasible."""
 
@@ -377,12 +380,15 @@ def _layer_weights(step: StepGraph, repeated: Repetition, count: int) -> FloatAr
 
 
 def _at_most_a_share(weights: FloatArray, count: int) -> FloatArray:
-    """Return weights of which none is more than their sum over `count`.
+    """Return weights of which none is more than their sum over `count`, if one is far more.
 
     What cannot be cut, such as the head of a language model, is a layer by itself however heavy it is, and no reason to
-    make others heavier than the rest is over the rest of layers.
+    make others heavier than the rest is over the rest of layers, or to leave some without work. Weights that are a
+    little more only widen the choice of cuts.
     """
     ordered = np.sort(weights)[::-1]
+    if ordered[0] * count <= FAR_MORE * float(ordered.sum()):
+        return weights
     for heavier in range(min(count, len(weights))):
         share = float(ordered[heavier:].sum()) / (count - heavier)
         if ordered[heavier] <= share * _ROUNDING:
