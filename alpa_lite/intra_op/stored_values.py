@@ -46,7 +46,7 @@ class KernelModel:
         fusion, fused_attention: see `Backend`.
         fuses_siblings, breadth_first: see `Cluster`.
         fuses_into_products: see `Device`.
-        num_devices: that run the program.
+        num_devices: number of devices that run the program.
     """
 
     fusion: Fusion = "all"

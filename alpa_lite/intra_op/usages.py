@@ -60,7 +60,11 @@ class UsageOf:
 class _Pair:
     """The specs that a value has and those that a reader demands, by strategy of a node.
 
-    paired    whether those of one number belong together; else the value may have any of `offered`
+    Attributes:
+        node: the node that copies are charged to.
+        offered: specs that the value may have.
+        demanded: spec that the reader demands under each strategy of the node.
+        paired: whether `offered[i]` belongs to `demanded[i]`; else the value may have any of `offered`.
     """
 
     node: int

@@ -43,7 +43,15 @@ from alpa_lite.step.layers import (
     forward_loops,
     readers_of,
 )
-from alpa_lite.step.repetition import MAX_LAYERS, FloatArray, Repetition, flops_of_blocks, repetition, row_cuts
+from alpa_lite.step.repetition import (
+    LEAST_BLOCK,
+    MAX_LAYERS,
+    FloatArray,
+    Repetition,
+    flops_of_blocks,
+    repetition,
+    row_cuts,
+)
 
 RELAXATION = 0.25
 """The step (as a fraction of the average) by which the allowed imbalance grows until some cut satisfies it."""
@@ -370,7 +378,7 @@ def _layer_weights(step: StepGraph, repeated: Repetition, count: int) -> FloatAr
     for cut in row_cuts(step):
         if cut.num_layers == count:
             return cut.weights
-    weights = np.full(max(repeated.block_of.values()) + 1, 1e-5)
+    weights = np.full(max(repeated.block_of.values()) + 1, LEAST_BLOCK)
     most = max(map(len, repeated.rows))
     parts = (d for d in range(1, most) if sum(len(parts_of(len(row), d)) for row in repeated.rows) == count)
     wanted = next(parts, most)

@@ -72,8 +72,8 @@ AS_EVEN = 0.02
 MOST_NUMBERS_UNEVEN = 0.25
 """The share of the numbers of stages that may not have even stages."""
 
-# Blocks that make no layer weigh something, so that sums ascend.
-_LEAST_WEIGHT = 1e-5
+LEAST_BLOCK = 1e-5
+"""The weight of a block that makes no layer, in layers: sums of weights have to ascend."""
 
 # A margin for sums in different orders.
 _ROUNDING = 1 + 1e-9
@@ -419,7 +419,7 @@ def row_cuts(step: StepGraph) -> tuple[RowCut, ...]:
 
 def _layers(flops: FloatArray, rows: Sequence[range], together: int, average: float) -> tuple[FloatArray, list[float]]:
     """Return the weights of blocks and the FLOPs of layers for so many repeated layers in each, of average FLOPs."""
-    weights, layers, waiting = np.full_like(flops, _LEAST_WEIGHT), list[float](), 0.0
+    weights, layers, waiting = np.full_like(flops, LEAST_BLOCK), list[float](), 0.0
     end = range(len(flops), len(flops))
     for before, row in pairwise([range(0), *rows, end]):
         beside = flops[before.stop : row.start]

@@ -48,11 +48,11 @@ def _norm(x: Any) -> Any:
     return (x - mean) * jax.lax.rsqrt(((x - mean) ** 2).mean(-1, keepdims=True) + 1e-5)
 
 
-def _surprise(logits: Any, labels: Any) -> Any:
+def _cross_entropy(logits: Any, labels: Any) -> Any:
     return -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], -1).mean()
 
 
-def _error(x: Any, y: Any) -> Any:
+def _squared_error(x: Any, y: Any) -> Any:
     return ((x - y) ** 2).mean()
 
 
@@ -66,28 +66,28 @@ def lstm(p: Any, b: Any) -> Any:
 
     zeros = jnp.zeros((b["x"].shape[0], 128))
     _, h = jax.lax.scan(cell, (zeros, zeros), b["x"].swapaxes(0, 1))
-    return _error(h[-1] @ p["o"], b["y"])
+    return _squared_error(h[-1] @ p["o"], b["y"])
 
 
 def gelu(p: Any, b: Any) -> Any:
-    return _error(jax.nn.gelu(jax.nn.gelu(b["x"] @ p["a"] + p["c"]) @ p["b"]) @ p["d"], b["y"])
+    return _squared_error(jax.nn.gelu(jax.nn.gelu(b["x"] @ p["a"] + p["c"]) @ p["b"]) @ p["d"], b["y"])
 
 
 def normed(p: Any, b: Any) -> Any:
     h = b["x"]
     for w, v in p:
         h = h + jax.nn.relu(_norm(h) @ w) @ v
-    return _error(h, b["y"])
+    return _squared_error(h, b["y"])
 
 
 def attention(p: Any, b: Any) -> Any:
     q, k, v = (jnp.einsum("bsd,dhe->bhse", b["x"], p[name]) for name in "qkv")
     weights = jax.nn.softmax(jnp.einsum("bhse,bhte->bhst", q, k) / 8.0, -1)
-    return _error(jnp.einsum("bhst,bhte,hed->bsd", weights, v, p["o"]), b["y"])
+    return _squared_error(jnp.einsum("bhst,bhte,hed->bsd", weights, v, p["o"]), b["y"])
 
 
 def words(p: Any, b: Any) -> Any:
-    return _surprise(jnp.tanh(p["e"][b["x"]] @ p["w"]) @ p["u"], b["y"])
+    return _cross_entropy(jnp.tanh(p["e"][b["x"]] @ p["w"]) @ p["u"], b["y"])
 
 
 def autoencoder(p: Any, b: Any) -> Any:
@@ -101,25 +101,25 @@ def convolutions(p: Any, b: Any) -> Any:
     h, numbers = b["x"], ("NHWC", "HWIO", "NHWC")
     for w in p["k"]:
         h = jax.nn.silu(jax.lax.conv_general_dilated(h, w, (1, 1), "SAME", dimension_numbers=numbers))
-    return _surprise(h.mean((1, 2)) @ p["u"], b["y"])
+    return _cross_entropy(h.mean((1, 2)) @ p["u"], b["y"])
 
 
 def experts(p: Any, b: Any) -> Any:
     gates = jax.nn.softmax(b["x"] @ p["g"])
     h = jax.nn.relu(jnp.einsum("nd,edh->enh", b["x"], p["a"]))
-    return _error(jnp.einsum("enh,ehd,ne->nd", h, p["b"], gates), b["y"])
+    return _squared_error(jnp.einsum("enh,ehd,ne->nd", h, p["b"], gates), b["y"])
 
 
 def recomputed(p: Any, b: Any) -> Any:
     layer = jax.checkpoint(lambda h, w: (h + jnp.tanh(h @ w["a"]) @ w["b"], None))
-    return _error(jax.lax.scan(layer, b["x"], p)[0], b["y"])
+    return _squared_error(jax.lax.scan(layer, b["x"], p)[0], b["y"])
 
 
 def gated(p: Any, b: Any) -> Any:
     def layer(h: Any, w: Any) -> Any:
         return h + (jax.nn.silu(_norm(h) @ w["g"]) * (_norm(h) @ w["a"])) @ w["b"], None
 
-    return _error(jax.lax.scan(layer, b["x"], p)[0], b["y"])
+    return _squared_error(jax.lax.scan(layer, b["x"], p)[0], b["y"])
 
 
 def _pairs(samples: int, read: int, made: int) -> dict[str, Shape]:
