@@ -50,7 +50,7 @@ from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.inter_op.refine import Found, agreeing, made_to_fit, refined, reordered, rescheduled, with_less_memory
 from alpa_lite.inter_op.shared_devices import MAX_ROUNDS
 from alpa_lite.inter_op.solved_stages import PlacedStage, StagePlace
-from alpa_lite.inter_op.space import Space, StageEquality, hosts_of_groups
+from alpa_lite.inter_op.space import Space, StageEquality, equal_parts, hosts_of_groups
 from alpa_lite.inter_op.stage_cost_cache import StageCostCache
 from alpa_lite.inter_op.stage_costs import StageCosts
 from alpa_lite.inter_op.stage_dp import StageChoice
@@ -358,9 +358,8 @@ class JointSearch:
                 numbers = tuple(n for n in numbers if n == 1 or not (alone or n == number))
             # Workers survey the first step while the next one is traced.
             if len(costs) == 1:
-                space = self._space(costs[0])
                 profile = Profile.of(costs[0])
-                space = space.where(np.logical_or.reduce(space.worthwhile(profile.shares), axis=(0, 1)))
+                space = self.space.where(np.logical_or.reduce(self._worthwhile(costs[0], profile), axis=(0, 1)))
                 Survey(space, profile, costs[0].structure_of_layers()).expect(costs[0], later=True)
         if not costs:
             steps, numbers = replace(steps, usual=1), (1,)
@@ -399,9 +398,9 @@ class JointSearch:
         is surveyed yet.
         """
         costs = steps.known
-        space, profile, model = self._space(costs), Profile.of(costs), self.request.cost_model
-        worthwhile = space.worthwhile(profile.shares)
-        profiles = self._profiled(steps, numbers, space, profile)
+        space, profile, model = self.space, Profile.of(costs), self.request.cost_model
+        worthwhile = self._worthwhile(costs, profile)
+        profiles = self._profiled(steps, numbers, profile, worthwhile)
         fits = [each.holds(space, self._batch / n, n, [1]) > 0 for n in numbers for each in profiles.values()]
         kept = (worthwhile & np.logical_or.reduce(fits)).any(axis=(0, 1))
         space = space.where(kept) if kept.any() else space
@@ -417,12 +416,15 @@ class JointSearch:
             equal=self.equal,
         )
 
-    def _space(self, costs: StageCosts) -> Space:
-        """Return the submeshes that stages may take: equal stages lie on equal ones."""
-        return self.space.equal_parts() if only_equal(costs) else self.space
+    def _worthwhile(self, costs: StageCosts, profile: Profile) -> NDArray[np.bool_]:
+        """Return [layers, layers, kinds]: which stages make sense, and can be equal ones where these are wanted."""
+        found = self.space.worthwhile(profile.shares)
+        equal = found & equal_parts(self.space, profile.num_layers, self.num_stages) if only_equal(costs) else found
+        # Without equal stages there is no plan: the search then says why.
+        return equal if equal.any() else found
 
     def _profiled(
-        self, steps: StageCostCache, numbers: Sequence[int], space: Space, written: Profile
+        self, steps: StageCostCache, numbers: Sequence[int], written: Profile, worthwhile: NDArray[np.bool_]
     ) -> dict[Remat, Profile]:
         """Return the policies that are worth searching, each with the profile of layers under it.
 
@@ -430,7 +432,7 @@ class JointSearch:
         """
         if self.policies == (Remat.NONE,):
             return {Remat.NONE: written}
-        if Remat.NONE in self.policies and all(self._fits(written, n, space) for n in numbers):
+        if Remat.NONE in self.policies and all(self._fits(written, n, worthwhile) for n in numbers):
             return {Remat.NONE: written}
         found = {Remat.NONE: written} if Remat.NONE in self.policies else {}
         for policy in sorted(self.policies, key=[*reversed(Remat)].index):
@@ -443,11 +445,11 @@ class JointSearch:
                 break
         return found
 
-    def _fits(self, profile: Profile, number: int, space: Space) -> bool:
+    def _fits(self, profile: Profile, number: int, worthwhile: NDArray[np.bool_]) -> bool:
         """Return True if all worthwhile stages have memory for the most micro-batches in flight."""
         held = PipelinedBatch(self.schedules[0], number).held(profile.num_layers)
-        holds = profile.holds(space, self._batch / number, number, held)
-        return bool((holds[space.worthwhile(profile.shares)] == len(held)).all())
+        holds = profile.holds(self.space, self._batch / number, number, held)
+        return bool((holds[worthwhile] == len(held)).all())
 
     @property
     def _any_schedule(self) -> bool:

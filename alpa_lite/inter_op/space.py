@@ -63,10 +63,6 @@ class Space:
         """Return the part of the space with submeshes of so many devices."""
         return self.where([devices == num_devices for devices in self.devices])
 
-    def equal_parts(self) -> Space:
-        """Return the part of the space with submeshes of which equal ones make up the cluster."""
-        return self.where([self.cluster.num_devices % devices == 0 for devices in self.devices])
-
     @property
     def equal_stages(self) -> list[int]:
         """The numbers of equal submeshes into which the cluster can be cut, ascending."""
@@ -255,20 +251,15 @@ def ways(
         yield reduce(np.logical_and, masks, np.ones(1, dtype=np.bool_))
 
 
-def equal_parts(space: Space, num_layers: int) -> NDArray[np.bool_]:
-    """Return [layers, layers, kinds]: which stages can be one of several equal stages of a plan."""
+def equal_parts(space: Space, num_layers: int, num_stages: int | None = None) -> NDArray[np.bool_]:
+    """Return [layers, layers, kinds]: which stages can be one of several equal stages of a plan, or of `num_stages`."""
     found = np.zeros((num_layers, num_layers, len(space.kinds)), dtype=np.bool_)
-    for first, last, kind in np.argwhere(space.in_order(num_layers)).tolist():
-        found[first, last, kind] = number_of_equal(space, num_layers, first, last, kind) is not None
+    for kind, devices in enumerate(space.devices):
+        count, left = divmod(space.cluster.num_devices, devices)
+        if left == 0 and num_layers % count == 0 and num_stages in (None, count):
+            first = np.arange(0, num_layers, num_layers // count)
+            found[first, first + num_layers // count - 1, kind] = True
     return found
-
-
-def number_of_equal(space: Space, num_layers: int, first: int, last: int, kind: int) -> int | None:
-    """Return the number of stages of a plan in which all have the layers and devices of this one; None if none has."""
-    length, devices = last + 1 - first, space.devices[kind]
-    count = num_layers // length
-    aligned = num_layers % length == 0 and first % length == 0
-    return count if aligned and count * devices == space.cluster.num_devices else None
 
 
 def _in_one_mesh(space: Space) -> Iterator[NDArray[np.bool_]]:

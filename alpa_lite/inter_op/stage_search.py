@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from alpa_lite.inter_op.best_stages import BestStages, PipelinedBatch, StageCounts
 from alpa_lite.inter_op.boundaries import Inflows, least_seconds_of_rows, seconds_of_rows, uneven_arrays
 from alpa_lite.inter_op.solved_stages import Question, StagePlace
-from alpa_lite.inter_op.space import Configurations, Space, StageEquality, equal_parts, number_of_equal, ways
+from alpa_lite.inter_op.space import Configurations, Space, StageEquality, equal_parts, ways
 from alpa_lite.inter_op.stage_costs import StageCosts, expect
 from alpa_lite.inter_op.stage_dp import StageChoice, StageTable
 from alpa_lite.inter_op.survey import summed
@@ -160,7 +160,7 @@ class StageSearch:
         self.configurations = Configurations(space.most_shapes, costs.policies, self._levels())
         self._possible = guesses.worthwhile
         if self.all_equal:
-            self._possible = self._possible & equal_parts(space, self.num_layers)
+            self._possible = self._possible & equal_parts(space, self.num_layers, limits.num_stages)
         repeats = len(self.configurations) // space.most_shapes
         self._equal = tuple(limits.equal)
         self._at_best = np.repeat(np.moveaxis(guesses.following, 0, -1), space.most_shapes, axis=-1)
@@ -295,6 +295,12 @@ class StageSearch:
 
     def why_impossible(self) -> str:
         """Return a sentence that says why there are no such stages even with unlimited memory; empty if there are."""
+        count, devices = self._best_of.num_stages, self.space.cluster.num_devices
+        if self.all_equal and count is not None and devices % count:
+            return (
+                f"{count} stages have to be alike, since loops read rows of stacked arguments, but {devices} devices "
+                f"are no multiple of {count}. Ask for a number of stages that divides them."
+            )
         # With stages that cost nothing and always fit, only their number and submeshes can be the obstacle.
         free = np.broadcast_to(np.where(self._possible, 0.0, np.inf)[..., None], self.states.seconds.shape)
         most = np.full(self.states.seconds.shape, self.num_layers)
@@ -334,7 +340,7 @@ class StageSearch:
 
     def _asked(self, first: int, last: int, kind: int, configuration: int) -> tuple[StageCosts, int, int]:
         """Return the stage costs for a stage of the search, and its first and last layer in their step."""
-        count = number_of_equal(self.space, self.num_layers, first, last, kind) if self.all_equal else None
+        count = self.space.cluster.num_devices // self.space.devices[kind] if self.all_equal else None
         # Equal stages are solved in a step that is cut into as many equal layers, so that each stage is one layer.
         if count is not None:
             first = last = first * count // self.num_layers

@@ -35,7 +35,7 @@ from alpa_lite.plan.slices import SlicedStages
 from alpa_lite.plan.task_specs import TaskSpec
 from alpa_lite.program.ir import Value, item_bytes
 from alpa_lite.program.phases import StepGraph
-from alpa_lite.schedule import AsynchronousSchedule, MessageDriven, ServerSchedule, linearize, validate
+from alpa_lite.schedule import AsynchronousSchedule, MessageDriven, ServerSchedule, validate
 from alpa_lite.sharding.specs import Spec
 from alpa_lite.sharding.transfer import ArrayForm, Placement, PlannedTransfer, plan_transfer
 
@@ -105,6 +105,8 @@ class _ProgramBuilder:
         self.workers = self.replicas[-1] if isinstance(plan.schedule, ServerSchedule) else range(0)
         # By the first of several replicas and the update: how many of them have run all tasks of its round.
         self.rounds = Counter[tuple[int, int]]()
+        # By value, sender and receiver with their specs.
+        self.transfers: dict[tuple[int, tuple[tuple[int, Spec], tuple[int, Spec]]], PlannedTransfer] = {}
         # Of what has no fixed order, where its instructions begin and end.
         self.events: list[Segment] = []
 
@@ -210,7 +212,7 @@ class _ProgramBuilder:
         schedule, count, m = self.plan.schedule, len(self.plan.stages), self.step.num_microbatches
         lists = schedule.tasks(count, m)
         # The schedule may be the user's own.
-        validate(
+        order = validate(
             lists,
             count,
             m,
@@ -218,7 +220,7 @@ class _ProgramBuilder:
             in_flight=[schedule.in_flight(stage, count, m) for stage in range(count)],
             replicas=schedule.replicas(count),
         )
-        for slot in linearize(lists, schedule.replicas(count)):
+        for slot in order:
             first = len(self.instructions)
             number = numbers.get((slot.stage, TaskRole(slot.kind.value)))
             # Where the two passes are one task, it runs at the place of the backward pass, and the forward place stays
@@ -462,9 +464,11 @@ class _ProgramBuilder:
                 f"This plan of {self.plan.function!r} contradicts the order of its step: {target} needs {source}, "
                 "which is made later. It was edited or damaged; make a new plan with al.plan."
             )
-        transfer = planned_transfer(
-            self.plan, self.graph.values[source.value], (source.stage, self.written[source]), (target.stage, spec)
-        )
+        # The same for each micro-batch.
+        ends = (source.stage, self.written[source]), (target.stage, spec)
+        if (transfer := self.transfers.get((source.value, ends))) is None:
+            transfer = planned_transfer(self.plan, self.graph.values[source.value], *ends)
+            self.transfers[source.value, ends] = transfer
         self._emit(
             Instruction(
                 kind=InstructionKind.SEND,
@@ -587,11 +591,8 @@ class _ProgramBuilder:
             listed.append(instruction)
             if i in dying:
                 # Sorted by text, since a micro-batch is None or a number, which do not compare.
-                listed.append(
-                    Instruction(
-                        kind=InstructionKind.FREE, stage=instruction.stage, reads=tuple(sorted(dying[i], key=str))
-                    )
-                )
+                freed = sorted(dying[i], key=str) if len(dying[i]) > 1 else dying[i]
+                listed.append(Instruction(kind=InstructionKind.FREE, stage=instruction.stage, reads=tuple(freed)))
         self.instructions = listed
         place.append(len(listed))
         return tuple(Segment(event, place[first], place[end]) for event, first, end in self.events)

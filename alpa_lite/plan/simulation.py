@@ -415,15 +415,13 @@ def _transfer_runs(program: Program, clock: _StepSimulation) -> TransferRuns:
 
 def _task_runs(program: Program, plan: Plan, step: StepGraph, clock: _StepSimulation) -> TaskRuns:
     """Return the runs of tasks, by submesh in order, with the memory that is in use meanwhile."""
-    stages, held = [*zip(plan.stages_together, _held(program, plan, step, clock), strict=True)], list[float]()
-    runs = [
-        (instruction, time)
-        for instruction, time in zip(program.instructions, clock.times, strict=True)
-        if instruction.kind is InstructionKind.RUN
-    ]
-    listed = list[tuple[Instruction, TaskTime]]()
-    for numbers, changes in stages:
-        mine = sorted((run for run in runs if run[0].stage in numbers), key=lambda run: run[1].start_seconds)
+    runs: list[list[tuple[Instruction, TaskTime]]] = [[] for _ in plan.stages_together]
+    for instruction, time in zip(program.instructions, clock.times, strict=True):
+        if instruction.kind is InstructionKind.RUN:
+            runs[clock.row_of[instruction.stage]].append((instruction, time))
+    listed, held = list[tuple[Instruction, TaskTime]](), list[float]()
+    for mine, changes in zip(runs, _held(program, plan, step, clock), strict=True):
+        mine.sort(key=lambda run: run[1].start_seconds)
         listed += mine
         held += _most_between([time.start_seconds for _, time in mine], changes)
     return TaskRuns(

@@ -64,8 +64,9 @@ def validate(
     processors: Sequence[int] = (),
     in_flight: Sequence[int] = (),
     replicas: Sequence[range] = (),
-) -> None:
-    """Raise PlanError unless the task lists form a complete schedule that does not deadlock.
+) -> tuple[Task, ...]:
+    """Return all tasks in one order (`linearize`). Raises PlanError unless the task lists form a complete schedule that
+    does not deadlock.
 
     Each task must occur exactly once, those of stage i in list `processors[i]` (empty: i mod the number of lists). A
     stage runs one backward task per micro-batch, or an input and a weight gradient, unless no stage runs a backward
@@ -99,7 +100,7 @@ def validate(
                 )
     _check_passes(schedule_tasks)
     # Raises for lists that deadlock.
-    linearize(schedule_tasks, replicas)
+    order = linearize(schedule_tasks, replicas)
     for stage, most in enumerate(in_flight):
         held = peak_in_flight([t for t in schedule_tasks[processors[stage]] if t.stage == stage])
         if held > most:
@@ -107,6 +108,7 @@ def validate(
                 f"Stage {stage} of the schedule holds {held} micro-batches at one time, but its in_flight says {most}:"
                 " memory would be planned for too few. Make in_flight return the larger number."
             )
+    return order
 
 
 def _pass_of(kinds: frozenset[TaskKind]) -> frozenset[TaskKind]:
@@ -266,7 +268,8 @@ class _Route:
 
     def round(self, task: Task) -> tuple[_End, ...]:
         """Return the ends of the tasks of this kind of the other replicas in the same round."""
-        others = (stage for stage in self.replicas(task.stage) if stage != task.stage)
+        group = self.replicas(task.stage)
+        others = (stage for stage in group if stage != task.stage) if len(group) > 1 else ()
         return tuple((n, task.microbatch + n - task.stage, task.kind) for n in others)
 
 

@@ -113,12 +113,12 @@ class PlannedTransfer:
         """The spec on the source mesh after `resolve`, from which the pieces are sent."""
         return self.resolve[-1].spec if self.resolve else self.source.spec
 
-    @property
+    # Each micro-batch asks again, and there may be many thousand pieces.
+    @cached_property
     def sent_bytes(self) -> int:
         """Bytes that are sent to another device, without the moves inside the two meshes."""
         return sum(self.bytes_between.values())
 
-    # Each micro-batch asks again, and there may be many thousand pieces.
     @cached_property
     def bytes_between(self) -> Counter[tuple[int, int]]:
         """Bytes sent by (source, target) device id of the cluster, for pairs of different devices."""

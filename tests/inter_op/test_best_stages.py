@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
 
 import alpa_lite as al
 from alpa_lite.inter_op.best_stages import BestStages, PipelinedBatch
-from alpa_lite.inter_op.space import Space, ways
+from alpa_lite.inter_op.space import Space, equal_parts, ways
 from alpa_lite.inter_op.stage_dp import PipelineTerms, StageStatus, StageTable, solve
 from alpa_lite.schedule import OneFOneB, ZeroBubbleH1
 from cost_models.composed import ComposedCostModel
@@ -101,3 +102,18 @@ def test_stages_are_as_few_as_their_host_can_dispatch(seed: int) -> None:
         update_tasks=waves,
     )(table)
     assert best.seconds == pytest.approx(min(totals))
+
+
+@pytest.mark.parametrize("num_stages", [None, 1, 3, 4, 6, 12])
+@pytest.mark.parametrize("num_layers", [1, 4, 6, 12])
+def test_equal_parts_are_those_that_cover_all_layers_and_devices(num_layers: int, num_stages: int | None) -> None:
+    space = Space.of(replace(al.cluster("p3.16xlarge"), num_hosts=3, devices_per_host=4))
+    expected = np.zeros((num_layers, num_layers, len(space.kinds)), dtype=bool)
+    for kind, devices in enumerate(space.devices):
+        for count in {num_stages} if num_stages else range(1, num_layers + 1):
+            if count * devices != 12 or num_layers % count:
+                continue
+            borders = [num_layers * stage // count for stage in range(count + 1)]
+            for first, end in pairwise(borders):
+                expected[first, end - 1, kind] = True
+    np.testing.assert_array_equal(equal_parts(space, num_layers, num_stages), expected)

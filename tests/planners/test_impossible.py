@@ -36,6 +36,21 @@ def test_what_cannot_be_is_not_blamed_on_memory(planner: Auto, num_devices: int,
     assert not isinstance(error.value, InfeasibleError)
 
 
+def test_stages_of_loops_that_cannot_be_alike_are_told_so() -> None:
+    weights = jax.ShapeDtypeStruct((6, 64, 64), jnp.float32)
+    cluster = replace(al.cluster("p3.16xlarge"), devices_per_host=8)
+
+    def step(weights: jax.Array, batch: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def loss(weights: jax.Array) -> jax.Array:
+            return jnp.mean(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), batch, weights)[0] ** 2)
+
+        value, gradients = jax.value_and_grad(loss)(weights)
+        return weights - 0.1 * gradients, value
+
+    with pytest.raises(al.errors.PlanError, match=r"3 stages have to be alike.*8 devices are no multiple of 3"):
+        al.plan(step, weights, jax.ShapeDtypeStruct((64, 64), jnp.float32), cluster=cluster, planner=Auto(pipeline=3))
+
+
 def test_more_microbatches_are_proposed_where_one_alone_was_tried() -> None:
     """Devices that share a processor gain nothing from several, but memory."""
     host = al.cluster("p3.16xlarge")
