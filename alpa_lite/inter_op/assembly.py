@@ -331,7 +331,7 @@ def _estimated(request: PlanRequest, staged: StagedStep) -> StepEstimate:
     # A host dispatches the programs of all its devices; they wait for it where their tasks are shorter than that.
     beside = max(1, request.cluster.devices_per_host // stages[0].submesh.num_devices)
     of_layer = [number for number, stage in enumerate(stages) for _ in range(stage.first, stage.last + 1)]
-    of_op = [None if layer is None else of_layer[layer] for layer in staged.layers.of_op]
+    of_op = tuple([None if layer is None else of_layer[layer] for layer in staged.layers.of_op])
     processors = processors_of(tasks)
     # A task without work is not launched, and the two passes of the last stage may be one program.
     programs = Counter(processors[span.stage] for span in timeline.spans if span.end_seconds > span.start_seconds)

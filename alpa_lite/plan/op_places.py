@@ -25,6 +25,7 @@ from alpa_lite.plan.parts import TaskRole
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.task_specs import OpPlace
 from alpa_lite.program.ir import TO_DEVICE, Graph, Op
+from alpa_lite.program.memo import memoized
 from alpa_lite.program.phases import Phase, StepGraph, weight_gradient_ops
 from alpa_lite.rules.fusion import is_fusible, is_repeatable
 from alpa_lite.schedule import ServerSchedule, Task, TaskKind, TaskLists, kinds_of, processors_of
@@ -77,8 +78,12 @@ def layout_of_plan(plan: Plan, step: StepGraph) -> TaskLayout:
     )
 
 
-def places_of(layout: TaskLayout, step: StepGraph) -> tuple[OpPlace | None, ...]:
-    """Return the place of each op, None for those that every task which reads their results repeats."""
+def places_of(layout: TaskLayout, step: StepGraph, among: Sequence[Op] = ()) -> tuple[OpPlace | None, ...]:
+    """Return the place of each op, None for those that every task which reads their results repeats.
+
+    `among`: ops in order, all of a stage among them, if the places of others matter only to these: then these alone are
+    moved to other tasks or repeated.
+    """
     weights, phases, kind = _weights(layout, step), step.phases, TaskRole.STEP
     places: list[OpPlace | None] = []
     # One object per place, of which each task has one.
@@ -95,10 +100,14 @@ def places_of(layout: TaskLayout, step: StepGraph) -> tuple[OpPlace | None, ...]
             kind, wave = TaskRole.UPDATE, _wave(step, op, stage, places)
         key = (stage, kind, wave)
         places.append(known.get(key) or known.setdefault(key, OpPlace(stage=stage, kind=kind, wave=wave)))
-    return tuple(places if layout.whole else _deferred(step, _repeated(step, places)))
+    if layout.whole:
+        return tuple(places)
+    among = among or step.graph.ops
+    return tuple(_deferred(step, _repeated(step, places, among), among))
 
 
-def update_tasks(step: StepGraph, stage_of_op: Sequence[int | None]) -> Counter[int]:
+@memoized
+def update_tasks(step: StepGraph, stage_of_op: tuple[int | None, ...]) -> Counter[int]:
     """Return how many tasks the update of each stage is, by stage: the waves of `places_of`."""
     places: list[OpPlace | None] = [None] * len(stage_of_op)
     for op, stage in enumerate(stage_of_op):
@@ -106,7 +115,7 @@ def update_tasks(step: StepGraph, stage_of_op: Sequence[int | None]) -> Counter[
             in_loop = step.phases[op].in_loop
             wave = 0 if in_loop else _wave(step, op, stage, places)
             places[op] = OpPlace(stage=stage, kind=TaskRole.FORWARD if in_loop else TaskRole.UPDATE, wave=wave)
-    places = _repeated(step, places)
+    places = _repeated(step, places, step.graph.ops)
     return Counter(place.stage for place in {*places} if place is not None and place.kind is TaskRole.UPDATE)
 
 
@@ -144,8 +153,10 @@ def _weights(layout: TaskLayout, step: StepGraph) -> frozenset[int]:
     return frozenset().union(*(weight_gradient_ops(step, ops) for ops in members.values()))
 
 
-def _repeated(step: StepGraph, places: list[OpPlace | None]) -> list[OpPlace | None]:
+def _repeated(step: StepGraph, places: list[OpPlace | None], among: Sequence[Op]) -> list[OpPlace | None]:
     """Return the places, with None for ops of the update that every wave which reads their results repeats.
+
+    `among`: the ops to look at, in order; one of another stage is never repeated for a task of theirs.
 
     Between two waves a stage waits for others, with what later waves read in memory. A result is not kept there if it
     takes no fewer bytes than the values from which cheap ops make it again: these are kept instead, such as gradients
@@ -153,38 +164,39 @@ def _repeated(step: StepGraph, places: list[OpPlace | None]) -> list[OpPlace | N
     """
     if not any(place is not None and place.wave for place in places):
         return places
-    graph, found, sources = step.graph, list(places), _sources(step, places)
+    graph, found, sources = step.graph, list(places), _sources(step, places, among)
     outputs = set(graph.outputs)
     # The places that read the results of each op, by themselves or through repeated ops.
-    readers: list[set[OpPlace]] = [set() for _ in graph.ops]
-    # In reverse order, so that the readers of an op are known.
-    for op in reversed(graph.ops):
-        place = found[op.id]
+    readers: dict[int, set[OpPlace]] = {}
+    # In reverse order, so that the readers of an op are known. Nothing in the loop reads results of the update.
+    for op in (op for op in reversed(among) if not step.phases[op.id].in_loop):
+        place, mine = found[op.id], readers.setdefault(op.id, set())
         for c in {c for r in op.results for c in graph.consumers[r]}:
             reader = found[c]
-            readers[op.id] |= readers[c] if reader is None else {reader}
+            mine |= readers.get(c, set()) if reader is None else {reader}
         if place is None or place.kind is not TaskRole.UPDATE or not outputs.isdisjoint(op.results):
             continue
-        own = all((p.stage, p.kind) == (place.stage, place.kind) for p in readers[op.id])
-        later = any(p.wave > place.wave for p in readers[op.id])
-        if own and later and all(sources[r] != {r} for r in op.results):
+        own = all((p.stage, p.kind) == (place.stage, place.kind) for p in mine)
+        later = any(p.wave > place.wave for p in mine)
+        if own and later and all(sources.get(r, {r}) != {r} for r in op.results):
             found[op.id] = None
     return found
 
 
-def _sources(step: StepGraph, places: Sequence[OpPlace | None]) -> list[frozenset[int]]:
-    """Return for each value those that must stay in memory so that later waves of the update have it.
+def _sources(step: StepGraph, places: Sequence[OpPlace | None], among: Sequence[Op]) -> Mapping[int, frozenset[int]]:
+    """Return for values those that must stay in memory so that later waves of the update have it.
 
-    That is the value itself, or others of no more bytes from which ops that are cheap to repeat make it.
+    That is the value itself (as for all that are left out), or others of no more bytes from which ops that are cheap to
+    repeat make it.
     """
-    graph, at_rest = step.graph, _at_rest(step, places)
-    found = [frozenset[int]() if v in at_rest else frozenset([v]) for v in range(len(graph.values))]
-    for op in graph.ops:
+    graph = step.graph
+    found = dict.fromkeys(_at_rest(step, places), frozenset[int]())
+    for op in among:
         place = places[op.id]
         again = place is not None and place.kind is TaskRole.UPDATE and _is_cheap(graph, op)
         if place is not None and not again:
             continue
-        kept = frozenset[int]().union(*(found[v] for v in op.operands if graph.values[v].literal is None))
+        kept = frozenset[int]().union(*(found.get(v, (v,)) for v in op.operands if graph.values[v].literal is None))
         # Scalars take next to nothing, and must not decide between arrays of one size.
         bytes_kept = sum(graph.values[v].bytes for v in kept if graph.values[v].rank)
         if place is None or bytes_kept <= sum(graph.values[r].bytes for r in op.results):
@@ -209,12 +221,12 @@ def _at_rest(step: StepGraph, places: Sequence[OpPlace | None]) -> frozenset[int
     return frozenset(v for v in found if (p := replaced_in.get(v)) is None or p.wave == last[p.stage])
 
 
-def _deferred(step: StepGraph, places: Sequence[OpPlace | None]) -> list[OpPlace | None]:
-    """Return the places with fusible ops moved to the first later task of the loop that reads them."""
+def _deferred(step: StepGraph, places: Sequence[OpPlace | None], among: Sequence[Op]) -> list[OpPlace | None]:
+    """Return the places with fusible ones of some ops, in order, moved to the first later task that reads them."""
     graph, found, outputs = step.graph, list(places), set(step.graph.outputs)
     update, sent = OpPlace(stage=0, kind=TaskRole.UPDATE).order, set[int]()
     # In reverse order, so that a chain of fusible ops follows its last member into the later task.
-    for op in reversed(graph.ops):
+    for op in reversed(among):
         place = found[op.id]
         if place is None or place.kind is TaskRole.UPDATE or not is_fusible(graph, op):
             continue

@@ -66,8 +66,8 @@ class Slicer:
         self.homes = layout.stage_of_input
         self.stage_of_op = layout.stage_of_op
         self.whole, self.served = layout.whole, layout.served
-        self.places = places_of(layout, step)
         self.ops = [step.graph.ops[op] for op in ops] if ops is not None else step.graph.ops
+        self.places = places_of(layout, step, self.ops)
 
     @memoized
     def outlines(self, only: int | None = None) -> tuple[TaskOutline, ...]:

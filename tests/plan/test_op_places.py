@@ -126,6 +126,20 @@ def _twice_clipped(params: Any, x: jax.Array) -> Any:
     return [(w - 0.1 * u / (1.0 + trust)).astype(w.dtype) for w, u in zip(params, updates, strict=True)], norm
 
 
+@pytest.mark.parametrize("step_function", [_clipped, _twice_clipped])
+def test_the_tasks_of_a_stage_do_not_depend_on_what_others_repeat(step_function: Any) -> None:
+    params = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.bfloat16)] * 4
+    batch = jax.ShapeDtypeStruct((64, WIDTH), jnp.bfloat16)
+    traced = al.parallelize(step_function, cache=False).trace(params, batch)
+    planned = traced.plan(cluster=al.cluster("p3.16xlarge"), planner=Hybrid(pipeline=4), num_microbatches=4)
+    step = planned.lower().step.step
+    layout = layout_of_plan(planned.last_plan, step)
+    whole = Slicer(layout, step)
+    for stage in range(4):
+        ops = [op for op, of_op in enumerate(layout.stage_of_op) if of_op in (stage, None)]
+        assert Slicer(layout, step, ops).outlines(stage) == whole.outlines(stage)
+
+
 def test_between_waves_of_an_update_gradients_are_kept_and_not_what_is_made_of_them() -> None:
     params = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.bfloat16)] * 4
     traced = al.parallelize(_twice_clipped, cache=False).trace(params, jax.ShapeDtypeStruct((64, WIDTH), jnp.bfloat16))
