@@ -8,6 +8,7 @@ stage say which spec each form is (`task_specs_of`).
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -17,7 +18,7 @@ from alpa_lite.plan.op_places import TaskLayout, layout_of_plan, places_of
 from alpa_lite.plan.parts import Choice, OpPlacement, TaskRole
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.task_specs import OpPlace, Port, TaskPart, TaskSpec
-from alpa_lite.program.ir import Graph
+from alpa_lite.program.ir import Graph, Op
 from alpa_lite.program.memo import memoized
 from alpa_lite.program.phases import Phase, StepGraph, parameters
 from alpa_lite.rules.op_info import free_values
@@ -126,7 +127,7 @@ class Slicer:
             return []
         return [
             v
-            for v, readers in enumerate(self._readers)
+            for v, readers in sorted(self._readers.items())
             # Few values are sums, and to look at all of their readers takes longer.
             if self.is_sum(v)
             and any(place.kind is TaskRole.UPDATE and place.stage != self.stage_of_value(v) for place in readers)
@@ -313,17 +314,20 @@ class Slicer:
         return v in self.returned or any(place.kind is TaskRole.UPDATE for place in self._readers[v])
 
     @cached_property
-    def _readers(self) -> Sequence[frozenset[OpPlace]]:
-        """For each value the places of the ops that read it, directly or through repeated ops."""
-        found = [frozenset[OpPlace]()] * len(self.graph.values)
+    def _readers(self) -> Mapping[int, frozenset[OpPlace]]:
+        """For each value that an op of the tasks reads or makes, the places that read it, by themselves or through
+        repeated ops.
+        """
+        found = defaultdict[int, frozenset[OpPlace]](frozenset[OpPlace])
         alone = {place: frozenset([place]) for place in set(self.places) if place is not None}
         # Backwards, so that the readers of the results of an op are known.
-        for op in reversed(self.graph.ops):
+        for op in reversed(self._reading):
             place = self.places[op.id]
             # A repeated op is part of each task that reads its results.
-            if place is None or not self.free.isdisjoint(op.results):
+            if self._is_repeated_op(op):
                 readers = frozenset[OpPlace]().union(*map(found.__getitem__, op.results))
             else:
+                assert place is not None, "an op without a place is repeated"
                 readers = alone[place]
             for v in op.operands:
                 # Most values have one reader, or several in one task, whose set is one object.
@@ -331,6 +335,26 @@ class Slicer:
                 if known is not readers and not readers <= known:
                     found[v] = known | readers if known else readers
         return found
+
+    @property
+    def _reading(self) -> Sequence[Op]:
+        """The ops that read what an op of the tasks reads or makes, by themselves or through repeated ops, in order."""
+        graph = self.graph
+        # All readers of state decide who makes an invariant output anew (`stages_reading`).
+        if len(self.ops) == len(graph.ops) or self.step.num_updates > 1:
+            return graph.ops
+        waiting = [*{v for op in self.ops for v in (*op.operands, *op.results)}]
+        found = set[int]()
+        while waiting:
+            for c in graph.consumers[waiting.pop()]:
+                if c not in found:
+                    found.add(c)
+                    waiting += graph.ops[c].results if self._is_repeated_op(graph.ops[c]) else ()
+        return [graph.ops[op] for op in sorted(found)]
+
+    def _is_repeated_op(self, op: Op) -> bool:
+        """Return True for ops that are part of each task that reads their results."""
+        return self.places[op.id] is None or not self.free.isdisjoint(op.results)
 
     def _read_in_loop_elsewhere(self, v: int, place: OpPlace) -> bool:
         return any(p != place and p.kind is not TaskRole.UPDATE for p in self._readers[v])
