@@ -400,7 +400,7 @@ class JointSearch:
         costs = steps.known
         space, profile, model = self.space, Profile.of(costs), self.request.cost_model
         worthwhile = self._worthwhile(costs, profile)
-        profiles = self._profiled(steps, numbers, profile, worthwhile)
+        profiles = self._profiled(steps, numbers, profile)
         fits = [each.holds(space, self._batch / n, n, [1]) > 0 for n in numbers for each in profiles.values()]
         kept = (worthwhile & np.logical_or.reduce(fits)).any(axis=(0, 1))
         space = space.where(kept) if kept.any() else space
@@ -423,16 +423,14 @@ class JointSearch:
         # Without equal stages there is no plan: the search then says why.
         return equal if equal.any() else found
 
-    def _profiled(
-        self, steps: StageCostCache, numbers: Sequence[int], written: Profile, worthwhile: NDArray[np.bool_]
-    ) -> dict[Remat, Profile]:
+    def _profiled(self, steps: StageCostCache, numbers: Sequence[int], written: Profile) -> dict[Remat, Profile]:
         """Return the policies that are worth searching, each with the profile of layers under it.
 
         `written`: the profile without a policy. If all worthwhile stages fit so, no other policy is of use.
         """
         if self.policies == (Remat.NONE,):
             return {Remat.NONE: written}
-        if Remat.NONE in self.policies and all(self._fits(written, n, worthwhile) for n in numbers):
+        if Remat.NONE in self.policies and all(self._fits(written, n) for n in numbers):
             return {Remat.NONE: written}
         found = {Remat.NONE: written} if Remat.NONE in self.policies else {}
         for policy in sorted(self.policies, key=[*reversed(Remat)].index):
@@ -445,11 +443,12 @@ class JointSearch:
                 break
         return found
 
-    def _fits(self, profile: Profile, number: int, worthwhile: NDArray[np.bool_]) -> bool:
+    def _fits(self, profile: Profile, number: int) -> bool:
         """Return True if all worthwhile stages have memory for the most micro-batches in flight."""
         held = PipelinedBatch(self.schedules[0], number).held(profile.num_layers)
         holds = profile.holds(self.space, self._batch / number, number, held)
-        return bool((holds[worthwhile] == len(held)).all())
+        # At best, devices share all bytes equally. Where uneven stages hold all so, too, equal ones hold it as it is.
+        return bool((holds[self.space.worthwhile(profile.shares)] == len(held)).all())
 
     @property
     def _any_schedule(self) -> bool:
