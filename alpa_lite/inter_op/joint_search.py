@@ -447,7 +447,8 @@ class JointSearch:
         """Return True if all worthwhile stages have memory for the most micro-batches in flight."""
         held = PipelinedBatch(self.schedules[0], number).held(profile.num_layers)
         holds = profile.holds(self.space, self._batch / number, number, held)
-        # At best, devices share all bytes equally. Where uneven stages hold all so, too, equal ones hold it as it is.
+        # This is optimistic: devices share all bytes equally. Where equal stages alone are searched, uneven ones, which
+        # need more, have to fit too, so that there is memory to spare.
         return bool((holds[self.space.worthwhile(profile.shares)] == len(held)).all())
 
     @property

@@ -156,7 +156,8 @@ def _weights(layout: TaskLayout, step: StepGraph) -> frozenset[int]:
 def _repeated(step: StepGraph, places: list[OpPlace | None], among: Sequence[Op]) -> list[OpPlace | None]:
     """Return the places, with None for ops of the update that every wave which reads their results repeats.
 
-    `among`: the ops to look at, in order; one of another stage is never repeated for a task of theirs.
+    `among`: the ops to look at, in order. All ops of a stage, and those without a place, are enough for its tasks: an
+    op is repeated within its own stage alone.
 
     Between two waves a stage waits for others, with what later waves read in memory. A result is not kept there if it
     takes no fewer bytes than the values from which cheap ops make it again: these are kept instead, such as gradients

@@ -464,7 +464,7 @@ class _ProgramBuilder:
                 f"This plan of {self.plan.function!r} contradicts the order of its step: {target} needs {source}, "
                 "which is made later. It was edited or damaged; make a new plan with al.plan."
             )
-        # The same for each micro-batch.
+        # The same for each micro-batch: to ask `plan_transfer` again would take longer than the rest.
         ends = (source.stage, self.written[source]), (target.stage, spec)
         if (transfer := self.transfers.get((source.value, ends))) is None:
             transfer = planned_transfer(self.plan, self.graph.values[source.value], *ends)

@@ -272,7 +272,7 @@ class Slicer:
     @cached_property
     def _repeated(self) -> set[int]:
         """The ops that every task that reads their results runs."""
-        return {op.id for op in self.ops if self.places[op.id] is None or op.id in self._lazy}
+        return {op.id for op in self.ops if self._is_repeated_op(op)}
 
     def _with_repeated(self, ops: list[int], needs: Iterable[int]) -> tuple[list[int], list[int]]:
         """Return a task's ops with the repeated ones that they read, in order; and the values from outside."""
@@ -319,16 +319,15 @@ class Slicer:
         repeated ops.
         """
         found = defaultdict[int, frozenset[OpPlace]](frozenset[OpPlace])
+        alone: dict[OpPlace | None, frozenset[OpPlace]]
         alone = {place: frozenset([place]) for place in set(self.places) if place is not None}
         # Backwards, so that the readers of the results of an op are known.
         for op in reversed(self._reading):
-            place = self.places[op.id]
             # A repeated op is part of each task that reads its results.
             if self._is_repeated_op(op):
                 readers = frozenset[OpPlace]().union(*map(found.__getitem__, op.results))
             else:
-                assert place is not None, "an op without a place is repeated"
-                readers = alone[place]
+                readers = alone[self.places[op.id]]
             for v in op.operands:
                 # Most values have one reader, or several in one task, whose set is one object.
                 known = found[v]

@@ -268,8 +268,7 @@ class _Route:
 
     def round(self, task: Task) -> tuple[_End, ...]:
         """Return the ends of the tasks of this kind of the other replicas in the same round."""
-        group = self.replicas(task.stage)
-        others = (stage for stage in group if stage != task.stage) if len(group) > 1 else ()
+        others = [stage for stage in self.replicas(task.stage) if stage != task.stage]
         return tuple((n, task.microbatch + n - task.stage, task.kind) for n in others)
 
 

@@ -126,7 +126,20 @@ def _twice_clipped(params: Any, x: jax.Array) -> Any:
     return [(w - 0.1 * u / (1.0 + trust)).astype(w.dtype) for w, u in zip(params, updates, strict=True)], norm
 
 
-@pytest.mark.parametrize("step_function", [_clipped, _twice_clipped])
+def _masked(params: Any, x: jax.Array) -> Any:
+    """The first stage and the caller read random numbers, and the last stage reads a mask that is made of them."""
+    drawn = jax.random.uniform(jax.random.key(0), (WIDTH,))
+
+    def loss(params: Any) -> jax.Array:
+        h = x + drawn
+        for w in params:
+            h = jnp.tanh(h @ w)
+        return jnp.mean((h * (drawn < 0.9)) ** 2)
+
+    return [w - 0.1 * g for w, g in zip(params, jax.grad(loss)(params), strict=True)], drawn
+
+
+@pytest.mark.parametrize("step_function", [_clipped, _twice_clipped, _masked])
 def test_the_tasks_of_a_stage_do_not_depend_on_what_others_repeat(step_function: Any) -> None:
     params = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.bfloat16)] * 4
     batch = jax.ShapeDtypeStruct((64, WIDTH), jnp.bfloat16)
