@@ -292,9 +292,16 @@ def peak_rate(cluster: Cluster, dtype: str) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepEstimate:
-    """The seconds of a step, and the fraction of the devices' time spent waiting for other stages, for a search."""
+    """The seconds of a step, for a search.
+
+    Attributes:
+        step_seconds: seconds of the whole step.
+        loop_seconds: seconds of the tasks of its micro-batches.
+        bubble_fraction: the part of these that devices spend waiting for other stages.
+    """
 
     step_seconds: float
+    loop_seconds: float
     bubble_fraction: float
 
 
@@ -341,7 +348,8 @@ def _estimated(request: PlanRequest, staged: StagedStep) -> StepEstimate:
     launched = 1 if whole else max(of_hosts.values())
     dispatched = model.launch_seconds() * launched
     seconds = max(dispatched, timeline.makespan_seconds + update + stacked) + request.cluster.skew_seconds
-    return StepEstimate(step_seconds=seconds, bubble_fraction=timeline.bubble_fraction)
+    loop, bubble = timeline.makespan_seconds, timeline.bubble_fraction
+    return StepEstimate(step_seconds=seconds, loop_seconds=loop, bubble_fraction=bubble)
 
 
 def inflows_between(request: PlanRequest, step: StepGraph, layers: Layers, stages: Sequence[StagePlace]) -> list[float]:

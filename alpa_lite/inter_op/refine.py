@@ -261,7 +261,7 @@ def _dealt_in_chunks(
         transfer_seconds=[least if a != b else 0.0 for a, b in pairwise(homes)],
         dispatch_seconds=dispatch_seconds(request.cluster),
     )
-    if timeline.makespan_seconds >= best.seconds:
+    if timeline.makespan_seconds >= best.estimate.loop_seconds:
         return None
     return dealt_out(request, plain, steps, schedule)
 
@@ -366,7 +366,7 @@ def reordered(request: PlanRequest, best: Found, at_most: float = math.inf) -> F
         return best
     lists, found = best.schedule.tasks(*best.size), best
     # An order that is hardly shorter is not worth a schedule without a formula.
-    at_most = min(best.seconds * (1 - WORTH), at_most)
+    at_most = min(best.seconds * (1 - WORTH), at_most) - (best.seconds - best.estimate.loop_seconds)
     for in_two in (False, True):
         order = _order(request, best, in_two=in_two)
         # Without room for any number of micro-batches, as many as the plan holds so far.
