@@ -166,7 +166,7 @@ class BestPrograms:
         found = min((Found.of(self.request, costs, way, schedule) for way in ways), key=lambda way: way.seconds)
         under = [*under_each(self.request, found, self.schedules)]
         yield from under
-        if len(self.schedules) > 1:
+        if len(self.schedules) > 1 and search.num_stages is None:
             yield reordered(self.request, min(under, key=lambda way: way.seconds), self._worthwhile)
 
     def _placed(
