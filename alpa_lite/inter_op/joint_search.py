@@ -6,7 +6,7 @@
     order      the number that is likely the best, then those around it while they are better;
                one micro-batch in any case                                                       `microbatch_counts`
     search     of one number: guesses become costs where the best stages depend on them          `inter_op.stage_search`
-    programs   of numbers of stages and of schedules at this number, the most promising first    `inter_op.best_programs`
+    programs   of numbers of stages and of schedules at this number, most promising first    `inter_op.best_programs`
 
 With one micro-batch a pipeline has nothing to overlap, but it may send less than one stage does, between hosts above
 all: so stages are searched at every number.

@@ -30,12 +30,13 @@ and then with a close gap.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 from typing import NamedTuple
 
 from alpa_lite.intra_op.interning import Recent, SharedArrays
+from alpa_lite.intra_op.one_trip_loops import Path
 from alpa_lite.intra_op.op_choices import Deciding, Keeping, PartialSums, is_scalar_sum
 from alpa_lite.intra_op.problem import Edge, FloatArray, Problem, Usage
 from alpa_lite.intra_op.stage import (
@@ -206,6 +207,10 @@ class Builder:
         return Choice(
             inputs=inputs, ops=ops, accumulators=sums, outputs=view.outputs, keeps_gathered=view.keeps_gathered
         )
+
+    def paths(self) -> Mapping[int, Path]:
+        """Return the path from the graph of the step to each scope."""
+        return self._layout().paths()
 
     def _layout(self) -> StageLayout:
         return StageLayout(

@@ -27,11 +27,13 @@ XLA's own memory analysis.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
+from alpa_lite.intra_op.one_trip_loops import Flattened, Path, without_one_trip_loops
 from alpa_lite.intra_op.stage import StageView
 from alpa_lite.intra_op.stage_ops import StageOps
 from alpa_lite.intra_op.stored_values import (
@@ -47,11 +49,6 @@ from alpa_lite.program.memo import memoized
 from alpa_lite.program.phases import Phase, StepGraph
 from alpa_lite.rules.fusion import may_overwrite
 from alpa_lite.rules.op_info import free_values
-
-Path = tuple[tuple[int, int], ...]
-"""The position of a body in the graph of the step: pairs of an op id and the index of one of its bodies, outermost
-first.
-"""
 
 
 class LiveSpan(NamedTuple):
@@ -107,10 +104,15 @@ class Lives:
     loop_end: int
     end: int
 
+    def running_at(self, time: int) -> tuple[Path, int] | None:
+        """Return the innermost op that runs at a time; None after the last one."""
+        number = bisect_right(self._starts, time, key=lambda each: each[0])
+        return self._starts[number - 1][2] if number and time < self.end - 1 else None
+
     @cached_property
-    def running(self) -> Mapping[int, tuple[Path, int]]:
-        """Map each time to the innermost op that starts then."""
-        return {span.start: key for key, span in self.spans.items()}
+    def _starts(self) -> Sequence[tuple[int, int, tuple[Path, int]]]:
+        """The start of each op and the number of bodies around it, in order, with its key."""
+        return sorted((span.start, len(key[0]), key) for key, span in self.spans.items())
 
 
 def lives_of(view: StageView, kernels: KernelModel | None = None) -> Lives:
@@ -123,6 +125,49 @@ def lives_of(view: StageView, kernels: KernelModel | None = None) -> Lives:
 
 @memoized
 def _lives(stage: StageOps, kernels: KernelModel) -> Lives:
+    found = without_one_trip_loops(stage)
+    return _lives_of_ops(stage, kernels) if found is None else _as_traced(_lives_of_ops(found[0], kernels), found[1])
+
+
+def _as_traced(found: Lives, flattened: Flattened) -> Lives:
+    """Return lifetimes and times of a stage without loops of one trip as those of the stage with them."""
+    bodies = {path: flattened.body(path) for path in {path for path, _ in found.spans}}
+
+    def original(path: Path, op_id: int) -> tuple[Path, int]:
+        outer, body = bodies[path]
+        inner, number = body.ops[op_id]
+        return (*outer, *inner), number
+
+    def named(life: Life) -> Life:
+        outer, body = bodies[life.path]
+        inner, value = body.values[life.value]
+        return replace(life, path=(*outer, *inner), value=value)
+
+    spans: dict[tuple[Path, int], LiveSpan] = {}
+    for key, span in found.spans.items():
+        # An op runs in all loops of one trip around it.
+        path, op_id = original(*key)
+        around = [(path[:depth], path[depth][0]) for depth in range(len(bodies[key[0]][0]), len(path))]
+        for place in ((path, op_id), *around):
+            known = spans.get(place, span)
+            spans[place] = LiveSpan(min(known.start, span.start), max(known.end, span.end))
+    for outer, body in bodies.values():
+        for (inner, loop), count in body.inlined.items():
+            path = (*outer, *inner)
+            for number in range(count if (path, loop) in spans else 0):
+                # Nobody needs what the others make.
+                spans.setdefault(((*path, (loop, 0)), number), spans[path, loop])
+    return replace(
+        found,
+        lives=tuple(map(named, found.lives)),
+        spans=spans,
+        read_until={original(*key): until for key, until in found.read_until.items()},
+        early={(*original(path, op_id), number): time for (path, op_id, number), time in found.early.items()},
+        spread={original(*key): of_op for key, of_op in found.spread.items()},
+    )
+
+
+def _lives_of_ops(stage: StageOps, kernels: KernelModel) -> Lives:
     timing = _Timing(kernels)
     spans = timing.spans
     timing.run(stage.graph, (), 0, stage)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from alpa_lite.intra_op.formulate import Builder
 from alpa_lite.intra_op.limits import Infeasibility, explain_infeasible
 from alpa_lite.intra_op.liveness import Lives
+from alpa_lite.intra_op.one_trip_loops import body_at
 from alpa_lite.intra_op.problem import Problem
 from alpa_lite.intra_op.stage import Key, StageView
 from alpa_lite.intra_op.usages import UsageOf, stage_lives
@@ -93,13 +94,11 @@ def held_bytes(usages: Iterable[UsageOf], choices: Sequence[int], time: int) -> 
 
 def moment_name(view: StageView, lives: Lives, time: int) -> str:
     """Describe a time by the innermost op that starts then."""
-    # Ops start at every time but the last, which follows all of them.
-    if time not in lives.running:
+    running = lives.running_at(time)
+    if running is None:
         return "at the end"
-    path, op_id = lives.running[time]
-    graph = view.graph
-    for outer, body in path:
-        graph = graph.ops[outer].bodies[body]
+    path, op_id = running
+    graph = body_at(view.graph, path)
     return f"when {_op_name(graph.ops[op_id])} runs"
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from math import prod
 
 from alpa_lite.intra_op.formulate import UNWEIGHTED, Builder, CollectiveWeights
-from alpa_lite.intra_op.liveness import lives_of
+from alpa_lite.intra_op.liveness import Life, lives_of
 from alpa_lite.intra_op.problem import Solution
 from alpa_lite.intra_op.solvers.portfolio import Portfolio
 from alpa_lite.intra_op.solvers.solver import Solver
@@ -156,7 +156,15 @@ def _memory(view: StageView, pricer: Pricer, choice: Choice) -> tuple[float, flo
     if step.accumulates:
         sums = sum(local_bytes(graph.values[v], a.stored, sizes) for v, a in choice.accumulators.items())
     lives = lives_of(view, KernelModel.of(pricer.cost_model, prod(pricer.sizes.values())))
-    saved = [life.value for life in lives.lives if life.saved and life.value not in choice.accumulators]
-    specs = ((v, choice.inputs[v] if v in choice.inputs else home_spec(graph, choice.ops, v)) for v in saved)
-    activations = sum(local_bytes(graph.values[v], spec, sizes) for v, spec in specs)
+    saved = [life for life in lives.lives if life.saved and (life.path or life.value not in choice.accumulators)]
+    activations = sum(_local_bytes(view, pricer, choice, life) for life in saved)
     return state, sums, activations
+
+
+def _local_bytes(view: StageView, pricer: Pricer, choice: Choice, life: Life) -> float:
+    """Return the bytes per device of a value as it leaves its op."""
+    graph, placements = view.graph, choice.ops
+    for op_id, number in life.path:
+        graph, placements = graph.ops[op_id].bodies[number], placements[op_id].bodies[number]
+    given = None if life.path else choice.inputs.get(life.value)
+    return local_bytes(graph.values[life.value], given or home_spec(graph, placements, life.value), pricer.sizes)

@@ -123,8 +123,7 @@ def filled_results(op: Op, free: Set[int]) -> Sequence[int]:
     """Return the results that begin as arrays of zeros or the like, which are filled piece by piece. `free`: values."""
     wiring = wiring_of(op)
     if wiring is not None:
-        # A loop of one trip is removed.
-        return [op.results[r] for r in wiring.stacked] if wiring.trips > 1 else ()
+        return [op.results[r] for r in wiring.stacked]
     if op.primitive.startswith("select_and_scatter"):
         return op.results
     return op.results if op.primitive.startswith("scatter") and op.operands[0] in free else ()

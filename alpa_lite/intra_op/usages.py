@@ -34,7 +34,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from alpa_lite.intra_op.interning import SharedArrays
-from alpa_lite.intra_op.liveness import Life, Lives, Path, lives_of
+from alpa_lite.intra_op.liveness import Life, Lives, lives_of
+from alpa_lite.intra_op.one_trip_loops import Path, is_one_trip_loop
 from alpa_lite.intra_op.problem import FloatArray
 from alpa_lite.intra_op.stage import Key, Offer, Placed, PlacedBodies, PlacedSum, StageScope, StageView
 from alpa_lite.intra_op.stored_values import KernelModel, reads_whole
@@ -42,6 +43,7 @@ from alpa_lite.intra_op.strategy_catalogue import Catalogue, PlacementOptions, S
 from alpa_lite.plan.walk import stacked
 from alpa_lite.program.ir import Op, Value, wiring_of
 from alpa_lite.program.phases import Phase, is_parameter, parameters
+from alpa_lite.rules.fusion import is_folded
 from alpa_lite.sharding.specs import Spec
 
 
@@ -118,6 +120,7 @@ class _Collector:
         self.lives = stage_lives(layout.view, layout.catalogue)
         self.accumulates = layout.view.step.accumulates
         self.held: set[tuple[Key, frozenset[Spec]]] = set()  # gathered copies of parameters charged to an earlier op
+        self.sums = {self._made_as(v): v for v in layout.crossings}  # what ops write of a sum → the sum
 
     def collect(self) -> Iterator[UsageOf]:
         found = (*self._state(), *self._values(), *self._moved())
@@ -141,8 +144,8 @@ class _Collector:
         numbers = {path: scope for scope, path in self.layout.paths().items()}
         for life in self.lives.lives:
             key = (numbers.get(life.path, -1), life.value)
-            if key[0] == 0 and life.value in self.layout.crossings:
-                yield from self._sum(life)
+            if key in self.sums:
+                yield from self._sum(replace(life, path=(), value=self.sums[key]))
             elif key in self.layout.offers:
                 offer = self.layout.offers[key]
                 yield self._use(key, offer, life.start, life.end)
@@ -206,19 +209,38 @@ class _Collector:
         """
         if self.catalogue.pricer.cost_model.cluster.reduces_in_place:
             return None
-        graph = self.layout.view.graph
-        producer = graph.producer[v]
-        placed = None if producer is None else self.layout.demanded.get((0, producer))
+        scope, value = next(key for key, crossing in self.sums.items() if crossing == v)
+        graph = self.layout.scopes[scope].graph
+        producer = graph.producer[value]
+        placed = None if producer is None else self.layout.demanded.get((scope, producer))
         made, summed = set[object](), self.catalogue.summed
         if producer is not None and placed is not None:
-            made = {spec.dims for spec in placed.made[graph.ops[producer].results.index(v)] if summed(spec)}
+            made = {_axes(spec) for spec in placed.made[graph.ops[producer].results.index(value)] if summed(spec)}
         found = np.array(
             [
-                not resolved.partial and resolved.dims == stored.dims and (bool(summed(stored)) or stored.dims in made)
+                not resolved.partial
+                and resolved.dims == stored.dims
+                and (bool(summed(stored)) or _axes(stored) in made)
                 for stored, resolved in zip(options.stored, options.resolved, strict=True)
             ]
         )
         return found if found.any() else None
+
+    def _made_as(self, v: int) -> Key:
+        """Return the array that is written of a sum, before ops that rename it, and in loops that XLA removes."""
+        scope, value = 0, v
+        while True:
+            graph = self.layout.scopes[scope].graph
+            producer = graph.producer[value]
+            op = None if producer is None else graph.ops[producer]
+            placed = None if op is None else self.layout.placed.get((scope, op.id))
+            if op is not None and isinstance(placed, PlacedBodies) and is_one_trip_loop(op):
+                (inner,), (outputs,) = placed.scopes, (op.bodies[0].outputs,)
+                scope, value = inner, outputs[op.results.index(value)]
+            elif op is not None and len(op.operands) == 1 and is_folded(graph, op):
+                (value,) = op.operands
+            else:
+                return scope, value
 
     def _moved(self) -> Iterator[UsageOf]:
         """Yield the copies and the scratch memory of every op."""
@@ -246,7 +268,7 @@ class _Collector:
                 yield from self._early((scope, op_id), paths[scope], placed.node)
                 sizes = self.catalogue.all_reduced_sizes(graph, op, options)
                 # What crosses into the update is charged there (`_combined`).
-                crosses = scope == 0 and not self.layout.crossings.keys().isdisjoint(op.results)
+                crosses = any((scope, r) in self.sums for r in op.results)
                 if sizes is not None and not crosses:
                     yield UsageOf(value=made, node=placed.node, sizes=sizes, start=span.start, end=span.end)
 
@@ -335,3 +357,8 @@ class _Collector:
         held = (key, frozenset(specs)) in self.held
         self.held.add((key, frozenset(specs)))
         return max([end, *(self.lives.spans[(), c].end for c in readers)]), held
+
+
+def _axes(spec: Spec) -> Sequence[object]:
+    """Return the axes that split an array, whatever the order of its dims is."""
+    return tuple(sorted(axes for axes in spec.dims if axes))

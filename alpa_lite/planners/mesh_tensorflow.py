@@ -28,7 +28,8 @@ from numpy.typing import NDArray
 
 from alpa_lite.errors import AlpaLiteError, PlanError
 from alpa_lite.inter_op.plan_request import PlanRequest
-from alpa_lite.intra_op.liveness import Lives, Path, lives_of
+from alpa_lite.intra_op.liveness import Lives, lives_of
+from alpa_lite.intra_op.one_trip_loops import body_at
 from alpa_lite.intra_op.stage import GivenLayout, StageView, Wanted
 from alpa_lite.intra_op.stored_values import KernelModel
 from alpa_lite.intra_op.strategies import FREE_CHOICE
@@ -255,7 +256,7 @@ class _Memory:
             if step.graph.producer[v] is None and step.batch_dims[v] is None:
                 self._add(step.graph, v, 0, lives.end)
         for life in lives.lives:
-            graph = _graph_at(step.graph, life.path)
+            graph = body_at(step.graph, life.path)
             summed = not life.path and life.value in sums
             # The update may scatter a sum when it first reads it; a life cut short keeps the bound a lower one.
             end = min(_first_read(view, lives, life.value, life.end) + 1, life.end) if summed else life.end
@@ -277,13 +278,6 @@ def _first_read(view: StageView, lives: Lives, v: int, end: int) -> int:
     """Return the time at which the update begins to read a sum."""
     readers = (c for c in view.graph.consumers[v] if c in view.op_set and not view.step.phases[c].in_loop)
     return min((lives.spans[(), c].start for c in readers), default=end)
-
-
-def _graph_at(graph: Graph, path: Path) -> Graph:
-    """Return the body at the end of a path."""
-    for op, number in path:
-        graph = graph.ops[op].bodies[number]
-    return graph
 
 
 def least_memory(dims: NamedDims, axes: Mapping[str, int], model: CostModel, planned: Callable[[Layout], Plan]) -> Plan:

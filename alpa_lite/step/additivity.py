@@ -171,7 +171,17 @@ class _OuterProgram:
             if relation.is_reduced and not any(s.is_reduced for s in relations):
                 self.origins[r] = frozenset((r,))
             elif relation.is_reduced or relation.kind is RelationKind.AFTER:
-                self.origins[r] = frozenset().union(*(self.origins.get(v, ()) for v in op.operands))
+                self.origins[r] = self._origins(op)
+
+    def _origins(self, op: Op) -> frozenset[int]:
+        """Return the values at which the reductions begin that the results of an op follow from.
+
+        One that is not made of data stands for all: which others there are makes no difference to what reads them, and
+        a norm over all gradients has thousands of them.
+        """
+        origins = frozenset[int]().union(*(self.origins.get(v, ()) for v in op.operands))
+        others = origins - self.of_data
+        return frozenset((min(others),)) if others else origins
 
     def _of_reduced(self, op: Op, relations: Sequence[Relation]) -> tuple[Relation, ...]:
         """Return the relations of an op outside the loop that reads sums.

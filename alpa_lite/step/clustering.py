@@ -109,8 +109,7 @@ def cluster_contiguous(
     limit = _flops_limit(ends, num_layers, imbalance)
     places = possible_places(ends, num_layers, limit)
     block_of = np.searchsorted(places, np.arange(num_ops), side="right") - 1
-    inflow = _inflow_bytes(len(places) - 1, _between_blocks(flows, block_of.tolist()))
-    runs = _Runs.of(inflow, ends[places], limit)
+    runs = _Runs.of(ends[places], limit, _between_blocks(flows, block_of.tolist()))
     even = runs.of_at_least(LEAST_SHARE * float(ends[-1]) / num_layers)
     bottleneck = _least_bottleneck(even, num_layers)
     # No cut gives each layer its least share of the work: that condition is dropped.
@@ -144,23 +143,25 @@ def _between_blocks(flows: Sequence[Flow], block_of: Sequence[int]) -> list[Flow
     return found
 
 
-def _inflow_bytes(num_ops: int, flows: Sequence[Flow]) -> NDArray[np.float64]:
-    """Return C[i,k] for i <= k in bytes, as a two-dimensional prefix sum of its differences.
+def _inflow_bytes(lowest: NDArray[np.int64], flows: Sequence[Flow]) -> NDArray[np.float64]:
+    """Return [R] C(i, k) in bytes of all runs from i >= lowest[k] to k, ordered by k.
 
     A value is paid by the runs that begin after its producer and end at or after the first reader that they contain. So
-    reader c, with the reader (or producer) b before it, adds the bytes to all C[i,k] with b < i <= c <= k. Shape [K,
-    K]; the cost is O(K² + flows).
+    reader c, with the reader (or producer) b before it, adds the bytes to all C(i, k) with b < i <= c <= k.
     """
-    inflow = np.zeros((num_ops + 1, num_ops))
+    added: list[list[tuple[int, float]]] = [[] for _ in lowest]
     for producer, readers, size in flows:
         before = producer
         for reader in sorted({*readers}):
-            inflow[before + 1, reader] += size
-            inflow[reader + 1, reader] -= size
+            added[reader].append((before, size))
             before = reader
-    np.cumsum(inflow, axis=0, out=inflow)
-    np.cumsum(inflow, axis=1, out=inflow)
-    return inflow[:num_ops]
+    inflow, found = np.zeros(len(lowest)), list[NDArray[np.float64]]()
+    for last, (first, here) in enumerate(zip(lowest.tolist(), added, strict=True)):
+        for before, size in here:
+            # No later run begins before the first one that ends here.
+            inflow[max(before + 1, first) : last + 1] += size
+        found.append(inflow[first : last + 1].copy())
+    return np.concatenate(found)
 
 
 def _flops_limit(ends: NDArray[np.float64], num_layers: int, imbalance: float) -> float:
@@ -205,8 +206,8 @@ class _Runs:
     flops: NDArray[np.float64]
 
     @staticmethod
-    def of(inflow: NDArray[np.float64], ends: NDArray[np.float64], limit: float) -> _Runs:
-        """Return the runs within the limit, by [K, K] inflow bytes, [K + 1] cumulative FLOPs and the limit in FLOPs."""
+    def of(ends: NDArray[np.float64], limit: float, flows: Sequence[Flow]) -> _Runs:
+        """Return the runs within the limit, by [K + 1] cumulative FLOPs, the limit in FLOPs, and what flows between."""
         num_ops = len(ends) - 1
         lasts = np.arange(num_ops)
         # `_flops_limit` sums in another order and rounds differently: the margin retains every run that it used.
@@ -215,7 +216,8 @@ class _Runs:
         begin = np.cumsum(counts) - counts
         last = np.repeat(lasts, counts)
         first = np.arange(last.size) - begin[last] + lowest[last]
-        return _Runs(first=first, last=last, begin=begin, bytes=inflow[first, last], flops=ends[last + 1] - ends[first])
+        inflow = _inflow_bytes(lowest, flows)
+        return _Runs(first=first, last=last, begin=begin, bytes=inflow, flops=ends[last + 1] - ends[first])
 
     def of_at_least(self, flops: float) -> _Runs:
         """Return the runs, of which the ones with fewer FLOPs are excluded (infinite bytes)."""

@@ -159,17 +159,15 @@ class StepPrograms:
             NonAdditiveError: micro-batches would change the meaning of the step.
             TraceError: the step cannot be traced at the size of a micro-batch.
         """
-        key = (num_microbatches, loop_parts, self.update_every)
+        sized = self.sized(loop_parts)
+        key = (num_microbatches, sized.loop_parts, self.update_every)
         if key not in self._steps:
             with _jax.no_mesh(), self.around(), rare_collection():
-                self._steps[key] = self._split(num_microbatches, loop_parts)
+                self._steps[key] = self._split(num_microbatches, sized)
         return self._steps[key]
 
-    def _split(self, num_microbatches: int, loop_parts: int) -> TracedStep:
+    def _split(self, num_microbatches: int, sized: SizedPrograms) -> TracedStep:
         traced = self.traced
-        if trains_in_bodies(self.sized(0).full().graph):
-            loop_parts = 0  # its trips are steps of training rather than layers
-        sized = self.sized(loop_parts)
         if num_microbatches == 1:
             try:
                 return _cut(sized, sized.shown(), 1)
@@ -194,10 +192,15 @@ class StepPrograms:
         return _cut(sized, sized.with_own_numbers(size), num_microbatches)
 
     def sized(self, loop_parts: int) -> SizedPrograms:
-        """Return the programs at all batch sizes, with loops over layers in so many parts."""
+        """Return the programs at all batch sizes, with loops over layers in so many parts.
+
+        A step has the same programs at any number of parts if it has no such loops and no stacked arrays, or if the
+        trips of its loops are steps of training rather than layers.
+        """
         if loop_parts not in self._programs:
             made = SizedPrograms(traced=self.traced, loop_parts=loop_parts, driver=self.driver)
-            self._programs[loop_parts] = made
+            has_parts = loop_parts and made.has_parts and not trains_in_bodies(self.sized(0).full().graph)
+            self._programs[loop_parts] = made if has_parts or not loop_parts else self.sized(0)
         return self._programs[loop_parts]
 
 

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from alpa_lite import _jax
 from alpa_lite._jax import ClosedJaxpr
 from alpa_lite.errors import TraceError
 from alpa_lite.program.ir import Graph
@@ -26,7 +27,7 @@ from alpa_lite.program.passes import PassDriver
 from alpa_lite.program.phases import batch_dims, body_scopes, check_same_structure
 from alpa_lite.trace.alignment import align
 from alpa_lite.trace.extrapolation import at_size
-from alpa_lite.trace.from_jaxpr import from_jaxpr, loops_over_samples
+from alpa_lite.trace.from_jaxpr import from_jaxpr, is_over_layers, loops_over_samples, scans
 from alpa_lite.trace.own_numbers import with_own_numbers
 from alpa_lite.trace.passes.code_motion import SinkFreeValues, TwoSizes
 from alpa_lite.trace.passes.split_stacked import PartedProgram, SplitStacked
@@ -54,6 +55,14 @@ class SizedPrograms:
     _parted: dict[tuple[frozenset[int], frozenset[int]], PartedProgram] = field(
         default_factory=dict[tuple[frozenset[int], frozenset[int]], PartedProgram]
     )
+
+    @cached_property
+    def has_parts(self) -> bool:
+        """Whether a scan over layers is split, or a stacked argument or result of the step."""
+        if any(is_over_layers(_jax.params_of(scan)) for scan in scans(_jax.open_jaxpr(self.traced.jaxpr))):
+            return True
+        full = self.full()
+        return any(part.rows is not None for part in (*full.input_parts, *full.output_parts))
 
     def shown(self) -> TwoSizes:
         """Return the programs at the full batch and at another size, both traced.

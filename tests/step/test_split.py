@@ -352,6 +352,37 @@ def test_a_step_is_traced_at_two_sizes_whatever_the_number_of_micro_batches(loop
     assert sizes == [8]
 
 
+def _stacked(p: Any, x: Any) -> Any:
+    """A step of layers that are written out, with their weights in one array."""
+
+    def loss(p: Any) -> Any:
+        h = x
+        for layer in range(4):
+            h = jnp.tanh(h @ p[layer])
+        return jnp.mean(h**2)
+
+    return p - 0.1 * jax.grad(loss)(p)
+
+
+def _scanned(p: Any, x: Any) -> Any:
+    """The same step with a loop over the layers."""
+
+    def loss(p: Any) -> Any:
+        return jnp.mean(jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, p)[0] ** 2)
+
+    return p - 0.1 * jax.grad(loss)(p)
+
+
+def test_steps_without_loops_and_stacked_arrays_are_made_once_for_all_numbers_of_parts() -> None:
+    plain = StepPrograms(traced=trace(_step, (PARAMS, X, Y), batch_argnums=(1, 2)))
+    assert plain.with_equations(4, 2) is plain.with_equations(4, 0)
+    for step in (_stacked, _scanned):
+        steps = StepPrograms(traced=trace(step, (jnp.ones((4, 8, 8)), jnp.ones((16, 8)))))
+        whole, parted = steps.at(4, 0), steps.at(4, 2)
+        assert [part.rows for part in whole.input_parts if part.leaf == 0] == [None]
+        assert [part.rows for part in parted.input_parts if part.leaf == 0] == [(0, 2), (2, 4)]
+
+
 def test_without_micro_batches_nothing_is_refused() -> None:
     for program in PROGRAMS.values():
         split = _split(program.step, program.args, 1, batch_argnums=program.batch_argnums)

@@ -9,7 +9,7 @@ Without the step (`Plan.request`) only the four parts of the sum are available, 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -224,7 +224,8 @@ def _at_peak(stage: StageProblem) -> tuple[str, tuple[LiveValues, ...]]:
     builder = stage.builder
     lives = stage_lives(builder.view, builder.catalogue)
     owned = {((), life.value): (life.start, life.end) for life in lives.lives if not life.path}
-    saved = {life.value for life in lives.lives if life.saved and not life.path}
+    scopes = {path: scope for scope, path in builder.paths().items()}
+    saved = {(scopes.get(life.path, -1), life.value) for life in lives.lives if life.saved}
     whole = {(0, lives.end), (0, lives.loop_end)}
     groups: dict[tuple[str, str], list[float]] = {}
     for usage in usages:
@@ -242,14 +243,14 @@ def _at_peak(stage: StageProblem) -> tuple[str, tuple[LiveValues, ...]]:
 
 def _kind_of_other(stage: StageProblem, key: Key) -> str:
     """Return the kind of memory that is not a value itself: a partial sum being reduced, or a copy for a reader."""
-    return _kind(stage, key, set()) if key[1] in stage.builder.crossings and key[0] == 0 else COPY
+    return _kind(stage, key, frozenset()) if key[1] in stage.builder.crossings and key[0] == 0 else COPY
 
 
-def _kind(stage: StageProblem, key: Key, saved: set[int]) -> str:
+def _kind(stage: StageProblem, key: Key, saved: Set[Key]) -> str:
     scope, v = key
     step = stage.view.step
     if scope:
-        return "temporary"
+        return "saved for backward" if key in saved else "temporary"
     if v in stage.builder.crossings:
         # With one micro-batch per update nothing is summed.
         return "gradient sum" if step.accumulates else "gradient"
@@ -258,7 +259,7 @@ def _kind(stage: StageProblem, key: Key, saved: set[int]) -> str:
         if step.batch_dims[v] is not None:
             return "batch"
         return "optimizer state" if is_optimizer_state(step.graph.values[v].name) else "parameter"
-    return "saved for backward" if v in saved else "temporary"
+    return "saved for backward" if key in saved else "temporary"
 
 
 def _name(stage: StageProblem, key: Key) -> str:
