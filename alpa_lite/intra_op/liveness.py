@@ -93,7 +93,8 @@ class Lives:
     Values that are summed over micro-batches live until the update has read them. `read_until`: when the last of the
     kernels in which an op runs has read its operands, for ops that run in several, or in a later one. `early`: from
     when on a kernel reads an operand, by its number, that does a part of the work of an op without the other operands.
-    `spread`: when copies of operands of an op as large as its result are in memory.
+    `spread`: when copies of operands of an op as large as its result are in memory. `completed`: when a collective runs
+    that completes the partial sums of an op, where it waits for its turn as all kernels do.
     """
 
     lives: tuple[Life, ...]
@@ -101,6 +102,7 @@ class Lives:
     read_until: Mapping[tuple[Path, int], int]
     early: Mapping[tuple[Path, int, int], int]
     spread: Mapping[tuple[Path, int], Sequence[LiveSpan]]
+    completed: Mapping[tuple[Path, int], int]
     loop_end: int
     end: int
 
@@ -164,6 +166,7 @@ def _as_traced(found: Lives, flattened: Flattened) -> Lives:
         read_until={original(*key): until for key, until in found.read_until.items()},
         early={(*original(path, op_id), number): time for (path, op_id, number), time in found.early.items()},
         spread={original(*key): of_op for key, of_op in found.spread.items()},
+        completed={original(*key): time for key, time in found.completed.items()},
     )
 
 
@@ -184,6 +187,7 @@ def _lives_of_ops(stage: StageOps, kernels: KernelModel) -> Lives:
         read_until=timing.read_until,
         early=timing.early,
         spread=timing.spread,
+        completed=timing.completed,
         loop_end=loop_end,
         end=end + 1,
     )
@@ -199,6 +203,7 @@ class _Timing:
         self.read_until: dict[tuple[Path, int], int] = {}
         self.early: dict[tuple[Path, int, int], int] = {}
         self.spread: dict[tuple[Path, int], list[LiveSpan]] = {}
+        self.completed: dict[tuple[Path, int], int] = {}
 
     def run(self, graph: Graph, path: Path, start: int, stage: StageOps | None = None) -> int:
         """Set the time span of each op, ops in bodies included, and return when all have run."""
@@ -211,6 +216,7 @@ class _Timing:
                 # Branches of a condition follow each other in time although one alone runs: their values never coexist.
                 now = self.run(body, (*path, (op_id, number)), now)
             self.spans[path, op_id] = LiveSpan(begun, now)
+        self.completed.update({(path, o): self.spans[path, last].end for o, last in stored.behind.items()})
         return now
 
 

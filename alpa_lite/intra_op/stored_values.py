@@ -143,6 +143,8 @@ class StoredValues:
         self.outputs = frozenset(graph.outputs)
         self.writable = _writable(graph, kernels)
         self.written = set(_written(graph, kernels))
+        # By `run_order`: the kernel behind which one runs that reads the result of an op as soon as it is there.
+        self.behind: dict[int, int] = {}
         if kernels.fusion != "none":
             self._fuse()
 
@@ -276,6 +278,8 @@ class StoredValues:
             op_id, made = queue.popleft()
             if op_id is not None:
                 yield op_id
+                last = queue[-1][0] if queue else None
+                self.behind[op_id] = op_id if last is None else last
             waiting = deque(made)
             while waiting:
                 for c in dict.fromkeys(graph.consumers[waiting.popleft()]):

@@ -125,6 +125,7 @@ class Catalogue:
         self._relaid: dict[object, FloatArray] = {}
         # Keyed by identity, since options compare so; the caches above make equal options one object.
         self._all_reduced: dict[PlacementOptions, FloatArray] = {}
+        self._relaid_scratch: dict[PlacementOptions, FloatArray] = {}
         self._scratch: dict[PlacementOptions, FloatArray | None] = {}
         self._indices: dict[PlacementOptions, tuple[FloatArray, ...]] = {}
         self._value_specs: dict[object, tuple[Spec, ...]] = {}
@@ -446,6 +447,24 @@ class Catalogue:
                 total += np.where(before > after, before, 0.0)
             self._scratch[options] = frozen(total)
         return self._scratch[options]
+
+    def relaid_scratch_sizes(self, graph: Graph, op: Op, options: PlacementOptions) -> FloatArray | None:
+        """Return a device's bytes of results laid out anew for a reduce_scatter, for each placement; None if of none.
+
+        A collective scatters blocks that lie one behind the other: along another dim than the first they are moved into
+        place, from one array to another (see `relaid_sizes`).
+        """
+        if self.pricer.cost_model.cluster.reads_any_layout or options.made == options.results:
+            return None
+        if options not in self._relaid_scratch:
+            total = np.zeros(len(options.placements))
+            for value, made, results in zip(graph.results(op), options.made, options.results, strict=True):
+                before, after = self.local_sizes(value, made), self.local_sizes(value, results)
+                pairs = zip(results, made, strict=True)
+                inner = np.array([self._joins_inner_dim(value, part, whole) for part, whole in pairs])
+                total += np.where(inner & (before > after), before, 0.0)
+            self._relaid_scratch[options] = frozen(total)
+        return self._relaid_scratch[options]
 
     def all_reduced_sizes(self, graph: Graph, op: Op, options: PlacementOptions) -> FloatArray | None:
         """Return a device's bytes of results before an all_reduce that is not in place, for each placement.

@@ -6,8 +6,8 @@
                                     loop                                                                     (_values)
     sums without micro-batches      in the stored spec until the update begins to read them, then in the
                                     resolved spec                                                            (_sum)
-    all_reduced values              the operand too, while its op runs, where the backend does not reduce in place;
-                                    gradients until the update begins                          (_moved, _combined)
+    all_reduced values              the operand too, when they are reduced, where the backend does not reduce in place;
+                                    gradients until the update begins                     (_incomplete, _combined)
     copies                          an operand resharded for its reader, while that runs: a gathered activation, a
                                     gathered weight                                                        (_copies)
                                     a weight is gathered while the reader of the one before runs    (_gathered_from)
@@ -15,8 +15,9 @@
                                     loop ends                                                               (_until)
     relaid                          a copy once more where it is made, if its reader needs its dims in order (_relaid)
     early                           transposed operands of convolutions, from when the operand is there on   (_early)
-    scratch                         a result before its reduce_scatter, and the indices by which the gradient of max
-                                    pooling finds the maxima                                       (_moved, _early)
+    scratch                         a result before its reduce_scatter, laid out anew where this is along an inner dim
+                                                                                                       (_incomplete)
+                                    the indices by which the gradient of max pooling finds the maxima       (_early)
 
 A copy depends on the strategies of two nodes, but a memory row has terms of one node each. It is therefore charged to
 the node of the value where the reader demands one spec under all of its strategies, and else to the reader, but only
@@ -261,16 +262,25 @@ class _Collector:
                     yield from self._copies((scope, v), placed.node, specs, start, end)
                     if reads_whole(self.layout.scopes[scope].graph, op):
                         yield from self._relaid((scope, v), placed.node, specs, start)
-                graph, made = self.layout.scopes[scope].graph, (scope, op.results[0])
-                sizes = self.catalogue.scratch_sizes(graph, op, options)
-                if sizes is not None:
-                    yield UsageOf(value=made, node=placed.node, sizes=sizes, start=span.start, end=span.end)
+                yield from self._incomplete(key, paths[scope], placed.node)
                 yield from self._early((scope, op_id), paths[scope], placed.node)
-                sizes = self.catalogue.all_reduced_sizes(graph, op, options)
-                # What crosses into the update is charged there (`_combined`).
-                crosses = any((scope, r) in self.sums for r in op.results)
-                if sizes is not None and not crosses:
-                    yield UsageOf(value=made, node=placed.node, sizes=sizes, start=span.start, end=span.end)
+
+    def _incomplete(self, key: Key, path: Path, node: int) -> Iterator[UsageOf]:
+        """Yield results before the collectives that complete them, and what these need beside their results."""
+        (scope, op_id), options = key, self.layout.demanded[key]
+        graph, span = self.layout.scopes[scope].graph, self.lives.spans[path, op_id]
+        op = graph.ops[op_id]
+        made, late = (scope, op.results[0]), self.lives.completed.get((path, op_id), span.end - 1)
+        sizes = self.catalogue.scratch_sizes(graph, op, options)
+        if sizes is not None:
+            yield UsageOf(value=made, node=node, sizes=sizes, start=span.start, end=late + 1)
+        sizes = self.catalogue.relaid_scratch_sizes(graph, op, options)
+        if sizes is not None:
+            yield UsageOf(value=made, node=node, sizes=sizes, start=late, end=late + 1)
+        sizes = self.catalogue.all_reduced_sizes(graph, op, options)
+        # What crosses into the update is charged there (`_combined`).
+        if sizes is not None and not any((scope, r) in self.sums for r in op.results):
+            yield UsageOf(value=made, node=node, sizes=sizes, start=late, end=late + 1)
 
     def _early(self, key: Key, path: Path, node: int) -> Iterator[UsageOf]:
         """Yield what kernels write that do a part of the work of an op when one of its operands is there."""

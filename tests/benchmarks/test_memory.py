@@ -66,6 +66,14 @@ def test_gathered_weights_are_moved_into_place_and_what_is_reduced_is_spread(dev
     assert row.ratio == pytest.approx(1.0, abs=0.06), row
 
 
+@pytest.mark.parametrize(("program", "plan"), [("experts", "Megatron"), ("recomputed", "FSDP")])
+def test_results_are_laid_out_anew_before_they_are_scattered_along_an_inner_dim(devices, program: str, plan: str):
+    (case,) = (case for case in memory_programs.cases() if case.name == program)
+    (row,) = memory.run([case], {plan: memory_programs.PLANS[plan]}, lambda _: None)
+    # They were 0.70 and 0.91.
+    assert row.ratio == pytest.approx(1.0, abs=0.03), row
+
+
 @pytest.mark.slow
 def test_ten_other_programs(devices):
     rows = memory.run(memory_programs.cases(), memory_programs.PLANS, lambda _: None)
@@ -73,8 +81,8 @@ def test_ten_other_programs(devices):
     mean, _ = memory.mean_and_worst_error(rows)
     low = [row for row in rows if row.ratio < 0.9]
     # When kernels ran in the order of the ops it was 0.11, and 15 of the predictions were more than 10 % too low.
-    assert mean < 0.07
-    assert len(low) <= 5, low
+    assert mean < 0.055
+    assert len(low) <= 4, low
 
 
 def test_the_account_of_a_step_that_is_one_executable(rows):
