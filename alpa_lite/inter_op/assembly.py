@@ -42,7 +42,7 @@ from alpa_lite.plan.simulation import Prices, SimulatedStep, simulate_program
 from alpa_lite.program.ir import Value
 from alpa_lite.program.phases import Phase, StepGraph
 from alpa_lite.rules.op_info import opaque_ops, rule_of_op
-from alpa_lite.schedule import Inference, Schedule, ServerSchedule, processors_of, simulate
+from alpa_lite.schedule import Inference, Schedule, ServerSchedule, simulate
 from alpa_lite.sharding.meshes import sharing
 from alpa_lite.step.layers import Layers
 from alpa_lite.step.model_flops import needed_flops
@@ -292,9 +292,16 @@ def peak_rate(cluster: Cluster, dtype: str) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepEstimate:
-    """The seconds of a step, and the fraction of the devices' time spent waiting for other stages, for a search."""
+    """The seconds of a step, for a search.
+
+    Attributes:
+        step_seconds: seconds of the whole step.
+        loop_seconds: seconds of the tasks of its micro-batches.
+        bubble_fraction: the part of these that devices spend waiting for other stages.
+    """
 
     step_seconds: float
+    loop_seconds: float
     bubble_fraction: float
 
 
@@ -329,19 +336,20 @@ def _estimated(request: PlanRequest, staged: StagedStep) -> StepEstimate:
     update = sum(in_turn) if request.cluster.shared_processor else max(in_turn)
     stacked = stacks_at_rest(model, step, staged.layers, stages).seconds
     # A host dispatches the programs of all its devices; they wait for it where their tasks are shorter than that.
-    beside = max(1, request.cluster.devices_per_host // stages[0].submesh.num_devices)
     of_layer = [number for number, stage in enumerate(stages) for _ in range(stage.first, stage.last + 1)]
     of_op = tuple([None if layer is None else of_layer[layer] for layer in staged.layers.of_op])
-    processors = processors_of(tasks)
     # A task without work is not launched, and the two passes of the last stage may be one program.
-    programs = Counter(processors[span.stage] for span in timeline.spans if span.end_seconds > span.start_seconds)
-    programs.subtract({processors[stage]: m for stage in fused_stages(tasks, staged.schedule.loss_stage(count))})
-    for stage, number in update_tasks(step, of_op).items():
-        programs[processors[stage]] += number
-    launched = 1 if whole else sum(sorted(programs.values())[-beside:])
+    programs = Counter(span.stage for span in timeline.spans if span.end_seconds > span.start_seconds)
+    programs.subtract(dict.fromkeys(fused_stages(tasks, staged.schedule.loss_stage(count)), m))
+    programs.update(update_tasks(step, of_op))
+    of_hosts = Counter[int]()
+    for number, stage in enumerate(stages):
+        of_hosts[stage.submesh.first_device // request.cluster.devices_per_host] += programs[number]
+    launched = 1 if whole else max(of_hosts.values())
     dispatched = model.launch_seconds() * launched
     seconds = max(dispatched, timeline.makespan_seconds + update + stacked) + request.cluster.skew_seconds
-    return StepEstimate(step_seconds=seconds, bubble_fraction=timeline.bubble_fraction)
+    loop, bubble = timeline.makespan_seconds, timeline.bubble_fraction
+    return StepEstimate(step_seconds=seconds, loop_seconds=loop, bubble_fraction=bubble)
 
 
 def inflows_between(request: PlanRequest, step: StepGraph, layers: Layers, stages: Sequence[StagePlace]) -> list[float]:

@@ -6,6 +6,7 @@
     order      the number that is likely the best, then those around it while they are better;
                one micro-batch in any case                                                       `microbatch_counts`
     search     of one number: guesses become costs where the best stages depend on them          `inter_op.stage_search`
+    programs   of numbers of stages and of schedules at this number, most promising first    `inter_op.best_programs`
 
 With one micro-batch a pipeline has nothing to overlap, but it may send less than one stage does, between hosts above
 all: so stages are searched at every number.
@@ -14,7 +15,6 @@ all: so stages are searched at every number.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -32,8 +32,8 @@ from alpa_lite.errors import (
     TraceError,
     without_frames,
 )
-from alpa_lite.inter_op.assembly import StagedStep, assembled, bytes_over, too_large
-from alpa_lite.inter_op.best_stages import PipelinedBatch, StageCounts
+from alpa_lite.inter_op.best_programs import BestPrograms, Priced
+from alpa_lite.inter_op.best_stages import PipelinedBatch
 from alpa_lite.inter_op.boundaries import inflows, slower_inflows
 from alpa_lite.inter_op.microbatch_counts import (
     ABOUT,
@@ -47,22 +47,16 @@ from alpa_lite.inter_op.microbatch_counts import (
     surveyed_numbers,
 )
 from alpa_lite.inter_op.plan_request import PlanRequest
-from alpa_lite.inter_op.refine import Found, agreeing, made_to_fit, refined, reordered, rescheduled, with_less_memory
-from alpa_lite.inter_op.shared_devices import MAX_ROUNDS
-from alpa_lite.inter_op.solved_stages import PlacedStage, StagePlace
-from alpa_lite.inter_op.space import Space, StageEquality, equal_parts, hosts_of_groups
+from alpa_lite.inter_op.refine import refined
+from alpa_lite.inter_op.space import Space, StageEquality, equal_parts
 from alpa_lite.inter_op.stage_cost_cache import StageCostCache
 from alpa_lite.inter_op.stage_costs import StageCosts
-from alpa_lite.inter_op.stage_dp import StageChoice
-from alpa_lite.inter_op.stage_search import StageSearch
 from alpa_lite.inter_op.survey import Profile, Survey
 from alpa_lite.inter_op.surveyed_searches import CLOSE, SurveyedSearches, only_equal
 from alpa_lite.inter_op.what_would_fit import tightest_stage
 from alpa_lite.intra_op.solve import RELATIVE_GAP
 from alpa_lite.plan.plan import Plan
 from alpa_lite.schedule import Schedule
-from alpa_lite.sharding.meshes import place_in_groups
-from alpa_lite.step.layers import Cut
 from alpa_lite.step.recomputation import Remat
 
 SEARCH_GAP = 0.05
@@ -128,39 +122,39 @@ class JointSearch:
         fitting = {number: guess for number, guess in guesses.items() if guess.at_best < math.inf}
         # The largest numbers need the least memory: if nothing is found, they are tried again with more time.
         hopeful = {number: fitting[number] for number in sorted(fitting)[-MAX_SEARCHED:]}
-        found, too_large, fastest = list[Found](), list[int](), self.at_most
+        found, too_large, fastest = list[Priced](), list[int](), self.at_most
         for seconds, numbers in ((SEARCH_SECONDS, fitting), (PATIENT_SECONDS, hopeful)):
             # Without a plan that is fast enough more time would find none.
             if found or (seconds > SEARCH_SECONDS and self.at_most < math.inf):
                 break
             searches = searches.taking(seconds)
-            for better, plan in self._found(searches, numbers):
-                if better is not None and isinstance(plan, Plan):
-                    progress.expect("refine", len(better.stages))
+            for better in self._found(searches, numbers):
+                if isinstance(better, Priced):
+                    progress.expect("refine", len(better.found.stages))
                     found.append(better)
-                    fastest = min(fastest, plan.prediction.step_seconds)
-                elif isinstance(plan, Unplanned) and plan.is_too_large:
-                    too_large.append(plan.num_microbatches)
-                yield plan
+                    fastest = min(fastest, better.seconds)
+                    yield better.plan
+                    continue
+                if better.is_too_large:
+                    too_large.append(better.num_microbatches)
+                yield better
         progress.expect("stages", 0)
         if found:
             with progress.during("refine", "refine"):
-                for plan in self._refined(searches, found):
-                    fastest = min(fastest, _seconds(plan))
-                    yield plan
+                if (better := self._refined(searches, found, fastest)) is not None:
+                    fastest = min(fastest, better.seconds)
+                    yield better.plan
         elif not fitting or (too_large and self.at_most == math.inf):
             yield self._why_none(searches, (too_large or [max(guesses)])[0], fits=bool(fitting))
         if self.num_stages is None and only_equal(searches.steps.known):
             yield from self._of_other_counts(searches, guesses, fastest)
 
-    def _refined(self, searches: SurveyedSearches, found: Sequence[Found]) -> Iterator[Plan | Unplanned]:
-        """Yield the plans of the best stages, refined: of the fastest, or why it has none, and of those close to it."""
-        best, *close = refined(self.request, found, searches.steps, self.schedules, any_schedule=self._any_schedule)
-        yield self._plan(best)
-        for plan in map(self._plan, close):
-            # That one of these does not fit says nothing of its number of micro-batches.
-            if isinstance(plan, Plan):
-                yield plan
+    def _refined(self, searches: SurveyedSearches, found: Sequence[Priced], fastest: float) -> Priced | None:
+        """Return the fastest plan of stages that are refined; None if none of them fits."""
+        programs, ways = self._programs(fastest), [each.found for each in sorted(found, key=lambda each: each.seconds)]
+        programs.add(refined(self.request, ways, searches.steps, self.schedules, any_schedule=self._any_schedule))
+        programs.simulate()
+        return programs.best
 
     def _why_none(self, searches: SurveyedSearches, number: int, *, fits: bool) -> Unplanned:
         """Return why there is no plan: either no stages of this kind exist at all, or memory is short.
@@ -192,12 +186,9 @@ class JointSearch:
                             at_most = plan.prediction.step_seconds
                             yield plan
 
-    def _found(
-        self, searches: SurveyedSearches, guesses: Mapping[int, Guess]
-    ) -> Iterator[tuple[Found | None, Plan | Unplanned]]:
-        """Yield the best stages of numbers of micro-batches with their plan, while guesses at further ones are better.
-
-        Without stages comes the reason.
+    def _found(self, searches: SurveyedSearches, guesses: Mapping[int, Guess]) -> Iterator[Priced | Unplanned]:
+        """Yield the best plans of numbers of micro-batches, or why there is none, while guesses at further ones are
+        better.
         """
         searched: Searched = Searched(at_most=self.at_most)
         known: dict[int, Guess] = self._tried(searches, guesses)
@@ -218,9 +209,9 @@ class JointSearch:
             limit = _limit(at_most, guess(number), others)
             try:
                 with self.request.progress.during("stages", f"stages at {number} micro-batches"):
-                    better, plan, excess, reached = self._planned_at(number, searches, limit, further)
+                    better, excess, reached = self._best_at(number, searches, limit, further, at_most)
             except (PlanError, NonAdditiveError, BatchError, TraceError) as error:
-                yield None, Unplanned(number, without_frames(error))
+                yield Unplanned(number, without_frames(error))
                 continue
             # What was learned holds for larger micro-batches too: the guesses at these are outdated.
             searches = searches.having_seen(number, excess)
@@ -230,18 +221,17 @@ class JointSearch:
                 known = {n: other for n, other in known.items() if n > number}
                 continue
             if isinstance(better, InfeasibleError):
-                yield None, Unplanned(number, without_frames(better))
+                yield Unplanned(number, without_frames(better))
                 continue
             searched = replace(searched, numbers={*searched.numbers, number})
             known = {n: other for n, other in known.items() if n > number}
-            # Stages without memory for the arrays on the way between them bound nothing.
-            if better is not None and isinstance(plan, Plan) and better.seconds < at_most:
+            if better is not None and better.seconds < at_most:
                 at_most = better.seconds
                 searched = replace(searched, best=number, at_most=at_most * (1 - RELATIVE_GAP), in_vain=0)
             elif searched.best is not None:
                 searched = replace(searched, in_vain=searched.in_vain + 1)
-            if plan is not None:
-                yield better, plan
+            if better is not None:
+                yield better
 
     def _not_excluded(self, open_: Collection[int], at_most: float) -> list[int]:
         """Return the numbers whose work does not exclude a plan that is better by the gap, the least work first."""
@@ -255,22 +245,28 @@ class JointSearch:
         better = [number for number, seconds in work.items() if seconds < (1 - self.gap) * at_most]
         return sorted(better, key=work.__getitem__)
 
-    def _planned_at(
-        self, number: int, searches: SurveyedSearches, at_most: float, further: float
-    ) -> tuple[Found | InfeasibleError | None, Plan | Unplanned | None, NDArray[np.float64], float]:
-        """Return what `_best_at` does, with the plan of the stages or why there is none.
+    def _best_at(
+        self, number: int, searches: SurveyedSearches, at_most: float, further: float, fastest: float
+    ) -> tuple[Priced | InfeasibleError | None, NDArray[np.float64], float]:
+        """Return the best stages for a number of micro-batches with their plan, what the last search learned
+        (`StageSearch.excess`), and the seconds by the stage DP of the best stages that were left.
 
-        Arrays on the way between stages may need more memory than any sharding leaves: then fewer stages are tried.
+        Args:
+            number: of micro-batches.
+            searches: the stage searches.
+            at_most: the seconds by the stage DP from which on stages are of no use; None is returned if all take more.
+            further: how many searches of this size are still to follow.
+            fastest: the seconds of the fastest plan at other numbers.
         """
-        counts: StageCounts | None = None
-        while True:
-            better, excess, reached = self._best_at(number, searches, at_most, further, counts)
-            if not isinstance(better, Found):
-                return better, None, excess, reached
-            plan = self._plan(better)
-            counts = StageCounts().fewer_than(len(better.stages))
-            if isinstance(plan, Plan) or self.num_stages is not None or counts.is_empty:
-                return better, plan, excess, reached
+        of_schedules, programs = searches.at(number), self._programs(fastest)
+        reached = programs.search(of_schedules, searches.steps, at_most, further)
+        best: Priced | InfeasibleError | None = programs.best or programs.refused
+        if best is None and reached == math.inf:
+            best = InfeasibleError(f"No plan fits into memory at num_microbatches={number}.")
+        return best, of_schedules[-1].excess(), reached
+
+    def _programs(self, fastest: float) -> BestPrograms:
+        return BestPrograms(request=self.request, name=self.name, schedules=self.schedules, at_most=fastest)
 
     def _tried(self, searches: SurveyedSearches, guesses: Mapping[int, Guess]) -> dict[int, Guess]:
         """Return the guesses, where those that memory alone makes unlikely are replaced by what a rough solution takes.
@@ -296,38 +292,6 @@ class JointSearch:
                 found[number] = replace(guess, likely=seconds)
                 least = min(least, seconds)
         return found
-
-    def _plan(self, found: Found) -> Plan | Unplanned:
-        """Return the plan of some stages, solved with less memory where their program needs more than there is.
-
-        The search sees stages one by one, without the arrays that are on the way between them.
-        """
-        costs, first, problems = found.costs, self.schedules[0], list[InfeasibleError]()
-        ways = [found]
-        if found.schedule != first and found.schedule.stages_per_processor == 1:
-            # The first schedule holds the fewest micro-batches.
-            ways.append(Found.of(self.request, costs, found.stages, first))
-        for way in ways:
-            try:
-                return costs.recomputed.recorded_in(self._fitting(way))
-            except InfeasibleError as error:
-                problems.append(error)
-        return Unplanned(costs.step.num_microbatches, without_frames(problems[0]))
-
-    def _fitting(self, found: Found) -> Plan:
-        """Return the plan of some stages, solved with less memory as needed. Raises `InfeasibleError` if none fits."""
-        plan, limits = self._assembled(found), dict[int, float]()
-        for _ in range(MAX_ROUNDS):
-            if not (over := bytes_over(plan)):
-                return plan
-            found, limits = with_less_memory(found, over, limits)
-            plan = self._assembled(found)
-        raise too_large(plan)
-
-    def _assembled(self, found: Found) -> Plan:
-        costs = found.costs
-        staged = StagedStep(step=costs.step, layers=costs.layers, stages=found.stages, schedule=found.schedule)
-        return assembled(self.name, self.request, staged, time.perf_counter())
 
     # ----------------------------------------------------------------------------------------------- the order
 
@@ -462,87 +426,6 @@ class JointSearch:
     @property
     def _batch(self) -> int:
         return self.request.batch_size or 1
-
-    # ------------------------------------------------------------------------------------------------ one number
-
-    def _best_at(
-        self, number: int, searches: SurveyedSearches, at_most: float, further: float, counts: StageCounts | None
-    ) -> tuple[Found | InfeasibleError | None, NDArray[np.float64], float]:
-        """Return the best stages for a number of micro-batches by the stage DP, what the last search learned
-        (`StageSearch.excess`), and the seconds by the DP of the best stages that it left unsolved.
-
-        `further`: how many searches of this size are still to follow. None instead of stages if they take at least
-        `at_most` seconds, and an error if nothing fits.
-        """
-        best, fits, refused, of_schedules, reached = None, False, None, searches.at(number), math.inf
-        for search in of_schedules:
-            left = [counts]
-            while left:
-                among = left.pop()
-                choice = search.run(at_most, further=further, counts=among)
-                if not choice.stages:
-                    continue
-                if choice.seconds >= at_most:
-                    fits, reached = True, min(reached, choice.seconds)
-                    continue
-                try:
-                    found = self._priced(searches.steps, search, choice, at_most)
-                except InfeasibleError as error:
-                    # A schedule may hold more than the DP counts: stages searched for another one may fit.
-                    refused = error
-                    break
-                fits = True
-                best = found if best is None or found.seconds < best.seconds else best
-                at_most = min(at_most, found.seconds)
-                # The DP is a little too low, for some numbers of stages more than for others.
-                if self.num_stages is None:
-                    among, count = among or StageCounts(), len(choice.stages)
-                    others = (among.more_than(count), among.fewer_than(count))
-                    left += [other for other in others if not other.is_empty]
-        if not fits:
-            best = refused or InfeasibleError(f"No plan fits into memory at num_microbatches={number}.")
-        return best, of_schedules[-1].excess(), reached
-
-    def _priced(self, steps: StageCostCache, search: StageSearch, choice: StageChoice, at_most: float) -> Found:
-        """Return the stages of a choice under the fastest schedule that their memory allows, or in an order of their
-        own, which the DP counts on, if that is faster than `at_most` seconds.
-        """
-        # The DP knows stages by kinds of submesh only; here they get devices of their own.
-        costs, stages = self._placed(steps, search, choice)
-        schedule = search.batch.schedule if len(stages) > 1 else self.schedules[0]
-        stages = made_to_fit(costs, stages, schedule)
-        ways = [stages, *agreeing(costs, stages, schedule)] if search.all_equal else [stages]
-        priced = (Found.of(self.request, costs, way, schedule) for way in ways)
-        best = rescheduled(self.request, min(priced, key=lambda way: way.seconds), self.schedules)
-        return reordered(self.request, best, at_most) if self._any_schedule else best
-
-    def _placed(
-        self, steps: StageCostCache, search: StageSearch, found: StageChoice
-    ) -> tuple[StageCosts, list[PlacedStage]]:
-        """Return the stages of a choice on their devices, and the costs of the step with their policies."""
-        cluster, cut = self.request.cluster, Cut.into(len(found.stages)) if search.all_equal else steps.natural
-        kinds = [search.space.kinds[stage.submesh] for stage in found.stages]
-        submeshes = place_in_groups(kinds, hosts_of_groups(cluster), cluster.devices_per_host)
-        ranges = [(i, i) if search.all_equal else (s.first_layer, s.last_layer) for i, s in enumerate(found.stages)]
-        configurations = [search.configurations[stage.configuration] for stage in found.stages]
-        of_layers = [
-            configuration.policy
-            for configuration, (first, last) in zip(configurations, ranges, strict=True)
-            for _ in range(first, last + 1)
-        ]
-        costs, parts = steps.mixed(search.batch.num_microbatches, cut, of_layers)
-        stages: list[PlacedStage] = []
-        for number, ((start, end), submesh) in enumerate(zip(ranges, submeshes, strict=True)):
-            mesh = search.space.mesh(found.stages[number].submesh, configurations[number].shape)
-            # Under policies of recomputation each layer of the search consists of several.
-            first, last = start * parts, (end + 1) * parts - 1
-            place = StagePlace(first, last, submesh, mesh)
-            stages.append(place.with_solution(costs.solution(place, in_flight=configurations[number].in_flight)))
-        return costs, stages
-
-
-def _seconds(plan: Plan | Unplanned) -> float:
-    return plan.prediction.step_seconds if isinstance(plan, Plan) else math.inf
 
 
 def _limit(at_most: float, guess: Guess | None = None, others: Iterable[Guess] = ()) -> float:

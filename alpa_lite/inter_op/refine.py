@@ -80,12 +80,6 @@ UNEVEN = 0.1
 BUBBLE = 0.03
 """Bubble of a pipeline above which interleaving is tried."""
 
-ESTIMATE_ERROR = 0.05
-"""Relative error of estimates, against the simulation of the program of a plan; seen with chunks."""
-
-MOST_CLOSE = 2
-"""The most plans in chunks that are returned beside the best one, since their programs may be faster."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
@@ -140,28 +134,30 @@ def refined(
     *,
     any_schedule: bool,
 ) -> list[Found]:
-    """Return the fastest of some plans, solved closer to the best; then those in chunks that are estimated to be about
-    as fast.
+    """Return what the fastest of some plans, which come in this order, may become; solved closer to the best.
 
     `any_schedule`: also under schedules that are not searched, in chunks above all.
     """
-    dealt = list[Found]()
+    ways = list[Found]()
 
     def refine(way: Found) -> Found:
         closer = polished(request, way)
         if not any_schedule or len(closer.stages) == 1:
-            return rescheduled(request, closer, schedules)
+            ways.extend(under_each(request, closer, schedules))
+            return min(ways, key=lambda way: way.seconds)
         # Chunks are compared with stages under the schedules; both may have a better order.
         plain = Found.of(request, closer.costs, closer.stages, schedules[0])
-        whole = rescheduled(request, plain, schedules)
+        under = [*under_each(request, plain, schedules)]
+        whole = min(under, key=lambda way: way.seconds)
         in_chunks = _in_chunks(request, plain, whole, steps)
-        dealt.extend(in_chunks)
         best = min((whole, *in_chunks), key=lambda way: way.seconds)
         best = _evened(request, best, plain, steps, schedules)
-        best = min((reordered(request, each) for each in (whole, best)), key=lambda way: way.seconds)
-        return _written_out(request, best, whole, steps, schedules)
+        ordered = [reordered(request, each) for each in (whole, best)]
+        best = _written_out(request, min(ordered, key=lambda way: way.seconds), whole, steps, schedules)
+        ways.extend((*under, *in_chunks, *ordered, best))
+        return best
 
-    first, *others = sorted(found, key=lambda way: way.seconds)
+    first, *others = found
     best = refine(first)
     # Chunks and backward passes in two shorten the bubble, so that a plan with a longer one may overtake; without any
     # bubble it has to be faster.
@@ -169,8 +165,7 @@ def refined(
         chunks, waiting = best.schedule.stages_per_processor > 1, other.seconds * other.estimate.bubble_fraction
         if other.seconds - (waiting if chunks else _gain_of_waiting(request, other)) < best.seconds:
             best = min(best, refine(other), key=lambda way: way.seconds)
-    close = [way for way in dealt if way is not best and way.seconds < (1 + ESTIMATE_ERROR) * best.seconds]
-    return [best, *sorted(close, key=lambda way: way.seconds)[:MOST_CLOSE]]
+    return ways
 
 
 def _evened(
@@ -266,7 +261,7 @@ def _dealt_in_chunks(
         transfer_seconds=[least if a != b else 0.0 for a, b in pairwise(homes)],
         dispatch_seconds=dispatch_seconds(request.cluster),
     )
-    if timeline.makespan_seconds >= best.seconds:
+    if timeline.makespan_seconds >= best.estimate.loop_seconds:
         return None
     return dealt_out(request, plain, steps, schedule)
 
@@ -371,7 +366,7 @@ def reordered(request: PlanRequest, best: Found, at_most: float = math.inf) -> F
         return best
     lists, found = best.schedule.tasks(*best.size), best
     # An order that is hardly shorter is not worth a schedule without a formula.
-    at_most = min(best.seconds * (1 - WORTH), at_most)
+    at_most = min(best.seconds * (1 - WORTH), at_most) - (best.seconds - best.estimate.loop_seconds)
     for in_two in (False, True):
         order = _order(request, best, in_two=in_two)
         # Without room for any number of micro-batches, as many as the plan holds so far.
@@ -421,19 +416,20 @@ def polished(request: PlanRequest, found: Found) -> Found:
     return again if better else found
 
 
-def rescheduled(request: PlanRequest, found: Found, schedules: Sequence[Schedule]) -> Found:
-    """Return the same stages under the fastest schedule that their memory allows."""
-    best = found
+def under_each(request: PlanRequest, found: Found, schedules: Sequence[Schedule]) -> Iterator[Found]:
+    """Yield the stages as they are, and under each other schedule that their memory allows."""
+    yield found
     for schedule in schedules if len(found.stages) > 1 else ():
         lists = schedule.tasks(len(found.stages), found.costs.step.num_microbatches)
         # Splitting backward passes in two only helps to fill a bubble.
         in_vain = any(map(splits_backward, lists)) and found.estimate.bubble_fraction <= BUBBLE
-        if schedule == found.schedule or in_vain:
-            continue
-        if fits(found.costs, found.stages, schedule):
-            other = Found.of(request, found.costs, found.stages, schedule)
-            best = min(best, other, key=lambda way: way.seconds)
-    return best
+        if schedule != found.schedule and not in_vain and fits(found.costs, found.stages, schedule):
+            yield Found.of(request, found.costs, found.stages, schedule)
+
+
+def rescheduled(request: PlanRequest, found: Found, schedules: Sequence[Schedule]) -> Found:
+    """Return the same stages under the fastest schedule that their memory allows, by the estimate."""
+    return min(under_each(request, found, schedules), key=lambda way: way.seconds)
 
 
 def scheduled(costs: StageCosts, stages: Sequence[PlacedStage], schedule: Schedule) -> list[PlacedStage]:

@@ -157,6 +157,7 @@ class StageSearch:
         self.inflows = guesses.inflows
         known = costs.any_number
         self.num_layers, self.all_equal = known.layers.num_layers, limits.all_equal
+        self.num_stages = limits.num_stages
         self.configurations = Configurations(space.most_shapes, costs.policies, self._levels())
         self._possible = guesses.worthwhile
         if self.all_equal:

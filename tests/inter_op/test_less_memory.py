@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import alpa_lite as al
-from alpa_lite.inter_op import joint_search
+from alpa_lite.inter_op import best_programs
 from alpa_lite.plan.plan import Plan
 from tests.inter_op.test_stage_costs import chain_step
 
@@ -32,7 +32,7 @@ TWO = al.planners.Auto(pipeline=2, manual=(), idle_devices=False)
 def test_a_stage_keeps_the_limit_that_it_had_to_keep_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """First the one stage has too much, then the other: with less for the latter, the former gets nothing back."""
     limits: list[dict[int, float]] = []
-    with_less_memory = joint_search.with_less_memory
+    with_less_memory = best_programs.with_less_memory
 
     def recorded(found, over, before):
         way, within = with_less_memory(found, over, before)
@@ -40,17 +40,17 @@ def test_a_stage_keeps_the_limit_that_it_had_to_keep_before(monkeypatch: pytest.
         return way, within
 
     excesses = iter([{0: 1e3}, {1: 1e3}])
-    monkeypatch.setattr(joint_search, "with_less_memory", recorded)
-    monkeypatch.setattr(joint_search, "bytes_over", lambda plan: next(excesses, {}))
+    monkeypatch.setattr(best_programs, "with_less_memory", recorded)
+    monkeypatch.setattr(best_programs, "bytes_over", lambda plan: next(excesses, {}))
     assert len(_plan(TWO).stages) == 2
     assert [sorted(each) for each in limits] == [[0], [0, 1]] and limits[1][0] == limits[0][0]
 
 
 def test_where_no_pipeline_has_room_for_what_is_on_the_way_one_stage_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pipeline that cannot be is no reason to look for nothing slower."""
-    bytes_over = joint_search.bytes_over
+    bytes_over = best_programs.bytes_over
     monkeypatch.setattr(
-        joint_search, "bytes_over", lambda plan: {0: 1e15} if len(plan.stages) > 1 else bytes_over(plan)
+        best_programs, "bytes_over", lambda plan: {0: 1e15} if len(plan.stages) > 1 else bytes_over(plan)
     )
     plan = _plan(al.planners.Auto(manual=(), idle_devices=False))
     assert len(plan.stages) == 1

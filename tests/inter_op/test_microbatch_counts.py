@@ -11,7 +11,7 @@ from typing import cast
 from hypothesis import given
 from hypothesis import strategies as st
 
-from alpa_lite.inter_op.joint_search import JointSearch
+from alpa_lite.inter_op.joint_search import JointSearch, Unplanned
 from alpa_lite.inter_op.microbatch_counts import (
     MAX_IN_VAIN,
     NEAR,
@@ -23,7 +23,6 @@ from alpa_lite.inter_op.microbatch_counts import (
     surveyed_numbers,
 )
 from alpa_lite.inter_op.surveyed_searches import SurveyedSearches
-from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.progress import Progress
 
 
@@ -166,11 +165,13 @@ def _found(guesses: dict[int, float], true: dict[int, float]) -> tuple[float, li
     """
     looked_at = list[tuple[int, float]]()
 
-    def planned_at(number: int, searches: object, at_most: float, further: float) -> tuple[object, object, None, float]:
+    def best_at(
+        number: int, searches: object, at_most: float, further: float, fastest: float
+    ) -> tuple[object, None, float]:
         looked_at.append((number, at_most))
         if true[number] >= at_most:
-            return None, None, None, at_most
-        return SimpleNamespace(seconds=true[number]), object.__new__(Plan), None, math.inf
+            return None, None, at_most
+        return SimpleNamespace(seconds=true[number]), None, math.inf
 
     asking = SimpleNamespace(
         at_most=math.inf,
@@ -179,13 +180,13 @@ def _found(guesses: dict[int, float], true: dict[int, float]) -> tuple[float, li
         _batch=max(guesses),
         _tried=lambda searches, known: dict(known),
         _not_excluded=lambda open_, at_most: [],
-        _planned_at=planned_at,
+        _best_at=best_at,
     )
     known = {number: Guess(at_best=seconds, likely=seconds) for number, seconds in guesses.items()}
     searches = SimpleNamespace(survey=SimpleNamespace(first_size=1.0), guess_at=known.__getitem__)
     searches.having_seen = lambda number, excess: searches
     found = JointSearch._found(cast(JointSearch, asking), cast(SurveyedSearches, searches), known)
-    return min(better.seconds for better, _ in found if better is not None), looked_at
+    return min(better.seconds for better in found if not isinstance(better, Unplanned)), looked_at
 
 
 def test_a_number_is_left_for_one_that_is_clearly_better_by_then() -> None:
