@@ -205,8 +205,9 @@ class _Collector:
     def _all_reduced(self, v: int, options: SumOptions) -> NDArray[np.bool_] | None:
         """Return the strategies of a sum in which an all_reduce completes it; None if that is in place, or in none.
 
-        A sum that is stored complete counts if the op may make partial sums of these blocks: that it computes them
-        whole on each device instead is rare, and its choice is that of another node.
+        A sum that is stored complete counts if the op may make partial sums of these blocks. Whether it does or computes
+        them whole on each device is the choice of another node. With accumulators it is whole where both are possible:
+        partial sums would be added up as they are and reduced once, instead of for every micro-batch.
         """
         if self.catalogue.pricer.cost_model.cluster.reduces_in_place:
             return None
@@ -216,7 +217,10 @@ class _Collector:
         placed = None if producer is None else self.layout.demanded.get((scope, producer))
         made, summed = set[object](), self.catalogue.summed
         if producer is not None and placed is not None:
-            made = {_axes(spec) for spec in placed.made[graph.ops[producer].results.index(value)] if summed(spec)}
+            offered = placed.made[graph.ops[producer].results.index(value)]
+            made = {_axes(spec) for spec in offered if summed(spec)}
+            if self.accumulates:
+                made -= {_axes(spec) for spec in offered if not summed(spec)}
         found = np.array(
             [
                 not resolved.partial
