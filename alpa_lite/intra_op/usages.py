@@ -205,9 +205,9 @@ class _Collector:
     def _all_reduced(self, v: int, options: SumOptions) -> NDArray[np.bool_] | None:
         """Return the strategies of a sum in which an all_reduce completes it; None if that is in place, or in none.
 
-        A sum that is stored complete counts if the op may make partial sums of these blocks. Whether it does or computes
-        them whole on each device is the choice of another node. With accumulators it is whole where both are possible:
-        partial sums would be added up as they are and reduced once, instead of for every micro-batch.
+        A sum that is stored complete counts if the op may make partial sums of these blocks. Whether it does, or
+        computes them whole on each device, is the choice of another node. With accumulators it computes them whole
+        where it may: partial sums would be added up as they are, and reduced once instead of for every micro-batch.
         """
         if self.catalogue.pricer.cost_model.cluster.reduces_in_place:
             return None
