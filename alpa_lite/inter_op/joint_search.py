@@ -194,7 +194,7 @@ class JointSearch:
         known: dict[int, Guess] = self._tried(searches, guesses)
         open_, at_most, solved_at = set(guesses), self.at_most, self._batch / searches.survey.first_size
         # Where the stage DP takes the best stages to be slower than their program is, it does so with others, too.
-        by_dp: float = at_most
+        by_dp = self.at_most
         left_at = dict[int, float]()
 
         def guess(number: int) -> Guess:
@@ -228,7 +228,8 @@ class JointSearch:
             searched = replace(searched, numbers={*searched.numbers, number})
             known = {n: other for n, other in known.items() if n > number}
             if better is not None and better.seconds < at_most:
-                at_most, by_dp = better.seconds, max(better.seconds, better.by_dp)
+                at_most = better.seconds
+                by_dp: float = max(better.seconds, better.by_dp)
                 searched = replace(searched, best=number, at_most=at_most * (1 - RELATIVE_GAP), in_vain=0)
             elif searched.best is not None:
                 searched = replace(searched, in_vain=searched.in_vain + 1)
