@@ -219,10 +219,9 @@ class StoredValues:
         stage = self.stage
         if stage is None or not stage.leaves.isdisjoint(op.results):
             return True
-        phases = {self.phase(c) for c in readers}
         # A stage that is the whole step may run as one program, which fuses across phases.
-        within = set(Phase) if stage.is_whole else {Phase.INVARIANT, self.phase(op.id)}
-        return not phases <= within
+        programs = {Phase.INVARIANT, self._program(op.id)}
+        return not stage.is_whole and any(self._program(c) not in programs for c in readers)
 
     def readers(self, value: int) -> list[int]:
         """Return the ops that read a value, directly or through ops that only rename it."""
@@ -250,6 +249,11 @@ class StoredValues:
         """Return the phase of an op of the step's own graph; None inside a body."""
         return None if self.stage is None else self.stage.step.phases[op_id]
 
+    def _program(self, op_id: int) -> Phase | None:
+        """Return the phase whose program runs an op: the last stage runs both passes as one."""
+        phase = self.phase(op_id)
+        return Phase.FORWARD if phase is Phase.BACKWARD and self.stage is not None and self.stage.is_last else phase
+
     def run_order(self) -> Sequence[int]:
         """Return the ops in the order in which their kernels run; those inside of kernels come before these."""
         if not self.kernels.breadth_first:
@@ -261,10 +265,9 @@ class StoredValues:
         """The ops of the programs of a stage, which run one after the other."""
         if self.stage is None:
             return (self.ops,)
-        # The last stage runs its passes as one. The update waits for the reductions of the gradients.
-        passes = {Phase.BACKWARD: Phase.FORWARD} if self.stage.is_last else {}
-        phases = {o: self.stage.step.phases[o] for o in self.ops}
-        return [[o for o, own in phases.items() if passes.get(own, own) is phase] for phase in Phase]
+        # The update waits for the reductions of the gradients.
+        found = {o: self._program(o) for o in self.ops}
+        return [[o for o, own in found.items() if own is phase] for phase in Phase]
 
     def _breadth_first(self, ops: Sequence[int]) -> Iterator[int]:
         """Yield the ops of a program: a kernel joins the queue when its last operand is there."""

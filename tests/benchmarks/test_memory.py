@@ -74,6 +74,14 @@ def test_results_are_laid_out_anew_before_they_are_scattered_along_an_inner_dim(
     assert row.ratio == pytest.approx(1.0, abs=0.03), row
 
 
+def test_the_last_stage_fuses_across_its_passes(devices):
+    (case,) = memory.cases(["gpt-tiny"], [])
+    first, last = memory.run([case], {"pipeline of 2": memory.PLANS["pipeline of 2"]}, lambda _: None)
+    assert first.ratio == pytest.approx(1.0, abs=0.05), first
+    # As two programs, it was 1.22.
+    assert last.ratio == pytest.approx(1.0, abs=0.05), last
+
+
 @pytest.mark.slow
 def test_ten_other_programs(devices):
     rows = memory.run(memory_programs.cases(), memory_programs.PLANS, lambda _: None)
