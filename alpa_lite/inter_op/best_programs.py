@@ -55,10 +55,15 @@ class StageRange(NamedTuple):
 
 
 class Priced(NamedTuple):
-    """Stages under a schedule, and their plan, whose program has been simulated."""
+    """Stages under a schedule, and their plan, whose program has been simulated.
+
+    Attributes:
+        by_dp: the seconds of the stages by the stage DP; 0 where it did not choose them.
+    """
 
     found: Found
     plan: Plan
+    by_dp: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -84,24 +89,24 @@ class BestPrograms:
     at_most: float = math.inf
     best: Priced | None = None
     refused: InfeasibleError | None = None
-    _estimates: list[tuple[float, int, Found]] = field(default_factory=list[tuple[float, int, Found]])
+    _estimates: list[tuple[float, int, float, Found]] = field(default_factory=list[tuple[float, int, float, Found]])
     _seen: set[object] = field(default_factory=set[object])
 
-    def add(self, ways: Iterable[Found]) -> None:
-        """Let stages under schedules wait for their programs."""
+    def add(self, ways: Iterable[Found], by_dp: float = 0.0) -> None:
+        """Let stages under schedules wait for their programs. `by_dp`: see `Priced`."""
         for way in ways:
             # Stages may run their tasks in the same order under several schedules: then the first of these is taken.
             key = tuple((stage.first, stage.last, stage.submesh, stage.mesh) for stage in way.stages), way.estimate
             if key not in self._seen:
                 self._seen.add(key)
-                heappush(self._estimates, (way.seconds, len(self._seen), way))
+                heappush(self._estimates, (way.seconds, len(self._seen), by_dp, way))
 
     def simulate(self, at_most: float = math.inf) -> None:
         """Simulate the programs of estimates below `at_most` seconds, until none of these promises a faster one."""
         while self._estimates and self._estimates[0][0] < min(at_most, self._worthwhile):
-            *_, found = heappop(self._estimates)
+            *_, by_dp, found = heappop(self._estimates)
             with self._refusing():
-                priced = Priced(found, self._fitting(found))
+                priced = Priced(found, self._fitting(found), by_dp)
                 if self.best is None or priced.seconds < self.best.seconds:
                     self.best = priced
 
@@ -132,7 +137,7 @@ class BestPrograms:
             if choice.seconds < until:
                 left = way.around(len(choice.stages))
                 with self._refusing():
-                    self.add(self._estimated(way.search, choice, steps))
+                    self.add(self._estimated(way.search, choice, steps), choice.seconds)
             for each in left if choice.stages else ():
                 heappush(ranges, (choice.seconds, next(numbers), each))
         self.simulate()
@@ -166,7 +171,7 @@ class BestPrograms:
         found = min((Found.of(self.request, costs, way, schedule) for way in ways), key=lambda way: way.seconds)
         under = [*under_each(self.request, found, self.schedules)]
         yield from under
-        if len(self.schedules) > 1 and search.num_stages is None:
+        if len(self.schedules) > 1:
             yield reordered(self.request, min(under, key=lambda way: way.seconds), self._worthwhile)
 
     def _placed(

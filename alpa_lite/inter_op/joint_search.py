@@ -193,6 +193,8 @@ class JointSearch:
         searched: Searched = Searched(at_most=self.at_most)
         known: dict[int, Guess] = self._tried(searches, guesses)
         open_, at_most, solved_at = set(guesses), self.at_most, self._batch / searches.survey.first_size
+        # Where the stage DP takes the best stages to be slower than their program is, it does so with others, too.
+        by_dp = self.at_most
         left_at = dict[int, float]()
 
         def guess(number: int) -> Guess:
@@ -206,7 +208,7 @@ class JointSearch:
             number = ways[0]
             open_.remove(number)
             others = [] if at_most < math.inf else [guess(n) for n in open_]
-            limit = _limit(at_most, guess(number), others)
+            limit = _limit(by_dp, guess(number), others)
             try:
                 with self.request.progress.during("stages", f"stages at {number} micro-batches"):
                     better, excess, reached = self._best_at(number, searches, limit, further, at_most)
@@ -215,7 +217,7 @@ class JointSearch:
                 continue
             # What was learned holds for larger micro-batches too: the guesses at these are outdated.
             searches = searches.having_seen(number, excess)
-            if better is None and limit <= reached < _limit(at_most):
+            if better is None and limit <= reached < _limit(by_dp):
                 open_.add(number)
                 left_at[number] = reached
                 known = {n: other for n, other in known.items() if n > number}
@@ -227,6 +229,7 @@ class JointSearch:
             known = {n: other for n, other in known.items() if n > number}
             if better is not None and better.seconds < at_most:
                 at_most = better.seconds
+                by_dp: float = max(better.seconds, better.by_dp)
                 searched = replace(searched, best=number, at_most=at_most * (1 - RELATIVE_GAP), in_vain=0)
             elif searched.best is not None:
                 searched = replace(searched, in_vain=searched.in_vain + 1)

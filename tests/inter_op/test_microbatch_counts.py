@@ -171,7 +171,7 @@ def _found(guesses: dict[int, float], true: dict[int, float]) -> tuple[float, li
         looked_at.append((number, at_most))
         if true[number] >= at_most:
             return None, None, at_most
-        return SimpleNamespace(seconds=true[number]), None, math.inf
+        return SimpleNamespace(seconds=true[number], by_dp=true[number]), None, math.inf
 
     asking = SimpleNamespace(
         at_most=math.inf,
