@@ -335,11 +335,20 @@ class _LiveScope:
             if is_state or not readers or self.graph.values[v].rank == 0:
                 continue
             use = self._use(v)
-            # Values of another stage's backward pass arrive only when they are read.
             early = producer is None or step.phases[producer] is Phase.FORWARD
-            start = 0 if early else min(self.span(c).start for c in readers)
             stays = early and trains and self.stage.is_last
-            yield Life(value=v, start=start, end=max(use.end, ends), saved=stays or (early and use.backward))
+            span = self._there(use, readers, early=early)
+            yield Life(value=v, start=span.start, end=max(span.end, ends), saved=stays or (early and use.backward))
+
+    def _there(self, use: _Use, readers: Sequence[int], *, early: bool) -> LiveSpan:
+        """Return when a value from outside is in memory: from the start (`early`), or as long as what it is made for.
+
+        Values of another stage's backward pass arrive when they are read, and are arguments of the backward pass.
+        """
+        passed = [self.span(o) for o in self.ops if self.stored.phase(o) is Phase.BACKWARD]
+        if early or not use.backward:
+            return LiveSpan(0 if early else min(self.span(c).start for c in readers), use.end)
+        return LiveSpan(min(span.start for span in passed), max(use.end, *(span.end for span in passed)))
 
     @staticmethod
     def _runs_as_one(stage: StageOps) -> bool:

@@ -33,7 +33,7 @@ from alpa_lite.plan.stacked_cost import at_rest
 from alpa_lite.plan.task_prices import estimate, part_seconds
 from alpa_lite.plan.task_specs import Port, TaskSpec
 from alpa_lite.program.ir import item_bytes
-from alpa_lite.program.phases import StepGraph
+from alpa_lite.program.phases import Phase, StepGraph
 from alpa_lite.sharding.specs import Spec, replicated
 from alpa_lite.sharding.transfer import PlannedTransfer
 from alpa_lite.text import one_line
@@ -521,8 +521,16 @@ def _taken_over(arrays: _TaskArrays, instruction: Instruction, freed: Sequence[B
 def _work(
     plan: Plan, instruction: Instruction, task: TaskSpec, step: StepGraph, sizes: Mapping[Buffer, float]
 ) -> float:
-    """Return the bytes that a task needs in addition to its arrays; a task of both passes also holds residuals."""
+    """Return the bytes that a task needs in addition to its arrays; a task of both passes also holds residuals.
+
+    Temporaries of a stage contain the gradients that its backward pass is given, which are buffers.
+    """
     stage, saved = plan.stages[task.stage], 0.0
+    if task.kind in (TaskRole.BACKWARD, TaskRole.INPUT_GRADIENT):
+        read, producer = instruction.reads[: len(task.inputs)], step.graph.producer
+        makers = {b: producer[b.value] for b in read}
+        given = [b for b, op_id in makers.items() if op_id is not None and step.phases[op_id] is Phase.BACKWARD]
+        return max(0.0, stage.cost.temporary_bytes - sum(sizes.get(buffer, 0.0) for buffer in given))
     if task.kind in (TaskRole.FORWARD_BACKWARD, TaskRole.STEP):
         # Of what is saved, arrays of the batch and those of other stages are buffers that the task reads.
         read, producer = instruction.reads[: len(task.inputs)], step.graph.producer
