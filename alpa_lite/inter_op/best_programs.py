@@ -3,12 +3,12 @@
     stages     the best ones by the stage DP, of a range of numbers of stages                         `StageRange`
     schedules  these stages under each that their memory allows, and in an order of their own         `_estimated`
     estimate   the tasks under a schedule, with transfers as one and all updates at the end           `refine.Found`
-    program    of stages under a schedule, simulated, which takes far longer than an estimate         `fitting_plan`
+    program    of stages under a schedule, simulated, which takes far longer than an estimate             `_fitting`
 
 Ranges wait by the seconds of the stage DP, stages under a schedule by their estimate, in one queue. The first of them
 is looked at: the best stages of a range are solved and estimated, and the numbers above and below theirs wait in its
 place; the program of an estimate is simulated. The search ends when all that waits is expected to take longer than the
-fastest program, or at most `WORTH` less.
+fastest program, or at most `WORTH` less. Estimates are no bounds: a few more are simulated where that was asked for.
 """
 
 from __future__ import annotations
@@ -39,6 +39,9 @@ from alpa_lite.plan.plan import Plan
 from alpa_lite.schedule import Schedule
 from alpa_lite.sharding.meshes import place_in_groups
 from alpa_lite.step.layers import Cut
+
+ESTIMATE_ERROR = 0.05
+"""The relative error by which estimates were seen to be too high, against the programs of stages in chunks."""
 
 
 class StageRange(NamedTuple):
@@ -101,12 +104,19 @@ class BestPrograms:
                 self._seen.add(key)
                 heappush(self._estimates, (way.seconds, len(self._seen), by_dp, way))
 
-    def simulate(self, at_most: float = math.inf) -> None:
-        """Simulate the programs of estimates below `at_most` seconds, until none of these promises a faster one."""
-        while self._estimates and self._estimates[0][0] < min(at_most, self._worthwhile):
-            *_, by_dp, found = heappop(self._estimates)
+    def simulate(self, at_most: float = math.inf, *, close: int = 0) -> None:
+        """Simulate the programs of estimates below `at_most` seconds, until none of these promises a faster one.
+
+        `close`: how many further ones are simulated whose estimates are at most `ESTIMATE_ERROR` above the fastest.
+        """
+        while self._estimates and (least := self._estimates[0][0]) < at_most:
+            if least >= self._worthwhile:
+                if not close or self.best is None or least >= (1 + ESTIMATE_ERROR) * self.best.seconds:
+                    break
+                close -= 1
+            *_, found = heappop(self._estimates)
             with self._refusing():
-                priced = Priced(found, self._fitting(found), by_dp)
+                priced = Priced(found, self._fitting(found))
                 if self.best is None or priced.seconds < self.best.seconds:
                     self.best = priced
 

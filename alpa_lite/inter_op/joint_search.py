@@ -63,6 +63,9 @@ SEARCH_GAP = 0.05
 SEARCH_SECONDS = 3.0
 """Relative gap and time limit of a stage during the search, while others may still turn out to be better."""
 
+MOST_CLOSE = 2
+"""The most programs of refined stages that are simulated although their estimates promise no gain."""
+
 PATIENT_SECONDS = 60.0
 """Time limit of a stage if `SEARCH_SECONDS` gave no plan."""
 
@@ -153,7 +156,7 @@ class JointSearch:
         """Return the fastest plan of stages that are refined; None if none of them fits."""
         programs, ways = self._programs(fastest), [each.found for each in sorted(found, key=lambda each: each.seconds)]
         programs.add(refined(self.request, ways, searches.steps, self.schedules, any_schedule=self._any_schedule))
-        programs.simulate()
+        programs.simulate(close=MOST_CLOSE)
         return programs.best
 
     def _why_none(self, searches: SurveyedSearches, number: int, *, fits: bool) -> Unplanned:

@@ -261,7 +261,7 @@ def _dealt_in_chunks(
         transfer_seconds=[least if a != b else 0.0 for a, b in pairwise(homes)],
         dispatch_seconds=dispatch_seconds(request.cluster),
     )
-    if timeline.makespan_seconds >= best.estimate.loop_seconds:
+    if timeline.makespan_seconds >= best.seconds:
         return None
     return dealt_out(request, plain, steps, schedule)
 
