@@ -345,9 +345,9 @@ class _LiveScope:
 
         Values of another stage's backward pass arrive when they are read, and are arguments of the backward pass.
         """
-        passed = [self.span(o) for o in self.ops if self.stored.phase(o) is Phase.BACKWARD]
         if early or not use.backward:
             return LiveSpan(0 if early else min(self.span(c).start for c in readers), use.end)
+        passed = [self.span(o) for o in self.ops if self.stored.phase(o) is Phase.BACKWARD]
         return LiveSpan(min(span.start for span in passed), max(use.end, *(span.end for span in passed)))
 
     @staticmethod
