@@ -114,9 +114,9 @@ class BestPrograms:
                 if not close or self.best is None or least >= (1 + ESTIMATE_ERROR) * self.best.seconds:
                     break
                 close -= 1
-            *_, found = heappop(self._estimates)
+            *_, by_dp, found = heappop(self._estimates)
             with self._refusing():
-                priced = Priced(found, self._fitting(found))
+                priced = Priced(found, self._fitting(found), by_dp)
                 if self.best is None or priced.seconds < self.best.seconds:
                     self.best = priced
 
