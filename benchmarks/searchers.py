@@ -135,6 +135,10 @@ TASKS: Mapping[str, Task] = {
 """The models, on 4 to 16 devices."""
 
 
+AGAIN_SECONDS = 1.0
+"""Seconds after which a search that runs on is interrupted again."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchRow:
     """A search of a model within a budget.
@@ -164,13 +168,15 @@ def search(model: str, searcher: str, budget_seconds: float) -> SearchRow:
     request = replace(contest.traced.request(contest.cluster, "auto"), on_interrupt="best", advise=False)
     started = time.perf_counter()
     signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
-    signal.setitimer(signal.ITIMER_REAL, budget_seconds)
+    # Python drops an exception that it raises inside a callback of C code; what ends without a plan is asked again.
+    signal.setitimer(signal.ITIMER_REAL, budget_seconds, 0.0 if chosen.anytime else AGAIN_SECONDS)
     step_seconds, told = None, ""
     try:
         plan = planner.plan(request)
         signal.setitimer(signal.ITIMER_REAL, 0)
         step_seconds, told = plan.prediction.step_seconds, plan.name
     except KeyboardInterrupt:
+        signal.setitimer(signal.ITIMER_REAL, 0)
         told = "not within the budget"
     except AlpaLiteError as error:
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -183,7 +189,6 @@ def search(model: str, searcher: str, budget_seconds: float) -> SearchRow:
         step_seconds=step_seconds,
         plan=told[:200],
     )
-    # Python drops an exception that it raises inside a callback of C code: such a search runs on to its end.
     return row if chosen.anytime else within(row, budget_seconds)
 
 
