@@ -63,11 +63,11 @@ SEARCH_GAP = 0.05
 SEARCH_SECONDS = 3.0
 """Relative gap and time limit of a stage during the search, while others may still turn out to be better."""
 
-MOST_CLOSE = 2
-"""The most programs of refined stages that are simulated although their estimates promise no gain."""
-
 PATIENT_SECONDS = 60.0
 """Time limit of a stage if `SEARCH_SECONDS` gave no plan."""
+
+MOST_CLOSE = 2
+"""The most programs of refined stages that are simulated although their estimates promise no gain."""
 
 
 class Unplanned(NamedTuple):

@@ -199,8 +199,9 @@ class StepPrograms:
         """
         if loop_parts not in self._programs:
             made = SizedPrograms(traced=self.traced, loop_parts=loop_parts, driver=self.driver)
-            has_parts = loop_parts and made.has_parts and not trains_in_bodies(self.sized(0).full().graph)
-            self._programs[loop_parts] = made if has_parts or not loop_parts else self.sized(0)
+            if loop_parts and (not made.has_parts or trains_in_bodies(self.sized(0).full().graph)):
+                made = self.sized(0)
+            self._programs[loop_parts] = made
         return self._programs[loop_parts]
 
 
