@@ -14,6 +14,7 @@ import pytest
 import alpa_lite as al
 from alpa_lite.cli.models.decoders import GPT
 from alpa_lite.cli.models.sequential_networks import MLP
+from alpa_lite.errors import InfeasibleError
 from alpa_lite.planners import Auto, Hybrid
 from alpa_lite.schedule import GPipe
 from alpa_lite.step.recomputation import Remat
@@ -63,9 +64,12 @@ def test_the_search_computes_again_what_does_not_fit(devices: Any) -> None:
     training = Training(model="gpt_scan", optimizer="momentum+clip")
     free = Auto(manual=(), pipeline=2)
     arguments = training.start(), cases.make_batch(cases.MODELS["gpt_scan"], 0), jax.random.key(0)
-    roomy = al.plan(training.step(), *arguments, cluster=eager_cluster(), planner=free, num_microbatches=4)
+    plan = functools.partial(al.plan, training.step(), *arguments, cluster=eager_cluster(), num_microbatches=4)
+    roomy = plan(planner=free)
     assert not roomy.remat
-    less = replace(free, max_memory_bytes=0.6 * max(roomy.prediction.peak_bytes))
+    less = replace(free, max_memory_bytes=0.5 * max(roomy.prediction.peak_bytes))
+    with pytest.raises(InfeasibleError):  # Schedules that hold fewer micro-batches aren't enough.
+        plan(planner=replace(less, remat="none"))
     step = al.parallelize(training.step(), cluster=eager_cluster(), planner=less, num_microbatches=4)
     assert_same(training.run(step), reference(training), TOLERANCE)
     # The first stage holds more micro-batches than the last one.
