@@ -13,7 +13,7 @@ freedom multiplies the strategies and has bought nothing on the models tried.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -36,7 +36,7 @@ from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.pricing import Pricer
 from alpa_lite.plan.progress import Progress
 from alpa_lite.program.memo import memoized
-from alpa_lite.program.phases import StepGraph
+from alpa_lite.program.phases import Phase, StepGraph
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh
 from alpa_lite.sharding.specs import Spec
 from alpa_lite.step.layers import Layers
@@ -46,11 +46,19 @@ from cost_models.composed import CostModel
 from cost_models.hardware import Device
 
 WEIGHTS = (UNWEIGHTED, CollectiveWeights(0.6, 0.6), CollectiveWeights(0.3, 0.3), CollectiveWeights(1.0, 0.3))
-"""The weights of collectives for which a stage of a plan is solved (`StageCosts.fastest`).
+WITHOUT_STACKS = (CollectiveWeights(0.6, 1.0, stacks=False), CollectiveWeights(0.3, 1.0, stacks=False))
+"""The weights of collectives for which a stage of a plan is solved, and those for stages with loops in addition
+(`StageCosts.fastest`).
 
 How much of them kernels hide depends on the sharding itself. In 39 problems of one stage (23 cases of
-`benchmarks.exhaustive`) the best of these four took as long as the best of eleven pairs of weights, to 0.01 % in the
-mean; the first three 0.14 % longer, the first alone 1.5 %.
+`benchmarks.exhaustive`) the best of the first four took as long as the best of eleven pairs of weights, to 0.01 % in
+the mean; the first three 0.14 % longer, the first alone 1.5 %. In six problems with loops at one micro-batch (cases of
+`benchmarks.never_behind`) the best of all six took as long as the best of 24 weights; the first four up to 3.5 % longer.
+"""
+
+LATER, SOONER = 1.02, 0.98
+"""Weights at one micro-batch of collectives that the update may as well run as the backward pass: the objective is the
+same, but they run beside other kernels.
 """
 
 QUICK_GAP = 0.3
@@ -195,13 +203,30 @@ class StageCosts:
         The objective of a stage adds up kernels and collectives, some of which run at the same time: what is best where
         the collectives between ops count for less may take less time.
         """
-        asked, count = self.question(place, in_flight=in_flight), self.step.num_microbatches
-        # Where nothing overlaps, the objective is the time.
-        weights = (UNWEIGHTED,) if self._builders(place).catalogue.pricer.runs_in_turn else WEIGHTS
-        questions = [replace(asked, weights=each) for each in weights]
+        asked = self.question(place, in_flight=in_flight)
+        questions = [replace(asked, weights=each) for each in self._weights(place)]
         expect((self, question) for question in questions)
-        ways = [self.answer(question) for question in questions]
-        return min(ways, key=lambda way: way.cost.step_seconds(count) if way.choice is not None else math.inf)
+        best = min(questions, key=self._step_seconds)
+        if best.weights.at_once != UNWEIGHTED.at_once:
+            sooner = replace(best, weights=best.weights._replace(at_once=SOONER))
+            best = min(best, sooner, key=self._step_seconds)
+        return self.answer(best)
+
+    def _step_seconds(self, asked: Question) -> float:
+        """Return the seconds of a step that the sharding for a question keeps its stage busy; infinite without one."""
+        found = self.answer(asked)
+        return math.inf if found.choice is None else found.cost.step_seconds(self.step.num_microbatches)
+
+    def _weights(self, place: StagePlace) -> Sequence[CollectiveWeights]:
+        """Return the weights for which a stage of a plan is solved."""
+        # Where nothing overlaps, the objective is the time.
+        if self._builders(place).catalogue.pricer.runs_in_turn:
+            return (UNWEIGHTED,)
+        graph, phases = self.step.graph, self.step.phases
+        ops = (op for layer in range(place.first, place.last + 1) for op in self.layers.ops_of(layer))
+        loops = any(graph.ops[op].primitive == "scan" and phases[op] is Phase.BACKWARD for op in ops)
+        found = WEIGHTS + (WITHOUT_STACKS if loops else ())
+        return found if self.step.accumulates else [each._replace(at_once=LATER) for each in found]
 
     def answer(self, asked: Question) -> StageSolution:
         """Return the best sharding for a question, solved before or now; see `solution`."""

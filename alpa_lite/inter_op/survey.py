@@ -199,7 +199,7 @@ FAR = 1.4
 
 DEAR = 2.0
 """A submesh is surveyed no further if it takes so many times as many device seconds as another that has memory, and of
-which a stage per layer can fill the cluster. Smaller micro-batches only make it worse."""
+which a stage per layer can fill the cluster, unless it has all devices. Smaller micro-batches only make it worse."""
 
 FIRST_SHAPES = 2
 """Number of logical meshes of a submesh that are always surveyed: that of one axis, and that of hosts and devices."""
@@ -285,7 +285,9 @@ class Survey:
         figures = np.full((6, *where.shape), np.inf)
         taken = _Taken(np.full((1, 1), alone.loop_seconds), *figures)
         for k, c in np.argwhere(where).tolist():
-            if c >= FIRST_SHAPES and not self._cheap(taken, size)[k]:
+            # All devices together are the only stage of a plan without a pipeline, however badly they share the work.
+            alone_in_plan = self.space.devices[k] == self.space.cluster.num_devices
+            if c >= FIRST_SHAPES and not alone_in_plan and not self._cheap(taken, size)[k]:
                 continue
             found = costs.solution(self._place(layer, k, c), limit_bytes=math.inf)
             if found.choice is not None:

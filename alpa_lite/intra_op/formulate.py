@@ -30,10 +30,13 @@ and then with a close gap.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from alpa_lite.intra_op.interning import Recent, SharedArrays
 from alpa_lite.intra_op.one_trip_loops import Path
@@ -88,10 +91,16 @@ class CollectiveWeights(NamedTuple):
     Attributes:
         values: of collectives on values between ops, which mostly wait for each other.
         state: of collectives on state and on sums over micro-batches, which may run at any time before they are read.
+        at_once: of collectives on sums in the pass that makes them, in addition. With one micro-batch the update may as
+            well run them.
+        stacks: whether loops may stack partial sums, which are reduced when all trips are over; without, each trip
+            reduces its own, beside the kernels of the next one.
     """
 
     values: float = 1.0
     state: float = 1.0
+    at_once: float = 1.0
+    stacks: bool = True
 
 
 UNWEIGHTED = CollectiveWeights()
@@ -128,10 +137,12 @@ class Builder:
         self.offers: dict[Key, Offer] = {}
         self.placed: dict[Key, Placed | PlacedSum | PlacedBodies] = {}
         self.crossings: dict[int, tuple[int, SumOptions]] = {}
+        self.into_sums: set[tuple[int, int]] = set()  # the edges from what a pass makes to its sum
         self.demanded: dict[Key, PlacementOptions] = {}  # placements of ops without bodies, with their operand specs
         self.scopes = [StageScope(graph=view.graph, batch_dims=view.step.batch_dims, in_loop=False)]
         self.sums = PartialSums(view, self.scopes)
         self.accumulating: set[Key] = set()  # ops that add to a carried value of a loop
+        self.stacks: dict[int, NDArray[np.bool_]] = {}  # by node: the strategies whose partial sums a loop stacks
         self.waiting: set[Key] = set()  # scalars that remain partial sums until an addition reads them
         self.deciding = Deciding(view, self.scopes, self.sums, self.offers)
         self._last_problem: dict[tuple[float | None, int, CollectiveWeights], Problem] = {}
@@ -148,19 +159,31 @@ class Builder:
         """
         key = (limit_bytes, in_flight, weights)
         if key not in self._last_problem:
-            state = self._state_nodes()
             problem = Problem.of(
-                node_costs=self.costs,
-                edges=(
-                    Edge(source=u, target=v, costs=(weights.values if state.isdisjoint((u, v)) else weights.state) * m)
-                    for (u, v), m in self.edges.items()
-                ),
+                node_costs=self.costs if weights.stacks else self._without_stacks(),
+                edges=self._weighted_edges(weights),
                 usages=(Usage(node=u.node, bytes=u.sizes, start=u.start, end=u.end) for u in self.usages(in_flight)),
                 limit_bytes=limit_bytes,
             )
             # Only the last one, since the problem of a large stage takes a lot of memory.
             self._last_problem = {key: problem}
         return self._last_problem[key]
+
+    def _weighted_edges(self, weights: CollectiveWeights) -> Iterator[Edge]:
+        """Yield the edges, whose costs count as much as their collectives do."""
+        state = self._state_nodes()
+        for (u, v), costs in self.edges.items():
+            weight = weights.values if state.isdisjoint((u, v)) else weights.state
+            yield Edge(
+                source=u, target=v, costs=weight * (weights.at_once if (u, v) in self.into_sums else 1.0) * costs
+            )
+
+    def _without_stacks(self) -> list[FloatArray]:
+        """Return the costs of nodes, infinite where a loop would stack partial sums that each trip can reduce."""
+        costs = [*self.costs]
+        for node, stacks in self.stacks.items():
+            costs[node] = np.where(stacks & ~stacks.all(), np.inf, costs[node])
+        return costs
 
     def _state_nodes(self) -> frozenset[int]:
         """Return the nodes of state and of sums over micro-batches."""
@@ -310,7 +333,8 @@ class Builder:
         # A result that no other op in the loop reads may remain a partial sum at nobody's cost. So may the operand of
         # an addition, and what a loop adds to a carried value, until the addition or the end of the loop.
         only_crosses = self.sums.only_crosses(scope, op)
-        may_wait = self.sums.feeds_sum(scope, op) or self._stacks_sums(scope, op)
+        stacks = self._stacks_sums(scope, op)
+        may_wait = self.sums.feeds_sum(scope, op) or stacks
         use = OpUse(
             batch_factors=batch_factors(rule, op, self.scopes[scope].batch_dims),
             in_loop=self.sums.in_loop(scope, op),
@@ -320,6 +344,8 @@ class Builder:
         )
         options = self.keeping.options(graph, op, self.catalogue.leader(graph, op, use))
         node = self._node(self.arrays.product(options.seconds, at.runs))
+        if stacks:
+            self.stacks[node] = np.array([bool(spec.partial) for spec in options.results[0]])
         self._record(at, node, options)
         self._demand(at, node, options)
 
@@ -366,6 +392,7 @@ class Builder:
         node = self._node(options.seconds)
         # Before that, its part is resharded to the spec of the accumulator.
         self._add_edge((0, v), value, node, options.stored, self.step.num_microbatches)
+        self.into_sums.add((self.offers[(0, v)].node, node))
         self.crossings[v] = (node, options)
         self.offers[(0, v)] = Offer(node=node, specs=options.resolved)
         self.deciding.computed.add(node)

@@ -14,7 +14,7 @@ import pytest
 import alpa_lite as al
 from alpa_lite.inter_op.space import Space
 from alpa_lite.inter_op.stage_costs import StageCosts
-from alpa_lite.inter_op.survey import Beyond, Profile, Survey, in_flight_within
+from alpa_lite.inter_op.survey import DEAR, Beyond, Profile, Survey, in_flight_within
 from alpa_lite.plan.progress import Progress
 from alpa_lite.step.clustering import make_layers
 from cost_models.cluster import Cluster
@@ -58,6 +58,20 @@ def test_guesses_are_times_at_any_size() -> None:
             known = seconds[np.isfinite(seconds)]
             assert known.size and (known > 0).all()
             assert (updates[np.isfinite(seconds)] >= 0).all() and np.isinf(updates[np.isinf(seconds)]).all()
+
+
+def test_all_devices_are_surveyed_in_every_shape_however_badly_they_share_the_work() -> None:
+    """A plan without a pipeline has no other stage, so that nothing else tells what it takes."""
+    cluster = al.cluster("dgx-a100")
+    link = replace(cluster.intra_host, bandwidth_bytes_per_second=1e8)
+    survey, _ = _surveyed(replace(cluster, intra_host=link), (4,))
+    taken = next(iter(survey._taken[survey.first_size].values()))
+    seconds = (taken.loop_seconds + taken.update_seconds / 4).min(axis=1)
+    devices = np.array(survey.space.devices)
+    whole = int(devices.argmax())
+    assert seconds[whole] * devices[whole] > DEAR * (seconds * devices).min()
+    for shape, mesh in enumerate(survey.space.meshes[whole]):
+        assert np.isfinite(taken.loop_seconds[whole, shape]), mesh
 
 
 def test_shapes_with_whole_state_on_each_host_are_not_solved() -> None:

@@ -15,7 +15,7 @@ from alpa_lite.cli.models.train import init_state, make_optimizer, make_train_st
 from alpa_lite.intra_op.formulate import Builder, Builders, CollectiveWeights
 from alpa_lite.intra_op.problem import evaluate
 from alpa_lite.intra_op.solve import solve_stage
-from alpa_lite.intra_op.stage import Placed, StageSolution, StageView
+from alpa_lite.intra_op.stage import Placed, PlacedBodies, StageSolution, StageView
 from alpa_lite.intra_op.strategies import BatchSplit, Restriction
 from alpa_lite.intra_op.strategy_catalogue import Catalogue
 from alpa_lite.plan.pricing import Pricer
@@ -159,3 +159,53 @@ def test_weights_count_what_is_gathered_of_state_apart_from_what_ops_exchange() 
             assert cost(choices, 0.6, 0.3) == pytest.approx(whole - 0.4 * values - 0.7 * state)
             assert cost(other, 2.0, 1.0) - moved == pytest.approx(values, abs=1e-12)
     assert finite > 20
+
+
+def scanned(layers: int) -> Builder:
+    """A perceptron in a loop over layers, whose weights are updated."""
+
+    def loss(weights: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.mean(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, weights)[0] ** 2)
+
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((layers, 64, 64), (4096, 64))]
+    traced = al.parallelize(lambda w, x: w - 0.1 * jax.grad(loss)(w, x)).trace(*shapes)
+    step = traced.step(1).step
+    return built_view(StageView(step=step, layers=make_layers(step, 1), first=0, last=0))
+
+
+def test_loops_that_stack_no_partial_sums_reduce_them_in_each_trip() -> None:
+    builder = scanned(4)
+    graph = builder.view.graph
+    for stacks in (True, False):
+        solution = solve_stage(builder, limit_bytes=None, weights=CollectiveWeights(stacks=stacks))
+        assert solution.choice is not None
+        loops = [op for op in builder.view.ops if graph.ops[op].primitive == "scan"]
+        partial = [spec for op in loops for spec in solution.choice.ops[op].results if spec.partial]
+        sums = [use for use in solution.collectives if use.kind.value in ("all_reduce", "reduce_scatter")]
+        # The samples are split, so that each device has a part of each gradient.
+        assert bool(partial) is stacks
+        assert any(use.count == 4 for use in sums) is not stacks
+
+
+def test_sums_are_weighed_where_they_are_made_and_not_where_the_update_reads_them() -> None:
+    builder = scanned(4)
+    graph, ((crossing, (node, _)),) = builder.view.graph, builder.crossings.items()
+    # The gradient of the weights leaves a loop as the body made it.
+    loop = graph.ops[graph.producer[crossing] or 0]
+    placed = builder.placed[(0, loop.id)]
+    assert isinstance(placed, PlacedBodies)
+    made = placed.results[loop.results.index(crossing)].node
+    into_sum = builder.edges[(made, node)]
+    sizes, rng = [len(costs) for costs in builder.costs], np.random.default_rng(0)
+
+    def cost(choices: list[int], at_once: float) -> float:
+        weights = CollectiveWeights(at_once=at_once)
+        return evaluate(builder.problem(limit_bytes=None, in_flight=1, weights=weights), choices).cost
+
+    added = list[float]()
+    for _ in range(400):
+        choices = [int(rng.integers(size)) for size in sizes]
+        if np.isfinite(whole := cost(choices, 1.0)):
+            added.append(cost(choices, 3.0) - whole)
+            assert added[-1] == pytest.approx(2 * into_sum[choices[made], choices[node]], rel=1e-6, abs=1e-12)
+    assert min(added) == 0 < max(added)
