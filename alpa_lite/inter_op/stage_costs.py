@@ -52,8 +52,8 @@ WITHOUT_STACKS = (CollectiveWeights(0.6, 1.0, stacks=False), CollectiveWeights(0
 
 How much of them kernels hide depends on the sharding itself. In 39 problems of one stage (23 cases of
 `benchmarks.exhaustive`) the best of the first four took as long as the best of eleven pairs of weights, to 0.01 % in
-the mean; the first three 0.14 % longer, the first alone 1.5 %. In three with loops at one micro-batch (cases of
-`benchmarks.never_behind`) the best of all six took as long as the best of 24 weights, the first four up to 3.5 % longer.
+the mean; the first three 0.14 % longer, the first alone 1.5 %. In three with loops at one micro-batch (of
+`benchmarks.never_behind`) the best of all six took as long as the best of 24, the first four up to 3.5 % longer.
 """
 
 LATER, SOONER = 1.02, 0.98
