@@ -151,10 +151,11 @@ def refined(
         whole = min(under, key=lambda way: way.seconds)
         in_chunks = _in_chunks(request, plain, whole, steps)
         best = min((whole, *in_chunks), key=lambda way: way.seconds)
-        best = _evened(request, best, plain, steps, schedules)
+        even = [*_evened(request, best, plain, steps, schedules)]
+        best = min((best, *even), key=lambda way: way.seconds)
         ordered = [reordered(request, each) for each in (whole, best)]
         best = _written_out(request, min(ordered, key=lambda way: way.seconds), whole, steps, schedules)
-        ways.extend((*under, *in_chunks, *ordered, best))
+        ways.extend((*under, *in_chunks, *even, *ordered, best))
         return best
 
     first, *others = found
@@ -170,8 +171,8 @@ def refined(
 
 def _evened(
     request: PlanRequest, best: Found, whole: Found, steps: StageCostCache, schedules: Sequence[Schedule]
-) -> Found:
-    """Return the best plan so far, or one with layers cut anew into parts as equal as possible, whichever is faster.
+) -> Iterator[Found]:
+    """Yield what may be faster than the best plan so far: layers cut anew into parts as equal as possible.
 
     The search makes stages from few layers, for 1F1B. A schedule with little bubble waits for uneven stages. Layers are
     cut where each of them receives little, as stages of several layers need not.
@@ -179,11 +180,10 @@ def _evened(
     wanted = best.estimate.bubble_fraction > BUBBLE and (
         _unevenness(whole) > UNEVEN or _sends_less_in_equal_parts(request, whole, steps)
     )
-    if (even := dealt_out(request, whole, steps, OneFOneB()) if wanted else None) is None:
-        return best
-    # `rescheduled` judges other schedules by the bubble under the first one.
-    plain = Found.of(request, even.costs, even.stages, schedules[0])
-    return min(best, rescheduled(request, plain, schedules), key=lambda found: found.seconds)
+    if (even := dealt_out(request, whole, steps, OneFOneB()) if wanted else None) is not None:
+        # `rescheduled` judges other schedules by the bubble under the first one.
+        plain = Found.of(request, even.costs, even.stages, schedules[0])
+        yield rescheduled(request, plain, schedules)
 
 
 def _unevenness(found: Found) -> float:
