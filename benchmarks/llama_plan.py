@@ -120,8 +120,7 @@ def measure(model: Llama, options: argparse.Namespace) -> None:
         seconds = math.inf
         if solution.choices is not None:
             with clock.part("price"):
-                choice = builder.choice(solution.choices)
-                priced = price_choice(view, builder.catalogue.pricer, choice, solution, 1)
+                priced = price_choice(builder, builder.choice(solution.choices), solution, 1)
             seconds = priced.cost.step_seconds(1)
         total = sum(s for name, s in clock.seconds.items() if name != "simplify")
         name = "no limit" if limit is None else f"{limit / 1e9:.0f} GB"

@@ -251,6 +251,10 @@ class _LiveScope:
         self.replaced = _new_state(stage.step) if stage is not None else frozenset[int]()
         self.outputs = frozenset(graph.outputs)
         self.kept = self.outputs - self.replaced if stage is not None else kept
+        # When the program of the backward pass ends, to which what was saved is given; 0 if there is none.
+        self.passed = 0
+        if stage is not None and not stage.is_last:
+            self.passed = max([self.span(o).end for o in ops if stored.phase(o) is Phase.BACKWARD], default=0)
         self.filled: dict[int, int] = {}  # when arrays of zeros are written that ops fill
         self._uses: dict[int, _Use] = {}
         self.written = stored.written
@@ -306,12 +310,13 @@ class _LiveScope:
             starts = self._starts(op) if made else {}
             for r in made:
                 use = self._use(r)
+                saved = use.backward and self.stored.phase(op_id) is Phase.FORWARD
                 yield Life(
                     path=self.path,
                     value=r,
                     start=self.filled.get(r, starts.get(r, self.span(op_id).start)),
-                    end=max(use.end, self.span(op_id).end),
-                    saved=use.backward and self.stored.phase(op_id) is Phase.FORWARD,
+                    end=max(use.end, self.span(op_id).end, self.passed if saved else 0),
+                    saved=saved,
                     loop_end=max(use.loop_end, self.span(op_id).end),
                 )
             wiring = wiring_of(op)
@@ -346,7 +351,8 @@ class _LiveScope:
         Values of another stage's backward pass arrive when they are read, and are arguments of the backward pass.
         """
         if early or not use.backward:
-            return LiveSpan(0 if early else min(self.span(c).start for c in readers), use.end)
+            start = 0 if early else min(self.span(c).start for c in readers)
+            return LiveSpan(start, max(use.end, self.passed if use.backward else 0))
         passed = [self.span(o) for o in self.ops if self.stored.phase(o) is Phase.BACKWARD]
         return LiveSpan(min(span.start for span in passed), max(use.end, *(span.end for span in passed)))
 

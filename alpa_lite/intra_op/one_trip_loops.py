@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from alpa_lite.intra_op.stage_ops import StageOps
 from alpa_lite.program.editor import ProgramEditor
-from alpa_lite.program.ir import Graph, Op, wiring_of
+from alpa_lite.program.ir import Graph, Op, is_one_trip_loop, wiring_of
 from alpa_lite.program.memo import memoized
 from alpa_lite.program.phases import BodyScope, StepGraph
 
@@ -93,11 +93,6 @@ def _outermost(place: Place) -> int:
     """Return the op of the outermost graph that an op is or belongs to."""
     path, op_id = place
     return path[0][0] if path else op_id
-
-
-def is_one_trip_loop(op: Op) -> bool:
-    """Return True for loops that XLA replaces by their body."""
-    return op.primitive == "scan" and op.params["length"] == 1
 
 
 @memoized

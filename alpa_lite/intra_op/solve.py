@@ -13,6 +13,7 @@ from alpa_lite.intra_op.solvers.solver import Solver
 from alpa_lite.intra_op.stage import StageSolution, StageView
 from alpa_lite.intra_op.stage_ops import StageOps
 from alpa_lite.intra_op.stored_values import KernelModel
+from alpa_lite.intra_op.usages import stage_lives, work_bytes
 from alpa_lite.plan.op_places import TaskLayout
 from alpa_lite.plan.parts import NO_COST, Choice, TaskRole
 from alpa_lite.plan.pricing import Pricer, local_bytes
@@ -50,17 +51,16 @@ def solve_stage(
             bound=solution.bound,
             peak_bytes=solution.peak_bytes,
         )
-    choice = builder.choice(solution.choices)
-    view, pricer = builder.view, builder.catalogue.pricer
-    return price_choice(view, pricer, choice, solution, in_flight)
+    return price_choice(builder, builder.choice(solution.choices), solution, in_flight)
 
 
-def price_choice(view: StageView, pricer: Pricer, choice: Choice, solution: Solution, in_flight: int) -> StageSolution:
-    """Price decisions by running the tasks of the stage on estimators.
+def price_choice(builder: Builder, choice: Choice, solution: Solution, in_flight: int) -> StageSolution:
+    """Price decisions by running the tasks of the stage of a builder on estimators.
 
     `solution` is the solution of the integer program that `choice` stands for, and `in_flight` the number of
     micro-batches held at the peak.
     """
+    view, pricer = builder.view, builder.catalogue.pricer
     state, sums, activations = _memory(view, pricer, choice)
     # All that the integer program counts at its peak besides state, accumulators and saved values.
     temporary = max(0.0, solution.peak_bytes - state - sums - in_flight * activations)
@@ -71,6 +71,10 @@ def price_choice(view: StageView, pricer: Pricer, choice: Choice, solution: Solu
         activation_bytes=activations,
         temporary_bytes=temporary,
     )
+    if solution.choices is not None:
+        usages = builder.usages(in_flight)
+        work = work_bytes(view, stage_lives(view, builder.catalogue), usages, solution.choices)
+        memory = replace(memory, work=work)
     priced = StageSolution(
         choice=choice,
         status=solution.status,

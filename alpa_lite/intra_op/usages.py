@@ -27,8 +27,9 @@ specs of one logical mesh; nothing is reserved for fragmentation or for the buff
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 from math import prod
 
 import numpy as np
@@ -36,16 +37,33 @@ from numpy.typing import NDArray
 
 from alpa_lite.intra_op.interning import SharedArrays
 from alpa_lite.intra_op.liveness import Life, Lives, lives_of
-from alpa_lite.intra_op.one_trip_loops import Path, is_one_trip_loop
+from alpa_lite.intra_op.one_trip_loops import Path
 from alpa_lite.intra_op.problem import FloatArray
 from alpa_lite.intra_op.stage import Key, Offer, Placed, PlacedBodies, PlacedSum, StageScope, StageView
 from alpa_lite.intra_op.stored_values import KernelModel, reads_whole
 from alpa_lite.intra_op.strategy_catalogue import Catalogue, PlacementOptions, SumOptions
+from alpa_lite.plan.parts import WorkBytes
 from alpa_lite.plan.walk import stacked
-from alpa_lite.program.ir import Op, Value, wiring_of
+from alpa_lite.program.ir import Op, Value, is_one_trip_loop, item_bytes, wiring_of
 from alpa_lite.program.phases import Phase, is_parameter, parameters
 from alpa_lite.rules.fusion import is_folded
 from alpa_lite.sharding.specs import Spec
+
+LIBRARY_ELEMENTS = 4096
+"""The elements of an array from which on XLA's CPU backend has a library reduce it. Smaller ones are reduced in kernels
+that compute what they read, so that nothing is spread for them.
+"""
+
+
+class Held(Enum):
+    """Whether the tasks of a stage pass an array to each other."""
+
+    INSIDE = auto()
+    """No: it is made and read by one task."""
+    SAVED = auto()
+    """The forward pass makes it and the backward pass reads it, which may be one task."""
+    PASSED = auto()
+    """It is an argument or a result of a task in any case."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -57,6 +75,31 @@ class UsageOf:
     sizes: FloatArray
     start: int
     end: int
+    held: Held = Held.INSIDE
+
+
+def work_bytes(view: StageView, lives: Lives, usages: Iterable[UsageOf], choices: Sequence[int]) -> WorkBytes:
+    """Return what the programs of a stage take beside their arguments and results under some choices."""
+    saved, inside = np.zeros(lives.end + 1), np.zeros(lives.end + 1)
+    for usage in usages:
+        if usage.held is not Held.PASSED:
+            curve, size = (saved if usage.held is Held.SAVED else inside), usage.sizes[choices[usage.node]]
+            curve[usage.start] += size
+            curve[min(usage.end, lives.end)] -= size
+    saved, inside = np.cumsum(saved), np.cumsum(inside)
+    phases = view.step.phases
+    passed = [lives.spans[(), o].start for o in view.ops if phases[o] is Phase.BACKWARD]
+    begin, end = min(passed, default=lives.loop_end), lives.loop_end
+
+    def most(curve: FloatArray) -> float:
+        return max(0.0, float(curve.max())) if curve.size else 0.0
+
+    return WorkBytes(
+        forward=most(inside[:begin]),
+        backward=most(inside[begin:end]),
+        loop=most((saved + inside)[:end]),
+        update=most(inside[end:]),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +163,10 @@ class _Collector:
         self.catalogue = layout.catalogue
         self.lives = stage_lives(layout.view, layout.catalogue)
         self.accumulates = layout.view.step.accumulates
+        self.external = frozenset(layout.view.external)
+        one_program = layout.view.part.is_whole and layout.view.step.num_microbatches == 1
+        # Sums that are not added up: a task of the loop returns them, and the update takes them.
+        self.gradients = Held.INSIDE if self.accumulates or one_program else Held.PASSED
         self.held: set[tuple[Key, frozenset[Spec]]] = set()  # gathered copies of parameters charged to an earlier op
         self.sums = {self._made_as(v): v for v in layout.crossings}  # what ops write of a sum → the sum
 
@@ -128,9 +175,17 @@ class _Collector:
         # Usages of nothing would only enlarge the problem.
         return (usage for usage in found if usage.end > usage.start and self.arrays.any(usage.sizes))
 
-    def _use(self, key: Key, offer: Offer, start: int, end: int, copies: float = 1.0) -> UsageOf:
-        sizes = self.catalogue.local_sizes(self.layout.value(key), offer.specs)
-        return UsageOf(value=key, node=offer.node, sizes=self.arrays.product(sizes, copies), start=start, end=end)
+    def _use(
+        self, key: Key, offer: Offer, start: int, end: int, copies: float = 1.0, *, held: Held = Held.PASSED
+    ) -> UsageOf:
+        sizes = self.arrays.product(self.catalogue.local_sizes(self.layout.value(key), offer.specs), copies)
+        return UsageOf(value=key, node=offer.node, sizes=sizes, start=start, end=end, held=held)
+
+    def _held(self, life: Life) -> Held:
+        part = self.layout.view.part
+        if not life.path and (life.value in part.leaves or life.value in self.external):
+            return Held.PASSED
+        return Held.SAVED if life.saved else Held.INSIDE
 
     def _state(self) -> Iterator[UsageOf]:
         view, end = self.layout.view, self.lives.end
@@ -146,18 +201,22 @@ class _Collector:
         for life in self.lives.lives:
             key = (numbers.get(life.path, -1), life.value)
             if key in self.sums:
-                yield from self._sum(replace(life, path=(), value=self.sums[key]))
+                maker = self.layout.scopes[key[0]].graph.producer[life.value]
+                late = life.loop_end if maker is None else self.lives.completed.get((life.path, maker), life.loop_end)
+                yield from self._sum(replace(life, path=(), value=self.sums[key]), late)
             elif key in self.layout.offers:
                 offer = self.layout.offers[key]
-                yield self._use(key, offer, life.start, life.end)
+                yield self._use(key, offer, life.start, life.end, held=self._held(life))
                 if life.saved and self.in_flight > 1:
                     # The other micro-batches are at any point of their passes: their values are held throughout.
                     yield self._use(key, offer, 0, self.lives.loop_end, self.in_flight - 1.0)
 
-    def _sum(self, life: Life) -> Iterator[UsageOf]:
+    def _sum(self, life: Life, late: int) -> Iterator[UsageOf]:
         view, (node, options) = self.layout.view, self.layout.crossings[life.value]
         readers = [c for c in view.graph.consumers[life.value] if c in view.op_set]
         times = [self.lives.spans[(), c].start for c in readers if view.step.phases[c] is Phase.UPDATE]
+        if self.accumulates:
+            yield from self._added(life, node, options, late)
         reduced = self._all_reduced(life.value, options) if times else None
         if reduced is None:
             yield from self._sum_in_place(life, node, options, times)
@@ -173,7 +232,8 @@ class _Collector:
         key, stored = (0, life.value), Offer(node=node, specs=options.stored)
         read = min(times, default=life.end)
         # With accumulators this is the addend of one micro-batch; `_state` has counted the sum itself.
-        yield self._use(key, stored, life.start, life.loop_end if self.accumulates else min(read + 1, life.end))
+        end = life.loop_end if self.accumulates else min(read + 1, life.end)
+        yield self._use(key, stored, life.start, end, held=self.gradients)
         value, end = self.layout.value(key), max(life.end, read + 1) if times else read
         moved = self.catalogue.copy_sizes(value, options.stored, options.resolved, paired=True)
         yield UsageOf(value=key, node=node, sizes=moved, start=read, end=end)
@@ -181,17 +241,32 @@ class _Collector:
             whole = self.catalogue.local_sizes(value, options.stored)
             # Where resolving makes a copy, the copy replaces the sum; elsewhere the sum stays where it is.
             kept = self.arrays.kept_where_zero(whole, moved)
-            yield UsageOf(value=key, node=node, sizes=kept, start=read + 1, end=end)
+            yield UsageOf(value=key, node=node, sizes=kept, start=read + 1, end=end, held=self.gradients)
+
+    def _added(self, life: Life, node: int, options: SumOptions, late: int) -> Iterator[UsageOf]:
+        """Yield what an addition to a partial sum over micro-batches writes beside the sum.
+
+        Each device has its terms behind a dim of size 1. The CPU backend adds in place only where a kernel reads the
+        sum element by element, and not through a reshape: it writes the new sum beside the addend, and copies it then.
+        `late`: when the addition runs.
+        """
+        is_partial = np.array([bool(self.catalogue.summed(spec)) for spec in options.stored])
+        whole = self.catalogue.local_sizes(self.layout.value((0, life.value)), options.stored)
+        sizes = np.where(is_partial, whole, 0.0)
+        # The addition is a kernel of its own, which waits for its turn as all do, and none is left for the update.
+        late = min(late, self.lives.loop_end - 1)
+        for start in (life.loop_end, late):
+            yield UsageOf(value=(0, life.value), node=node, sizes=sizes, start=start, end=late + 1)
 
     def _combined(self, life: Life, node: int, options: SumOptions) -> Iterator[UsageOf]:
         """Yield the operand and the result of an all_reduce that is not in place.
 
         XLA combines the all_reduces of gradients: all results are allocated while all operands are.
         """
-        key, loop_end = (0, life.value), self.lives.loop_end
+        key, stored, loop_end = (0, life.value), Offer(node=node, specs=options.stored), self.lives.loop_end
         sizes = self.catalogue.local_sizes(self.layout.value(key), options.stored)
         if not self.accumulates:
-            yield UsageOf(value=key, node=node, sizes=sizes, start=life.start, end=loop_end + 1)
+            yield self._use(key, stored, life.start, loop_end + 1, held=self.gradients)
             yield UsageOf(value=key, node=node, sizes=sizes, start=loop_end, end=max(life.end, loop_end + 1))
             return
         # Each addend is reduced before it is added, or the sum is when the loop has ended.
@@ -299,6 +374,8 @@ class _Collector:
             return
         for span in self.lives.spread.get((path, op_id), ()):
             sizes = self.catalogue.local_sizes(graph.values[op.results[0]], options.results[0])
+            least = LIBRARY_ELEMENTS * item_bytes(graph.values[op.results[0]].dtype)
+            sizes = np.where(sizes < least, 0.0, sizes)
             yield UsageOf(value=made, node=node, sizes=sizes, start=span.start, end=span.end)
         for i, (v, specs) in enumerate(zip(op.operands, options.demanded, strict=True)):
             start = self.lives.early.get((path, op_id, i))
@@ -314,15 +391,29 @@ class _Collector:
 
         Programs gather them while the op before that reads parameters runs (`lower.local_machine.Gathered`).
         """
-        paths, found, latest = self.layout.paths(), dict[Key, int](), dict[int, int]()
-        for key, placed in sorted(self.layout.placed.items(), key=lambda item: item[0]):
+        paths, found, latest = self.layout.paths(), dict[Key, int](), dict[Path, int]()
+        # In the order in which a program has the ops; those of a loop of one trip stand in its place.
+        places = sorted(self.layout.placed, key=lambda key: (*(op_id for op_id, _ in paths[key[0]]), key[1]))
+        for key in places:
             scope, op_id = key
-            if isinstance(placed, PlacedBodies):
-                # Its trips gather for themselves.
-                latest.pop(scope, None)
-            elif any(self._is_parameter((scope, v)) for v in self.layout.scopes[scope].graph.ops[op_id].operands):
+            op, around = self.layout.scopes[scope].graph.ops[op_id], self._around(paths[scope])
+            if isinstance(self.layout.placed[key], PlacedBodies):
+                if not is_one_trip_loop(op):
+                    # Its trips gather for themselves.
+                    latest.pop(around, None)
+            elif any(self._is_parameter((scope, v)) for v in op.operands):
                 start = self.lives.spans[paths[scope], op_id].start
-                found[key], latest[scope] = latest.get(scope, start), start
+                found[key], latest[around] = latest.get(around, start), start
+        return found
+
+    def _around(self, path: Path) -> Path:
+        """Return the path of the innermost body around a place whose loop runs more than one trip."""
+        graph, found = self.layout.view.graph, ()
+        for depth, (op_id, number) in enumerate(path):
+            op = graph.ops[op_id]
+            if not is_one_trip_loop(op):
+                found = path[: depth + 1]
+            graph = op.bodies[number]
         return found
 
     def _copies_of_loop(self, scope: int, op: Op, placed: PlacedBodies, start: int, end: int) -> Iterator[UsageOf]:

@@ -49,7 +49,7 @@ from alpa_lite.plan.plan import OpPlacement
 from alpa_lite.plan.task_specs import TaskSpec
 from alpa_lite.plan.walk import Application, Walk, body_walk, sharing_axes
 from alpa_lite.program.equations import Equation
-from alpa_lite.program.ir import TO_DEVICE, Graph, Op, Value, Wiring
+from alpa_lite.program.ir import TO_DEVICE, Graph, Op, Value, Wiring, is_one_trip_loop
 from alpa_lite.program.phases import Phase, StepGraph, is_parameter
 from alpa_lite.sharding.specs import Move, MoveKind, num_shards
 from alpa_lite.trace.evaluate import run_control_flow
@@ -262,10 +262,12 @@ class LocalMachine:
         operands = self._in_micro_batch(application.op, self.graph, operands)
 
         def body(number: int, arrays: Mapping[int, jax.Array]) -> tuple[jax.Array, ...]:
-            # A body has units of its own: the arrays inside are tracers, which must not leak out of it.
+            # A body has units of its own: the arrays inside are tracers, which must not leak out of it. A loop of one
+            # trip is written out, and its units wait for those before it.
             around = self.graph, self.gathered
             self.graph = application.op.bodies[number]
-            self.gathered = Gathered(barriers_stay=self.barriers_stay)
+            if not is_one_trip_loop(application.op):
+                self.gathered = Gathered(barriers_stay=self.barriers_stay)
             given = [arrays.get(i, x) for i, x in enumerate(operands)]
             with jax.named_scope(f"body{number}"):
                 outputs = body_walk(application, wiring, number, walk, given)

@@ -231,6 +231,37 @@ class BatchDims:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WorkBytes:
+    """The memory in bytes that the programs of a stage take on a device beside their arguments and results.
+
+    Attributes:
+        forward: of the forward pass as a program of its own.
+        backward: of the backward pass as a program of its own.
+        loop: of both passes as one program, which keeps what it saves for itself.
+        update: of the update.
+    """
+
+    forward: float
+    backward: float
+    loop: float
+    update: float
+
+    def of(self, role: TaskRole) -> float:
+        """Return the bytes that a task takes."""
+        match role:
+            case TaskRole.FORWARD:
+                return self.forward
+            case TaskRole.FORWARD_BACKWARD:
+                return self.loop
+            case TaskRole.UPDATE:
+                return self.update
+            case TaskRole.STEP:
+                return max(self.loop, self.update)
+            case TaskRole.BACKWARD | TaskRole.INPUT_GRADIENT | TaskRole.WEIGHT_GRADIENT:
+                return self.backward
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StageCost:
     """The predicted time of one stage and the memory of one of its devices.
 
@@ -246,6 +277,7 @@ class StageCost:
         temporary_bytes: maximum memory of a task in addition to the above.
         weight_seconds: part of the backward time for gradients of weights, where these are a task of their own.
         handed_bytes: values that one micro-batch stores for the second part of a backward pass in two parts.
+        work: what the programs of the stage take beside their arguments and results; None if it was not computed.
     """
 
     forward_seconds: float
@@ -258,6 +290,7 @@ class StageCost:
     # Files omit these two where a backward pass is one task; their place after the others is that of the file format.
     weight_seconds: float = 0.0
     handed_bytes: float = 0.0
+    work: WorkBytes | None = None
 
     @property
     def loop_seconds(self) -> float:

@@ -571,7 +571,7 @@ def _prediction(plan: Plan) -> Iterator[str]:
     for use in (*prediction.collectives, *plan.undivided):
         if not 0 <= use.stage < count:
             yield f"it predicts something of stage {use.stage}, of {count}"
-    costs = (stage.cost for stage in plan.stages)
+    costs = [part for stage in plan.stages for part in (stage.cost, stage.cost.work) if part is not None]
     for part in (*costs, prediction, *prediction.collectives, *plan.opaque, *plan.undivided):
         for each in fields(part):
             value = getattr(part, each.name)

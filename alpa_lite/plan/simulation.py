@@ -11,30 +11,28 @@
     exposed             seconds of a RUN beyond its kernels, and the wait for a SEND beyond the wait for
                         the instruction that made its input                                              `StageUse`
     bubble              waiting for anything else
-    peak                state + max over time of buffers between their first writer and their last reader
-                        + what the running task needs in addition; state of which there are several versions
-                        counts as buffers                                                                 `_held`
+    peak                the most that is in use at an instruction                                 `memory_in_use`
 
 The instructions are those that `execute` runs; PLACE, ZEROS, CONCAT and RENEW take no time here.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum, auto
 
 from alpa_lite.plan.instructions import Buffer, Instruction, InstructionKind, Program, TaskTime
+from alpa_lite.plan.memory_in_use import memory_changes, most_between
 from alpa_lite.plan.parts import StageCost, TaskRole, TaskRuns, TransferRuns
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.pricing import Pricer, dispatch_seconds, link_seconds, local_bytes, transfer_seconds
 from alpa_lite.plan.stacked_cost import at_rest
 from alpa_lite.plan.task_prices import estimate, part_seconds
-from alpa_lite.plan.task_specs import Port, TaskSpec
+from alpa_lite.plan.task_specs import TaskSpec
 from alpa_lite.program.ir import item_bytes
-from alpa_lite.program.phases import Phase, StepGraph
-from alpa_lite.sharding.specs import Spec, replicated
+from alpa_lite.program.phases import StepGraph
+from alpa_lite.sharding.specs import replicated
 from alpa_lite.sharding.transfer import PlannedTransfer
 from alpa_lite.text import one_line
 from cost_models.cluster import Cluster
@@ -415,180 +413,19 @@ def _transfer_runs(program: Program, clock: _StepSimulation) -> TransferRuns:
 
 def _task_runs(program: Program, plan: Plan, step: StepGraph, clock: _StepSimulation) -> TaskRuns:
     """Return the runs of tasks, by submesh in order, with the memory that is in use meanwhile."""
-    runs: list[list[tuple[Instruction, TaskTime]]] = [[] for _ in plan.stages_together]
-    for instruction, time in zip(program.instructions, clock.times, strict=True):
+    runs: list[list[tuple[int, TaskTime]]] = [[] for _ in plan.stages_together]
+    for number, (instruction, time) in enumerate(zip(program.instructions, clock.times, strict=True)):
         if instruction.kind is InstructionKind.RUN:
-            runs[clock.row_of[instruction.stage]].append((instruction, time))
-    listed, held = list[tuple[Instruction, TaskTime]](), list[float]()
-    for mine, changes in zip(runs, _held(program, plan, step, clock), strict=True):
-        mine.sort(key=lambda run: run[1].start_seconds)
+            runs[clock.row_of[instruction.stage]].append((number, time))
+    listed, held = list[tuple[int, TaskTime]](), list[float]()
+    for mine, changes in zip(runs, memory_changes(program, plan, step, clock.row_of), strict=True):
         listed += mine
-        held += _most_between([time.start_seconds for _, time in mine], changes)
+        held += most_between([number for number, _ in mine], changes)
     return TaskRuns(
         stages=tuple(time.stage for _, time in listed),
-        roles=tuple(program.tasks[instruction.task].kind for instruction, _ in listed),
+        roles=tuple(program.tasks[program.instructions[number].task].kind for number, _ in listed),
         microbatches=tuple(time.microbatch for _, time in listed),
         start_seconds=tuple(time.start_seconds for _, time in listed),
         end_seconds=tuple(time.end_seconds for _, time in listed),
         held_bytes=tuple(held),
     )
-
-
-def _most_between(starts: Sequence[float], changes: Sequence[tuple[float, float]]) -> list[float]:
-    """Return the largest partial sum of changes (seconds, bytes) from each start to the next one.
-
-    What comes before the first start counts with it.
-    """
-    found, held, current = [0.0] * len(starts), 0.0, 0
-    for seconds, change in changes if starts else ():
-        while current + 1 < len(starts) and seconds >= starts[current + 1]:
-            current += 1
-            found[current] = held
-        held += change
-        found[current] = max(found[current], held)
-    return found
-
-
-def _held(program: Program, plan: Plan, step: StepGraph, clock: _StepSimulation) -> list[list[tuple[float, float]]]:
-    """Return for each submesh the changes of the memory of a device over time: (seconds, bytes), in order."""
-    resident = _resident(program, plan, step)
-    sizes = _sizes(program, plan, step, resident)
-    changes: list[list[tuple[float, float]]] = [[] for _ in plan.stages_together]
-    last: dict[Buffer, float] = {}
-    arrays = [_TaskArrays.of(task, step) for task in program.tasks]
-    # Of state that is updated several times, each version has its own life, and the first one begins with the step.
-    given = {Buffer(v, program.homes[v][0]) for v in _versioned(step)}
-    following = (*program.instructions[1:], None)  # one item too long for an empty program
-    for instruction, after, time in zip(program.instructions, following, clock.times, strict=False):
-        row, runs, end = clock.row_of[instruction.stage], instruction.kind is InstructionKind.RUN, time.end_seconds
-        freed = after.reads if runs and after is not None and after.kind is InstructionKind.FREE else ()
-        taken_over = _taken_over(arrays[instruction.task], instruction, freed) if freed else frozenset[Buffer]()
-        for buffer in instruction.writes:
-            # The first writer allocates; later ones, as of a gradient sum, write into the same memory.
-            if buffer not in last and buffer not in resident:
-                start = -1.0 if buffer in given else time.start_seconds
-                start = end if buffer in taken_over else start
-                changes[clock.row_of[buffer.stage]].append((start, sizes.get(buffer, 0.0)))
-        for buffer in (*instruction.reads, *instruction.writes):
-            # State stays, and much of what a task reads is state.
-            if buffer not in resident and last.get(buffer, 0.0) <= end:
-                last[buffer] = end
-        if instruction.kind is InstructionKind.FREE:
-            for buffer in instruction.reads:
-                changes[clock.row_of[buffer.stage]].append((last.get(buffer, end), -sizes.get(buffer, 0.0)))
-        if runs:
-            work = _work(plan, instruction, program.tasks[instruction.task], step, sizes)
-            changes[row] += [(time.start_seconds, work), (end, -work)]
-    for buffer, size in resident.items():
-        changes[clock.row_of[buffer.stage]].append((-1.0, size))
-    # Ends sort before starts at the same time: memory that is freed is available to what begins then.
-    return [sorted(each) for each in changes]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _TaskArrays:
-    """The forms of a task's inputs and outputs, as numbers: arrays of one shape, dtype and spec have the same."""
-
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-
-    @staticmethod
-    def of(task: TaskSpec, step: StepGraph) -> _TaskArrays:
-        values, known = step.graph.values, dict[object, int]()
-
-        def number(port: Port) -> int:
-            form = (values[port.value].shape, values[port.value].dtype, port.spec)
-            return known.setdefault(form, len(known))
-
-        return _TaskArrays(inputs=tuple(map(number, task.inputs)), outputs=tuple(map(number, task.outputs)))
-
-
-def _taken_over(arrays: _TaskArrays, instruction: Instruction, freed: Sequence[Buffer]) -> frozenset[Buffer]:
-    """Return the buffers that a task writes into the memory of inputs of the same form that it is the last to read.
-
-    `freed`: what the FREE after the task lists, which is what the task was the last to read.
-    """
-    last = set(freed)
-    dying = Counter([form for b, form in zip(instruction.reads, arrays.inputs, strict=False) if b in last])
-    reused = set[Buffer]()
-    for buffer, form in zip(instruction.writes, arrays.outputs, strict=False):
-        if dying[form]:
-            dying[form] -= 1
-            reused.add(buffer)
-    return frozenset(reused)
-
-
-def _work(
-    plan: Plan, instruction: Instruction, task: TaskSpec, step: StepGraph, sizes: Mapping[Buffer, float]
-) -> float:
-    """Return the bytes that a task needs in addition to its arrays; a task of both passes also holds residuals.
-
-    Temporaries of a stage contain the gradients that its backward pass is given, which are buffers.
-    """
-    stage, saved = plan.stages[task.stage], 0.0
-    if task.kind in (TaskRole.BACKWARD, TaskRole.INPUT_GRADIENT):
-        read, producer = instruction.reads[: len(task.inputs)], step.graph.producer
-        makers = {b: producer[b.value] for b in read}
-        given = [b for b, op_id in makers.items() if op_id is not None and step.phases[op_id] is Phase.BACKWARD]
-        return max(0.0, stage.cost.temporary_bytes - sum(sizes.get(buffer, 0.0) for buffer in given))
-    if task.kind in (TaskRole.FORWARD_BACKWARD, TaskRole.STEP):
-        # Of what is saved, arrays of the batch and those of other stages are buffers that the task reads.
-        read, producer = instruction.reads[: len(task.inputs)], step.graph.producer
-        buffers = [b for b in read if producer[b.value] is not None or step.batch_dims[b.value] is not None]
-        buffers += instruction.writes[: len(task.outputs)]
-        saved = max(0.0, stage.cost.activation_bytes - sum(sizes.get(buffer, 0.0) for buffer in buffers))
-    return stage.cost.temporary_bytes + saved
-
-
-def _resident(program: Program, plan: Plan, step: StepGraph) -> dict[Buffer, float]:
-    """Return the bytes per device of state that is in memory all the time."""
-    versioned = _versioned(step)
-    return {
-        Buffer(v, home): local_bytes(step.graph.values[v], spec, plan.stages[home].mesh_shape.axis_sizes)
-        for v, (home, spec) in program.homes.items()
-        if step.batch_dims[v] is None and v not in versioned
-    }
-
-
-def _versioned(step: StepGraph) -> frozenset[int]:
-    """Return the state of which there are several versions in a step."""
-    return frozenset(step.aliases.values()) if step.num_updates > 1 else frozenset()
-
-
-def _sizes(program: Program, plan: Plan, step: StepGraph, resident: Iterable[Buffer]) -> dict[Buffer, float]:
-    """Return the bytes per device of each buffer: 0 for state, for its replacement, and for arrays already in place."""
-    nothing = set(resident)
-    replaced = {buffer.value for buffer in nothing}
-    for buffer, spec in zip(program.outputs, program.output_specs, strict=True):
-        target = step.aliases.get(buffer.value)
-        if target is not None and target in replaced and program.homes[target] == (buffer.stage, spec):
-            nothing.add(buffer)
-    bytes_of, written = dict[Buffer, float](), _written(program, plan, step)
-    for instruction in program.instructions:
-        for buffer, size in zip(instruction.writes, written(instruction), strict=False):
-            if buffer not in nothing:
-                # The first writer decides, as it does for the allocation in `_held`.
-                bytes_of.setdefault(buffer, size)
-    return bytes_of
-
-
-def _written(program: Program, plan: Plan, step: StepGraph) -> Callable[[Instruction], Sequence[float]]:
-    """Return a function of an instruction: the bytes per device of what it writes; () for what is in place already."""
-
-    def of_array(value: int, spec: Spec, stage: int) -> float:
-        return local_bytes(step.graph.values[value], spec, plan.stages[stage].mesh_shape.axis_sizes)
-
-    # The same for every micro-batch.
-    of_tasks = [[of_array(p.value, p.spec, task.stage) for p in (*task.outputs, *task.sums)] for task in program.tasks]
-
-    def written(instruction: Instruction) -> Sequence[float]:
-        kind, stage, spec = instruction.kind, instruction.stage, instruction.spec
-        if kind in (InstructionKind.RUN, InstructionKind.ZEROS):
-            made = 0 if kind is InstructionKind.RUN else len(program.tasks[instruction.task].outputs)
-            return of_tasks[instruction.task][made:]
-        sent = kind is InstructionKind.SEND
-        if spec is None or (sent and plan.stages[instruction.source_stage].submesh == plan.stages[stage].submesh):
-            return ()
-        return [of_array(buffer.value, spec, stage) for buffer in instruction.writes]
-
-    return written

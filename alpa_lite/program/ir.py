@@ -263,6 +263,11 @@ class Wiring:
     trips: float
 
 
+def is_one_trip_loop(op: Op) -> bool:
+    """Return True for loops that XLA replaces by their body."""
+    return op.primitive == "scan" and op.params["length"] == 1
+
+
 def wiring_of(op: Op) -> Wiring | None:
     """Return the wiring of an op, or None if it has no bodies."""
     if not op.bodies:

@@ -18,7 +18,7 @@ from jax import lax
 from alpa_lite import _jax
 from alpa_lite._jax import Array
 from alpa_lite.program.equations import Equation
-from alpa_lite.program.ir import Graph, Op, Wiring, wiring_of
+from alpa_lite.program.ir import Graph, Op, Wiring, is_one_trip_loop, wiring_of
 
 Arrays = tuple[Any, ...]
 """The values that a loop carries: arrays on devices, or on the host before the first trip."""
@@ -41,6 +41,11 @@ def run_control_flow(op: Op, wiring: Wiring, body: Body, operands: Sequence[Arra
 def _scan(op: Op, wiring: Wiring, body: Body, operands: Sequence[Array]) -> list[jax.Array]:
     """Run a scan with JAX's own, whose carry and rows are the carried and scanned operands."""
     carried, scanned = list(wiring.carried.values()), sorted(wiring.scanned)
+    if is_one_trip_loop(op):
+        # As XLA removes the loop. Written out, what its body waits for may be made outside of it.
+        rows = {i: lax.index_in_dim(operands[i], 0, keepdims=False) for i in scanned}
+        outputs = body(0, {**{i: operands[i] for i in carried}, **rows})
+        return [*outputs[: len(carried)], *(lax.expand_dims(x, (0,)) for x in outputs[len(carried) :])]
 
     def trip(carry: Arrays, slices: Arrays) -> tuple[Arrays, Arrays]:
         # The results of a scan body are the new carry, followed by one row of each stack.

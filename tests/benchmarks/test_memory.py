@@ -86,8 +86,17 @@ def test_gradients_that_a_stage_receives_are_there_once_for_the_whole_backward_p
     (case,) = memory.cases(["MLP"], [])
     rows = memory.run([case], {"auto": memory.PLANS["auto"]}, lambda _: None)
     for row in rows:
-        # They were 1.16 in the first stage, and 0.93 in the third.
-        assert row.ratio == pytest.approx(1.0, abs=0.06), row
+        # They were 1.16 in the first stage, and 0.93 in the third. What a backward pass needs is not counted in the
+        # forward pass, when most micro-batches are held.
+        assert row.ratio == pytest.approx(1.0, abs=0.03), row
+
+
+def test_the_cpu_backend_adds_to_partial_sums_in_other_memory(devices):
+    (case,) = memory.cases(["mlp-tiny"], [])
+    for plan in ("pp2 × dp2 × tp2", "pipeline of 2", "data parallel, 4 micro-batches"):
+        for row in memory.run([case], {plan: memory.PLANS[plan]}, lambda _: None):
+            # Both stages of pp2 × dp2 × tp2 were 0.89.
+            assert row.ratio == pytest.approx(1.0, abs=0.05), row
 
 
 @pytest.mark.slow
@@ -109,7 +118,8 @@ def test_the_account_of_a_step_that_is_one_executable(rows):
     # The batch is saved for the backward pass, and counted once.
     assert row.saved_bytes > batch
     parts = row.state_bytes + row.accumulator_bytes + row.saved_bytes + row.temporary_bytes
-    assert row.predicted_bytes == pytest.approx(parts)
+    assert row.predicted_bytes <= parts
+    assert row.predicted_bytes == pytest.approx(row.xla_bytes, rel=1e-3)
 
 
 def test_the_table(rows):
@@ -167,7 +177,7 @@ def test_large_cases_are_the_same_models(large):
     assert [case.name for case in found] == ["transformer, none", "transformer, full", "MLP", "CNN"]
 
 
-@pytest.mark.parametrize(("name", "mean", "worst"), [("memory", "4 %", "9 %"), ("memory_tpu", "20 %", "64 %")])
+@pytest.mark.parametrize(("name", "mean", "worst"), [("memory", "3 %", "53 %"), ("memory_tpu", "20 %", "64 %")])
 def test_the_page_states_the_kept_figures(name: str, mean: str, worst: str):
     root = Path(__file__).parents[2]
     rows = json.loads((root / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))["rows"]
@@ -182,4 +192,20 @@ def test_sums_of_products_that_all_devices_compute_whole_are_not_reduced(devices
     rows = memory.run([case], {"auto": memory.PLANS["auto"]}, lambda _: None)
     for row in rows:
         # They were 1.18 and 1.25 in the second and third stage.
+        assert row.ratio == pytest.approx(1.0, abs=0.03), row
+
+
+def test_small_reductions_spread_nothing(devices):
+    (case,) = memory.cases(["llama-tiny"], [])
+    rows = memory.run([case], {"pp2 × dp2 × tp2": memory.PLANS["pp2 × dp2 × tp2"]}, lambda _: None)
+    for row in rows:
+        # The last stage was 1.10.
         assert row.ratio == pytest.approx(1.0, abs=0.06), row
+
+
+def test_weights_are_gathered_one_ahead_across_loops_of_one_trip(devices):
+    (case,) = memory.cases(["gpt-tiny"], [])
+    (row,) = memory.run([case], {"FSDP": memory.PLANS["FSDP"]}, lambda _: None)
+    # It was 1.12 MB, when each loop gathered for itself.
+    assert row.xla_bytes < 1.03e6
+    assert row.ratio == pytest.approx(1.0, abs=0.06), row

@@ -15,6 +15,7 @@ import alpa_lite as al
 from alpa_lite.intra_op.liveness import Life, Lives, lives_of
 from alpa_lite.intra_op.stage import StageView
 from alpa_lite.intra_op.stored_values import KernelModel
+from alpa_lite.plan.memory_in_use import ADDRESS_BYTES, TOKEN_BYTES
 from alpa_lite.planners import DataParallel, Hybrid, Pipeline, Planner
 from alpa_lite.rules.fusion import accesses
 from alpa_lite.step.clustering import make_layers
@@ -235,5 +236,8 @@ def test_a_pipeline_holds_saved_values_of_the_micro_batches_in_flight_and_what_o
     kept = first.cost.state_bytes + first.cost.accumulator_bytes + 2 * first.cost.activation_bytes
     # The result that is being sent, and the gradient that has arrived for the next task.
     on_the_way = 2 * boundary / per_device
-    assert piped.prediction.peak_bytes[0] == kept + first.cost.temporary_bytes + on_the_way
+    assert first.cost.work is not None
+    # Four results and the token.
+    table = TOKEN_BYTES + 5 * ADDRESS_BYTES
+    assert piped.prediction.peak_bytes[0] == kept + first.cost.work.backward + on_the_way + table
     assert plan(Pipeline(pipeline=2)).prediction.peak_bytes[0] > 0

@@ -12,6 +12,7 @@ import pytest
 import alpa_lite as al
 from alpa_lite.api.stages import LoweredFunction
 from alpa_lite.plan.instructions import SUM, Buffer
+from alpa_lite.plan.parts import WorkBytes
 from alpa_lite.plan.simulation import SimulatedStep
 from alpa_lite.planners import DataParallel, Hybrid, Pipeline, Planner
 from alpa_lite.schedule import GPipe, Inference, Interleaved1F1B, ZeroBubbleH1
@@ -167,12 +168,8 @@ def test_memory_counts_accumulators_once_and_transfers_where_they_arrive() -> No
     sums = {b for i in program.instructions for b in i.writes if b.microbatch == SUM}
     assert sums
     base = lowered.simulate()
-    heavier = replace(
-        plan,
-        stages=tuple(
-            replace(s, cost=replace(s.cost, temporary_bytes=s.cost.temporary_bytes + 2.0**30)) for s in plan.stages
-        ),
-    )
+    work = WorkBytes(forward=2.0**30, backward=2.0**30, loop=2.0**30, update=2.0**30)
+    heavier = replace(plan, stages=tuple(replace(s, cost=replace(s.cost, work=work)) for s in plan.stages))
     again = replace(lowered, planned=replace(lowered.planned, last_plan=heavier)).simulate()
     for before, after in zip(base.submeshes, again.submeshes, strict=True):
         assert after.peak_bytes == pytest.approx(before.peak_bytes + 2.0**30, rel=0.05)

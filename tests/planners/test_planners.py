@@ -355,7 +355,8 @@ def test_chunks_are_dealt_out_and_counted_together() -> None:
         # Beside that only what is on the way to or from these stages.
         on_the_way = sum(i.bytes for i in sends if {i.stage, i.source_stage} & {*mine})
         for i in mine:
-            assert wanted <= plan.prediction.peak_bytes[i] <= wanted + on_the_way
+            # When most is held, a program may run that takes less than the largest temporaries.
+            assert kept + most <= plan.prediction.peak_bytes[i] <= wanted + on_the_way
     assert count % 2 == 0
 
 

@@ -120,7 +120,7 @@ class StageProblem:
         assert stage is not None
         # As the plan predicts it, so that a row of the chosen value has the plan's own memory.
         peak = stage.cost.bytes_in_flight(self.in_flight)
-        return self._priced(
+        priced = self._priced(
             stage.choice,
             Solution(
                 choices=None,
@@ -133,9 +133,10 @@ class StageProblem:
                 peak_bytes=peak,
             ),
         )
+        return replace(priced, cost=replace(priced.cost, work=stage.cost.work))
 
     def _priced(self, choice: Choice, found: Solution) -> StageSolution:
-        priced = price_choice(self.view, self.pricer, choice, found, self.in_flight)
+        priced = price_choice(self.builder, choice, found, self.in_flight)
         return in_two_parts(priced, self.view, self.pricer) if self.in_two else priced
 
     def strategies_of_input(self, value: int) -> dict[Spec, Given]:

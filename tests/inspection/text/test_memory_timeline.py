@@ -50,7 +50,9 @@ def test_micro_batches_pile_up():
     # Four forwards, each with what it saves; four backwards, which give it back one by one; then the update.
     saved = plan.stages[0].cost.activation_bytes
     steps = np.diff(first.bytes[:8])
-    assert list(steps[:3]) == [saved] * 3
+    # A result stays until its transfer is launched, which may be after the next forward pass.
+    assert list(steps[1:3]) == [saved] * 2
+    assert saved <= steps[0] <= 1.2 * saved
     assert all(step <= 0 for step in steps[4:])
     assert sum(steps[4:]) <= -3 * saved + first.bytes[3] / 4
     assert first.bytes[-1] == first.kept_bytes
