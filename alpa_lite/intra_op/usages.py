@@ -217,6 +217,10 @@ class _Collector:
         times = [self.lives.spans[(), c].start for c in readers if view.step.phases[c] is Phase.UPDATE]
         if self.accumulates:
             yield from self._added(life, node, options, late)
+        elif view.step.num_updates > 1:
+            # The gradient of each update is a result of its own, which is copied from where the product made it.
+            stored = Offer(node=node, specs=options.stored)
+            yield self._use((0, life.value), stored, life.start, self.lives.loop_end, held=Held.INSIDE)
         reduced = self._all_reduced(life.value, options) if times else None
         if reduced is None:
             yield from self._sum_in_place(life, node, options, times)
@@ -255,8 +259,11 @@ class _Collector:
         sizes = np.where(is_partial, whole, 0.0)
         # The addition is a kernel of its own, which waits for its turn as all do, and none is left for the update.
         late = min(late, self.lives.loop_end - 1)
-        for start in (life.loop_end, late):
-            yield UsageOf(value=(0, life.value), node=node, sizes=sizes, start=start, end=late + 1)
+        yield UsageOf(value=(0, life.value), node=node, sizes=sizes, start=life.loop_end, end=late + 1)
+        # Additions run one after the other, and each frees its addend.
+        values = self.layout.view.graph.values
+        if life.value == max(self.layout.crossings, key=lambda v: values[v].bytes):
+            yield UsageOf(value=(0, life.value), node=node, sizes=sizes, start=late, end=late + 1)
 
     def _combined(self, life: Life, node: int, options: SumOptions) -> Iterator[UsageOf]:
         """Yield the operand and the result of an all_reduce that is not in place.
