@@ -178,7 +178,7 @@ def test_a_stage_holds_its_inputs_and_the_values_of_one_layer(num_microbatches: 
         stage = plan.stages[0]
         held = stage.cost.state_bytes + stage.cost.accumulator_bytes + stage.cost.temporary_bytes
         on_the_way = plan.prediction.peak_bytes[0] - held - num_microbatches * stage.cost.activation_bytes
-        # At most the result that is being sent, and the gradient that has arrived for the next task; beside them a token
-        # and the addresses of at most ten results.
+        # At most the result that is being sent, and the gradient that has arrived for the next task; beside them a
+        # token and the addresses of at most ten results.
         assert on_the_way % boundary < 100 and on_the_way // boundary in (0, 1, 2)
     assert again.prediction.peak_bytes[0] < kept.prediction.peak_bytes[0]
