@@ -8,6 +8,9 @@
                                     resolved spec                                                            (_sum)
     all_reduced values              the operand too, when they are reduced, where the backend does not reduce in place;
                                     gradients until the update begins                     (_incomplete, _combined)
+    additions to sums               the addend until it is added, and one new sum at a time, where the backend does not
+                                    add in place                                                           (_added)
+    gradients of several updates    once more, where the product makes them                                  (_sum)
     copies                          an operand resharded for its reader, while that runs: a gathered activation, a
                                     gathered weight                                                        (_copies)
                                     a weight is gathered while the reader of the one before runs    (_gathered_from)
