@@ -15,8 +15,8 @@ With b samples in a micro-batch, layer l on a logical mesh takes per micro-batch
 where r is a layer that stands for l (`representatives`), loop is what they take on one device, sums are the bytes of
 their gradients (`Profile`), t(r,b) lies on straight lines through the sizes that were solved (latency and the gathering
 of weights do not shrink with b, the rest does) and u is its update, which reduces the gradients. What the update takes
-on one device says less: a layer may add to the gradient of a weight that another layer updates. These are guesses: they say where to look first, and the search puts costs
-in the place of those that its answer depends on (`stage_search`).
+on one device says less: a layer may add to the gradient of a weight that another layer updates. These are guesses: they
+say where to look first, and the search puts costs in the place of those that its answer depends on (`stage_search`).
 
 Shapes that hold state whole on each of several hosts are not surveyed: without a limit of memory they take about as
 long as those that may split it between hosts (`Space.stand_ins`).
