@@ -46,7 +46,7 @@ from alpa_lite.intra_op.stored_values import (
 )
 from alpa_lite.program.ir import MOVES, Graph, Op, Wiring, wiring_of
 from alpa_lite.program.memo import memoized
-from alpa_lite.program.phases import Phase, StepGraph
+from alpa_lite.program.phases import Phase, StepGraph, parameters
 from alpa_lite.rules.fusion import may_overwrite
 from alpa_lite.rules.op_info import free_values
 
@@ -94,7 +94,8 @@ class Lives:
     kernels in which an op runs has read its operands, for ops that run in several, or in a later one. `early`: from
     when on a kernel reads an operand, by its number, that does a part of the work of an op without the other operands.
     `spread`: when copies of operands of an op as large as its result are in memory. `completed`: when a collective runs
-    that completes the partial sums of an op, where it waits for its turn as all kernels do.
+    that completes the partial sums of an op, where it waits for its turn as all kernels do. `begun`: when the program
+    begins that runs an op, or the first trip of the loop around it.
     """
 
     lives: tuple[Life, ...]
@@ -103,6 +104,7 @@ class Lives:
     early: Mapping[tuple[Path, int, int], int]
     spread: Mapping[tuple[Path, int], Sequence[LiveSpan]]
     completed: Mapping[tuple[Path, int], int]
+    begun: Mapping[tuple[Path, int], int]
     loop_end: int
     end: int
 
@@ -167,6 +169,7 @@ def _as_traced(found: Lives, flattened: Flattened) -> Lives:
         early={(*original(path, op_id), number): time for (path, op_id, number), time in found.early.items()},
         spread={original(*key): of_op for key, of_op in found.spread.items()},
         completed={original(*key): time for key, time in found.completed.items()},
+        begun={original(*key): time for key, time in found.begun.items()},
     )
 
 
@@ -188,6 +191,7 @@ def _lives_of_ops(stage: StageOps, kernels: KernelModel) -> Lives:
         early=timing.early,
         spread=timing.spread,
         completed=timing.completed,
+        begun=timing.begun,
         loop_end=loop_end,
         end=end + 1,
     )
@@ -204,6 +208,7 @@ class _Timing:
         self.early: dict[tuple[Path, int, int], int] = {}
         self.spread: dict[tuple[Path, int], list[LiveSpan]] = {}
         self.completed: dict[tuple[Path, int], int] = {}
+        self.begun: dict[tuple[Path, int], int] = {}
 
     def run(self, graph: Graph, path: Path, start: int, stage: StageOps | None = None) -> int:
         """Set the time span of each op, ops in bodies included, and return when all have run."""
@@ -217,6 +222,9 @@ class _Timing:
                 now = self.run(body, (*path, (op_id, number)), now)
             self.spans[path, op_id] = LiveSpan(begun, now)
         self.completed.update({(path, o): self.spans[path, last].end for o, last in stored.behind.items()})
+        for program in stored.programs:
+            begun = min([self.spans[path, o].start for o in program], default=0)
+            self.begun.update({(path, o): begun for o in program})
         return now
 
 
@@ -276,11 +284,16 @@ class _LiveScope:
         free = free_values(self.graph)
         for program in self.stored.programs:
             begun, there = min([self.span(o).start for o in program], default=0), set(program)
+            waits = self.stored.waits_for(program)
+            given = parameters(self.stage.step) if self.stage is not None and waits else frozenset[int]()
             for op_id in program:
                 op = self.graph.ops[op_id]
                 self.filled.update((r, begun) for r in filled_results(op, free))
                 for i in early_operands(op):
                     maker = self.graph.producer[op.operands[i]]
+                    if op.operands[i] in given:
+                        # A parameter that is gathered is there when those before it were read.
+                        maker = waits.get(op_id, maker)
                     self.timing.early[self.path, op_id, i] = self.span(maker).end if maker in there else begun
 
     def _spread(self) -> None:

@@ -5,6 +5,8 @@
     order        that of the ops; on the CPU backend, in which a kernel joins a queue when its last operand is there,
                  breadth first: gradients of weights and what the backward pass recomputes wait for their turn, and
                  a broadcast is written long before it is read                                         (run_order)
+    gathered     parameters that lie in parts are there when those before them were read, as programs gather for one
+                 op ahead                                                                           (waits_for)
 
 The rules follow XLA (instruction fusion with duplication, fusion of siblings). `KernelModel` states where backends
 differ.
@@ -16,11 +18,12 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 from alpa_lite.intra_op.stage_ops import StageOps
 from alpa_lite.program.ir import Graph, Op, wiring_of
 from alpa_lite.program.memo import memoized
-from alpa_lite.program.phases import Phase
+from alpa_lite.program.phases import Phase, is_parameter
 from alpa_lite.rules.fusion import (
     accesses,
     fusion_groups,
@@ -37,6 +40,11 @@ from cost_models.hardware import Fusion
 MOST_SOURCES = 64
 """The most values of a fused kernel that are searched for its sources; beyond, values count as sources themselves."""
 
+Unit = TypeVar("Unit")
+
+GATHERED_AHEAD = 2
+"""How many times the largest gathered parameters of one op a program gathers at most for all ops that are to come."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelModel:
@@ -47,6 +55,7 @@ class KernelModel:
         fuses_siblings, breadth_first: see `Cluster`.
         fuses_into_products: see `Device`.
         num_devices: number of devices that run the program.
+        gathers: whether parameters lie in parts, which the program gathers where an op reads them.
     """
 
     fusion: Fusion = "all"
@@ -55,9 +64,10 @@ class KernelModel:
     fuses_into_products: bool = False
     breadth_first: bool = False
     num_devices: int = 1
+    gathers: bool = False
 
     @classmethod
-    def of(cls, cost_model: CostModel, num_devices: int) -> KernelModel:
+    def of(cls, cost_model: CostModel, num_devices: int, *, gathers: bool = False) -> KernelModel:
         """Return the kernels of the backend of a cost model, in programs for a number of devices."""
         backend, cluster = cost_model.backend, cost_model.cluster
         return cls(
@@ -68,6 +78,7 @@ class KernelModel:
             breadth_first=cluster.breadth_first,
             # Elsewhere the same kernels run on any number of devices.
             num_devices=num_devices if cluster.breadth_first else 1,
+            gathers=gathers and cluster.breadth_first,
         )
 
 
@@ -127,6 +138,24 @@ def filled_results(op: Op, free: Set[int]) -> Sequence[int]:
     if op.primitive.startswith("select_and_scatter"):
         return op.results
     return op.results if op.primitive.startswith("scatter") and op.operands[0] in free else ()
+
+
+def gathered_after(units: Sequence[tuple[Unit, int]]) -> dict[Unit, Unit]:
+    """Return for each op that reads gathered parameters the earlier one that it waits for, if there is one.
+
+    `units`: the ops in the order of the program, and the bytes that they read. The rule is that of the programs
+    (`lower.local_machine.Gathered`), for the sizes of whole arrays.
+    """
+    found, largest = dict[Unit, Unit](), 0
+    for number, (unit, size) in enumerate(units):
+        largest = max(largest, size)
+        room = GATHERED_AHEAD * largest - size
+        for before, gathered in reversed(units[:number]):
+            room -= gathered
+            if room < 0:
+                found[unit] = before
+                break
+    return found
 
 
 class StoredValues:
@@ -266,7 +295,14 @@ class StoredValues:
         if self.stage is None:
             return (self.ops,)
         # The update waits for the reductions of the gradients.
-        found = {o: self._program(o) for o in self.ops}
+        found = {o: self._program(o) or Phase.INVARIANT for o in self.ops}
+        order = [*Phase]
+        for op_id in reversed(self.ops):
+            if found[op_id] is Phase.INVARIANT:
+                # Programs repeat what is the same for all micro-batches: it belongs to the first that reads it.
+                results = self.graph.ops[op_id].results
+                readers = [found[c] for r in results for c in self.graph.consumers[r] if c in found]
+                found[op_id] = min(readers, key=order.index, default=Phase.INVARIANT)
         return [[o for o, own in found.items() if own is phase] for phase in Phase]
 
     def _breadth_first(self, ops: Sequence[int]) -> Iterator[int]:
@@ -297,6 +333,20 @@ class StoredValues:
                     else:
                         yield c
                         waiting.extend(results)
+
+    def waits_for(self, ops: Sequence[int]) -> Mapping[int, int]:
+        """Return for ops of a program that read gathered parameters an earlier one, after which these are gathered."""
+        if self.stage is None or not self.kernels.gathers:
+            return {}
+        values, step = self.graph.values, self.stage.step
+        units: list[tuple[int, int]] = []
+        for op_id in ops:
+            read = [v for v in self.graph.ops[op_id].operands if values[v].rank > 0]
+            size = sum(values[v].bytes for v in read if is_parameter(step, self.graph, v))
+            # What is computed of parameters alone is computed of their parts.
+            if size and step.phases[op_id] is not Phase.INVARIANT:
+                units.append((op_id, size))
+        return gathered_after(units)
 
     def spread(self) -> Mapping[int, tuple[int, ...]]:
         """Return the operands of which kernels for reductions read copies as large as the result, by op.

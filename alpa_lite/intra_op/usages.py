@@ -44,6 +44,7 @@ from alpa_lite.intra_op.one_trip_loops import Path
 from alpa_lite.intra_op.problem import FloatArray
 from alpa_lite.intra_op.stage import Key, Offer, Placed, PlacedBodies, PlacedSum, StageScope, StageView
 from alpa_lite.intra_op.stored_values import KernelModel, reads_whole
+from alpa_lite.intra_op.strategies import BatchSplit
 from alpa_lite.intra_op.strategy_catalogue import Catalogue, PlacementOptions, SumOptions
 from alpa_lite.plan.parts import WorkBytes
 from alpa_lite.plan.walk import stacked
@@ -152,7 +153,8 @@ class StageLayout:
 
 def stage_lives(view: StageView, catalogue: Catalogue) -> Lives:
     """Return the lifetimes of a stage's values on the backend of a catalogue's cost model."""
-    return lives_of(view, KernelModel.of(catalogue.pricer.cost_model, prod(catalogue.sizes.values())))
+    gathers = catalogue.restriction.parameters is BatchSplit.MUST
+    return lives_of(view, KernelModel.of(catalogue.pricer.cost_model, prod(catalogue.sizes.values()), gathers=gathers))
 
 
 def usages_of(layout: StageLayout, arrays: SharedArrays, *, in_flight: int) -> tuple[UsageOf, ...]:
@@ -379,8 +381,10 @@ class _Collector:
         indices, made = self.catalogue.index_sizes(graph, op, options), (scope, op.results[0])
         if indices:
             start = self.lives.early.get((path, op_id, 1), end - 1)
-            for sizes, until in zip(indices, (end, start + 1), strict=True):
-                yield UsageOf(value=made, node=node, sizes=sizes, start=start, end=until)
+            # Those of the elements that are searched need nothing: they are written when the program begins.
+            begun = self.lives.begun[path, op_id]
+            for sizes, since, until in zip(indices, (start, begun), (end, start + 1), strict=True):
+                yield UsageOf(value=made, node=node, sizes=sizes, start=since, end=until)
             return
         for span in self.lives.spread.get((path, op_id), ()):
             sizes = self.catalogue.local_sizes(graph.values[op.results[0]], options.results[0])
