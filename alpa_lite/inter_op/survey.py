@@ -10,12 +10,13 @@ where what a layer saves per micro-batch and works with grows with b.
 A survey tells what stages would take at any number of micro-batches, from a few layers solved at a few numbers of them.
 With b samples in a micro-batch, layer l on a logical mesh takes per micro-batch about
 
-    t(l,b) = t(r,b) * loop(l) / loop(r),  and per step  u(l) = u(r) * update(l) / update(r)             `Survey.guess`
+    t(l,b) = t(r,b) * loop(l) / loop(r),  and per step  u(l) = u(r) * sums(l) / sums(r)                 `Survey.guess`
 
-where r is a layer that stands for l (`representatives`), loop and update are what they take on one device (`Profile`),
-t(r,b) lies on straight lines through the sizes that were solved (latency and the gathering of weights do not shrink
-with b, the rest does) and u is its update. These are guesses: they say where to look first, and the search puts costs
-in the place of those that its answer depends on (`stage_search`).
+where r is a layer that stands for l (`representatives`), loop is what they take on one device, sums are the bytes of
+their gradients (`Profile`), t(r,b) lies on straight lines through the sizes that were solved (latency and the gathering
+of weights do not shrink with b, the rest does) and u is its update, which reduces the gradients. What the update takes
+on one device says less: a layer may add to the gradient of a weight that another layer updates. These are guesses: they
+say where to look first, and the search puts costs in the place of those that its answer depends on (`stage_search`).
 
 Shapes that hold state whole on each of several hosts are not surveyed: without a limit of memory they take about as
 long as those that may split it between hosts (`Space.stand_ins`).
@@ -98,6 +99,12 @@ class Profile:
         """Return [layers]: the least bytes that layers work with in addition to those that they save."""
         # What the update works with does not grow with the micro-batch, so that nothing is extrapolated upwards.
         return self.working_bytes * min(1.0, size / self.samples)
+
+    @property
+    def updated(self) -> FloatArray:
+        """[layers]: what the updates of layers are proportional to."""
+        # Without several micro-batches there are no sums, and gradients are reduced in the backward pass.
+        return self.sums_bytes if self.sums_bytes.any() else self.update_seconds
 
     @property
     def num_layers(self) -> int:
@@ -367,7 +374,7 @@ class Survey:
         that recompute values; None for the surveyed ones. `beyond`: assumption for sizes above the surveyed ones.
         """
         loop, alone = self._loop_seconds(size, profile), self._alone_seconds(size, profile)
-        update = self._scaled(lambda t: t.update_seconds, lambda p: p.update_seconds, profile, size)
+        update = self._scaled(lambda t: t.update_seconds, lambda p: p.updated, profile, size)
         # Where small micro-batches cannot be split over all devices, the lines are not valid for larger ones.
         largest = np.stack([self._seen[stands] for stands in self._stands])
         devices = np.array(self.space.devices, dtype=float)[:, None]

@@ -1,7 +1,8 @@
 """The classic manual plans that `Auto` prices too, with numbers of micro-batches as a user would tune them.
 
     the best plan has one micro-batch     each planner decides on the number
-    the best plan has m micro-batches     m, and fewer while that is faster
+    the best plan has m micro-batches     m for pipelines, and fewer while that is faster; for the others, which have no
+                                          bubble, the fewest that fit, and more while that is faster, up to m
 
 Planners whose plan takes much longer than the best are given up (`HOPELESS`), and numbers at which a plan certainly
 takes longer are not planned at all (`Planner.slowdown`).
@@ -186,19 +187,24 @@ class ManualPlans:
                 plan = self._plan(which, number)
                 yield plan if isinstance(plan, Plan) else NoPlan(planner.name, plan)
             return
-        most = best.num_microbatches
-        numbers = self._request.microbatch_choices(divisors(self._request.batch_size or 1))
         # Numbers at which the search found no fit are left out: its shardings need less memory than these plans.
-        fewer = [number for number in reversed(numbers) if max(too_large, default=0) < number <= most]
-        for which in range(len(self._planners)):
-            yield from self._with_fewer(which, fewer, best)
+        for which, planner in enumerate(self._planners):
+            numbers = [n for n in self._numbers(planner, best) if n > max(too_large, default=0)]
+            yield from self._while_faster(which, numbers, best)
 
-    def _with_fewer(self, which: int, numbers: Sequence[int], best: Plan) -> Iterator[Plan | NoPlan]:
-        """Yield the plans of one planner with these numbers of micro-batches, descending, while they get faster."""
+    def _numbers(self, planner: Planner, best: Plan) -> Sequence[int]:
+        """Return the numbers of micro-batches for a planner if this is the best plan, in the order to try them."""
+        choices = self._request.microbatch_choices(divisors(self._request.batch_size or 1))
+        numbers = [number for number in choices if number <= best.num_microbatches]
+        return numbers[::-1] if _has_bubble(planner) else numbers
+
+    def _while_faster(self, which: int, numbers: Sequence[int], best: Plan) -> Iterator[Plan | NoPlan]:
+        """Yield the plans of one planner with these numbers of micro-batches, while they get faster."""
         planner, last = self._planners[which], math.inf
         why: AlpaLiteError = PlanError("Nothing fits at the numbers of micro-batches of the chosen plan and below.")
         for number in numbers:
-            # Fewer micro-batches have longer bubbles: no later number can do better.
+            # Fewer micro-batches have longer bubbles, and what has none is bounded by its work: no later number can do
+            # better.
             if (least := self._least_seconds(planner, number)) >= best.prediction.step_seconds:
                 # A problem at a larger number tells more.
                 if number == numbers[0]:
@@ -211,7 +217,7 @@ class ManualPlans:
             if isinstance(plan, AlpaLiteError):
                 why = plan
                 # Fewer micro-batches need more memory.
-                if isinstance(plan, InfeasibleError):
+                if isinstance(plan, InfeasibleError) and _has_bubble(planner):
                     break
                 # Degrees that do not divide these micro-batches may divide larger ones.
                 continue
@@ -225,28 +231,29 @@ class ManualPlans:
             yield NoPlan(planner.name, why)
 
     def expect(self, best: Plan) -> None:
-        """Let workers make plans with as many micro-batches as the best plan has, or as were tried so far."""
+        """Let workers make plans with the first numbers of micro-batches for this best plan, or those tried so far."""
         if not (self._planners and self._request.workers.at_work):
             return
         questions = dict[Hashable, Likely]()
-        for number in self._numbers_like(best):
-            try:
-                whole = self._request.step_at(1, 0)
-                # Of the planners that decide on the number most choose one, whose step is at hand.
-                cut = self._request.step_at(number, 0) if isinstance(number, int) else whole
-            except AlpaLiteError:
-                continue  # planning raises the error too
-            # This process starts with the first planner, so that workers start with the last.
-            for which, planner in reversed([*enumerate(self._planners)]):
-                if (which, number) not in self._asked and not self._is_hopeless(planner, number, best):
-                    questions[_key(which, number)] = Likely(_plan, (self._apart, whole, cut), (planner, number))
+        # This process starts with the first planner, so that workers start with the last.
+        for which, planner in reversed([*enumerate(self._planners)]):
+            for number in self._numbers_like(planner, best):
+                if (which, number) in self._asked or self._is_hopeless(planner, number, best):
+                    continue
+                try:
+                    whole = self._request.step_at(1, 0)
+                    # Of the planners that decide on the number most choose one, whose step is at hand.
+                    cut = self._request.step_at(number, 0) if isinstance(number, int) else whole
+                except AlpaLiteError:
+                    continue  # planning raises the error too
+                questions[_key(which, number)] = Likely(_plan, (self._apart, whole, cut), (planner, number))
         self._request.workers.expect(questions, later=True)
 
-    def _numbers_like(self, best: Plan) -> Iterable[int | str]:
-        """Return the numbers of micro-batches that planners are asked for if this is the best plan."""
+    def _numbers_like(self, planner: Planner, best: Plan) -> Iterable[int | str]:
+        """Return the numbers of micro-batches that a planner is asked for if this is the best plan, as far as known."""
         if best.num_microbatches == 1:
             return (self._request.num_microbatches,)
-        return dict.fromkeys((best.num_microbatches, *(n for _, n in self._asked if isinstance(n, int))))
+        return dict.fromkeys((*self._numbers(planner, best)[:1], *(n for _, n in self._asked if isinstance(n, int))))
 
     def _is_hopeless(self, planner: Planner, number: int | str, best: Plan) -> bool:
         return isinstance(number, int) and self._least_seconds(planner, number) >= best.prediction.step_seconds
@@ -277,6 +284,10 @@ class ManualPlans:
         asked = self._request
         loop = least_loop_seconds(asked.step_at(1, 0), asked.cluster, asked.cost_model_for)
         return loop, asked.floor_seconds
+
+
+def _has_bubble(planner: Planner) -> bool:
+    return planner.slowdown(1) > 1.0
 
 
 def _key(which: int, number: int | str) -> Hashable:

@@ -18,8 +18,8 @@ Layers of stages are whole repeated layers, and layers of what lies before, betw
     beside      what is next to rows is as many layers as its work is times that of an average one, where an op that is
                 heavier counts for one; with less than half of it, it goes with the layer before it
 
-About `MAX_LAYERS` layers are enough, unless finer ones make more even stages. Where no cut makes even stages, as eight
-of twelve layers, layers are better cut anywhere.
+About `MAX_LAYERS` layers are enough, unless finer ones make more even stages. Where whole layers make no even stages,
+as eight of twelve, but cuts between their ops would, layers are better cut anywhere.
 
 This only proposes where to cut a step. Whether layers are equal, with their backward pass and update, is decided anew
 (`alpa_lite.intra_op.stage.StageView.signature`).
@@ -335,13 +335,13 @@ class RowCut:
     Attributes:
         weights: [blocks] the part of a layer that each block of the repetition is.
         flops: [layers] FLOPs of each layer, in order.
-        heaviest_op: the most FLOPs of an op.
+        op_flops: [ops] FLOPs of each op of the forward pass, in order.
         num_repeated: the number of layers in rows.
     """
 
     weights: FloatArray
     flops: FloatArray
-    heaviest_op: float
+    op_flops: FloatArray
     num_repeated: int
 
     @property
@@ -351,25 +351,27 @@ class RowCut:
 
     def heaviest(self, count: int) -> float:
         """Return the least FLOPs that the heaviest of `count` runs of layers can have; infinite for fewer layers."""
-        if count > self.num_layers:
-            return np.inf
-        ends = np.concatenate([[0.0], np.cumsum(self.flops)])
-        # The heaviest run begins and ends at some layers: of their sums, the least into which all layers fit.
-        sums = np.unique(ends[None, :] - ends[:, None])
-        sums = sums[sums * _ROUNDING >= self.flops.max()]
-        low, high = 0, len(sums) - 1
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if _fit(ends, count, float(sums[middle])) else (middle + 1, high)
-        return float(sums[low])
+        return _heaviest(self.flops, count)
 
     def share(self, count: int) -> float:
-        """Return the FLOPs that the heaviest of `count` stages has at least, wherever they are cut."""
-        return max(float(self.flops.sum()) / count, self.heaviest_op)
+        """Return the least FLOPs that the heaviest of `count` stages can have, cut between any ops."""
+        return _heaviest(self.op_flops, count)
+
+
+def _heaviest(flops: FloatArray, count: int) -> float:
+    """Return the least sum that the largest of `count` runs of some numbers can have; infinite for fewer numbers."""
+    if count > len(flops):
+        return np.inf
+    ends = np.concatenate([[0.0], np.cumsum(flops)])
+    low, high = max(float(flops.max()), float(ends[-1]) / count), float(ends[-1])
+    while high > low * _ROUNDING:
+        middle = (low + high) / 2
+        low, high = (low, middle) if _fit(ends, count, middle) else (middle, high)
+    return high
 
 
 def _fit(ends: FloatArray, count: int, limit: float) -> bool:
-    """Return True if `count` runs of at most `limit` hold all layers, by their cumulative FLOPs."""
+    """Return True if `count` runs of at most `limit` hold all numbers, given their cumulative sums."""
     place = 0
     for _ in range(count):
         place = int(np.searchsorted(ends, ends[place] + limit * _ROUNDING, side="right")) - 1
@@ -407,12 +409,12 @@ def row_cuts(step: StepGraph) -> tuple[RowCut, ...]:
     in_rows = sum(float(flops[row.start : row.stop].sum()) for row in rows)
     if in_rows < LEAST_IN_ROWS * float(flops.sum()):
         return ()
-    heaviest_op = max(flops_of(graph, graph.ops[op]) for op in repeated.block_of)
+    op_flops = np.array([flops_of(graph, graph.ops[op]) for op in sorted(repeated.block_of)])
 
     def cut(together: int) -> RowCut:
         weights, layers = _layers(flops, rows, together, together * in_rows / sum(lengths))
         number = sum(lengths) // together
-        return RowCut(weights=weights, flops=np.array(layers), heaviest_op=heaviest_op, num_repeated=number)
+        return RowCut(weights=weights, flops=np.array(layers), op_flops=op_flops, num_repeated=number)
 
     return tuple(cut(n) for n in range(gcd(*lengths), 0, -1) if gcd(*lengths) % n == 0)
 

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 import alpa_lite as al
+from alpa_lite.cli.models.decoders import GPT
+from alpa_lite.cli.models.train import init_state, make_optimizer, make_train_step
 from alpa_lite.inter_op.space import Space
 from alpa_lite.inter_op.stage_costs import StageCosts
 from alpa_lite.inter_op.survey import DEAR, Beyond, Profile, Survey, in_flight_within
@@ -58,6 +60,24 @@ def test_guesses_are_times_at_any_size() -> None:
             known = seconds[np.isfinite(seconds)]
             assert known.size and (known > 0).all()
             assert (updates[np.isfinite(seconds)] >= 0).all() and np.isinf(updates[np.isinf(seconds)]).all()
+
+
+def test_updates_are_guessed_where_a_layer_shares_a_weight_with_another() -> None:
+    """The last layer makes most of the gradient of a large weight, but the first one, which has it, updates it."""
+    model, number, batch = GPT(vocab_size=8192, num_layers=2, num_heads=4, hidden=256, seq_len=64), 8, 64
+    optimizer = make_optimizer()
+    state = jax.eval_shape(lambda: init_state(model.init(jax.random.key(0)), optimizer))
+    traced = al.parallelize(make_train_step(model.loss_fn, optimizer)).trace(state, model.batch_shapes(batch))
+    cluster = replace(al.cluster("g5.48xlarge"), devices_per_host=1, num_hosts=4)
+    step = traced.step(number).step
+    costs = StageCosts(step=step, layers=make_layers(step, 8), cost_model=ComposedCostModel(cluster))
+    survey = Survey(Space.of(cluster), Profile.of(costs), costs.structure_of_layers())
+    survey.add(costs)
+    whole = int(np.argmax(survey.space.devices))
+    _, guessed = survey.guess(batch / number)
+    places = [survey._place(layer, whole, 0) for layer in range(8)]
+    solved = [costs.solution(place, limit_bytes=np.inf).cost.update_seconds for place in places]
+    assert 0.7 * sum(solved) < guessed[:, whole, 0].sum() < 1.4 * sum(solved)
 
 
 def test_all_devices_are_surveyed_in_every_shape_however_badly_they_share_the_work() -> None:

@@ -37,10 +37,14 @@ class Priced(Planner):
 
     plan_: Plan = field(repr=False)
     seconds: Mapping[int | str, float]
+    waits: bool = False
 
     @property
     def name(self) -> str:
         return "priced"
+
+    def slowdown(self, num_microbatches: int) -> float:
+        return 1.0 + self.waits / num_microbatches
 
     def plan(self, request: PlanRequest) -> Plan:
         if request.num_microbatches not in self.seconds:
@@ -69,7 +73,34 @@ def some_plan() -> Plan:
         ({"auto": 1.0}, (), {}, [16]),
     ],
 )
-def test_numbers_go_down_from_that_of_the_best(
+def test_numbers_of_a_pipeline_go_down_from_that_of_the_best(
+    seconds: Mapping[int | str, float],
+    too_large: tuple[int, ...],
+    tried: Mapping[int, float],
+    refused: list[int],
+    some_plan: Plan,
+) -> None:
+    planner = Priced(plan_=some_plan, seconds=seconds, waits=True)
+    best = _lasting(some_plan, 1.0, 16)
+    manual = ManualPlans([planner], _request())
+    found = [*manual.plans(best, too_large=too_large)]
+    plans = [plan for plan in found if isinstance(plan, Plan)]
+    assert {plan.num_microbatches: plan.prediction.step_seconds for plan in plans} == tried
+    missing = [(name, str(error)) for name, error in found[len(plans) :]]
+    assert missing == [("priced", f"{number} do not fit.") for number in refused]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "too_large", "tried", "refused"),
+    [
+        ({1: 1.0, 2: 0.9, 4: 1.0, 8: 0.5, 16: 0.5}, (), {1: 1.0, 2: 0.9}, []),  # while faster
+        ({4: 1.0, 8: 1.1, 16: 0.5}, (), {4: 1.0}, []),  # from the fewest that fit
+        ({1: 0.5, 4: 1.0, 8: 1.1}, (2,), {4: 1.0}, []),  # nothing fits with 2, nor with fewer
+        ({1: 5.0, 2: 1.0}, (), {1: 5.0}, []),  # hopeless
+        ({32: 1.0}, (), {}, [16]),
+    ],
+)
+def test_numbers_of_a_plan_without_a_bubble_go_up_from_the_fewest(
     seconds: Mapping[int | str, float],
     too_large: tuple[int, ...],
     tried: Mapping[int, float],
@@ -77,9 +108,7 @@ def test_numbers_go_down_from_that_of_the_best(
     some_plan: Plan,
 ) -> None:
     planner = Priced(plan_=some_plan, seconds=seconds)
-    best = _lasting(some_plan, 1.0, 16)
-    manual = ManualPlans([planner], _request())
-    found = [*manual.plans(best, too_large=too_large)]
+    found = [*ManualPlans([planner], _request()).plans(_lasting(some_plan, 1.0, 16), too_large=too_large)]
     plans = [plan for plan in found if isinstance(plan, Plan)]
     assert {plan.num_microbatches: plan.prediction.step_seconds for plan in plans} == tried
     missing = [(name, str(error)) for name, error in found[len(plans) :]]
@@ -150,6 +179,13 @@ def test_the_search_is_no_slower_than_tuned_manual_plans() -> None:
             assert found.prediction.step_seconds <= other.prediction.step_seconds
 
 
+class Waiting(FSDP):
+    """A planner whose devices wait for each other, for less long with more micro-batches."""
+
+    def slowdown(self, num_microbatches: int) -> float:
+        return 1.0 + 1 / num_microbatches
+
+
 class AtWork(Workers):
     """Workers that are told what is expected of them."""
 
@@ -167,8 +203,9 @@ class AtWork(Workers):
 @pytest.mark.parametrize(
     ("number", "traces", "expected"),
     [
-        (8, True, [("manual", 1, 8), ("manual", 0, 8)]),
-        (8, False, []),
+        # Without a bubble the fewest micro-batches are the first.
+        (8, True, [("manual", 1, 8), ("manual", 0, 1)]),
+        (8, False, [("manual", 0, 1)]),
         # Each planner decides on the number.
         (1, True, [("manual", 1, "auto"), ("manual", 0, "auto")]),
     ],
@@ -185,15 +222,15 @@ def test_workers_are_told_of_plans_whose_steps_can_be_traced(
                 raise BatchError("This batch cannot be divided.")
             return request.step_at(num_microbatches, loop_parts)
 
-    manual = ManualPlans([FSDP(), Zero()], replace(request, steps=Steps(), workers=workers))
+    manual = ManualPlans([FSDP(), Waiting()], replace(request, steps=Steps(), workers=workers))
     best = _lasting(some_plan, 1.0, number)
     manual.expect(best)
     assert [*workers.told] == expected
-    for question in workers.told.values():
+    for (*_, asked), question in workers.told.items():
         # A worker is another process: whatever a question is about has to reach it.
         sent = pickle.loads(pickle.dumps(question))
         made = sent.answer({}, *sent.about, sent.rest)
-        assert isinstance(made, Plan) and made.num_microbatches == number
+        assert isinstance(made, Plan) and made.num_microbatches == (1 if asked == "auto" else asked)
     # Of those that this process has begun workers are not told again.
     if number == 1:
         next(manual.plans(best))

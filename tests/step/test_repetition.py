@@ -205,11 +205,30 @@ def test_an_op_heavier_than_its_share_leaves_work_to_other_layers() -> None:
     assert min(heavy) >= 1 and max(heavy) <= 3
 
 
+def test_layers_of_one_product_are_not_cut_anywhere() -> None:
+    """Eight stages of twelve products are uneven wherever they are cut, but two, three and four are not."""
+
+    def loss_of(params: Any, batch: Any) -> Any:
+        x = batch
+        for name in params:
+            x = jnp.tanh(x @ params[name])
+        return jnp.mean(x**2)
+
+    def step(params: Any, batch: Any) -> Any:
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss_of)(params, batch))
+
+    square = jax.ShapeDtypeStruct((HIDDEN, HIDDEN), jnp.float32)
+    params = {f"{i:02}": square for i in range(12)}
+    batch = jax.ShapeDtypeStruct((BATCH, HIDDEN), jnp.float32)
+    cut = natural_cut(split_step(trace(step, (params, batch)), 1).step, (1, 2, 4, 8))
+    assert cut.equal == "loops" and cut.num_layers >= 11
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_the_heaviest_of_runs_of_layers_is_the_least_of_all_cuts(seed: int) -> None:
     draw = random.Random(seed)
     flops = [draw.choice([1.0, 1.0, 2.5, draw.random()]) for _ in range(draw.randint(1, 8))]
-    cut = RowCut(weights=np.ones(len(flops)), flops=np.array(flops), heaviest_op=0.0, num_repeated=len(flops))
+    cut = RowCut(weights=np.ones(len(flops)), flops=np.array(flops), op_flops=np.ones(1), num_repeated=len(flops))
     for count in range(1, len(flops) + 1):
         ways = combinations(range(1, len(flops)), count - 1)
         sums = (max(sum(flops[a:b]) for a, b in pairwise([0, *places, len(flops)])) for places in ways)
