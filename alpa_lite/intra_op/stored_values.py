@@ -18,9 +18,9 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
 
 from alpa_lite.intra_op.stage_ops import StageOps
+from alpa_lite.plan.task_specs import GATHERED_AHEAD
 from alpa_lite.program.ir import Graph, Op, wiring_of
 from alpa_lite.program.memo import memoized
 from alpa_lite.program.phases import Phase, is_parameter
@@ -39,11 +39,6 @@ from cost_models.hardware import Fusion
 
 MOST_SOURCES = 64
 """The most values of a fused kernel that are searched for its sources; beyond, values count as sources themselves."""
-
-Unit = TypeVar("Unit")
-
-GATHERED_AHEAD = 2
-"""How many times the largest gathered parameters of one op a program gathers at most for all ops that are to come."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,20 +135,20 @@ def filled_results(op: Op, free: Set[int]) -> Sequence[int]:
     return op.results if op.primitive.startswith("scatter") and op.operands[0] in free else ()
 
 
-def gathered_after(units: Sequence[tuple[Unit, int]]) -> dict[Unit, Unit]:
+def gathered_after(units: Sequence[tuple[int, int]]) -> dict[int, int]:
     """Return for each op that reads gathered parameters the earlier one that it waits for, if there is one.
 
     `units`: the ops in the order of the program, and the bytes that they read. The rule is that of the programs
     (`lower.local_machine.Gathered`), for the sizes of whole arrays.
     """
-    found, largest = dict[Unit, Unit](), 0
-    for number, (unit, size) in enumerate(units):
+    found, largest = dict[int, int](), 0
+    for number, (op_id, size) in enumerate(units):
         largest = max(largest, size)
         room = GATHERED_AHEAD * largest - size
         for before, gathered in reversed(units[:number]):
             room -= gathered
             if room < 0:
-                found[unit] = before
+                found[op_id] = before
                 break
     return found
 

@@ -46,7 +46,7 @@ from jax import lax
 from alpa_lite import _jax
 from alpa_lite.lower.run_local import LocalOp, bind_local, block_index
 from alpa_lite.plan.plan import OpPlacement
-from alpa_lite.plan.task_specs import TaskSpec
+from alpa_lite.plan.task_specs import GATHERED_AHEAD, TaskSpec
 from alpa_lite.plan.walk import Application, Walk, body_walk, sharing_axes
 from alpa_lite.program.equations import Equation
 from alpa_lite.program.ir import TO_DEVICE, Graph, Op, Value, Wiring, is_one_trip_loop
@@ -296,10 +296,6 @@ def once_there(x: jax.Array, result: jax.Array, *, barriers_stay: bool) -> jax.A
     return lax.select(there, x, lax.full_like(x, 0))
 
 
-AHEAD = 2
-"""How many of the largest units may be gathered at a time: one that is read, and one for the next op."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _GatheredUse:
     """The bytes per device that were gathered for one op, and a result of that op to wait for."""
@@ -325,7 +321,7 @@ class Gathered:
         """
         self.waiting += size_bytes
         self.largest = max(self.largest, self.waiting)
-        room = AHEAD * self.largest - self.waiting
+        room = GATHERED_AHEAD * self.largest - self.waiting
         # From the latest unit backwards: the first one that does not fit any more must be read before this one starts.
         for unit in reversed(self.units):
             room -= unit.bytes

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import jax.numpy as jnp
 import pytest
 
+from alpa_lite.intra_op.stored_values import gathered_after
 from alpa_lite.lower import local_machine
 from alpa_lite.lower.local_machine import Buckets, Gathered
 
@@ -33,6 +35,14 @@ def test_equal_units_wait_for_the_last_but_one(monkeypatch: pytest.MonkeyPatch) 
 
 def test_small_units_go_further_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _waits([[8.0], [2.0], [2.0], [2.0], [2.0], [2.0], [8.0]], monkeypatch) == [None] * 4 + [None, 0, 1]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_account_of_memory_gathers_as_far_ahead(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = random.Random(seed)
+    sizes = [draw.randint(1, 9) for _ in range(draw.randint(1, 12))]
+    waits = _waits([[float(size)] for size in sizes], monkeypatch)
+    assert gathered_after([*enumerate(sizes)]) == {i: other for i, other in enumerate(waits) if other is not None}
 
 
 def test_what_one_op_reads_is_one_unit(monkeypatch: pytest.MonkeyPatch) -> None:
