@@ -253,7 +253,9 @@ class ManualPlans:
         """Return the numbers of micro-batches that a planner is asked for if this is the best plan, as far as known."""
         if best.num_microbatches == 1:
             return (self._request.num_microbatches,)
-        return dict.fromkeys((*self._numbers(planner, best)[:1], *(n for _, n in self._asked if isinstance(n, int))))
+        # Planners with and without a bubble begin at opposite ends.
+        alike = [n for which, n in self._asked if _has_bubble(self._planners[which]) == _has_bubble(planner)]
+        return dict.fromkeys((*self._numbers(planner, best)[:1], *(n for n in alike if isinstance(n, int))))
 
     def _is_hopeless(self, planner: Planner, number: int | str, best: Plan) -> bool:
         return isinstance(number, int) and self._least_seconds(planner, number) >= best.prediction.step_seconds
