@@ -101,7 +101,7 @@ class Profile:
         return self.working_bytes * min(1.0, size / self.samples)
 
     @property
-    def updated(self) -> FloatArray:
+    def update_measure(self) -> FloatArray:
         """[layers]: what the updates of layers are proportional to."""
         # Without several micro-batches there are no sums, and gradients are reduced in the backward pass.
         return self.sums_bytes if self.sums_bytes.any() else self.update_seconds
@@ -374,7 +374,7 @@ class Survey:
         that recompute values; None for the surveyed ones. `beyond`: assumption for sizes above the surveyed ones.
         """
         loop, alone = self._loop_seconds(size, profile), self._alone_seconds(size, profile)
-        update = self._scaled(lambda t: t.update_seconds, lambda p: p.updated, profile, size)
+        update = self._scaled(lambda t: t.update_seconds, lambda p: p.update_measure, profile, size)
         # Where small micro-batches cannot be split over all devices, the lines are not valid for larger ones.
         largest = np.stack([self._seen[stands] for stands in self._stands])
         devices = np.array(self.space.devices, dtype=float)[:, None]

@@ -283,11 +283,11 @@ class _LiveScope:
         """
         free = free_values(self.graph)
         for program in self.stored.programs:
-            begun, there = min([self.span(o).start for o in program], default=0), set(program)
+            there = set(program)
             waits = self.stored.waits_for(program)
             given = parameters(self.stage.step) if self.stage is not None and waits else frozenset[int]()
             for op_id in program:
-                op = self.graph.ops[op_id]
+                op, begun = self.graph.ops[op_id], self.timing.begun[self.path, op_id]
                 self.filled.update((r, begun) for r in filled_results(op, free))
                 for i in early_operands(op):
                     maker = self.graph.producer[op.operands[i]]

@@ -20,10 +20,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from alpa_lite.intra_op.stage_ops import StageOps
-from alpa_lite.plan.task_specs import GATHERED_AHEAD
 from alpa_lite.program.ir import Graph, Op, wiring_of
 from alpa_lite.program.memo import memoized
-from alpa_lite.program.phases import Phase, is_parameter
+from alpa_lite.program.phases import GATHERED_AHEAD, Phase, is_parameter
 from alpa_lite.rules.fusion import (
     accesses,
     fusion_groups,

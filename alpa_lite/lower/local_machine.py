@@ -46,11 +46,11 @@ from jax import lax
 from alpa_lite import _jax
 from alpa_lite.lower.run_local import LocalOp, bind_local, block_index
 from alpa_lite.plan.plan import OpPlacement
-from alpa_lite.plan.task_specs import GATHERED_AHEAD, TaskSpec
+from alpa_lite.plan.task_specs import TaskSpec
 from alpa_lite.plan.walk import Application, Walk, body_walk, sharing_axes
 from alpa_lite.program.equations import Equation
 from alpa_lite.program.ir import TO_DEVICE, Graph, Op, Value, Wiring, is_one_trip_loop
-from alpa_lite.program.phases import Phase, StepGraph, is_parameter
+from alpa_lite.program.phases import GATHERED_AHEAD, Phase, StepGraph, is_parameter
 from alpa_lite.sharding.specs import Move, MoveKind, num_shards
 from alpa_lite.trace.evaluate import run_control_flow
 

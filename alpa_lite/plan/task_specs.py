@@ -21,9 +21,6 @@ from alpa_lite.sharding.specs import Spec
 
 A = TypeVar("A")
 
-GATHERED_AHEAD = 2
-"""How many of the largest units of parameters a program may gather at a time: one that is read, and one for the next
-op."""
 
 _ORDER = {
     TaskRole.STEP: 0,

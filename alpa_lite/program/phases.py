@@ -32,6 +32,10 @@ from alpa_lite.errors import TraceError
 from alpa_lite.program.ir import Graph, Op
 from alpa_lite.program.memo import memoized
 
+GATHERED_AHEAD = 2
+"""How many of the largest units of parameters a program may gather at a time: one that is read, and one for the next
+op."""
+
 
 class Phase(Enum):
     """The part of a train step in which an op runs; the module docstring defines the members."""

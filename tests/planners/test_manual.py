@@ -63,52 +63,35 @@ def some_plan() -> Plan:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "too_large", "tried", "refused"),
+    ("waits", "seconds", "too_large", "tried", "refused"),
     [
-        ({16: 1.05, 8: 1.02, 4: 1.01, 2: 1.03, 1: 0.9, 32: 0.5}, (), {16: 1.05, 8: 1.02, 4: 1.01}, []),  # while faster
-        ({16: 1.05, 8: 1.02, 2: 0.9}, (), {16: 1.05, 8: 1.02}, []),  # while it fits
-        ({16: 1.05, 8: 1.02, 4: 1.01, 2: 1.0}, (4,), {16: 1.05, 8: 1.02}, []),  # nothing fits with 4, nor with fewer
-        ({16: 5.0, 8: 1.0}, (), {16: 5.0}, []),  # hopeless
-        ({8: 1.0, 32: 1.0}, (), {}, [16]),
-        ({"auto": 1.0}, (), {}, [16]),
+        # Of a pipeline, whose stages wait: down from that of the best, while faster,
+        (True, {16: 1.05, 8: 1.02, 4: 1.01, 2: 1.03, 1: 0.9, 32: 0.5}, (), {16: 1.05, 8: 1.02, 4: 1.01}, []),
+        (True, {16: 1.05, 8: 1.02, 2: 0.9}, (), {16: 1.05, 8: 1.02}, []),  # while it fits
+        (True, {16: 1.05, 8: 1.02, 4: 1.01, 2: 1.0}, (4,), {16: 1.05, 8: 1.02}, []),  # nothing fits with 4, nor fewer
+        (True, {16: 5.0, 8: 1.0}, (), {16: 5.0}, []),  # hopeless
+        (True, {8: 1.0, 32: 1.0}, (), {}, [16]),
+        (True, {"auto": 1.0}, (), {}, [16]),
+        # Without a bubble: up from the fewest, while faster,
+        (False, {1: 1.0, 2: 0.9, 4: 1.0, 8: 0.5, 16: 0.5}, (), {1: 1.0, 2: 0.9}, []),
+        (False, {4: 1.0, 8: 1.1, 16: 0.5}, (), {4: 1.0}, []),  # from the fewest that fit
+        (False, {1: 0.5, 4: 1.0, 8: 1.1}, (2,), {4: 1.0}, []),  # nothing fits with 2, nor fewer
+        (False, {1: 5.0, 2: 1.0}, (), {1: 5.0}, []),  # hopeless
+        (False, {32: 1.0}, (), {}, [16]),
     ],
 )
-def test_numbers_of_a_pipeline_go_down_from_that_of_the_best(
+def test_numbers_go_from_the_likely_best_while_plans_get_faster(
+    waits: bool,
     seconds: Mapping[int | str, float],
     too_large: tuple[int, ...],
     tried: Mapping[int, float],
     refused: list[int],
     some_plan: Plan,
 ) -> None:
-    planner = Priced(plan_=some_plan, seconds=seconds, waits=True)
+    planner = Priced(plan_=some_plan, seconds=seconds, waits=waits)
     best = _lasting(some_plan, 1.0, 16)
     manual = ManualPlans([planner], _request())
     found = [*manual.plans(best, too_large=too_large)]
-    plans = [plan for plan in found if isinstance(plan, Plan)]
-    assert {plan.num_microbatches: plan.prediction.step_seconds for plan in plans} == tried
-    missing = [(name, str(error)) for name, error in found[len(plans) :]]
-    assert missing == [("priced", f"{number} do not fit.") for number in refused]
-
-
-@pytest.mark.parametrize(
-    ("seconds", "too_large", "tried", "refused"),
-    [
-        ({1: 1.0, 2: 0.9, 4: 1.0, 8: 0.5, 16: 0.5}, (), {1: 1.0, 2: 0.9}, []),  # while faster
-        ({4: 1.0, 8: 1.1, 16: 0.5}, (), {4: 1.0}, []),  # from the fewest that fit
-        ({1: 0.5, 4: 1.0, 8: 1.1}, (2,), {4: 1.0}, []),  # nothing fits with 2, nor with fewer
-        ({1: 5.0, 2: 1.0}, (), {1: 5.0}, []),  # hopeless
-        ({32: 1.0}, (), {}, [16]),
-    ],
-)
-def test_numbers_of_a_plan_without_a_bubble_go_up_from_the_fewest(
-    seconds: Mapping[int | str, float],
-    too_large: tuple[int, ...],
-    tried: Mapping[int, float],
-    refused: list[int],
-    some_plan: Plan,
-) -> None:
-    planner = Priced(plan_=some_plan, seconds=seconds)
-    found = [*ManualPlans([planner], _request()).plans(_lasting(some_plan, 1.0, 16), too_large=too_large)]
     plans = [plan for plan in found if isinstance(plan, Plan)]
     assert {plan.num_microbatches: plan.prediction.step_seconds for plan in plans} == tried
     missing = [(name, str(error)) for name, error in found[len(plans) :]]

@@ -228,11 +228,14 @@ def test_layers_of_one_product_are_not_cut_anywhere() -> None:
 def test_the_heaviest_of_runs_of_layers_is_the_least_of_all_cuts(seed: int) -> None:
     draw = random.Random(seed)
     flops = [draw.choice([1.0, 1.0, 2.5, draw.random()]) for _ in range(draw.randint(1, 8))]
-    cut = RowCut(weights=np.ones(len(flops)), flops=np.array(flops), op_flops=np.ones(1), num_repeated=len(flops))
+    cut = RowCut(
+        weights=np.ones(len(flops)), flops=np.array(flops), op_flops=np.array(flops)[::-1], num_repeated=len(flops)
+    )
     for count in range(1, len(flops) + 1):
         ways = combinations(range(1, len(flops)), count - 1)
         sums = (max(sum(flops[a:b]) for a, b in pairwise([0, *places, len(flops)])) for places in ways)
-        assert cut.heaviest(count) == pytest.approx(min(sums), rel=1e-9)
+        assert cut.heaviest(count) == pytest.approx(least := min(sums), rel=1e-9)
+        assert cut.share(count) == pytest.approx(least, rel=1e-9)
     assert cut.heaviest(len(flops) + 1) == np.inf
 
 
