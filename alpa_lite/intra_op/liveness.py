@@ -33,6 +33,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
+from alpa_lite.intra_op.kernel_queue import Kernel, KernelTask
 from alpa_lite.intra_op.one_trip_loops import Flattened, Path, without_one_trip_loops
 from alpa_lite.intra_op.stage import StageView
 from alpa_lite.intra_op.stage_ops import StageOps
@@ -95,7 +96,9 @@ class Lives:
     when on a kernel reads an operand, by its number, that does a part of the work of an op without the other operands.
     `spread`: when copies of operands of an op as large as its result are in memory. `completed`: when a collective runs
     that completes the partial sums of an op, where it waits for its turn as all kernels do. `begun`: when the program
-    begins that runs an op, or the first trip of the loop around it.
+    begins that runs an op, or the first trip of the loop around it. `gathered`: when parameters that lie in parts are
+    gathered for an op, and when they are laid out anew then. `filled`: when the array of zeros is written that an op
+    fills.
     """
 
     lives: tuple[Life, ...]
@@ -105,6 +108,8 @@ class Lives:
     spread: Mapping[tuple[Path, int], Sequence[LiveSpan]]
     completed: Mapping[tuple[Path, int], int]
     begun: Mapping[tuple[Path, int], int]
+    gathered: Mapping[tuple[Path, int], LiveSpan]
+    filled: Mapping[tuple[Path, int], int]
     loop_end: int
     end: int
 
@@ -170,6 +175,8 @@ def _as_traced(found: Lives, flattened: Flattened) -> Lives:
         spread={original(*key): of_op for key, of_op in found.spread.items()},
         completed={original(*key): time for key, time in found.completed.items()},
         begun={original(*key): time for key, time in found.begun.items()},
+        gathered={original(*key): time for key, time in found.gathered.items()},
+        filled={original(*key): time for key, time in found.filled.items()},
     )
 
 
@@ -192,6 +199,8 @@ def _lives_of_ops(stage: StageOps, kernels: KernelModel) -> Lives:
         spread=timing.spread,
         completed=timing.completed,
         begun=timing.begun,
+        gathered=timing.gathered,
+        filled=timing.filled,
         loop_end=loop_end,
         end=end + 1,
     )
@@ -209,21 +218,31 @@ class _Timing:
         self.spread: dict[tuple[Path, int], list[LiveSpan]] = {}
         self.completed: dict[tuple[Path, int], int] = {}
         self.begun: dict[tuple[Path, int], int] = {}
+        self.gathered: dict[tuple[Path, int], LiveSpan] = {}
+        self.filled: dict[tuple[Path, int], int] = {}
 
     def run(self, graph: Graph, path: Path, start: int, stage: StageOps | None = None) -> int:
         """Set the time span of each op, ops in bodies included, and return when all have run."""
         stored = self.stored[path] = StoredValues(graph, self.kernels, stage)
         now = start
-        for op_id in stored.run_order():
-            begun = now
-            now += 1
+        ends: dict[Kernel, int] = {}
+        for kernel in stored.run_order():
+            begun, (op_id, task) = now, kernel
+            now = ends[kernel] = now + 1
+            if task is not KernelTask.RUN:
+                if task is not KernelTask.HOLD:
+                    start = begun if task is KernelTask.GATHER else self.gathered[path, op_id].start
+                    self.gathered[path, op_id] = LiveSpan(start, begun)
+                continue
             for number, body in enumerate(graph.ops[op_id].bodies):
                 # Branches of a condition follow each other in time although one alone runs: their values never coexist.
                 now = self.run(body, (*path, (op_id, number)), now)
             self.spans[path, op_id] = LiveSpan(begun, now)
-        self.completed.update({(path, o): self.spans[path, last].end for o, last in stored.behind.items()})
+            ends[kernel] = now
+        self.completed.update({(path, o): ends[last] for o, last in stored.behind.items()})
         for program in stored.programs:
-            begun = min([self.spans[path, o].start for o in program], default=0)
+            first = [self.gathered.get((path, o), self.spans[path, o]).start for o in program]
+            begun = min([*first, *(self.spans[path, o].start for o in program)], default=0)
             self.begun.update({(path, o): begun for o in program})
         return now
 
@@ -284,17 +303,31 @@ class _LiveScope:
         free = free_values(self.graph)
         for program in self.stored.programs:
             there = set(program)
-            waits = self.stored.waits_for(program)
-            given = parameters(self.stage.step) if self.stage is not None and waits else frozenset[int]()
             for op_id in program:
                 op, begun = self.graph.ops[op_id], self.timing.begun[self.path, op_id]
-                self.filled.update((r, begun) for r in filled_results(op, free))
+                filled = filled_results(op, free)
+                self.filled.update((r, begun) for r in filled)
+                if filled:
+                    self.timing.filled[self.path, op_id] = begun
                 for i in early_operands(op):
                     maker = self.graph.producer[op.operands[i]]
-                    if op.operands[i] in given:
+                    time = self.span(maker).end if maker in there else begun
+                    if self.stage is not None and op.operands[i] in parameters(self.stage.step):
                         # A parameter that is gathered is there when those before it were read.
-                        maker = waits.get(op_id, maker)
-                    self.timing.early[self.path, op_id, i] = self.span(maker).end if maker in there else begun
+                        gathered = self.timing.gathered.get((self.path, op_id))
+                        time = time if gathered is None else gathered.end
+                    self.timing.early[self.path, op_id, i] = time
+        self._gather()
+
+    def _gather(self) -> None:
+        """Find out when parameters are gathered for ops that compute of them alone: when their readers may."""
+        found = self.timing.gathered
+        for op_id in reversed(self.ops if found else ()):
+            if self.stored.phase(op_id) is Phase.INVARIANT:
+                readers = [(self.path, c) for r in self.graph.ops[op_id].results for c in self.graph.consumers[r]]
+                spans = [found[reader] for reader in readers if reader in found]
+                if spans:
+                    found[self.path, op_id] = min(spans)
 
     def _spread(self) -> None:
         """Find out when copies of operands as large as the result of an op are in memory."""

@@ -2,9 +2,9 @@
 
     kernels      an op runs inside the kernels that read its result, unless one of them cannot compute it or the op
                  would run in several and is costly, or reads several arrays that they need not read       (_fuse)
-    order        that of the ops; on the CPU backend, in which a kernel joins a queue when its last operand is there,
-                 breadth first: gradients of weights and what the backward pass recomputes wait for their turn, and
-                 a broadcast is written long before it is read                                         (run_order)
+    order        that of the ops; on the CPU backend breadth first (`kernel_queue`): gradients of weights and what the
+                 backward pass recomputes wait for their turn, and a broadcast is written long before it is read
+                                                                                                       (run_order)
     gathered     parameters that lie in parts are there when those before them were read, as programs gather for one
                  op ahead                                                                           (waits_for)
 
@@ -14,11 +14,12 @@ differ.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 
+from alpa_lite.intra_op.kernel_queue import Kernel, KernelQueue, KernelTask
 from alpa_lite.intra_op.stage_ops import StageOps
 from alpa_lite.program.ir import Graph, Op, wiring_of
 from alpa_lite.program.memo import memoized
@@ -167,7 +168,7 @@ class StoredValues:
         self.writable = _writable(graph, kernels)
         self.written = set(_written(graph, kernels))
         # By `run_order`: the kernel behind which one runs that reads the result of an op as soon as it is there.
-        self.behind: dict[int, int] = {}
+        self.behind: dict[int, Kernel] = {}
         if kernels.fusion != "none":
             self._fuse()
 
@@ -277,11 +278,16 @@ class StoredValues:
         phase = self.phase(op_id)
         return Phase.FORWARD if phase is Phase.BACKWARD and self.stage is not None and self.stage.is_last else phase
 
-    def run_order(self) -> Sequence[int]:
-        """Return the ops in the order in which their kernels run; those inside of kernels come before these."""
+    def run_order(self) -> Iterator[Kernel]:
+        """Yield the kernels in the order in which they run; what runs inside of kernels comes before these."""
         if not self.kernels.breadth_first:
-            return self.ops
-        return [op_id for program in self.programs for op_id in self._breadth_first(program)]
+            yield from (Kernel(op_id, KernelTask.RUN) for op_id in self.ops)
+            return
+        for program in self.programs:
+            waits, named = self.waits_for(program), self._named_anew(program)
+            queue = KernelQueue(self.graph, program, self._is_kernel, waits=waits, named=named)
+            yield from queue.kernels()
+            self.behind.update(queue.behind)
 
     @cached_property
     def programs(self) -> Sequence[Sequence[int]]:
@@ -299,37 +305,25 @@ class StoredValues:
                 found[op_id] = min(readers, key=order.index, default=Phase.INVARIANT)
         return [[o for o, own in found.items() if own is phase] for phase in Phase]
 
-    def _breadth_first(self, ops: Sequence[int]) -> Iterator[int]:
-        """Yield the ops of a program: a kernel joins the queue when its last operand is there."""
-        graph, inside = self.graph, set(ops)
-        operands = {o: set(graph.ops[o].operands) for o in ops}
-        missing = {o: len(read) for o, read in operands.items()}
-        given = sorted({v for read in operands.values() for v in read if graph.producer[v] not in inside})
-        queue: deque[tuple[int | None, Sequence[int]]] = deque((o, graph.ops[o].results) for o in ops if not missing[o])
-        queue.extend((None, (v,)) for v in given)
-        while queue:
-            op_id, made = queue.popleft()
-            if op_id is not None:
-                yield op_id
-                last = queue[-1][0] if queue else None
-                self.behind[op_id] = op_id if last is None else last
-            waiting = deque(made)
-            while waiting:
-                for c in dict.fromkeys(graph.consumers[waiting.popleft()]):
-                    if c not in inside:
-                        continue
-                    missing[c] -= 1
-                    if missing[c]:
-                        continue
-                    results = graph.ops[c].results
-                    if self._is_kernel(c):
-                        queue.append((c, results))
-                    else:
-                        yield c
-                        waiting.extend(results)
+    def _named_anew(self, program: Sequence[int]) -> frozenset[int]:
+        """Return the ops of a program whose results are named anew before a collective: gradients after both passes.
 
-    def waits_for(self, ops: Sequence[int]) -> Mapping[int, int]:
-        """Return for ops of a program that read gathered parameters an earlier one, after which these are gathered."""
+        See `lower.local_machine.LocalMachine.reshard`. What reads a result waits for the collective as well, so that
+        nothing else runs in between; results that the update alone reads wait for their turn.
+        """
+        phases, inside = {o: self.phase(o) for o in program}, frozenset(program)
+        if Phase.FORWARD not in phases.values():
+            return frozenset()
+        last = (o for o, phase in phases.items() if phase is Phase.BACKWARD)
+        return frozenset(
+            o for o in last if inside.isdisjoint(c for r in self.graph.ops[o].results for c in self.readers(r))
+        )
+
+    def waits_for(self, ops: Sequence[int]) -> Mapping[int, int | None]:
+        """Return for ops of a program that read gathered parameters the earlier one after which these are gathered.
+
+        None: nothing is waited for.
+        """
         if self.stage is None or not self.kernels.gathers:
             return {}
         values, step = self.graph.values, self.stage.step
@@ -340,7 +334,7 @@ class StoredValues:
             # What is computed of parameters alone is computed of their parts.
             if size and step.phases[op_id] is not Phase.INVARIANT:
                 units.append((op_id, size))
-        return gathered_after(units)
+        return {**dict.fromkeys(op_id for op_id, _ in units), **gathered_after(units)}
 
     def spread(self) -> Mapping[int, tuple[int, ...]]:
         """Return the operands of which kernels for reductions read copies as large as the result, by op.

@@ -428,6 +428,10 @@ class Catalogue:
             own > had and math.prod(shape[:dim]) > 1 for dim, (own, had) in enumerate(zip(shape, before, strict=True))
         )
 
+    def is_relaid(self, value: Value, part: Spec, whole: Spec) -> bool:
+        """Return whether blocks are laid out anew before a collective makes parts of them (`relaid_scratch_sizes`)."""
+        return not self.pricer.cost_model.cluster.reads_any_layout and self._joins_inner_dim(value, part, whole)
+
     def summed(self, spec: Spec) -> frozenset[str]:
         """Return the axes over which a partial sum is not completed in its own buffer."""
         if self.pricer.cost_model.cluster.reduces_in_place:

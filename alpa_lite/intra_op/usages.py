@@ -6,6 +6,7 @@
                                     loop                                                                     (_values)
     sums without micro-batches      in the stored spec until the update begins to read them, then in the
                                     resolved spec                                                            (_sum)
+    scattered sums                  as they are made, until they are scattered                         (_scattered)
     all_reduced values              the operand too, when they are reduced, where the backend does not reduce in place;
                                     gradients until the update begins                     (_incomplete, _combined)
     additions to sums               the addend until it is added, and one new sum at a time, where the backend does not
@@ -39,7 +40,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from alpa_lite.intra_op.interning import SharedArrays
-from alpa_lite.intra_op.liveness import Life, Lives, lives_of
+from alpa_lite.intra_op.liveness import Life, Lives, LiveSpan, lives_of
 from alpa_lite.intra_op.one_trip_loops import Path
 from alpa_lite.intra_op.problem import FloatArray
 from alpa_lite.intra_op.stage import Key, Offer, Placed, PlacedBodies, PlacedSum, StageScope, StageView
@@ -226,6 +227,7 @@ class _Collector:
             # The gradient of each update is a result of its own, which is copied from where the product made it.
             stored = Offer(node=node, specs=options.stored)
             yield self._use((0, life.value), stored, life.start, self.lives.loop_end, held=Held.INSIDE)
+        yield from self._scattered(life, node, options, late)
         reduced = self._all_reduced(life.value, options) if times else None
         if reduced is None:
             yield from self._sum_in_place(life, node, options, times)
@@ -251,6 +253,39 @@ class _Collector:
             # Where resolving makes a copy, the copy replaces the sum; elsewhere the sum stays where it is.
             kept = self.arrays.kept_where_zero(whole, moved)
             yield UsageOf(value=key, node=node, sizes=kept, start=read + 1, end=end, held=self.gradients)
+
+    def _scattered(self, life: Life, node: int, options: SumOptions, late: int) -> Iterator[UsageOf]:
+        """Yield a sum that is stored in parts as its op makes it, until it is scattered. `late`: when this is.
+
+        It counts where the op makes partial sums of larger blocks alone; if it may make the parts themselves, too, that
+        is the choice of another node.
+        """
+        made, offered = self._offered(life.value)
+        sums = [spec for spec in dict.fromkeys(offered) if any(self.catalogue.sizes[axis] > 1 for axis in spec.partial)]
+        parts = self.catalogue.local_sizes(self.layout.value((0, life.value)), options.stored)
+        whole, relaid, known = np.zeros(parts.shape), np.zeros(parts.shape), {_cuts(spec) for spec in offered}
+        for i, spec in enumerate(options.stored):
+            larger = tuple(s for s in sums if _cuts(s) < _cuts(spec)) if _cuts(spec) not in known else ()
+            if larger:
+                sizes = self.catalogue.local_sizes(self.layout.value(made), larger)
+                whole[i] = sizes.min()
+                one = larger[int(sizes.argmin())]
+                if len(one.dims) == len(spec.dims) and self.catalogue.is_relaid(self.layout.value(made), spec, one):
+                    relaid[i] = whole[i]
+        key, late = (0, life.value), min(late, self.lives.loop_end - 1)
+        ahead = np.where(whole > 0, whole - parts, 0.0)
+        yield UsageOf(value=key, node=node, sizes=ahead, start=life.start, end=late)
+        yield UsageOf(value=key, node=node, sizes=whole + relaid, start=late, end=late + 1)
+
+    def _offered(self, v: int) -> tuple[Key, Sequence[Spec]]:
+        """Return the array that is written of a sum, and the specs in which its op may make it; none if a loop does."""
+        made = scope, value = next(key for key, crossing in self.sums.items() if crossing == v)
+        graph = self.layout.scopes[scope].graph
+        producer = graph.producer[value]
+        placed = None if producer is None else self.layout.demanded.get((scope, producer))
+        if producer is None or placed is None:
+            return made, ()
+        return made, placed.made[graph.ops[producer].results.index(value)]
 
     def _added(self, life: Life, node: int, options: SumOptions, late: int) -> Iterator[UsageOf]:
         """Yield what an addition to a partial sum over micro-batches writes beside the sum.
@@ -298,16 +333,10 @@ class _Collector:
         """
         if self.catalogue.pricer.cost_model.cluster.reduces_in_place:
             return None
-        scope, value = next(key for key, crossing in self.sums.items() if crossing == v)
-        graph = self.layout.scopes[scope].graph
-        producer = graph.producer[value]
-        placed = None if producer is None else self.layout.demanded.get((scope, producer))
-        made, summed = set[object](), self.catalogue.summed
-        if producer is not None and placed is not None:
-            offered = placed.made[graph.ops[producer].results.index(value)]
-            made = {_axes(spec) for spec in offered if summed(spec)}
-            if self.accumulates:
-                made -= {_axes(spec) for spec in offered if not summed(spec)}
+        (_, offered), summed = self._offered(v), self.catalogue.summed
+        made: set[object] = {_axes(spec) for spec in offered if summed(spec)}
+        if self.accumulates:
+            made -= {_axes(spec) for spec in offered if not summed(spec)}
         found = np.array(
             [
                 not resolved.partial
@@ -342,17 +371,23 @@ class _Collector:
             scope, op_id = key
             op, span = self.layout.scopes[scope].graph.ops[op_id], self.lives.spans[paths[scope], op_id]
             if isinstance(placed, PlacedBodies):
-                yield from self._copies_of_loop(scope, op, placed, span.start, span.end)
+                start = ahead.get(key, span).start
+                yield from self._copies_of_loop(scope, op, placed, start, span)
             elif isinstance(placed, Placed) and key in self.layout.demanded:
                 options = self.layout.demanded[key]
                 end = max(span.end, self.lives.read_until.get((paths[scope], op_id), 0))
-                for v, specs in zip(op.operands, options.demanded, strict=True):
-                    start = (
-                        min(span.start, ahead.get(key, span.start)) if self._is_parameter((scope, v)) else span.start
-                    )
+                for i, (v, specs) in enumerate(zip(op.operands, options.demanded, strict=True)):
+                    start = moved = span.start
+                    if self._is_parameter((scope, v)):
+                        start, moved = ahead.get(key, LiveSpan(start, start))
+                    early = self.lives.early.get((paths[scope], op_id, i))
+                    if early is not None and op.primitive == "conv_general_dilated":
+                        # What is gathered is brought into the order of dims that the convolution reads, and freed.
+                        yield from self._copies((scope, v), placed.node, specs, start, max(start, early) + 1)
+                        continue
                     yield from self._copies((scope, v), placed.node, specs, start, end)
                     if reads_whole(self.layout.scopes[scope].graph, op):
-                        yield from self._relaid((scope, v), placed.node, specs, start)
+                        yield from self._relaid((scope, v), placed.node, specs, min(moved, end - 1))
                 yield from self._incomplete(key, paths[scope], placed.node)
                 yield from self._early((scope, op_id), paths[scope], placed.node)
 
@@ -364,7 +399,8 @@ class _Collector:
         made, late = (scope, op.results[0]), self.lives.completed.get((path, op_id), span.end - 1)
         sizes = self.catalogue.scratch_sizes(graph, op, options)
         if sizes is not None:
-            yield UsageOf(value=made, node=node, sizes=sizes, start=span.start, end=late + 1)
+            begun = self.lives.filled.get((path, op_id), span.start)
+            yield UsageOf(value=made, node=node, sizes=sizes, start=begun, end=late + 1)
         sizes = self.catalogue.relaid_scratch_sizes(graph, op, options)
         if sizes is not None:
             yield UsageOf(value=made, node=node, sizes=sizes, start=late, end=late + 1)
@@ -400,24 +436,29 @@ class _Collector:
     def _is_parameter(self, key: Key) -> bool:
         return is_parameter(self.layout.view.step, self.layout.scopes[key[0]].graph, key[1])
 
-    def _gathered_from(self) -> Mapping[Key, int]:
-        """Return for each op that reads parameters the time from which those that lie in parts are gathered for it.
+    def _gathered_from(self) -> Mapping[Key, LiveSpan]:
+        """Return for each op that reads parameters when those that lie in parts are gathered for it and laid out anew.
 
         Programs gather them while the op before that reads parameters runs (`lower.local_machine.Gathered`).
         """
-        paths, found, latest = self.layout.paths(), dict[Key, int](), dict[Path, int]()
+        paths, found, latest = self.layout.paths(), dict[Key, LiveSpan](), dict[Path, int]()
         # In the order in which a program has the ops; those of a loop of one trip stand in its place.
         places = sorted(self.layout.placed, key=lambda key: (*(op_id for op_id, _ in paths[key[0]]), key[1]))
         for key in places:
             scope, op_id = key
             op, around = self.layout.scopes[scope].graph.ops[op_id], self._around(paths[scope])
+            queued = self.lives.gathered.get((paths[scope], op_id))
             if isinstance(self.layout.placed[key], PlacedBodies):
                 if not is_one_trip_loop(op):
                     # Its trips gather for themselves.
                     latest.pop(around, None)
+                    found[key] = queued or self.lives.spans[paths[scope], op_id]
             elif any(self._is_parameter((scope, v)) for v in op.operands):
                 start = self.lives.spans[paths[scope], op_id].start
-                found[key], latest[around] = latest.get(around, start), start
+                before = latest.get(around, start)
+                found[key] = queued or LiveSpan(before, before)
+                if scope or self.layout.view.step.phases[op_id] is not Phase.INVARIANT:
+                    latest[around] = start
         return found
 
     def _around(self, path: Path) -> Path:
@@ -430,12 +471,15 @@ class _Collector:
             graph = op.bodies[number]
         return found
 
-    def _copies_of_loop(self, scope: int, op: Op, placed: PlacedBodies, start: int, end: int) -> Iterator[UsageOf]:
+    def _copies_of_loop(
+        self, scope: int, op: Op, placed: PlacedBodies, gathered: int, span: LiveSpan
+    ) -> Iterator[UsageOf]:
         wiring = wiring_of(op)
         for i, (v, offer) in enumerate(zip(op.operands, placed.operands, strict=True)):
             scanned = wiring is not None and i in wiring.scanned
             specs = tuple(map(stacked, offer.specs)) if scanned else offer.specs
-            yield from self._copies((scope, v), offer.node, specs, start, end)
+            start = gathered if self._is_parameter((scope, v)) else span.start
+            yield from self._copies((scope, v), offer.node, specs, start, span.end)
 
     def _copies(self, key: Key, node: int, specs: tuple[Spec, ...], start: int, end: int) -> Iterator[UsageOf]:
         end, held = self._until(key, specs, end)
@@ -481,3 +525,8 @@ class _Collector:
 def _axes(spec: Spec) -> Sequence[object]:
     """Return the axes that split an array, whatever the order of its dims is."""
     return tuple(sorted(axes for axes in spec.dims if axes))
+
+
+def _cuts(spec: Spec) -> frozenset[str]:
+    """Return the axes that split an array, in whatever form it is."""
+    return frozenset(axis for axes in spec.dims for axis in axes)

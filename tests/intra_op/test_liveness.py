@@ -17,6 +17,7 @@ from alpa_lite.intra_op.stage import StageView
 from alpa_lite.intra_op.stored_values import KernelModel
 from alpa_lite.plan.memory_in_use import ADDRESS_BYTES, TOKEN_BYTES
 from alpa_lite.planners import DataParallel, Hybrid, Pipeline, Planner
+from alpa_lite.program.phases import GATHERED_AHEAD
 from alpa_lite.rules.fusion import accesses
 from alpa_lite.step.clustering import make_layers
 from cost_models.cluster import Cluster
@@ -241,3 +242,41 @@ def test_a_pipeline_holds_saved_values_of_the_micro_batches_in_flight_and_what_o
     table = TOKEN_BYTES + 5 * ADDRESS_BYTES
     assert piped.prediction.peak_bytes[0] == kept + first.cost.work.backward + on_the_way + table
     assert plan(Pipeline(pipeline=2)).prediction.peak_bytes[0] > 0
+
+
+CPU = KernelModel(fuses_siblings=False, breadth_first=True, num_devices=8, gathers=True)
+
+
+def test_reversed_kernels_are_gathered_for_the_convolutions_that_read_them_and_not_before() -> None:
+    numbers = ("NHWC", "HWIO", "NHWC")
+
+    def step(images: Any, kernels: Any) -> Any:
+        def loss(kernels: Any) -> Any:
+            h = images
+            for w in kernels:
+                h = jnp.tanh(lax.conv_general_dilated(h, w, (1, 1), "SAME", dimension_numbers=numbers))
+            return jnp.mean(h)
+
+        return jax.tree.map(lambda w, g: w - g, kernels, jax.grad(loss)(kernels))
+
+    view = view_of(step, f32(ROWS, 8, 8, COLUMNS), [f32(3, 3, COLUMNS, COLUMNS)] * 6)
+    lives, graph = lives_of(view, CPU), view.graph
+    reversals = [op for op in graph.ops if op.primitive == "rev"]
+    assert len(reversals) == 5
+    for op in reversals:
+        (reader,) = graph.consumers[op.results[0]]
+        gathered, start = lives.gathered[(), op.id], lives.spans[(), reader].start
+        assert gathered == lives.gathered[(), reader] and gathered.start > lives.spans[(), op.id].end
+        # At most as many as are gathered ahead are read in between.
+        between = [o for _, o in lives.gathered if gathered.start < lives.spans[(), o].start < start]
+        assert sum(graph.ops[o].primitive == "conv_general_dilated" for o in between) <= GATHERED_AHEAD
+
+
+def test_gradients_of_an_embedding_are_zeros_from_the_start_of_the_program() -> None:
+    def step(words: Any, table: Any) -> Any:
+        return table - jax.grad(lambda table: jnp.mean(jnp.tanh(table[words])))(table)
+
+    view = view_of(step, jax.ShapeDtypeStruct((ROWS,), jnp.int32), f32(WIDE, COLUMNS))
+    lives, graph = lives_of(view, CPU), view.graph
+    (scatter,) = (op for op in graph.ops if op.primitive == "scatter-add")
+    assert lives.filled[(), scatter.id] == 0 < lives.spans[(), scatter.id].start

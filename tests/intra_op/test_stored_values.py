@@ -24,7 +24,7 @@ def products(function: Callable[..., Any], kernels: KernelModel, *args: Any) -> 
     """The products of a function in the order in which a backend runs them, by the scope that each was written in."""
     graph = al.parallelize(function, batch_argnums=(0,)).trace(*args).step(1).step.graph
     stored = StoredValues(graph, kernels)
-    order = stored.run_order()
+    order = [kernel.op_id for kernel in stored.run_order()]
     assert sorted(order) == list(range(len(graph.ops)))
     done: set[int] = set()
     for op_id in order:
