@@ -3,6 +3,7 @@
 ready     a kernel joins the queue when its last operand is there; what runs inside of kernels waits for nobody
 gathers   a parameter that lies in parts is held back until an earlier op has read its own, then gathered, then laid
           out anew, by kernels that wait for their turn each; the op that reads it waits for the last of them
+delayed   what is recomputed waits for an op of the backward pass
 completed a collective that completes partial sums joins the queue when they are there, and where an earlier phase
           of the program may move them too, they wait for a turn before: a task names what it moves in its second
           phase anew, so that XLA takes no two collectives for one
@@ -57,14 +58,19 @@ class KernelQueue:
         *,
         waits: Mapping[int, int | None],
         named: Set[int],
+        delayed: Mapping[int, int],
     ) -> None:
         """Find out what is there from the start.
 
-        `waits`: see `StoredValues.waits_for`; `named`: the ops whose results are named anew before a collective.
+        `waits`: see `StoredValues.waits_for`; `named`: the ops whose results are named anew before a collective;
+        `delayed`: see `StoredValues.delayed`.
         """
         self.graph, self.inside, self.is_kernel, self.named = graph, frozenset(ops), is_kernel, named
         operands = {o: set(graph.ops[o].operands) for o in ops}
-        self.missing = {o: len(read) + (o in waits) for o, read in operands.items()}
+        self.missing = {o: len(read) + (o in waits) + (o in delayed) for o, read in operands.items()}
+        self.delayed: dict[int, list[int]] = {}
+        for op_id, before in delayed.items():
+            self.delayed.setdefault(before, []).append(op_id)
         self.held: dict[int, list[int]] = {}
         for op_id, before in waits.items():
             if before is not None:
@@ -91,8 +97,7 @@ class KernelQueue:
             elif kernel.task is KernelTask.RUN:
                 yield (latest := kernel)
                 self._queue(kernel.op_id, KernelTask.NAME if kernel.op_id in self.named else KernelTask.COMPLETE)
-                yield from self._made(made)
-                self._read(kernel.op_id)
+                yield from self._done(kernel.op_id)
             else:
                 yield (latest := kernel)
                 yield from self._placed(kernel)
@@ -115,17 +120,25 @@ class KernelQueue:
             self._queue(op_id, KernelTask(task + 1))
         elif self._runs_now(op_id):
             yield Kernel(op_id, KernelTask.RUN)
-            self._read(op_id)
-            yield from self._made(self.graph.ops[op_id].results)
+            yield from self._done(op_id)
 
-    def _made(self, values: Sequence[int]) -> Iterator[Kernel]:
-        """Let the readers of values join the queue, and yield those that run inside of kernels."""
-        waiting = deque(values)
-        while waiting:
-            for c in dict.fromkeys(self.graph.consumers[waiting.popleft()]):
-                if c in self.inside and self._runs_now(c):
+    def _done(self, op_id: int) -> Iterator[Kernel]:
+        """Let what waits for an op that has run join the queue, and yield what runs inside of kernels."""
+        yield from self._made(self.graph.ops[op_id].results, [op_id])
+
+    def _made(self, values: Sequence[int], ops: Sequence[int] = ()) -> Iterator[Kernel]:
+        """Let the readers of values join the queue, and yield those that run inside of kernels. `ops`: their makers."""
+        waiting, ran = deque(values), deque(ops)
+        while waiting or ran:
+            if waiting:
+                ready = [c for c in dict.fromkeys(self.graph.consumers[waiting.popleft()]) if c in self.inside]
+            else:
+                self._read(op_id := ran.popleft())
+                ready = self.delayed.get(op_id, [])
+            for c in ready:
+                if self._runs_now(c):
                     yield Kernel(c, KernelTask.RUN)
-                    self._read(c)
+                    ran.append(c)
                     waiting.extend(self.graph.ops[c].results)
 
     def _runs_now(self, op_id: int) -> bool:

@@ -135,7 +135,10 @@ def lives_of(view: StageView, kernels: KernelModel | None = None) -> Lives:
 @memoized
 def _lives(stage: StageOps, kernels: KernelModel) -> Lives:
     found = without_one_trip_loops(stage)
-    return _lives_of_ops(stage, kernels) if found is None else _as_traced(_lives_of_ops(found[0], kernels), found[1])
+    if found is None:
+        return _lives_of_ops(stage, kernels, frozenset())
+    inlined = frozenset(op_id for op_id, (path, _) in enumerate(found[1].ops) if path)
+    return _as_traced(_lives_of_ops(found[0], kernels, inlined), found[1])
 
 
 def _as_traced(found: Lives, flattened: Flattened) -> Lives:
@@ -180,8 +183,8 @@ def _as_traced(found: Lives, flattened: Flattened) -> Lives:
     )
 
 
-def _lives_of_ops(stage: StageOps, kernels: KernelModel) -> Lives:
-    timing = _Timing(kernels)
+def _lives_of_ops(stage: StageOps, kernels: KernelModel, inlined: frozenset[int]) -> Lives:
+    timing = _Timing(kernels, inlined)
     spans = timing.spans
     timing.run(stage.graph, (), 0, stage)
     end = max((span.end for span in spans.values()), default=0)
@@ -209,8 +212,8 @@ def _lives_of_ops(stage: StageOps, kernels: KernelModel) -> Lives:
 class _Timing:
     """The time span of each op of a stage, and what is stored of its graphs, which all of its scopes share."""
 
-    def __init__(self, kernels: KernelModel) -> None:
-        self.kernels = kernels
+    def __init__(self, kernels: KernelModel, inlined: frozenset[int]) -> None:
+        self.kernels, self.inlined = kernels, inlined
         self.spans: dict[tuple[Path, int], LiveSpan] = {}
         self.stored: dict[Path, StoredValues] = {}
         self.read_until: dict[tuple[Path, int], int] = {}
@@ -223,7 +226,7 @@ class _Timing:
 
     def run(self, graph: Graph, path: Path, start: int, stage: StageOps | None = None) -> int:
         """Set the time span of each op, ops in bodies included, and return when all have run."""
-        stored = self.stored[path] = StoredValues(graph, self.kernels, stage)
+        stored = self.stored[path] = StoredValues(graph, self.kernels, stage, self.inlined)
         now = start
         ends: dict[Kernel, int] = {}
         for kernel in stored.run_order():

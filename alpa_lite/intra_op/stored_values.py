@@ -159,8 +159,14 @@ class StoredValues:
     written   their ids
     """
 
-    def __init__(self, graph: Graph, kernels: KernelModel, stage: StageOps | None = None) -> None:
-        """Decide what is fused. `stage`: the ops of the stage, for the outermost graph; of a body all ops run."""
+    def __init__(
+        self, graph: Graph, kernels: KernelModel, stage: StageOps | None = None, inlined: Set[int] = frozenset()
+    ) -> None:
+        """Decide what is fused. `stage`: the ops of the stage, for the outermost graph; of a body all ops run.
+
+        `inlined`: those of its ops that are in loops of one trip in the program as traced.
+        """
+        self.inlined = inlined
         self.graph, self.kernels, self.stage = graph, kernels, stage
         self.ops = stage.ops if stage is not None else range(len(graph.ops))
         self.here = frozenset(self.ops)
@@ -285,7 +291,8 @@ class StoredValues:
             return
         for program in self.programs:
             waits, named = self.waits_for(program), self._named_anew(program)
-            queue = KernelQueue(self.graph, program, self._is_kernel, waits=waits, named=named)
+            delayed = self.delayed(program)
+            queue = KernelQueue(self.graph, program, self._is_kernel, waits=waits, named=named, delayed=delayed)
             yield from queue.kernels()
             self.behind.update(queue.behind)
 
@@ -318,6 +325,28 @@ class StoredValues:
         return frozenset(
             o for o in last if inside.isdisjoint(c for r in self.graph.ops[o].results for c in self.readers(r))
         )
+
+    def delayed(self, program: Sequence[int]) -> Mapping[int, int]:
+        """Return for the barriers before what is recomputed the op of the backward pass whose result they wait for.
+
+        Programs delay what the forward pass has made, outside of loops alone (`lower.local_machine.once_there`).
+        """
+        found, latest = dict[int, int](), None
+        for op_id in program if self.stage is not None else ():
+            op = self.graph.ops[op_id]
+            if op.primitive == "optimization_barrier":
+                if latest is not None and op_id not in self.inlined and any(map(self._is_saved, op.operands)):
+                    found[op_id] = latest
+            elif self.phase(op_id) is Phase.BACKWARD and self.graph.values[op.results[0]].dtype.startswith(("f", "b")):
+                latest = op_id
+        return found
+
+    def _is_saved(self, value: int) -> bool:
+        """Return True for a value of the forward pass or of the batch."""
+        producer, stage = self.graph.producer[value], self.stage
+        if producer is None:
+            return stage is not None and stage.step.batch_dims[value] is not None
+        return self.phase(producer) is not Phase.BACKWARD
 
     def waits_for(self, ops: Sequence[int]) -> Mapping[int, int | None]:
         """Return for ops of a program that read gathered parameters the earlier one after which these are gathered.

@@ -201,7 +201,9 @@ class LocalMachine:
     def _noted(self, application: Application, results: list[jax.Array]) -> list[jax.Array]:
         """Record results of an op for the values that wait for them, and return the results."""
         self.gathered.read(results)
-        if application.graph is self.step.graph and self.step.phases[application.op.id] is Phase.BACKWARD:
+        op, is_outer = application.op, application.graph is self.step.graph
+        # A barrier only names a saved value anew: who waits for it would keep that in memory.
+        if is_outer and self.step.phases[op.id] is Phase.BACKWARD and op.primitive != "optimization_barrier":
             floats = [r for r in results if jax.numpy.issubdtype(r.dtype, jax.numpy.floating) and r.size]
             self.latest = floats[0] if floats else self.latest
         return results

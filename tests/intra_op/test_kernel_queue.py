@@ -28,8 +28,13 @@ def graph_of_chain() -> tuple[Graph, list[int]]:
     return graph, [op.id for op in graph.ops if op.primitive == "dot_general"]
 
 
-def queue_of(graph: Graph, waits: Mapping[int, int | None], named: frozenset[int] = frozenset()) -> KernelQueue:
-    return KernelQueue(graph, range(len(graph.ops)), lambda _: True, waits=waits, named=named)
+def queue_of(
+    graph: Graph,
+    waits: Mapping[int, int | None],
+    named: frozenset[int] = frozenset(),
+    delayed: Mapping[int, int] | None = None,
+) -> KernelQueue:
+    return KernelQueue(graph, range(len(graph.ops)), lambda _: True, waits=waits, named=named, delayed=delayed or {})
 
 
 def test_what_an_op_reads_is_gathered_when_the_op_that_it_waits_for_has_run() -> None:
@@ -70,3 +75,14 @@ def test_results_that_are_named_anew_are_completed_a_turn_later() -> None:
         found.append(queue.behind[product].op_id)
     # What was in the queue when the product had run goes first in any case, and then what this lets run.
     assert found == [number["exp"], number["sin"]]
+
+
+def test_what_is_delayed_runs_after_what_it_waits_for() -> None:
+    def two(x: Any) -> Any:
+        return jnp.sin(jnp.exp(jnp.tanh(x))), jnp.cos(x)
+
+    graph = al.parallelize(two, batch_argnums=(0,)).trace(jax.ShapeDtypeStruct((SIDE,), jnp.float32)).step(1).step.graph
+    number = {op.primitive: op.id for op in graph.ops}
+    for delayed, expected in (({}, "tanh cos exp sin"), ({number["cos"]: number["exp"]}, "tanh exp sin cos")):
+        order = [kernel.op_id for kernel in queue_of(graph, {}, delayed=delayed).kernels()]
+        assert [graph.ops[op_id].primitive for op_id in order] == expected.split()
