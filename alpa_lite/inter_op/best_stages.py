@@ -26,19 +26,27 @@ class PipelinedBatch:
 
     Attributes:
         postponed: the share of the work of a micro-batch that are gradients of weights.
-        least_share: the share of the waiting that an order leaves which is made for the tasks, in the memory of the
-            schedule; 1 where stages run under the schedule itself.
+        forward_share: the share of the forward pass in the work of a micro-batch, if stages run in an order that is
+            made for their tasks, in the memory of the schedule; None where they run under the schedule itself.
     """
 
     schedule: Schedule
     num_microbatches: int
     postponed: float = 0.0
-    least_share: float = 1.0
+    forward_share: float | None = None
 
-    @property
-    def waiting_share(self) -> float:
-        """The share of the waiting at the beginning and at the end that is left."""
-        return min(self.least_share, self.schedule.waiting_share(self.postponed))
+    def waiting_share(self, least_stages: int = 2) -> float:
+        """Return the least share of the waiting at the beginning and at the end that is left in so many stages or more.
+
+        Before the last of p equal stages begins, p - 1 forward passes have run. Before the first one computes a
+        gradient, a micro-batch has passed through all stages and back, while others have begun: m - 1 at most.
+        """
+        number, stages = self.num_microbatches, max(2, least_stages)
+        share = self.schedule.waiting_share(self.postponed, stages, number)
+        if self.forward_share is None:
+            return share
+        there_and_back = 1 - self.postponed - (number - 1) / (stages - 1) * self.forward_share
+        return min(share, max(self.forward_share, there_and_back))
 
     def in_flight(self, following: int) -> int:
         """Return the number of micro-batches in flight on a stage that `following` stages follow."""
@@ -139,7 +147,7 @@ class BestStages:
             min_stages=counts.least,
             max_stages=counts.most,
             serialized=self.space.cluster.shared_processor,
-            waiting_share=self.batch.waiting_share,
+            waiting_share=self.batch.waiting_share(counts.least),
         )
 
     def _dispatched(self, found: StageChoice) -> StageChoice:

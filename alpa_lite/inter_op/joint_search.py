@@ -209,6 +209,10 @@ class JointSearch:
             # A later number takes half the work, as some stages are known.
             further = min(max(0, MAX_IN_VAIN - searched.in_vain), len(ways)) / 2
             number = ways[0]
+            # Guesses at larger micro-batches than those that were surveyed are far off.
+            if guess(number).at_best < _limit(by_dp) and searches.survey_at(number):
+                known = {n: other for n, other in known.items() if n > number}
+                continue
             open_.remove(number)
             others = [] if at_most < math.inf else [guess(n) for n in open_]
             limit = _limit(by_dp, guess(number), others)
@@ -228,14 +232,13 @@ class JointSearch:
             if isinstance(better, InfeasibleError):
                 yield Unplanned(number, without_frames(better))
                 continue
-            searched = replace(searched, numbers={*searched.numbers, number})
             known = {n: other for n, other in known.items() if n > number}
             if better is not None and better.seconds < at_most:
                 at_most = better.seconds
                 by_dp: float = max(better.seconds, better.by_dp)
-                searched = replace(searched, best=number, at_most=at_most * (1 - RELATIVE_GAP), in_vain=0)
-            elif searched.best is not None:
-                searched = replace(searched, in_vain=searched.in_vain + 1)
+                searched = searched.better_at(number, at_most * (1 - RELATIVE_GAP))
+            else:
+                searched = searched.no_better_at(number)
             if better is not None:
                 yield better
 
@@ -338,30 +341,7 @@ class JointSearch:
         for count, each in enumerate(costs, start=1):
             with self.request.progress.during("survey", f"survey at {each.step.num_microbatches} micro-batches"):
                 searches.survey.add(each, further=len(costs) - count)
-        guesses = {n: searches.guess_at(n) for n in numbers}
-        if self._looks_further(searches, guesses):
-            guesses = {n: searches.guess_at(n) for n in numbers}
-        return searches, guesses, refused
-
-    def _looks_further(self, searches: SurveyedSearches, guesses: Mapping[int, Guess]) -> bool:
-        """Survey larger micro-batches if they may be better than any likely plan; return True if any were surveyed.
-
-        The largest of these are surveyed, on the submeshes of their stages; sizes in between are interpolated.
-        """
-        steps, survey = searches.steps, searches.survey
-        fitting = {n: guess for n, guess in guesses.items() if guess.at_best < math.inf}
-        known = [guess.likely for guess in fitting.values() if guess.likely < math.inf]
-        at_most = (1 - NEAR) * min(known or [guess.at_best for guess in fitting.values()], default=0.0)
-        for number in sorted(fitting):
-            stages = searches.search_for(self.schedules[0], number, "all shared").best_known()
-            reached = {stage.submesh: survey.reaches(stage.submesh, searches.size(number)) for stage in stages.stages}
-            kinds = {kind for kind, is_reached in reached.items() if not is_reached}
-            if kinds and stages.seconds < at_most:
-                looking = self.request.progress.during("survey", f"survey at {number} micro-batches")
-                with suppress(NonAdditiveError, BatchError, TraceError), looking:
-                    survey.add(steps.of(number, steps.natural), kinds=kinds)
-                return True
-        return False
+        return searches, {n: searches.guess_at(n) for n in numbers}, refused
 
     def _begun(self, steps: StageCostCache, numbers: Sequence[int]) -> SurveyedSearches:
         """Return searches on the submeshes on which stages make sense and fit at any number of micro-batches; nothing

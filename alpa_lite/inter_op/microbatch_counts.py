@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from alpa_lite.inter_op.plan_request import PlanRequest
 
@@ -89,6 +89,15 @@ class Searched:
     best: int | None = None
     at_most: float = math.inf
     in_vain: int = 0
+
+    def better_at(self, number: int, at_most: float) -> Searched:
+        """Return what is known once a number gave the best plan, of so many seconds."""
+        return Searched(numbers={*self.numbers, number}, best=number, at_most=at_most)
+
+    def no_better_at(self, number: int) -> Searched:
+        """Return what is known once a number gave no better plan."""
+        in_vain = self.in_vain + (self.best is not None)
+        return replace(self, numbers={*self.numbers, number}, in_vain=in_vain)
 
 
 def numbers_left(

@@ -2,7 +2,7 @@
 
 polish      the slowest stages again, to a smaller gap, within a time limit                      `polished`
 schedules   the same stages under each schedule that their memory allows                         `rescheduled`
-even        the layers cut anew into as many equal parts, if stages are uneven or send more      `_evened`
+even        the layers cut anew into as many equal parts                                         `_evened`
 chunks      the layers in several times as many parts, dealt out over the same submeshes         `dealt_out`
 order       the tasks of these stages in the shortest order that is found for their times        `reordered`
 write out   loops over layers trip by trip, so that gradients of weights can be put off          `_written_out`
@@ -74,11 +74,8 @@ WORTH = 0.005
 WORTH_WRITING = 0.01
 """Estimated relative gain for which loops are written out. The estimate is high: memory limits what may wait."""
 
-UNEVEN = 0.1
-"""Relative excess of the slowest stage over the average above which equal parts are tried."""
-
 BUBBLE = 0.03
-"""Bubble of a pipeline above which interleaving is tried."""
+"""Bubble of a pipeline above which chunks, equal parts and other orders are tried."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,36 +174,12 @@ def _evened(
     The search makes stages from few layers, for 1F1B. A schedule with little bubble waits for uneven stages. Layers are
     cut where each of them receives little, as stages of several layers need not.
     """
-    wanted = best.estimate.bubble_fraction > BUBBLE and (
-        _unevenness(whole) > UNEVEN or _sends_less_in_equal_parts(request, whole, steps)
-    )
-    if (even := dealt_out(request, whole, steps, OneFOneB()) if wanted else None) is not None:
+    if best.estimate.bubble_fraction <= BUBBLE:
+        return
+    if (even := dealt_out(request, whole, steps, OneFOneB())) is not None:
         # `rescheduled` judges other schedules by the bubble under the first one.
         plain = Found.of(request, even.costs, even.stages, schedules[0])
         yield rescheduled(request, plain, schedules)
-
-
-def _unevenness(found: Found) -> float:
-    """Return the relative excess of the slowest stage over the average."""
-    seconds = [stage.solution.cost.loop_seconds for stage in found.stages]
-    return max(seconds) * len(seconds) / max(sum(seconds), 1e-30) - 1
-
-
-def _sends_less_in_equal_parts(request: PlanRequest, found: Found, steps: StageCostCache) -> bool:
-    """Return whether transfers between as many equal parts take so much less that they may be worth another cut."""
-    # Loops are cut between trips, all of which receive the same.
-    if _has_loops(found):
-        return False
-    parts, num_microbatches = found.size
-    try:
-        costs, per_part = steps.mixed(num_microbatches, Cut.into(parts), found.policies)
-    except PlanError:  # there may be too few ops
-        return False
-    even = [StagePlace.nth(n, per_part, stage.submesh, stage.mesh) for n, stage in enumerate(found.stages)]
-    ways = ((found.costs, found.stages), (costs, even))
-    now, then = (sum(inflows_between(request, of.step, of.layers, stages)) for of, stages in ways)
-    # Each micro-batch waits for its transfers in both directions at most.
-    return 2 * num_microbatches * (now - then) > WORTH * found.seconds
 
 
 def _in_chunks(request: PlanRequest, plain: Found, best: Found, steps: StageCostCache) -> list[Found]:

@@ -407,7 +407,7 @@ class StageSearch:
         not the slowest. What is postponed to the end is done during transfers back.
         """
         slowest, mean = (inflow[..., None] for inflow in self.inflows)
-        share = self.batch.waiting_share
+        share = self.batch.waiting_share()
         # See `_taking`: nothing is waited for in stages that work for as long as their transfers take.
         waits = np.maximum(0.0, 2 * slowest - seconds) if self.batch.schedule.overlaps_transfers else 2 * slowest
         return np.broadcast_to((1 + share) * mean - share * waits, seconds.shape)

@@ -10,13 +10,15 @@ where what a layer saves per micro-batch and works with grows with b.
 A survey tells what stages would take at any number of micro-batches, from a few layers solved at a few numbers of them.
 With b samples in a micro-batch, layer l on a logical mesh takes per micro-batch about
 
-    t(l,b) = t(r,b) * loop(l) / loop(r),  and per step  u(l) = u(r) * sums(l) / sums(r)                 `Survey.guess`
+    t(l,b) = t(r,b) * loop(l) / loop(r),  and per step                                                  `Survey.guess`
+    u(l) = min(u(r), alone(r)) * alone(l) / alone(r) + reduced(l)
 
-where r is a layer that stands for l (`representatives`), loop is what they take on one device, sums are the bytes of
-their gradients (`Profile`), t(r,b) lies on straight lines through the sizes that were solved (latency and the gathering
-of weights do not shrink with b, the rest does) and u is its update, which reduces the gradients. What the update takes
-on one device says less: a layer may add to the gradient of a weight that another layer updates. These are guesses: they
-say where to look first, and the search puts costs in the place of those that its answer depends on (`stage_search`).
+where r is a layer that stands for l (`representatives`), loop is what they take on one device, t(r,b) lies on straight
+lines through the sizes that were solved (latency and the gathering of weights do not shrink with b, the rest does), and
+of the update u alone is what it takes on one device, and reduced what it takes longer than that, which follows from the
+bytes of gradients that a layer makes (`_reduced`): it may add to the gradient of a weight that another layer updates.
+These are guesses: they say where to look first, and the search puts costs in the place of those that its answer depends
+on (`stage_search`).
 
 Shapes that hold state whole on each of several hosts are not surveyed: without a limit of memory they take about as
 long as those that may split it between hosts (`Space.stand_ins`).
@@ -101,8 +103,8 @@ class Profile:
         return self.working_bytes * min(1.0, size / self.samples)
 
     @property
-    def update_measure(self) -> FloatArray:
-        """[layers]: what the updates of layers are proportional to."""
+    def reduction_measure(self) -> FloatArray:
+        """[layers]: what the reductions of gradients are proportional to."""
         # Without several micro-batches there are no sums, and gradients are reduced in the backward pass.
         return self.sums_bytes if self.sums_bytes.any() else self.update_seconds
 
@@ -190,9 +192,9 @@ def summed(alone: NDArray[np.float64], possible: NDArray[np.bool_]) -> NDArray[n
     return np.where(possible[..., None], _of_ranges(alone), np.inf)
 
 
-Beyond = Literal["as before", "more shared", "all shared"]
+Beyond = Literal["as before", "more shared"]
 """Assumption for micro-batches larger than the surveyed ones: devices share the work no better than before; they share
-the additional work without loss; they share all of it without loss."""
+the additional work without loss."""
 
 MAX_REPRESENTATIVES = 4
 ENOUGH = 0.6
@@ -238,16 +240,32 @@ def representatives(structures: Sequence[object], seconds: FloatArray) -> list[i
 class _Taken:
     """Seconds and bytes of a layer at one size of micro-batches, arrays [kinds, shapes]; infinite where unknown.
 
-    `alone_seconds` is [1, 1]: of both passes on one device. `saved_bytes` is per sample.
+    `alone_seconds` and `updated_alone` are [1, 1]: of both passes and of the update on one device. `saved_bytes` is per
+    sample.
     """
 
     alone_seconds: FloatArray
+    updated_alone: FloatArray
     loop_seconds: FloatArray
     update_seconds: FloatArray
     state_bytes: FloatArray
     sums_bytes: FloatArray
     saved_bytes: FloatArray
     working_bytes: FloatArray
+
+    @property
+    def own_update(self) -> FloatArray:
+        """[kinds, shapes]: of the update, what it takes without reductions at most."""
+        return np.minimum(self.update_seconds, self.updated_alone)
+
+    @property
+    def reduced(self) -> FloatArray:
+        """[kinds, shapes]: how much longer the update takes than on one device, for reductions of gradients."""
+        return np.maximum(0.0, self.update_seconds - self.updated_alone)
+
+    def beside(self, other: _Taken) -> _Taken:
+        """Return these figures, and those of other logical meshes where they are unknown."""
+        return _Taken(*(np.minimum(getattr(self, f.name), getattr(other, f.name)) for f in fields(_Taken)))
 
 
 class Survey:
@@ -277,20 +295,22 @@ class Survey:
         # What lies between surveyed sizes changes with a new one.
         self._between.clear()
         for layer in wanted:
-            here = np.where(possible & (asked if kinds else True), size, 0.0)
+            # What was left out at larger micro-batches takes no less there with these.
+            here = np.where(wanted[layer], size, 0.0)
             self._seen[layer] = np.maximum(self._seen[layer], np.take_along_axis(here, self.space.stand_ins, axis=1))
         num_solves = sum(int(each.sum()) for each in wanted.values())
         progress.expect("survey", num_solves * (1 + AGAIN * further))
         self.expect(costs, wanted)
         for layer, where in wanted.items():
-            taken[layer] = self._look(costs, layer, where, size)
+            found = self._look(costs, layer, where, size)
+            taken[layer] = found.beside(taken[layer]) if layer in taken else found
         progress.expect("survey", num_solves * AGAIN * further)
 
     def _look(self, costs: StageCosts, layer: int, where: NDArray[np.bool_], size: float) -> _Taken:
         """Solve a layer on logical meshes [kinds, shapes], and leave submeshes that turn out to be expensive."""
         alone = alone_on_a_device(costs, layer)
         figures = np.full((6, *where.shape), np.inf)
-        taken = _Taken(np.full((1, 1), alone.loop_seconds), *figures)
+        taken = _Taken(np.full((1, 1), alone.loop_seconds), np.full((1, 1), alone.update_seconds), *figures)
         for k, c in np.argwhere(where).tolist():
             # All devices together are the only stage of a plan without a pipeline, however badly they share the work.
             alone_in_plan = self.space.devices[k] == self.space.cluster.num_devices
@@ -374,7 +394,8 @@ class Survey:
         that recompute values; None for the surveyed ones. `beyond`: assumption for sizes above the surveyed ones.
         """
         loop, alone = self._loop_seconds(size, profile), self._alone_seconds(size, profile)
-        update = self._scaled(lambda t: t.update_seconds, lambda p: p.update_measure, profile, size)
+        update = self._scaled(lambda t: t.own_update, lambda p: p.update_seconds, profile, size)
+        update = update + self._reduced(size)
         # Where small micro-batches cannot be split over all devices, the lines are not valid for larger ones.
         largest = np.stack([self._seen[stands] for stands in self._stands])
         devices = np.array(self.space.devices, dtype=float)[:, None]
@@ -386,11 +407,24 @@ class Survey:
             else:
                 further = before + (alone - alone_before) / devices
             loop = np.where((largest == surveyed) & (surveyed < size), further, loop)
-        if beyond == "all shared":
-            loop = np.where(largest < size, alone / devices, loop)
-            update = np.where((largest == 0) & np.isinf(update), 0.0, update)
         possible = self.space.divides(int(size)) & np.isfinite(loop) & np.isfinite(update)
         return np.where(possible, loop, np.inf), np.where(possible, update, np.inf)
+
+    def _reduced(self, size: float) -> FloatArray:
+        """Return [layers, kinds, shapes]: how much longer updates take than on one device, to reduce gradients.
+
+        That of a layer with fewer bytes than its representative is in proportion. For more bytes it takes as long per
+        byte as where there are most: the time of few bytes is mostly latency, which does not grow with them.
+        """
+        taken, measure = self._taken_at(size), self.profile.reduction_measure
+        most = max(taken, key=lambda layer: measure[layer])
+        per_byte = np.nan_to_num(taken[most].reduced / max(measure[most], 1e-30), posinf=0.0)
+        found = list[FloatArray]()
+        for here, at in zip(measure, self._stands, strict=True):
+            share = min(1.0, here / measure[at]) if measure[at] > 0 else 1.0
+            with np.errstate(invalid="ignore"):
+                found.append(share * taken[at].reduced + max(0.0, here - measure[at]) * per_byte)
+        return np.nan_to_num(np.stack(found), posinf=np.inf)
 
     def _loop_seconds(self, size: float, profile: Profile | None) -> FloatArray:
         return self._scaled(lambda t: t.loop_seconds, lambda p: p.loop_seconds, profile, size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 from itertools import product
@@ -100,6 +101,21 @@ class SurveyedSearches:
         effort = replace(self.steps.effort, time_limit_seconds=seconds)
         return self if effort == self.steps.effort else replace(self, steps=replace(self.steps, effort=effort))
 
+    def survey_at(self, number: int) -> bool:
+        """Survey layers where none were with micro-batches as large as at this number, which are larger than those of
+        the first survey; return True if there is such a submesh.
+        """
+        survey, size = self.survey, self.size(number)
+        kinds = [kind for kind in range(len(self.space.kinds)) if not survey.reaches(kind, size)]
+        if not kinds or size <= survey.first_size:
+            return False
+        with suppress(PlanError, NonAdditiveError, BatchError, TraceError):
+            costs = self.steps.of(number, self.steps.natural)
+            with self.steps.request.progress.during("survey", f"survey at {number} micro-batches"):
+                survey.add(costs, kinds=kinds)
+            return True
+        return False
+
     def guess_at(self, number: int) -> Guess:
         """Return the guessed seconds of a step with the best stages at a number of micro-batches."""
         at_best = likely = self.at(number)
@@ -126,10 +142,10 @@ class SurveyedSearches:
             return found
         # Other schedules hide transfers or wait less, at the cost of memory: they are searched where that may be worth
         # it.
-        for schedule in self._other_schedules:
+        for schedule in self._other_schedules(number):
             # Orders that are made for the tasks of a plan need room for more micro-batches than 1F1B holds.
-            least = self._forward_share if schedule.overlaps_transfers else 1.0
-            other = self.search_for(schedule, number, beyond, least_share=least)
+            forward = self._forward_share if schedule.overlaps_transfers else None
+            other = self.search_for(schedule, number, beyond, forward_share=forward)
             if other.best_known().seconds < (1 - CLOSE) * seconds:
                 found.insert(0, other)
         return found
@@ -216,14 +232,14 @@ class SurveyedSearches:
         beyond: Beyond,
         *,
         all_equal: bool = False,
-        least_share: float = 1.0,
+        forward_share: float | None = None,
     ) -> StageSearch:
         """Return the stage search for a schedule.
 
-        `all_equal`: for equal stages alone, even if others are searched. `least_share`: see `PipelinedBatch`.
+        `all_equal`: for equal stages alone, even if others are searched. `forward_share`: see `PipelinedBatch`.
         """
         known, natural, survey = self.steps.known, self.steps.natural, self.survey
-        batch, profiles = PipelinedBatch(schedule, number, self._postponed, least_share), self.profiles.values()
+        batch, profiles = PipelinedBatch(schedule, number, self._postponed, forward_share), self.profiles.values()
         size, held = self.size(number), batch.held(known.layers.num_layers)
         # What crosses a boundary is proportional to the samples of a micro-batch.
         scale = known.step.num_microbatches / number
@@ -261,12 +277,12 @@ class SurveyedSearches:
         longer = reduce(np.maximum, worse, np.ones(1))
         return [np.stack(parts) * longer for parts in zip(*of_policies, strict=True)]
 
-    @cached_property
-    def _other_schedules(self) -> Sequence[Schedule]:
-        """The schedules whose best stages may be others than those of the first, by what the DP sees of them."""
+    def _other_schedules(self, number: int) -> Sequence[Schedule]:
+        """Return the schedules whose best stages may be others than those of the first, by what the DP sees of them."""
         alike: dict[tuple[bool, float], Schedule] = {}
         for schedule in self.schedules:
-            alike.setdefault((schedule.overlaps_transfers, schedule.waiting_share(self._postponed)), schedule)
+            share = schedule.waiting_share(self._postponed, 2, number)
+            alike.setdefault((schedule.overlaps_transfers, share), schedule)
         return [*alike.values()][1:]
 
     @cached_property

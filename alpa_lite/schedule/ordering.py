@@ -29,14 +29,14 @@ class Schedule(ABC):
         """Whether stages work on other micro-batches during a transfer, for any number of micro-batches."""
         return False
 
-    def waiting_share(self, postponed: float) -> float:
+    def waiting_share(self, postponed: float, num_stages: int, num_microbatches: int) -> float:
         """Return the share of the waiting under 1F1B at the beginning and at the end that remains.
 
         With p equal stages of t seconds the makespan is (m + share*(p-1)) * t; see the module.
 
         postponed: the share of both passes that are gradients of weights.
         """
-        del postponed
+        del postponed, num_stages, num_microbatches
         return 1.0
 
     def microbatches_per_update(self, num_stages: int) -> int:

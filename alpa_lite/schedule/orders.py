@@ -222,9 +222,11 @@ class ZeroBubbleH1(Schedule):
     def name(self) -> str:
         return "zero-bubble-h1"
 
-    def waiting_share(self, postponed: float) -> float:
-        # (tf + ti - tw) / (tf + ti + tw), for tw of at most tf and ti.
-        return max(1 - 2 * postponed, 1 / 3)
+    def waiting_share(self, postponed: float, num_stages: int, num_microbatches: int) -> float:
+        # (tf + ti - tw) / (tf + ti + tw) for as many micro-batches as stages, and tw of at most tf and ti. With fewer
+        # micro-batches fewer gradients of weights fill the time in which the first stage waits for its last one.
+        filled = min(1.0, (num_microbatches - 1) / max(1, num_stages - 1))
+        return max(1 - postponed * (1 + filled), 1 / 3)
 
     def tasks(self, num_stages: int, num_microbatches: int) -> TaskLists:
         check_numbers(num_stages, num_microbatches)

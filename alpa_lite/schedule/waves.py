@@ -85,7 +85,8 @@ class ZeroBubbleH2(ListSchedule):
     def overlaps_transfers(self) -> bool:
         return True
 
-    def waiting_share(self, postponed: float) -> float:
+    def waiting_share(self, postponed: float, num_stages: int, num_microbatches: int) -> float:
+        del num_stages, num_microbatches
         # tf / (tf + ti + tw), for ti of about tf.
         return max((1 - postponed) / 2, 1 / 3)
 

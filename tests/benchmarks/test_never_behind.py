@@ -90,3 +90,30 @@ def test_chunks_that_are_estimated_too_slow_are_priced() -> None:
     rival = case.plan(Pipeline(pipeline=2, schedule=ZeroBubbleV()), 2)
     found = case.plan(Auto(manual=()))
     assert found.prediction.step_seconds <= (1 + TOLERANCE) * rival.prediction.step_seconds
+
+
+@pytest.mark.slow
+def test_layers_are_cut_anew_where_they_are_as_even() -> None:
+    """The search has a layer for each product; a cut before what follows a product takes the first stage less."""
+    case = drawn(670019)
+    rival = case.plan(Hybrid(pipeline=2, tensor=4, schedule=ZeroBubbleH1()), 1)
+    found = case.plan(Auto(manual=(), idle_devices=False))
+    assert found.prediction.step_seconds <= (1 + TOLERANCE) * rival.prediction.step_seconds
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [670007, 670017])
+def test_the_whole_batch_is_guessed_from_a_survey_of_its_own(number: int) -> None:
+    """Small layers on one host: with the whole batch their updates are short, and orders of tasks gain nothing."""
+    whole = drawn(number)
+    case = replace(whole, cluster=whole.cluster.part(0, whole.cluster.devices_per_host))
+    found, one_stage = (case.plan(Auto(manual=(), idle_devices=False, intra_op_only=one)) for one in (False, True))
+    assert found.prediction.step_seconds <= (1 + TOLERANCE) * one_stage.prediction.step_seconds
+
+
+@pytest.mark.slow
+def test_a_stage_that_takes_less_with_larger_micro_batches_is_found() -> None:
+    """Four devices share no micro-batch but the largest, which was not surveyed on them."""
+    case = drawn(620024)
+    asked, found = (case.plan(Auto(manual=(), idle_devices=False), number) for number in (1, "auto"))
+    assert found.prediction.step_seconds <= (1 + TOLERANCE) * asked.prediction.step_seconds

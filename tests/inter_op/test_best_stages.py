@@ -12,7 +12,7 @@ import alpa_lite as al
 from alpa_lite.inter_op.best_stages import BestStages, PipelinedBatch
 from alpa_lite.inter_op.space import Space, equal_parts, ways
 from alpa_lite.inter_op.stage_dp import PipelineTerms, StageStatus, StageTable, solve
-from alpa_lite.schedule import OneFOneB, ZeroBubbleH1
+from alpa_lite.schedule import EagerOneFOneB, OneFOneB, Synthesised, ZeroBubbleH1, simulate
 from cost_models.composed import ComposedCostModel
 
 LAYERS = 4
@@ -54,7 +54,7 @@ def test_it_is_the_best_of_each_way(seed: int, num_stages: int | None) -> None:
             PipelineTerms(
                 num_devices=space.devices_of_groups,
                 num_microbatches=number,
-                waiting_share=schedule.waiting_share(1 / 3),
+                waiting_share=schedule.waiting_share(1 / 3, max(2, num_stages or 1), number),
                 min_stages=num_stages or 1,
                 max_stages=num_stages,
             ),
@@ -117,3 +117,28 @@ def test_equal_parts_are_those_that_cover_all_layers_and_devices(num_layers: int
             for first, end in pairwise(borders):
                 expected[first, end - 1, kind] = True
     np.testing.assert_array_equal(equal_parts(space, num_layers, num_stages), expected)
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 6, 12])
+@pytest.mark.parametrize("stages", [2, 3, 5])
+@pytest.mark.parametrize(("forward", "gradients", "weights"), [(1.0, 1.0, 1.0), (2.0, 2.0, 1.0), (1.0, 2.0, 1.0)])
+def test_no_order_of_equal_stages_waits_less(
+    number: int, stages: int, forward: float, gradients: float, weights: float
+) -> None:
+    """The share of the waiting that is left at least, against orders that are made with memory for everything."""
+    work = forward + gradients + weights
+    order = Synthesised(
+        forward=(forward,) * stages,
+        backward=(gradients + weights,) * stages,
+        weight=(weights,) * stages,
+        processors=tuple(range(stages)),
+    )
+    tasks = order.tasks(stages, number)
+    taken = simulate(tasks, order.forward, order.backward, weight_seconds=order.weight).makespan_seconds
+    batch = PipelinedBatch(EagerOneFOneB(), number, postponed=weights / work, forward_share=forward / work)
+    share = batch.waiting_share(stages)
+    assert batch.waiting_share() <= share <= 1
+    least = (number + share * (stages - 1)) * work
+    # One micro-batch has one shortest way; of many, gradients of weights fill all but the waiting at the beginning.
+    exact = number == 1 or number >= 2 * stages
+    assert taken == pytest.approx(least) if exact else taken >= least - 1e-9

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import cast
 
 from hypothesis import given
@@ -157,11 +157,13 @@ def test_numbers_that_are_no_better_at_best_are_not_tried() -> None:
     assert _tried(nothing_fits, rough) == {2: math.inf} and not rough.asked
 
 
-def _found(guesses: dict[int, float], true: dict[int, float]) -> tuple[float, list[tuple[int, float]]]:
+def _found(
+    guesses: dict[int, float], true: dict[int, float], surveyed: Mapping[int, float] = MappingProxyType({})
+) -> tuple[float, list[tuple[int, float]]]:
     """The best seconds that a search finds, and the numbers that it looked at, each with the limit.
 
-    `guesses`: likely seconds at each number; `true`: what its best stages take. A search of one number ends at its
-    limit.
+    `guesses`: likely seconds at each number; `true`: what its best stages take; `surveyed`: guesses by a survey at
+    numbers where there was none. A search of one number ends at its limit.
     """
     looked_at = list[tuple[int, float]]()
 
@@ -182,10 +184,18 @@ def _found(guesses: dict[int, float], true: dict[int, float]) -> tuple[float, li
         _not_excluded=lambda open_, at_most: [],
         _best_at=best_at,
     )
-    known = {number: Guess(at_best=seconds, likely=seconds) for number, seconds in guesses.items()}
-    searches = SimpleNamespace(survey=SimpleNamespace(first_size=1.0), guess_at=known.__getitem__)
+    first = {number: Guess(at_best=seconds, likely=seconds) for number, seconds in guesses.items()}
+    known, left = dict(first), dict(surveyed)
+
+    def survey_at(number: int) -> bool:
+        if number not in left:
+            return False
+        known[number] = Guess(at_best=left[number], likely=left.pop(number))
+        return True
+
+    searches = SimpleNamespace(survey=SimpleNamespace(first_size=1.0), guess_at=known.__getitem__, survey_at=survey_at)
     searches.having_seen = lambda number, excess: searches
-    found = JointSearch._found(cast(JointSearch, asking), cast(SurveyedSearches, searches), known)
+    found = JointSearch._found(cast(JointSearch, asking), cast(SurveyedSearches, searches), first)
     return min(better.seconds for better in found if not isinstance(better, Unplanned)), looked_at
 
 
@@ -201,6 +211,13 @@ def test_a_number_is_left_for_one_that_is_clearly_better_by_then() -> None:
 def test_a_number_that_was_left_is_taken_up_again() -> None:
     best, looked_at = _found({32: 9.4, 64: 9.6}, {32: 11.0, 64: 20.0})
     assert best == 11.0 and [number for number, _ in looked_at][:3] == [32, 64, 32]
+
+
+def test_large_micro_batches_are_surveyed_before_they_are_searched() -> None:
+    """What was extrapolated to be the best is not; what looked no better is not surveyed."""
+    best, looked_at = _found({1: 8.0, 2: 9.0, 4: 30.0}, {1: 15.0, 2: 9.2, 4: 30.0}, {1: 14.0, 4: 1.0})
+    assert best == 9.2 and [number for number, _ in looked_at] == [2, 1]
+    assert looked_at[1][1] < 14.0
 
 
 @given(st.lists(st.tuples(st.floats(1.0, 2.0), st.floats(1.0, 3.0)), min_size=1, max_size=3))

@@ -276,11 +276,12 @@ def test_a_search_ends_where_solvers_find_no_bound_in_time(monkeypatch: pytest.M
     assert again.run().seconds == pytest.approx(wanted)
 
 
-@pytest.mark.parametrize("least_share", [1.0, 0.25])
-def test_the_first_micro_batch_waits_for_transfers_that_are_hidden_later(least_share: float) -> None:
+@pytest.mark.parametrize("forward_share", [None, 0.25])
+def test_the_first_micro_batch_waits_for_transfers_that_are_hidden_later(forward_share: float | None) -> None:
     """A quarter of each stage's work, forward, before the last one begins; then no stage waits for what work hides."""
-    batch, mean = PipelinedBatch(EagerOneFOneB(), NUMBER, least_share=least_share), 4e-5
+    batch, mean = PipelinedBatch(EagerOneFOneB(), NUMBER, forward_share=forward_share), 4e-5
     search = _search(1e12, [], num_stages=2, batch=batch, inflows=(5e-5, mean))
+    least_share = forward_share or 1.0
     found = search.run()
     entries = [(s.first_layer, s.last_layer, s.submesh, s.configuration) for s in found.stages]
     works = [search.solution(*entry).cost for entry in entries]

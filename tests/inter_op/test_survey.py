@@ -13,6 +13,7 @@ import pytest
 
 import alpa_lite as al
 from alpa_lite.cli.models.decoders import GPT
+from alpa_lite.cli.models.sequential_networks import CNN
 from alpa_lite.cli.models.train import init_state, make_optimizer, make_train_step
 from alpa_lite.inter_op.space import Space
 from alpa_lite.inter_op.stage_costs import StageCosts
@@ -78,6 +79,44 @@ def test_updates_are_guessed_where_a_layer_shares_a_weight_with_another() -> Non
     places = [survey._place(layer, whole, 0) for layer in range(8)]
     solved = [costs.solution(place, limit_bytes=np.inf).cost.update_seconds for place in places]
     assert 0.7 * sum(solved) < guessed[:, whole, 0].sum() < 1.4 * sum(solved)
+
+
+def test_updates_of_small_layers_take_what_they_take_on_one_device() -> None:
+    """The second layer makes 20 times the gradients of the first one, which stands for it: neither takes long."""
+    model, batch = CNN(image_size=64, channels=32, num_blocks=4), 96
+    optimizer = make_optimizer()
+    state = jax.eval_shape(lambda: init_state(model.init(jax.random.key(0)), optimizer))
+    traced = al.parallelize(make_train_step(model.loss_fn, optimizer)).trace(state, model.batch_shapes(batch))
+    cluster = replace(al.cluster("p4d.24xlarge"), devices_per_host=6)
+    of_numbers = [
+        StageCosts(step=step, layers=make_layers(step, 6), cost_model=ComposedCostModel(cluster))
+        for step in (traced.step(number).step for number in (8, 1))
+    ]
+    survey = Survey(Space.of(cluster), Profile.of(of_numbers[0]), of_numbers[0].structure_of_layers())
+    for costs in of_numbers:
+        survey.add(costs)
+    _, guessed = survey.guess(batch)
+    whole = int(np.argmax(survey.space.devices))
+    for layer in range(6):
+        solved = of_numbers[1].solution(survey._place(layer, whole, 0), limit_bytes=np.inf).cost.update_seconds
+        # Of the second layer the latency of the first one is taken.
+        assert solved <= 1.01 * guessed[layer, whole, 0] <= 1.02 * solved + 70e-6, layer
+
+
+def test_what_was_surveyed_is_kept_as_other_submeshes_are_surveyed() -> None:
+    survey, _ = _surveyed(al.cluster("p3.16xlarge"), (16,))
+    traced = al.parallelize(chain_step).trace(
+        [jax.ShapeDtypeStruct((2048, 2048), jnp.float32)] * 8, jax.ShapeDtypeStruct((BATCH, 2048), jnp.float32)
+    )
+    step = traced.step(4).step
+    costs = StageCosts(step=step, layers=make_layers(step, 4), cost_model=ComposedCostModel(al.cluster("p3.16xlarge")))
+    kinds = range(len(survey.space.kinds))
+    assert not any(survey.reaches(kind, BATCH // 4) for kind in kinds)
+    for kind in kinds:
+        survey.add(costs, kinds=[kind])
+        assert [survey.reaches(k, BATCH // 4) for k in kinds] == [k <= kind for k in kinds]
+    for taken in survey._taken[BATCH // 4].values():
+        assert np.isfinite(taken.loop_seconds).any(axis=1).all()
 
 
 def test_all_devices_are_surveyed_in_every_shape_however_badly_they_share_the_work() -> None:
