@@ -105,7 +105,8 @@ def numbers_left(
 ) -> list[int]:
     """Return the numbers to search next, the most promising first: by their guesses (`next_numbers`), then 1.
 
-    The whole batch is searched in any case: layers are surveyed with smaller micro-batches, which tell little of it.
+    The whole batch is looked at in any case: layers that are surveyed with smaller micro-batches tell little of it. Its
+    search ends at once if the guesses are then far above the best plan.
     """
     ways: list[int] = []
     if len(searched.numbers) < MAX_SEARCHED and searched.in_vain < MAX_IN_VAIN:
