@@ -112,7 +112,7 @@ def test_more_than_the_host_has_is_refused(devices: Any) -> None:
 
 def _wide(monkeypatch: pytest.MonkeyPatch) -> tuple[Training, Any]:
     """A model whose state takes most of the memory, and its arguments: one sample per device."""
-    wide = MLP(in_features=64, hidden=128, out_features=64, num_layers=10)
+    wide = MLP(in_features=64, hidden=128, out_features=64, num_layers=20)
     monkeypatch.setitem(MODELS, "wide", wide)
     training = Training(model="wide", optimizer="adamw", num_steps=2)
     return training, (training.start(), make_batch(wide, 0, 8), jax.random.key(0))
