@@ -38,8 +38,11 @@ class PipelinedBatch:
     def waiting_share(self, least_stages: int = 2) -> float:
         """Return the least share of the waiting at the beginning and at the end that is left in so many stages or more.
 
-        Before the last of p equal stages begins, p - 1 forward passes have run. Before the first one computes a
-        gradient, a micro-batch has passed through all stages and back, while others have begun: m - 1 at most.
+        Of p equal stages that take 1 for a micro-batch, f of it forward and w for gradients of weights, the last one
+        waits for p - 1 forward passes. The first one computes no gradient before a micro-batch has passed through all
+        stages and back, and runs the forward passes of at most m - 1 others meanwhile:
+
+            waiting >= max((p - 1) f, (p - 1) (1 - w) - (m - 1) f)
         """
         number, stages = self.num_microbatches, max(2, least_stages)
         share = self.schedule.waiting_share(self.postponed, stages, number)

@@ -295,7 +295,7 @@ class Survey:
         # What lies between surveyed sizes changes with a new one.
         self._between.clear()
         for layer in wanted:
-            # What was left out at larger micro-batches takes no less there with these.
+            # Where only smaller micro-batches were found too slow, larger ones are still to be seen.
             here = np.where(wanted[layer], size, 0.0)
             self._seen[layer] = np.maximum(self._seen[layer], np.take_along_axis(here, self.space.stand_ins, axis=1))
         num_solves = sum(int(each.sum()) for each in wanted.values())

@@ -1,12 +1,12 @@
 """Run the kernels of a program in the order of XLA's CPU backend: first come, first served.
 
-ready     a kernel joins the queue when its last operand is there; what runs inside of kernels waits for nobody
-gathers   a parameter that lies in parts is held back until an earlier op has read its own, then gathered, then laid
-          out anew, by kernels that wait for their turn each; the op that reads it waits for the last of them
-delayed   what is recomputed waits for an op of the backward pass
-completed a collective that completes partial sums joins the queue when they are there, and where an earlier phase
-          of the program may move them too, they wait for a turn before: a task names what it moves in its second
-          phase anew, so that XLA takes no two collectives for one
+ready       a kernel joins the queue when its last operand is there; what runs inside of kernels runs with them
+gathers     a parameter that lies in parts is held back until an earlier op has read its own, then gathered, then laid
+            out anew, by a kernel each that waits for its turn; the op that reads the parameter waits for the last one
+delayed     what is recomputed waits for an op of the backward pass
+completed   a collective that completes partial sums joins the queue when these are there. Gradients in a program that
+            runs both passes wait for one turn more: they get a leading dim of size 1 first (`LocalMachine.reshard`),
+            so that XLA does not merge the collective with one of the forward pass
 """
 
 from __future__ import annotations

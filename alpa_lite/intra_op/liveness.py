@@ -234,8 +234,8 @@ class _Timing:
             now = ends[kernel] = now + 1
             if task is not KernelTask.RUN:
                 if task is not KernelTask.HOLD:
-                    start = begun if task is KernelTask.GATHER else self.gathered[path, op_id].start
-                    self.gathered[path, op_id] = LiveSpan(start, begun)
+                    there = begun if task is KernelTask.GATHER else self.gathered[path, op_id].start
+                    self.gathered[path, op_id] = LiveSpan(there, begun)
                 continue
             for number, body in enumerate(graph.ops[op_id].bodies):
                 # Branches of a condition follow each other in time although one alone runs: their values never coexist.
