@@ -33,7 +33,7 @@ from alpa_lite.rules.fusion import (
     on_chip,
     reads_several,
 )
-from alpa_lite.rules.op_info import free_values, rule_of_op
+from alpa_lite.rules.op_info import awaited_result, free_values, rule_of_op
 from cost_models.composed import CostModel
 from cost_models.hardware import Fusion
 
@@ -337,7 +337,7 @@ class StoredValues:
             if op.primitive == "optimization_barrier":
                 if latest is not None and op_id not in self.inlined and any(map(self._is_saved, op.operands)):
                     found[op_id] = latest
-            elif self.phase(op_id) is Phase.BACKWARD and self.graph.values[op.results[0]].dtype.startswith(("f", "b")):
+            elif self.phase(op_id) is Phase.BACKWARD and awaited_result(self.graph, op) is not None:
                 latest = op_id
         return found
 

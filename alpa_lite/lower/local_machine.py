@@ -51,6 +51,7 @@ from alpa_lite.plan.walk import Application, Walk, body_walk, sharing_axes
 from alpa_lite.program.equations import Equation
 from alpa_lite.program.ir import TO_DEVICE, Graph, Op, Value, Wiring, is_one_trip_loop
 from alpa_lite.program.phases import GATHERED_AHEAD, Phase, StepGraph, is_parameter
+from alpa_lite.rules.op_info import awaited_result, free_ops
 from alpa_lite.sharding.specs import Move, MoveKind, num_shards
 from alpa_lite.trace.evaluate import run_control_flow
 
@@ -200,12 +201,16 @@ class LocalMachine:
 
     def _noted(self, application: Application, results: list[jax.Array]) -> list[jax.Array]:
         """Record results of an op for the values that wait for them, and return the results."""
-        self.gathered.read(results)
-        op, is_outer = application.op, application.graph is self.step.graph
+        op, graph = application.op, application.graph
+        if op.id in free_ops(graph):
+            return results  # the op that needs them is the one that has read what was gathered
+        position = awaited_result(graph, op)
+        awaited = None if position is None else results[position]
+        self.gathered.read(awaited)
+        is_backward = graph is self.step.graph and self.step.phases[op.id] is Phase.BACKWARD
         # A barrier only names a saved value anew: who waits for it would keep that in memory.
-        if is_outer and self.step.phases[op.id] is Phase.BACKWARD and op.primitive != "optimization_barrier":
-            floats = [r for r in results if jax.numpy.issubdtype(r.dtype, jax.numpy.floating) and r.size]
-            self.latest = floats[0] if floats else self.latest
+        if is_backward and awaited is not None and op.primitive != "optimization_barrier":
+            self.latest = awaited
         return results
 
     def _positions(
@@ -283,7 +288,7 @@ class LocalMachine:
 
 
 def once_there(x: jax.Array, result: jax.Array, *, barriers_stay: bool) -> jax.Array:
-    """Return `x`, available only after `result`, a float array with at least one element.
+    """Return `x`, available only after `result` (`awaited_result`).
 
     `barriers_stay`: whether XLA keeps optimisation barriers to the end of its pipeline.
     """
@@ -331,12 +336,13 @@ class Gathered:
                 return once_there(array, unit.result, barriers_stay=self.barriers_stay)
         return array
 
-    def read(self, results: list[jax.Array]) -> None:
-        """Record `results` of the op that reads everything gathered since the last op."""
-        # `once_there` can wait for a float array with elements only; without one, the bytes count for the next op.
-        floats = [r for r in results if jax.numpy.issubdtype(r.dtype, jax.numpy.floating) and r.size]
-        if self.waiting and floats:
-            self.units.append(_GatheredUse(bytes=self.waiting, result=floats[0]))
+    def read(self, result: jax.Array | None) -> None:
+        """Record the result to wait for of the op that reads everything gathered since the last op; None without one.
+
+        Nothing waits for what an op without one has read.
+        """
+        if self.waiting and result is not None:
+            self.units.append(_GatheredUse(bytes=self.waiting, result=result))
         self.waiting = 0.0
 
 
