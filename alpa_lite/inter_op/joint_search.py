@@ -177,11 +177,13 @@ class JointSearch:
         layering, natural = self.steps.layering, searches.steps.natural
         counts = [n for n in self.space.equal_stages if natural.num_layers % n] if layering.num_layers is None else ()
         guesses = searches.in_equal_stages(self.space, counts, numbers, at_most) if counts else {}
+        # More stages than trips leave some with little to do.
+        space = replace(self.space, fair=False)
         # Fewer stages first: more of them take longer to search.
         for count in counts:
             if promising := [number for number, seconds in guesses[count].items() if seconds < at_most]:
                 steps = replace(self.steps, layering=replace(layering, stages=[count]))
-                others = replace(self, steps=steps, num_stages=count, at_most=at_most, numbers=promising)
+                others = replace(self, steps=steps, space=space, num_stages=count, at_most=at_most, numbers=promising)
                 # Fewer ops than stages, for one.
                 with suppress(AlpaLiteError):
                     for plan in others.plans():

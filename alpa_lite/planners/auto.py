@@ -18,7 +18,7 @@ from itertools import chain, islice
 from numbers import Integral, Real
 from typing import Literal
 
-from alpa_lite.errors import AlpaLiteError, ExecutionError, InfeasibleError, PlanError
+from alpa_lite.errors import AlpaLiteError, ExecutionError, InfeasibleError, PlanError, without_frames
 from alpa_lite.inter_op.assembly import relative_gap, schedule_for, with_microbatches
 from alpa_lite.inter_op.joint_search import SEARCH_GAP, SEARCH_SECONDS, JointSearch, Unplanned
 from alpa_lite.inter_op.microbatch_counts import numbers_to_search
@@ -140,13 +140,21 @@ class Auto(Planner):
         if (mesh := user_mesh(request.step_at(1, 0), request.signature.user_shardings)) is not None:
             return self._as_sharded_by_the_user(request, mesh)
         with request.progress.within(self.time_limit_seconds):
-            whole = self._planned(request)
-            if not self._may_leave_idle(request.cluster) or whole.solver.status == INTERRUPTED:
+            if not self._may_leave_idle(request.cluster):
+                return self._planned(request)
+            whole: Plan | InfeasibleError
+            try:
+                whole = self._planned(request)
+            except InfeasibleError as error:
+                whole = without_frames(error)
+            if isinstance(whole, Plan) and whole.solver.status == INTERRUPTED:
                 return whole
             late = False
             try:
                 found = on_fewer_devices(whole, request, replace(self, manual=(), host_memory=False)._planned_on)
             except TimeIsUp:
+                if not isinstance(whole, Plan):
+                    raise whole from None
                 found, late = whole, True
         taken = time.perf_counter() - started
         return replace(found, solver=_certificate(found, found.solver.bound, taken, interrupted=late))

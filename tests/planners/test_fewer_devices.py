@@ -20,7 +20,7 @@ from alpa_lite.plan.plan import Plan
 from alpa_lite.planners import Auto, Hybrid, Pipeline
 from alpa_lite.planners.fewer_devices import AS_FAST, ClusterPart, next_smaller
 from alpa_lite.planners.planner import Planner
-from cost_models.cluster import Cluster, ClusterError, HostGroup
+from cost_models.cluster import Cluster, ClusterError, HostGroup, with_memory_limit
 
 WIDTH = 256
 
@@ -108,6 +108,27 @@ def test_parts_that_cannot_be_as_fast_are_not_searched(monkeypatch: pytest.Monke
     found = Auto(manual=()).plan(request)
     half = least_seconds(request.step_at(1, 0), request.cluster.part(0, 4), request.cost_model_for)
     assert half > found.prediction.step_seconds and sizes == [8]
+
+
+def test_fewer_devices_are_used_where_nothing_fits_on_all() -> None:
+    """Three devices split neither the batch nor the only matrix, two do."""
+    shapes = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)], jax.ShapeDtypeStruct((64, WIDTH), jnp.float32)
+    one = replace(al.cluster("p4d.24xlarge"), devices_per_host=1)
+    # Less than the matrix and its gradient take.
+    limited = with_memory_limit(one, 1.9 * 4 * WIDTH**2)
+
+    def planned(num_hosts: int, **options: Any) -> Plan:
+        auto = Auto(host_memory=False, **options)
+        return al.plan(_step, *shapes, cluster=replace(limited, num_hosts=num_hosts), planner=auto)
+
+    with pytest.raises(al.errors.InfeasibleError, match="fits into memory"):
+        planned(3, idle_devices=False)
+    found = planned(3)
+    assert (found.cluster.num_devices, found.idle_devices, found.first_device) == (2, 1, 0)
+    assert "uses 2 of 3 devices (0–1): no plan for all of them was found to fit into memory" in found.notes
+    assert dict(found.refusals)["auto on all 3 devices"].startswith("No plan fits into memory")
+    with pytest.raises(al.errors.InfeasibleError, match="fits into memory"):
+        planned(1)
 
 
 def test_parts_of_clusters_are_whole_hosts_or_within_one() -> None:
