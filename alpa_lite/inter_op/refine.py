@@ -44,6 +44,7 @@ from alpa_lite.schedule import (
     OneFOneB,
     Schedule,
     Synthesised,
+    Task,
     Wave,
     ZeroBubbleH1,
     ZeroBubbleV,
@@ -485,20 +486,33 @@ def dealt_out(
 
     `in_trips`: with loops written out, as always if the schedule cuts backward passes in two.
     """
-    parts, num_microbatches = len(found.stages), found.costs.step.num_microbatches
-    chunks = parts * schedule.stages_per_processor
+    num_microbatches = found.costs.step.num_microbatches
+    chunks = len(found.stages) * schedule.stages_per_processor
     homes = [schedule.processor_of(chunk, chunks) for chunk in range(chunks)]
     try:
         # A schedule may run other numbers of micro-batches, and there may be too few ops.
         tasks = schedule.tasks(chunks, num_microbatches)
         in_trips = in_trips or any(map(splits_backward, tasks))
         cut = Cut.written_out([_shares(found)[home] for home in homes]) if in_trips else Cut.into(chunks)
-        costs, per_chunk = steps.mixed(num_microbatches, cut, [found.policies[home] for home in homes])
+        policies = [found.policies[home] for home in homes]
+        # A loop saves all that its backward pass reads; written out, most of it is fused with what reads it, so that
+        # there may be memory without recomputation.
+        for under in ([Remat.NONE] * chunks, policies) if in_trips and {*policies} != {Remat.NONE} else (policies,):
+            costs, per_chunk = steps.mixed(num_microbatches, cut, under)
+            if (stages := _dealt_stages(found, costs, per_chunk, homes, tasks)) is not None:
+                return Found.of(request, costs, stages, schedule)
     except PlanError:
         return None
+    return None
+
+
+def _dealt_stages(
+    found: Found, costs: StageCosts, per_chunk: int, homes: Sequence[int], tasks: Sequence[Sequence[Task]]
+) -> list[PlacedStage] | None:
+    """Return chunks of `per_chunk` layers on the submeshes of the stages `homes`; None if some do not fit together."""
     solved: dict[int, StageSolution] = {}
     # The last part first: it has the fewest micro-batches in flight, and its solutions serve those before it.
-    for part in reversed(range(parts)):
+    for part in reversed(range(len(found.stages))):
 
         def solve(
             chunk: int,
@@ -515,11 +529,10 @@ def dealt_out(
         if not together.fits:
             return None
         solved |= together.solutions
-    stages = [
+    return [
         StagePlace.nth(chunk, per_chunk, whole.submesh, whole.mesh).with_solution(solved[chunk])
         for chunk, whole in enumerate(found.stages[home] for home in homes)
     ]
-    return Found.of(request, costs, stages, schedule)
 
 
 def agreeing(costs: StageCosts, stages: Sequence[PlacedStage], schedule: Schedule) -> Iterator[list[PlacedStage]]:

@@ -13,7 +13,8 @@ With b samples in a micro-batch, layer l on a logical mesh takes per micro-batch
     t(l,b) = t(r,b) * loop(l) / loop(r),  and per step                                                  `Survey.guess`
     u(l) = min(u(r), alone(r)) * alone(l) / alone(r) + reduced(l)
 
-where r is a layer that stands for l (`representatives`), loop is what they take on one device, t(r,b) lies on straight
+where r is a layer that stands for l (`representatives`; on all devices together, the only stage of a plan without a
+pipeline, an equal one), loop is what they take on one device, t(r,b) lies on straight
 lines through the sizes that were solved (latency and the gathering of weights do not shrink with b, the rest does), and
 of the update u alone is what it takes on one device, and reduced what it takes longer than that, which follows from the
 bytes of gradients that a layer makes (`_reduced`): it may add to the gradient of a weight that another layer updates.
@@ -275,11 +276,13 @@ class Survey:
         """Start without surveyed layers; `structures` are equal for equal layers."""
         self.space, self.profile = space, profile
         self._stands = representatives(structures, np.stack([profile.loop_seconds, profile.update_seconds]))
+        self._equal = [[*structures].index(structure) for structure in structures]
+        self._whole = np.array(space.devices)[:, None] == space.cluster.num_devices
         self._taken: dict[float, dict[int, _Taken]] = {}
         self._numbers: dict[float, int] = {}
         self._between: dict[float, dict[int, _Taken]] = {}
         nowhere = np.zeros((len(space.kinds), space.most_shapes))
-        self._seen = dict.fromkeys(self._stands, nowhere)
+        self._seen = dict.fromkeys((*self._stands, *self._equal), nowhere)
 
     def add(self, costs: StageCosts, *, further: int = 0, kinds: Collection[int] = ()) -> None:
         """Solve the layers that represent others, at the micro-batch size of a step; `further` steps follow.
@@ -289,7 +292,9 @@ class Survey:
         asked = np.isin(np.arange(len(self.space.kinds)), [*kinds])[:, None]
         progress, possible = costs.progress, self._possible(costs)
         size = float(microbatch_size(costs) or 1)
-        wanted = {layer: possible & (asked if kinds else self._promising(layer)) for layer in self._stands}
+        promising = {layer: asked if kinds else self._promising(layer) for layer in self._stands}
+        anywhere = np.logical_or.reduce([*promising.values()])
+        wanted = {layer: possible & promising.get(layer, anywhere & self._whole) for layer in self._seen}
         taken = self._taken.setdefault(size, {})
         self._numbers[size] = costs.step.num_microbatches
         # What lies between surveyed sizes changes with a new one.
@@ -313,8 +318,7 @@ class Survey:
         taken = _Taken(np.full((1, 1), alone.loop_seconds), np.full((1, 1), alone.update_seconds), *figures)
         for k, c in np.argwhere(where).tolist():
             # All devices together are the only stage of a plan without a pipeline, however badly they share the work.
-            alone_in_plan = self.space.devices[k] == self.space.cluster.num_devices
-            if c >= FIRST_SHAPES and not alone_in_plan and not self._cheap(taken, size)[k]:
+            if c >= FIRST_SHAPES and not self._whole[k] and not self._cheap(taken, size)[k]:
                 continue
             found = costs.solution(self._place(layer, k, c), limit_bytes=math.inf)
             if found.choice is not None:
@@ -353,7 +357,7 @@ class Survey:
 
     def reaches(self, kind: int, size: float) -> bool:
         """Return True if layers were surveyed on a kind of submesh with micro-batches of this size or larger."""
-        return all(bool(seen[kind].max() >= size) for seen in self._seen.values())
+        return all(bool(self._seen[layer][kind].max() >= size) for layer in self._stands)
 
     @property
     def numbers(self) -> list[int]:
@@ -397,7 +401,7 @@ class Survey:
         update = self._scaled(lambda t: t.own_update, lambda p: p.update_seconds, profile, size)
         update = update + self._reduced(size)
         # Where small micro-batches cannot be split over all devices, the lines are not valid for larger ones.
-        largest = np.stack([self._seen[stands] for stands in self._stands])
+        largest = self._of_layers(lambda _, at: self._seen[at])
         devices = np.array(self.space.devices, dtype=float)[:, None]
         for surveyed in self._taken:
             before, alone_before = self._loop_seconds(surveyed, profile), self._alone_seconds(surveyed, profile)
@@ -417,14 +421,15 @@ class Survey:
         byte as where there are most: the time of few bytes is mostly latency, which does not grow with them.
         """
         taken, measure = self._taken_at(size), self.profile.reduction_measure
-        most = max(taken, key=lambda layer: measure[layer])
+        most = max(self._stands, key=lambda layer: measure[layer])
         per_byte = np.nan_to_num(taken[most].reduced / max(measure[most], 1e-30), posinf=0.0)
-        found = list[FloatArray]()
-        for here, at in zip(measure, self._stands, strict=True):
+
+        def reduced(layer: int, at: int) -> FloatArray:
+            here = measure[layer]
             share = min(1.0, here / measure[at]) if measure[at] > 0 else 1.0
-            with np.errstate(invalid="ignore"):
-                found.append(share * taken[at].reduced + max(0.0, here - measure[at]) * per_byte)
-        return np.nan_to_num(np.stack(found), posinf=np.inf)
+            return share * taken[at].reduced + max(0.0, here - measure[at]) * per_byte
+
+        return self._of_layers(reduced)
 
     def _loop_seconds(self, size: float, profile: Profile | None) -> FloatArray:
         return self._scaled(lambda t: t.loop_seconds, lambda p: p.loop_seconds, profile, size)
@@ -461,10 +466,21 @@ class Survey:
         """
         taken = self._taken_at(size)
         alone, known = measure(profile or self.profile), measure(self.profile)
-        ratios = [here / known[at] if known[at] > 0 else 1.0 for here, at in zip(alone, self._stands, strict=True)]
+        return self._of_layers(
+            lambda layer, at: figure(taken[at]) * (alone[layer] / known[at] if known[at] > 0 else 1.0)
+        )
+
+    def _of_layers(self, figure: Callable[[int, int], FloatArray]) -> FloatArray:
+        """Return [layers, kinds, shapes]: `figure(layer, at)`, where `at` is the layer that represents a layer.
+
+        On all devices together it is the first equal layer.
+        """
         # A layer that takes nothing on one device takes nothing on others, though ∞ · 0 is no number.
         with np.errstate(invalid="ignore"):
-            found = [figure(taken[at]) * ratio for ratio, at in zip(ratios, self._stands, strict=True)]
+            found = [
+                np.where(self._whole, figure(layer, equal), figure(layer, stands))
+                for layer, (equal, stands) in enumerate(zip(self._equal, self._stands, strict=True))
+            ]
         return np.nan_to_num(np.stack(found), posinf=np.inf)
 
     def _taken_at(self, size: float) -> dict[int, _Taken]:
@@ -482,7 +498,7 @@ class Survey:
                 points = np.stack([getattr(self._taken[s][layer], name) for s in sizes])
                 return _at_each(np.array(sizes), points, ways[name])
 
-            layers = dict.fromkeys(self._stands)
+            layers = dict.fromkeys(self._seen)
             self._between[size] = {layer: _Taken(*(between(layer, name) for name in ways)) for layer in layers}
         return self._between[size]
 
