@@ -105,8 +105,9 @@ class StageCostCache:
 
     def _as_written(self, number: int, cut: Cut) -> StageCosts:
         step, layers = self._in_layers(number, cut)
+        planned = planned_step(step, layers.of_op).step
         return StageCosts(
-            step=planned_step(step, layers.of_op).step,
+            step=planned,
             layers=layers,
             cost_model=self.request.cost_model,
             cost_model_for=self.request.cost_model_for,
@@ -115,6 +116,7 @@ class StageCostCache:
             progress=self.request.progress,
             workers=self.request.workers,
             solved=self.solved,
+            as_traced=None if planned is step else step,
         )
 
     @memoized
@@ -161,6 +163,7 @@ class StageCostCache:
             step=planned.step,
             layers=replace(known.parts, of_op=planned.of_op),
             recomputed=Recomputed(remat=remat, traced_layers=known.parts.of_op),
+            as_traced=None,
         )
 
     @memoized

@@ -17,7 +17,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from alpa_lite.errors import PlanError
 from alpa_lite.inter_op.solved_stages import MeshKey, Question, SolvedStage, SolvedStages, StagePlace
@@ -39,6 +39,7 @@ from alpa_lite.program.memo import memoized
 from alpa_lite.program.phases import Phase, StepGraph
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh
 from alpa_lite.sharding.specs import Spec
+from alpa_lite.step.clustering import make_layers
 from alpa_lite.step.layers import Layers
 from alpa_lite.step.recomputation import Remat
 from cost_models.cluster import Cluster
@@ -71,6 +72,9 @@ _ROLES = {
     "context": AxisRole.CONTEXT,
     "model": AxisRole.MODEL,
 }
+
+
+Placed = TypeVar("Placed", bound=StagePlace)
 
 
 def free_restriction(mesh: LogicalMesh) -> Restriction:
@@ -169,6 +173,7 @@ class StageCosts:
         workers: worker processes that may solve stages before they are needed (`expect`).
         solved: the stages solved so far, here and by other costs of the same search.
         recomputed: the layers that recompute values.
+        as_traced: the step as it was traced, if layers read there what others recompute; see `whole`.
     """
 
     step: StepGraph
@@ -181,6 +186,18 @@ class StageCosts:
     workers: Workers = field(default_factory=Workers, repr=False)
     solved: SolvedStages = field(default_factory=SolvedStages, repr=False)
     recomputed: Recomputed = field(default_factory=Recomputed)
+    as_traced: StepGraph | None = None
+
+    @cached_property
+    def whole(self) -> StageCosts:
+        """The costs of the stage of all layers as the only layer.
+
+        A step that recomputes values as it is written is planned so that no layer reads what another one recomputes:
+        it reads the values of the forward pass, which have to be saved. That is needed between stages alone.
+        """
+        if self.as_traced is None:
+            return self
+        return replace(self, step=self.as_traced, layers=make_layers(self.as_traced, 1), as_traced=None)
 
     @cached_property
     def most_update_tasks(self) -> int:
@@ -230,6 +247,9 @@ class StageCosts:
 
     def answer(self, asked: Question) -> StageSolution:
         """Return the best sharding for a question, solved before or now; see `solution`."""
+        costs, asked = self.without_cuts(asked)
+        if costs is not self:
+            return costs.answer(asked)
         structure, kind = self._structure(asked.first, asked.last), self._kind(asked)
         found = self.solved.answer(structure, kind, asked)
         if found is None:
@@ -252,6 +272,12 @@ class StageCosts:
         peak = solution.peak_bytes if same else solution.cost.bytes_in_flight(asked.in_flight)
         choice = remap(solution.choice, found.view, self._view(asked.first, asked.last))
         return replace(solution, choice=choice, peak_bytes=peak)
+
+    def without_cuts(self, place: Placed) -> tuple[StageCosts, Placed]:
+        """Return the costs that know a stage, and its place there; other ones for all layers, see `whole`."""
+        if self.as_traced is None or place.first or place.last < self.layers.num_layers - 1:
+            return self, place
+        return self.whole, replace(place, last=0)
 
     def solve(self, asked: Question) -> StageSolution:
         """Solve the stage of a question, whether or not it was solved before."""
@@ -312,10 +338,11 @@ class StageCosts:
 
     def in_two_parts(self, place: StagePlace, solution: StageSolution, *, in_two: bool = True) -> StageSolution:
         """Return a solution with the cost of a backward pass of two tasks, or of one; see `solve.in_two_parts`."""
+        costs, place = self.without_cuts(place)
         if solution.choice is None:
             return solution
-        view, pricer = self._view(place.first, place.last), self._builders(place).catalogue.pricer
-        alike = self.solved.in_parts(self._structure(place.first, place.last), self._kind(place), in_two=in_two)
+        view, pricer = costs._view(place.first, place.last), self._builders(place).catalogue.pricer
+        alike = self.solved.in_parts(costs._structure(place.first, place.last), self._kind(place), in_two=in_two)
         for known, made in alike:
             if remap(solution.choice, view, known) == made.choice:
                 # Of a pipeline of equal stages one is priced.
@@ -331,7 +358,8 @@ class StageCosts:
 
     def knows(self, asked: Question) -> bool:
         """Return True if `answer` need not solve anything."""
-        return self.solved.answer(self._structure(asked.first, asked.last), self._kind(asked), asked) is not None
+        costs, asked = self.without_cuts(asked)
+        return self.solved.answer(costs._structure(asked.first, asked.last), self._kind(asked), asked) is not None
 
     def with_pins(self, pins: Mapping[int, Spec]) -> StageCosts:
         """Return the same costs with other pins."""
@@ -406,13 +434,15 @@ class StageCosts:
 
     def least_peak(self, place: StagePlace, *, in_flight: int, limit_bytes: float) -> float:
         """Return the least peak bytes per device that the solver reaches for a stage that does not fit."""
+        costs, place = self.without_cuts(place)
         # Solutions so far may come from an effort that does not seek peaks.
-        seeking = self.solved_with(replace(self.effort, seeks_peaks=True))
+        seeking = costs.solved_with(replace(self.effort, seeks_peaks=True))
         return seeking.solve(seeking.question(place, in_flight=in_flight, limit_bytes=limit_bytes)).peak_bytes
 
     def shortage(self, place: StagePlace, *, in_flight: int = 1) -> Shortage:
         """Explain why a stage does not fit, and how much memory it needs."""
-        builder = self._builders(place).of(self._view(place.first, place.last))
+        costs, place = self.without_cuts(place)
+        builder = self._builders(place).of(costs._view(place.first, place.last))
         return explain_shortage(builder, limit_bytes=self.room_bytes(place.submesh), in_flight=in_flight)
 
 
@@ -422,6 +452,7 @@ def expect(likely: Iterable[tuple[StageCosts, Question]], *, later: bool = False
     for costs, asked in likely:
         # All costs of one search have the same workers.
         workers = costs.workers
+        costs, asked = costs.without_cuts(asked)
         if workers.at_work and not costs.knows(asked):
             family = workers.number_of(costs.solved)
             # Questions about equal stages have one key: the first one is sent.
