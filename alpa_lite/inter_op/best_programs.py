@@ -204,9 +204,9 @@ class BestPrograms:
             mesh = search.space.mesh(found.stages[number].submesh, configurations[number].shape)
             # Under policies of recomputation each layer of the search consists of several.
             first, last = start * parts, (end + 1) * parts - 1
-            # That of all layers has costs of its own.
-            costs, place = costs.without_cuts(StagePlace(first, last, submesh, mesh))
-            stages.append(place.with_solution(costs.solution(place, in_flight=configurations[number].in_flight)))
+            place = StagePlace(first, last, submesh, mesh)
+            costs, asked = costs.fitting(costs.question(place, in_flight=configurations[number].in_flight))
+            stages.append(StagePlace(asked.first, asked.last, submesh, mesh).with_solution(costs.answer(asked)))
         return costs, stages
 
     # ------------------------------------------------------------------------------------------------- programs

@@ -17,7 +17,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from alpa_lite.errors import PlanError
 from alpa_lite.inter_op.solved_stages import MeshKey, Question, SolvedStage, SolvedStages, StagePlace
@@ -72,9 +72,6 @@ _ROLES = {
     "context": AxisRole.CONTEXT,
     "model": AxisRole.MODEL,
 }
-
-
-Placed = TypeVar("Placed", bound=StagePlace)
 
 
 def free_restriction(mesh: LogicalMesh) -> Restriction:
@@ -193,7 +190,8 @@ class StageCosts:
         """The costs of the stage of all layers as the only layer.
 
         A step that recomputes values as it is written is planned so that no layer reads what another one recomputes:
-        it reads the values of the forward pass, which have to be saved. That is needed between stages alone.
+        it reads the values of the forward pass, which have to be saved. That is needed between stages alone. Less is
+        recomputed then, but more is saved.
         """
         if self.as_traced is None:
             return self
@@ -247,9 +245,6 @@ class StageCosts:
 
     def answer(self, asked: Question) -> StageSolution:
         """Return the best sharding for a question, solved before or now; see `solution`."""
-        costs, asked = self.without_cuts(asked)
-        if costs is not self:
-            return costs.answer(asked)
         structure, kind = self._structure(asked.first, asked.last), self._kind(asked)
         found = self.solved.answer(structure, kind, asked)
         if found is None:
@@ -273,11 +268,14 @@ class StageCosts:
         choice = remap(solution.choice, found.view, self._view(asked.first, asked.last))
         return replace(solution, choice=choice, peak_bytes=peak)
 
-    def without_cuts(self, place: Placed) -> tuple[StageCosts, Placed]:
-        """Return the costs that know a stage, and its place there; other ones for all layers, see `whole`."""
-        if self.as_traced is None or place.first or place.last < self.layers.num_layers - 1:
-            return self, place
-        return self.whole, replace(place, last=0)
+    def fitting(self, asked: Question) -> tuple[StageCosts, Question]:
+        """Return the costs and the question that a question is answered by: for all layers those of `whole`, if they
+        do not fit otherwise.
+        """
+        covers_all = asked.first == 0 and asked.last == self.layers.num_layers - 1
+        if self.as_traced is None or not covers_all or self.answer(asked).choice is not None:
+            return self, asked
+        return self.whole, replace(asked, last=0)
 
     def solve(self, asked: Question) -> StageSolution:
         """Solve the stage of a question, whether or not it was solved before."""
@@ -338,11 +336,10 @@ class StageCosts:
 
     def in_two_parts(self, place: StagePlace, solution: StageSolution, *, in_two: bool = True) -> StageSolution:
         """Return a solution with the cost of a backward pass of two tasks, or of one; see `solve.in_two_parts`."""
-        costs, place = self.without_cuts(place)
         if solution.choice is None:
             return solution
-        view, pricer = costs._view(place.first, place.last), self._builders(place).catalogue.pricer
-        alike = self.solved.in_parts(costs._structure(place.first, place.last), self._kind(place), in_two=in_two)
+        view, pricer = self._view(place.first, place.last), self._builders(place).catalogue.pricer
+        alike = self.solved.in_parts(self._structure(place.first, place.last), self._kind(place), in_two=in_two)
         for known, made in alike:
             if remap(solution.choice, view, known) == made.choice:
                 # Of a pipeline of equal stages one is priced.
@@ -358,8 +355,7 @@ class StageCosts:
 
     def knows(self, asked: Question) -> bool:
         """Return True if `answer` need not solve anything."""
-        costs, asked = self.without_cuts(asked)
-        return self.solved.answer(costs._structure(asked.first, asked.last), self._kind(asked), asked) is not None
+        return self.solved.answer(self._structure(asked.first, asked.last), self._kind(asked), asked) is not None
 
     def with_pins(self, pins: Mapping[int, Spec]) -> StageCosts:
         """Return the same costs with other pins."""
@@ -434,15 +430,13 @@ class StageCosts:
 
     def least_peak(self, place: StagePlace, *, in_flight: int, limit_bytes: float) -> float:
         """Return the least peak bytes per device that the solver reaches for a stage that does not fit."""
-        costs, place = self.without_cuts(place)
         # Solutions so far may come from an effort that does not seek peaks.
-        seeking = costs.solved_with(replace(self.effort, seeks_peaks=True))
+        seeking = self.solved_with(replace(self.effort, seeks_peaks=True))
         return seeking.solve(seeking.question(place, in_flight=in_flight, limit_bytes=limit_bytes)).peak_bytes
 
     def shortage(self, place: StagePlace, *, in_flight: int = 1) -> Shortage:
         """Explain why a stage does not fit, and how much memory it needs."""
-        costs, place = self.without_cuts(place)
-        builder = self._builders(place).of(costs._view(place.first, place.last))
+        builder = self._builders(place).of(self._view(place.first, place.last))
         return explain_shortage(builder, limit_bytes=self.room_bytes(place.submesh), in_flight=in_flight)
 
 
@@ -452,7 +446,6 @@ def expect(likely: Iterable[tuple[StageCosts, Question]], *, later: bool = False
     for costs, asked in likely:
         # All costs of one search have the same workers.
         workers = costs.workers
-        costs, asked = costs.without_cuts(asked)
         if workers.at_work and not costs.knows(asked):
             family = workers.number_of(costs.solved)
             # Questions about equal stages have one key: the first one is sent.

@@ -323,6 +323,7 @@ class StageSearch:
     def solution(self, first: int, last: int, kind: int, configuration: int, *, quick: bool = False) -> StageSolution:
         """Return the best sharding of a stage in a configuration, or (`quick`) one with a bound for the best."""
         costs, asked = self._question(first, last, kind, configuration, quick=quick)
+        costs, asked = costs.fitting(asked)
         return costs.answer(asked)
 
     def _knows(self, first: int, last: int, kind: int, configuration: int) -> bool:

@@ -65,6 +65,7 @@ class Profile:
     saved_bytes      that the forward pass saves, per sample
     working_bytes    that a layer works with in addition, for `samples` samples
     forward_share    the share of the forward pass in the seconds of both passes, of all layers together
+    whole            the profile of all layers as the only one, if they save less so (`StageCosts.whole`)
     """
 
     loop_seconds: FloatArray
@@ -75,6 +76,7 @@ class Profile:
     working_bytes: FloatArray
     samples: float
     forward_share: float
+    whole: Profile | None = None
 
     @staticmethod
     def of(costs: StageCosts) -> Profile:
@@ -91,6 +93,7 @@ class Profile:
             working_bytes=np.array([cost.temporary_bytes for cost in layers]),
             samples=size,
             forward_share=sum(c.forward_seconds for c in layers) / max(sum(c.loop_seconds for c in layers), 1e-30),
+            whole=None if costs.whole is costs else Profile.of(costs.whole),
         )
 
     def beats(self, other: Profile) -> bool:
@@ -128,10 +131,15 @@ class Profile:
         room = MEMORY_SLACK * space.room_bytes * np.array(space.devices, dtype=float)
         fixed = self.state_bytes + (self.sums_bytes if number > 1 else 0.0)
         saved, working = self.saved_bytes * size, self.working_with(size)
-        return in_flight_within(room, fixed[:, None], saved[:, None], working[:, None], in_flight)
+        found = in_flight_within(room, fixed[:, None], saved[:, None], working[:, None], in_flight)
+        if self.whole is not None:
+            found[0, -1] = np.maximum(found[0, -1], self.whole.holds(space, size, number, in_flight)[0, 0])
+        return found
 
     def least_bytes(self, size: float, number: int, num_devices: int, num_stages: int) -> float:
         """Return the bytes per device of equal stages at best, with `number` micro-batches of `size` samples."""
+        if num_stages == 1 and self.whole is not None:
+            return self.whole.least_bytes(size, number, num_devices, num_stages)
         # The first stage holds as many micro-batches as there are stages.
         held = self.saved_bytes.sum() * size * min(number, num_stages)
         fixed = self.state_bytes.sum() + (self.sums_bytes.sum() if number > 1 else 0.0)
@@ -277,7 +285,7 @@ class Survey:
         self.space, self.profile = space, profile
         self._stands = representatives(structures, np.stack([profile.loop_seconds, profile.update_seconds]))
         self._equal = [[*structures].index(structure) for structure in structures]
-        self._whole = np.array(space.devices)[:, None] == space.cluster.num_devices
+        self._whole: NDArray[np.bool_] = np.array(space.devices)[:, None] == space.cluster.num_devices
         self._taken: dict[float, dict[int, _Taken]] = {}
         self._numbers: dict[float, int] = {}
         self._between: dict[float, dict[int, _Taken]] = {}
@@ -293,7 +301,7 @@ class Survey:
         progress, possible = costs.progress, self._possible(costs)
         size = float(microbatch_size(costs) or 1)
         promising = {layer: asked if kinds else self._promising(layer) for layer in self._stands}
-        anywhere = np.logical_or.reduce([*promising.values()])
+        anywhere = np.stack([*promising.values()]).any(axis=0)
         wanted = {layer: possible & promising.get(layer, anywhere & self._whole) for layer in self._seen}
         taken = self._taken.setdefault(size, {})
         self._numbers[size] = costs.step.num_microbatches

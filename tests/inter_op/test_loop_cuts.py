@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import combinations_with_replacement, pairwise
 from typing import Any, Literal
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 import alpa_lite as al
 from alpa_lite.errors import PlanError
 from alpa_lite.inter_op.loop_cuts import IMBALANCE, is_even, least_largest, parts_that_may_do
-from alpa_lite.planners import Hybrid
+from alpa_lite.planners import Auto, Hybrid, Planner
 from alpa_lite.program.phases import Phase
 from alpa_lite.schedule import Interleaved1F1B
 from alpa_lite.step.clustering import make_layers
@@ -187,3 +188,25 @@ def test_fewer_parts_than_may_do_give_no_even_stages(lengths: tuple[int, ...], c
             continue
         layers = make_layers(cut, count, imbalance=IMBALANCE, shares=shares)
         assert not is_even(cut, layers, shares), parts
+
+
+def test_a_cluster_of_more_devices_than_trips_runs_a_stage_on_each() -> None:
+    """Seven devices divide neither six layers nor the batch nor a width: one stage has little to do."""
+
+    def step(weights: Any, x: Any) -> Any:
+        def loss(weights: Any) -> Any:
+            return jnp.mean(jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, weights)[0])
+
+        return weights - 0.1 * jax.grad(loss)(weights)
+
+    traced = al.parallelize(step, batch_argnums=(1,), cache=False).trace(_struct(6, 4096, 4096), _struct(8192, 4096))
+    cluster = replace(al.cluster("p4d.24xlarge"), num_hosts=7, devices_per_host=1)
+
+    def planned(planner: Planner) -> al.Plan:
+        plan = traced.plan(cluster=cluster, planner=planner, num_microbatches=32, cache=False).last_plan
+        assert plan is not None
+        return plan
+
+    found, by_hand = planned(Auto(manual=(), host_memory=False, idle_devices=False)), planned(Hybrid(pipeline=7))
+    assert len(found.stages) == 7
+    assert found.prediction.step_seconds <= by_hand.prediction.step_seconds

@@ -9,7 +9,8 @@ import numpy as np
 
 import alpa_lite as al
 from alpa_lite.api.stages import TracedFunction
-from alpa_lite.schedule import ZeroBubbleH1, ZeroBubbleH2, splits_backward
+from alpa_lite.schedule import OneFOneB, ZeroBubbleH1, ZeroBubbleH2, splits_backward
+from cost_models.cluster import Cluster, with_memory_limit
 
 LAYERS, WIDTH, SAMPLES = 8, 2048, 1024
 CLUSTER = replace(al.cluster("p3.16xlarge"), num_hosts=2, devices_per_host=1)
@@ -78,3 +79,36 @@ def test_a_plan_with_loops_written_out_computes_what_jit_does() -> None:
     assert any(map(splits_backward, fast.last_plan.schedule.tasks(2, 4)))
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-5, atol=2e-6)
+
+
+def saving_step(weights: list[jax.Array], batch: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+    """Train layers of which a loop saves the result of each op; written out, most of them are fused."""
+
+    def loss_fn(weights: list[jax.Array]) -> jax.Array:
+        def layer(x: jax.Array, of_layer: list[jax.Array]) -> tuple[jax.Array, None]:
+            return x + jax.nn.gelu(x @ of_layer[0]) @ of_layer[1], None
+
+        return jnp.mean(jax.lax.scan(layer, batch, weights)[0] ** 2)
+
+    loss, grads = jax.value_and_grad(loss_fn)(weights)
+    return [w - 0.1 * g for w, g in zip(weights, grads, strict=True)], loss
+
+
+def test_what_loops_have_no_memory_for_is_not_recomputed_where_they_are_written_out() -> None:
+    weights = [jax.ShapeDtypeStruct((LAYERS, 1024, 1024), jnp.float32)] * 2
+    batch = jax.ShapeDtypeStruct((8192, 1024), jnp.float32)
+    step = al.parallelize(saving_step, batch_argnums=1, cache=False).trace(weights, batch)
+
+    def planned_on(cluster: Cluster, planner: al.planners.Planner) -> al.Plan:
+        plan = step.plan(cluster=cluster, planner=planner, num_microbatches=4, cache=False).last_plan
+        assert plan is not None
+        return plan
+
+    by_hand = planned_on(CLUSTER, al.planners.Hybrid(pipeline=2, schedule=ZeroBubbleH1()))
+    limited = with_memory_limit(CLUSTER, 1.1 * max(by_hand.prediction.peak_bytes))
+    found = planned_on(limited, al.planners.Auto(manual=(), host_memory=False))
+    assert found.prediction.step_seconds <= by_hand.prediction.step_seconds
+    assert found.loop_parts > 2 and not found.remat
+    # As loops they have to recompute.
+    as_loops = planned_on(limited, al.planners.Auto(manual=(), host_memory=False, schedule=OneFOneB()))
+    assert as_loops.remat
