@@ -442,14 +442,15 @@ def with_less_memory(
     if len(lists) < len(found.stages):
         raise InfeasibleError(f"Stages that share devices do not fit under {found.schedule}.")
     lower = {n: device_peak({n: found.stages[n].solution.cost}, lists[n]) - excess for n, excess in over.items()}
-    within, stages = {**limits, **lower}, found.stages
+    within = {**limits, **lower}
     try:
-        solved = _within(costs, stages, found.schedule, within)
+        solved = _within(costs, found.stages, found.schedule, within)
     except InfeasibleError:
-        if costs.whole is costs or len(stages) > 1:
+        first, *others = found.stages
+        if others or costs.whole is costs:
             raise
         costs = costs.whole
-        solved = _within(costs, [replace(stages[0], last=0)], found.schedule, within)
+        solved = _within(costs, [replace(first, last=0)], found.schedule, within)
     return replace(found, costs=costs, stages=tuple(solved)), within
 
 
