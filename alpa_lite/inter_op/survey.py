@@ -14,7 +14,7 @@ With b samples in a micro-batch, layer l on a logical mesh takes per micro-batch
     u(l) = min(u(r), alone(r)) * alone(l) / alone(r) + reduced(l)
 
 where r is a layer that stands for l (`representatives`; on all devices together, the only stage of a plan without a
-pipeline, an equal one), loop is what they take on one device, t(r,b) lies on straight
+pipeline, an equal one where much would be guessed), loop is what they take on one device, t(r,b) lies on straight
 lines through the sizes that were solved (latency and the gathering of weights do not shrink with b, the rest does), and
 of the update u alone is what it takes on one device, and reduced what it takes longer than that, which follows from the
 bytes of gradients that a layer makes (`_reduced`): it may add to the gradient of a weight that another layer updates.
@@ -209,6 +209,10 @@ MAX_REPRESENTATIVES = 4
 ENOUGH = 0.6
 """Layers are surveyed until they represent this share of both passes and of the update, but at most so many."""
 
+WELL = 0.7
+"""Where these stand by their structure for less than this share, the others are surveyed too, on all devices together.
+"""
+
 AGAIN = 1 / 3
 """The share of the surveyed logical meshes that are usually promising enough to be surveyed again."""
 
@@ -283,8 +287,13 @@ class Survey:
     def __init__(self, space: Space, profile: Profile, structures: Sequence[object]) -> None:
         """Start without surveyed layers; `structures` are equal for equal layers."""
         self.space, self.profile = space, profile
-        self._stands = representatives(structures, np.stack([profile.loop_seconds, profile.update_seconds]))
-        self._equal = [[*structures].index(structure) for structure in structures]
+        seconds, equal = (
+            np.stack([profile.loop_seconds, profile.update_seconds]),
+            [*map([*structures].index, structures)],
+        )
+        self._stands = representatives(structures, seconds)
+        known = seconds[:, np.isin(equal, self._stands)].sum(axis=1) >= WELL * seconds.sum(axis=1)
+        self._equal = self._stands if known.all() else equal
         self._whole: NDArray[np.bool_] = np.array(space.devices)[:, None] == space.cluster.num_devices
         self._taken: dict[float, dict[int, _Taken]] = {}
         self._numbers: dict[float, int] = {}
@@ -297,12 +306,19 @@ class Survey:
 
         `kinds`: solve on all logical meshes of these kinds of submesh alone; without, on promising ones of all kinds.
         """
-        asked = np.isin(np.arange(len(self.space.kinds)), [*kinds])[:, None]
-        progress, possible = costs.progress, self._possible(costs)
-        size = float(microbatch_size(costs) or 1)
-        promising = {layer: asked if kinds else self._promising(layer) for layer in self._stands}
-        anywhere = np.stack([*promising.values()]).any(axis=0)
-        wanted = {layer: possible & promising.get(layer, anywhere & self._whole) for layer in self._seen}
+        asked, possible = np.isin(np.arange(len(self.space.kinds)), [*kinds])[:, None], self._possible(costs)
+
+        def promising(layer: int) -> NDArray[np.bool_]:
+            return possible & (asked if kinds else self._promising(layer))
+
+        self._take(costs, {layer: promising(layer) for layer in self._stands}, further)
+        # What is far from the best for those that represent others is so for these.
+        close = np.stack([promising(layer) for layer in self._stands]).any(axis=0) & self._whole
+        self._take(costs, {layer: close for layer in self._equal if layer not in self._stands}, further)
+
+    def _take(self, costs: StageCosts, wanted: Mapping[int, NDArray[np.bool_]], further: int) -> None:
+        """Solve layers on logical meshes [kinds, shapes] each, at the micro-batch size of a step; see `add`."""
+        size, progress = float(microbatch_size(costs) or 1), costs.progress
         taken = self._taken.setdefault(size, {})
         self._numbers[size] = costs.step.num_microbatches
         # What lies between surveyed sizes changes with a new one.
@@ -347,7 +363,7 @@ class Survey:
         self, costs: StageCosts, wanted: Mapping[int, NDArray[np.bool_]] | None = None, *, later: bool = False
     ) -> None:
         """Let workers start on layers on logical meshes [kinds, shapes], by default on all of them."""
-        wanted = wanted or dict.fromkeys(self._stands, self._possible(costs))
+        wanted = dict.fromkeys(self._stands, self._possible(costs)) if wanted is None else wanted
         looked_at = [(layer, k, c) for layer, where in wanted.items() for k, c in np.argwhere(where).tolist()]
         # First those that are solved in any case. The survey itself solves the layers in the opposite order, so that
         # workers and survey meet late.
@@ -481,14 +497,14 @@ class Survey:
     def _of_layers(self, figure: Callable[[int, int], FloatArray]) -> FloatArray:
         """Return [layers, kinds, shapes]: `figure(layer, at)`, where `at` is the layer that represents a layer.
 
-        On all devices together it is the first equal layer.
+        On all devices together it is the first equal layer, if that was solved.
         """
-        # A layer that takes nothing on one device takes nothing on others, though ∞ · 0 is no number.
-        with np.errstate(invalid="ignore"):
-            found = [
-                np.where(self._whole, figure(layer, equal), figure(layer, stands))
-                for layer, (equal, stands) in enumerate(zip(self._equal, self._stands, strict=True))
-            ]
+        found = list[FloatArray]()
+        for layer, (equal, stands) in enumerate(zip(self._equal, self._stands, strict=True)):
+            own = self._whole & (self._seen[equal] > 0)
+            # A layer that takes nothing on one device takes nothing on others, though ∞ · 0 is no number.
+            with np.errstate(invalid="ignore"):
+                found.append(np.where(own, figure(layer, equal), figure(layer, stands)))
         return np.nan_to_num(np.stack(found), posinf=np.inf)
 
     def _taken_at(self, size: float) -> dict[int, _Taken]:
