@@ -155,7 +155,15 @@ class JointSearch:
     def _refined(self, searches: SurveyedSearches, found: Sequence[Priced], fastest: float) -> Priced | None:
         """Return the fastest plan of stages that are refined; None if none of them fits."""
         programs, ways = self._programs(fastest), [each.found for each in sorted(found, key=lambda each: each.seconds)]
-        programs.add(refined(self.request, ways, searches.steps, self.schedules, any_schedule=self._any_schedule))
+        more = refined(
+            self.request,
+            ways,
+            searches.steps,
+            self.schedules,
+            any_schedule=self._any_schedule,
+            policies=self.policies,
+        )
+        programs.add(more)
         programs.simulate(close=MOST_CLOSE)
         return programs.best
 

@@ -17,7 +17,7 @@ again with the form of one of them given.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -44,7 +44,6 @@ from alpa_lite.schedule import (
     OneFOneB,
     Schedule,
     Synthesised,
-    Task,
     Wave,
     ZeroBubbleH1,
     ZeroBubbleV,
@@ -131,10 +130,12 @@ def refined(
     schedules: Sequence[Schedule],
     *,
     any_schedule: bool,
+    policies: Collection[Remat],
 ) -> list[Found]:
     """Return what the fastest of some plans, which come in this order, may become; solved closer to the best.
 
-    `any_schedule`: also under schedules that are not searched, in chunks above all.
+    `any_schedule`: also under schedules that are not searched, in chunks above all. `policies`: of rematerialisation
+    that stages may follow.
     """
     ways = list[Found]()
 
@@ -152,7 +153,8 @@ def refined(
         even = [*_evened(request, best, plain, steps, schedules)]
         best = min((best, *even), key=lambda way: way.seconds)
         ordered = [reordered(request, each) for each in (whole, best)]
-        best = _written_out(request, min(ordered, key=lambda way: way.seconds), whole, steps, schedules)
+        best = min(ordered, key=lambda way: way.seconds)
+        best = _written_out(request, best, whole, steps, schedules, policies)
         ways.extend((*under, *in_chunks, *even, *ordered, best))
         return best
 
@@ -241,7 +243,12 @@ def _dealt_in_chunks(
 
 
 def _written_out(
-    request: PlanRequest, best: Found, whole: Found, steps: StageCostCache, schedules: Sequence[Schedule]
+    request: PlanRequest,
+    best: Found,
+    whole: Found,
+    steps: StageCostCache,
+    schedules: Sequence[Schedule],
+    policies: Collection[Remat],
 ) -> Found:
     """Return the best plan so far, or stages whose loops over layers are written out, whichever is faster.
 
@@ -254,9 +261,16 @@ def _written_out(
     if whole.seconds - _gain_of_waiting(request, whole) >= best.seconds * (1 - WORTH_WRITING):
         return best
     ways = list[Found]()
+    # A loop saves all that its backward pass reads; written out, most of it is fused with what reads it, so that there
+    # may be memory without recomputation.
+    without = ((Remat.NONE,) * len(whole.stages),) if Remat.NONE in policies else ()
     # The best schedule of the search may leave no memory for gradients that wait.
     for schedule in dict.fromkeys((whole.schedule, ZeroBubbleH1())):
-        found = dealt_out(request, whole, steps, schedule, in_trips=True)
+        tried = (
+            dealt_out(request, whole, steps, schedule, in_trips=True, policies=under)
+            for under in dict.fromkeys((*without, whole.policies))
+        )
+        found = next((way for way in tried if way is not None), None)
         if found is not None:
             found = reordered(request, rescheduled(request, found, schedules))
             ways += [found, _dealt_in_chunks(request, found, found, steps, ZeroBubbleV()) or found]
@@ -488,39 +502,34 @@ def _within(
 
 
 def dealt_out(
-    request: PlanRequest, found: Found, steps: StageCostCache, schedule: Schedule, *, in_trips: bool = False
+    request: PlanRequest,
+    found: Found,
+    steps: StageCostCache,
+    schedule: Schedule,
+    *,
+    in_trips: bool = False,
+    policies: Sequence[Remat] | None = None,
 ) -> Found | None:
     """Return a plan with the chunks of a schedule on the submesh of each stage; None if that is not possible.
 
-    `in_trips`: with loops written out, as always if the schedule cuts backward passes in two.
+    `in_trips`: with loops written out, as always if the schedule cuts backward passes in two. `policies`: of
+    rematerialisation, of each stage; by default as found.
     """
-    num_microbatches = found.costs.step.num_microbatches
-    chunks = len(found.stages) * schedule.stages_per_processor
+    parts, num_microbatches = len(found.stages), found.costs.step.num_microbatches
+    chunks = parts * schedule.stages_per_processor
     homes = [schedule.processor_of(chunk, chunks) for chunk in range(chunks)]
     try:
         # A schedule may run other numbers of micro-batches, and there may be too few ops.
         tasks = schedule.tasks(chunks, num_microbatches)
         in_trips = in_trips or any(map(splits_backward, tasks))
         cut = Cut.written_out([_shares(found)[home] for home in homes]) if in_trips else Cut.into(chunks)
-        policies = [found.policies[home] for home in homes]
-        # A loop saves all that its backward pass reads; written out, most of it is fused with what reads it, so that
-        # there may be memory without recomputation.
-        for under in ([Remat.NONE] * chunks, policies) if in_trips and {*policies} != {Remat.NONE} else (policies,):
-            costs, per_chunk = steps.mixed(num_microbatches, cut, under)
-            if (stages := _dealt_stages(found, costs, per_chunk, homes, tasks)) is not None:
-                return Found.of(request, costs, stages, schedule)
+        policies = found.policies if policies is None else policies
+        costs, per_chunk = steps.mixed(num_microbatches, cut, [policies[home] for home in homes])
     except PlanError:
         return None
-    return None
-
-
-def _dealt_stages(
-    found: Found, costs: StageCosts, per_chunk: int, homes: Sequence[int], tasks: Sequence[Sequence[Task]]
-) -> list[PlacedStage] | None:
-    """Return chunks of `per_chunk` layers on the submeshes of the stages `homes`; None if some do not fit together."""
     solved: dict[int, StageSolution] = {}
     # The last part first: it has the fewest micro-batches in flight, and its solutions serve those before it.
-    for part in reversed(range(len(found.stages))):
+    for part in reversed(range(parts)):
 
         def solve(
             chunk: int,
@@ -537,10 +546,11 @@ def _dealt_stages(
         if not together.fits:
             return None
         solved |= together.solutions
-    return [
+    stages = [
         StagePlace.nth(chunk, per_chunk, whole.submesh, whole.mesh).with_solution(solved[chunk])
         for chunk, whole in enumerate(found.stages[home] for home in homes)
     ]
+    return Found.of(request, costs, stages, schedule)
 
 
 def agreeing(costs: StageCosts, stages: Sequence[PlacedStage], schedule: Schedule) -> Iterator[list[PlacedStage]]:

@@ -524,7 +524,7 @@ def test_a_stage_that_would_update_long_after_the_others_is_not_made() -> None:
 def test_layers_compute_again_what_does_not_fit() -> None:
     free = _deep_plan(Auto(manual=()), num_microbatches=8)
     assert not free.remat
-    tight = Auto(manual=(), max_memory_bytes=0.6 * max(free.prediction.peak_bytes))
+    tight = Auto(manual=(), max_memory_bytes=0.5 * max(free.prediction.peak_bytes))
     found, written, full = (
         _deep_plan(replace(tight, remat=remat), num_microbatches=8) for remat in ("auto", "none", "full")
     )
