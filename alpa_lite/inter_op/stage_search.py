@@ -460,20 +460,24 @@ class StageSearch:
         return np.where(enough, np.maximum(least.min(axis=1), 1.0), 1.0)
 
     def _longer_under_other_policies(self) -> NDArray[np.float64]:
-        """Return [layers, layers, kinds, shapes and policies]: the known ratio of seconds and guess under any policy.
+        """Return [layers, layers, kinds, shapes and policies]: the known ratio of seconds and guess, under a policy and
+        those that save no more.
 
         Only policies under which the stage has memory count, with the fewest micro-batches in flight. The ratio is
-        expected under the other policies too, which differ only in what they recompute.
+        expected under the policies that save more too, which differ only in what they recompute. Those that save less
+        may have memory for a faster sharding.
         """
         part = self.configurations.block(0)
         states, guessed = self.states, self._guessed_in_all
         least = self._spread(states.least[part], states.least_updates[part])
         known = np.where(states.solved[part], self._in_all[part], least)
-        # Lack of memory may be the reason elsewhere, and differs between policies.
+        # Lack of memory may be the reason elsewhere.
         looked_at = np.isfinite(known) & _has_work(guessed) & (self._roomy >= 0)
         ratio = np.divide(known, guessed, out=np.ones(known.shape), where=looked_at)
-        of_shapes = ratio.reshape(*known.shape[:3], -1, self.space.most_shapes).max(axis=3).clip(min=1.0)
-        return np.tile(of_shapes, len(self.costs.policies))
+        of_policies = ratio.reshape(*known.shape[:3], -1, self.space.most_shapes).clip(min=1.0)
+        saved = [[*Remat].index(policy) for policy in self.costs.policies]
+        found = [of_policies[..., [other >= own for other in saved], :].max(axis=3) for own in saved]
+        return np.concatenate(found, axis=-1)
 
     def _solve(self, first: int, last: int, kind: int, configuration: int) -> None:
         """Replace the guess of a stage by a bound on its cost, or the bound by the cost."""

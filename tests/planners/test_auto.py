@@ -535,6 +535,16 @@ def test_layers_compute_again_what_does_not_fit() -> None:
     assert {*found.remat} == {Remat.FULL, Remat.NONE}
 
 
+@pytest.mark.parametrize("part", [0.4, 0.35])
+def test_what_lack_of_memory_makes_slow_hides_no_plan_that_saves_less(part: float) -> None:
+    """In little memory a stage that saves everything is split in a way that takes long."""
+    most = max(_deep_plan(Auto(manual=()), num_microbatches=8).prediction.peak_bytes)
+    tight = Auto(manual=(), max_memory_bytes=part * most)
+    found, *others = (_deep_plan(replace(tight, remat=remat), num_microbatches=8) for remat in ("auto", "none", "full"))
+    for plan in others:
+        assert found.prediction.step_seconds <= plan.prediction.step_seconds * 1.005
+
+
 def test_manual_plans_are_priced_only_where_they_keep_the_restrictions() -> None:
     """A pipeline under 1F1B, which keeps what its backward pass reads, is faster than what the search may make here."""
     manual = (Pipeline(pipeline=4),)
