@@ -185,7 +185,7 @@ class StageCosts:
     recomputed: Recomputed = field(default_factory=Recomputed)
     as_traced: StepGraph | None = None
 
-    @cached_property
+    @property
     def whole(self) -> StageCosts:
         """The costs of the stage of all layers as the only layer.
 
@@ -193,8 +193,13 @@ class StageCosts:
         it reads the values of the forward pass, which have to be saved. That is needed between stages alone. Less is
         recomputed then, but more is saved.
         """
+        # Not cached here: costs that hold themselves would only be freed by the garbage collector.
+        return self._in_one_layer or self
+
+    @cached_property
+    def _in_one_layer(self) -> StageCosts | None:
         if self.as_traced is None:
-            return self
+            return None
         return replace(self, step=self.as_traced, layers=make_layers(self.as_traced, 1), as_traced=None)
 
     @cached_property
