@@ -134,8 +134,7 @@ def refined(
 ) -> list[Found]:
     """Return what the fastest of some plans, which come in this order, may become; solved closer to the best.
 
-    `any_schedule`: also under schedules that are not searched, in chunks above all. `policies`: of rematerialisation
-    that stages may follow.
+    `any_schedule`: also under schedules that are not searched, in chunks above all. `policies`: of rematerialisation.
     """
     ways = list[Found]()
 
@@ -460,6 +459,7 @@ def with_less_memory(
     try:
         solved = _within(costs, found.stages, found.schedule, within)
     except InfeasibleError:
+        # The stage of all layers saves less as the step is written.
         first, *others = found.stages
         if others or costs.whole is costs:
             raise

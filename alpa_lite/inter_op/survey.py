@@ -210,8 +210,7 @@ ENOUGH = 0.6
 """Layers are surveyed until they represent this share of both passes and of the update, but at most so many."""
 
 WELL = 0.7
-"""Where these stand by their structure for less than this share, the others are surveyed too, on all devices together.
-"""
+"""Where layers equal to a surveyed one take less than this share, each layer is surveyed on all devices together."""
 
 AGAIN = 1 / 3
 """The share of the surveyed logical meshes that are usually promising enough to be surveyed again."""
@@ -287,11 +286,9 @@ class Survey:
     def __init__(self, space: Space, profile: Profile, structures: Sequence[object]) -> None:
         """Start without surveyed layers; `structures` are equal for equal layers."""
         self.space, self.profile = space, profile
-        seconds, equal = (
-            np.stack([profile.loop_seconds, profile.update_seconds]),
-            [*map([*structures].index, structures)],
-        )
+        seconds = np.stack([profile.loop_seconds, profile.update_seconds])
         self._stands = representatives(structures, seconds)
+        equal = [*map([*structures].index, structures)]
         known = seconds[:, np.isin(equal, self._stands)].sum(axis=1) >= WELL * seconds.sum(axis=1)
         self._equal = self._stands if known.all() else equal
         self._whole: NDArray[np.bool_] = np.array(space.devices)[:, None] == space.cluster.num_devices

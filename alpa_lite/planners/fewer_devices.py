@@ -1,4 +1,4 @@
-"""Plans that leave devices idle, where a step on fewer of them takes no longer.
+"""Plans that leave devices idle, where a step on fewer of them takes no longer, or fits into memory on fewer alone.
 
     parts     of a mixed cluster its groups of equal hosts; else a power of two of the hosts, or of one host's devices
     tried     the parts on which a step may be as short as the best so far, by its lower bound      `on_fewer_devices`
