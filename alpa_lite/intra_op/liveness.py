@@ -9,8 +9,7 @@
     arguments    a value that a program is given is there from its start to its end                       (external)
     early        on the CPU backend, arrays of zeros that are filled piece by piece, and parts of an op that wait for
                  one operand alone                                                                      (_run_early)
-    spread       on the CPU backend, operands as large as the result where a kernel that reduces it reads them
-                                                                                                           (_spread)
+    library      on the CPU backend, arrays that are written for the library that reduces       (`library_reductions`)
 
 New state overwrites the old one (`_new_state`). Inside a loop, a value that one trip passes to the next lives until the
 end of the trip, in addition to the incoming value. Elements of stacked arrays are copied out for kernels that cannot
@@ -34,6 +33,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from alpa_lite.intra_op.kernel_queue import Kernel, KernelTask
+from alpa_lite.intra_op.library_reductions import LibraryReductions
 from alpa_lite.intra_op.one_trip_loops import Flattened, Path, without_one_trip_loops
 from alpa_lite.intra_op.stage import StageView
 from alpa_lite.intra_op.stage_ops import StageOps
@@ -57,6 +57,15 @@ class LiveSpan(NamedTuple):
 
     start: int
     end: int
+
+
+class LibrarySpan(NamedTuple):
+    """The time from `start` to before `end` in which an array is in memory; for the others see `LibraryArray`."""
+
+    start: int
+    end: int
+    kept: float
+    goes_on: bool | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,18 +103,18 @@ class Lives:
     Values that are summed over micro-batches live until the update has read them. `read_until`: when the last of the
     kernels in which an op runs has read its operands, for ops that run in several, or in a later one. `early`: from
     when on a kernel reads an operand, by its number, that does a part of the work of an op without the other operands.
-    `spread`: when copies of operands of an op as large as its result are in memory. `completed`: when a collective runs
-    that completes the partial sums of an op, where it waits for its turn as all kernels do. `begun`: when the program
-    begins that runs an op, or the first trip of the loop around it. `gathered`: when parameters that lie in parts are
-    gathered for an op, and when they are laid out anew then. `filled`: when the array of zeros is written that an op
-    fills.
+    `library`: when arrays as large as the result of an op are in memory for the library that reduces. `completed`: when
+    a collective runs that completes the partial sums of an op, where it waits for its turn as all kernels do. `begun`:
+    when the program begins that runs an op, or the first trip of the loop around it. `gathered`: when parameters that
+    lie in parts are gathered for an op, and when they are laid out anew then. `filled`: when the array of zeros is
+    written that an op fills.
     """
 
     lives: tuple[Life, ...]
     spans: Mapping[tuple[Path, int], LiveSpan]
     read_until: Mapping[tuple[Path, int], int]
     early: Mapping[tuple[Path, int, int], int]
-    spread: Mapping[tuple[Path, int], Sequence[LiveSpan]]
+    library: Mapping[tuple[Path, int], Sequence[LibrarySpan]]
     completed: Mapping[tuple[Path, int], int]
     begun: Mapping[tuple[Path, int], int]
     gathered: Mapping[tuple[Path, int], LiveSpan]
@@ -175,7 +184,7 @@ def _as_traced(found: Lives, flattened: Flattened) -> Lives:
         spans=spans,
         read_until={original(*key): until for key, until in found.read_until.items()},
         early={(*original(path, op_id), number): time for (path, op_id, number), time in found.early.items()},
-        spread={original(*key): of_op for key, of_op in found.spread.items()},
+        library={original(*key): of_op for key, of_op in found.library.items()},
         completed={original(*key): time for key, time in found.completed.items()},
         begun={original(*key): time for key, time in found.begun.items()},
         gathered={original(*key): time for key, time in found.gathered.items()},
@@ -199,7 +208,7 @@ def _lives_of_ops(stage: StageOps, kernels: KernelModel, inlined: frozenset[int]
         spans=spans,
         read_until=timing.read_until,
         early=timing.early,
-        spread=timing.spread,
+        library=timing.library,
         completed=timing.completed,
         begun=timing.begun,
         gathered=timing.gathered,
@@ -218,7 +227,7 @@ class _Timing:
         self.stored: dict[Path, StoredValues] = {}
         self.read_until: dict[tuple[Path, int], int] = {}
         self.early: dict[tuple[Path, int, int], int] = {}
-        self.spread: dict[tuple[Path, int], list[LiveSpan]] = {}
+        self.library: dict[tuple[Path, int], list[LibrarySpan]] = {}
         self.completed: dict[tuple[Path, int], int] = {}
         self.begun: dict[tuple[Path, int], int] = {}
         self.gathered: dict[tuple[Path, int], LiveSpan] = {}
@@ -266,17 +275,20 @@ class _LiveScope:
         *,
         stage: StageOps | None = None,
         kept: frozenset[int] = frozenset(),
+        elements: Sequence[int] = (),
     ) -> None:
         """Analyse the last uses of all values.
 
         `stage`: the ops of the stage, for the outermost graph alone; of the body of a loop all ops run. `kept`: the
-        outputs of a body that live until it has run once.
+        outputs of a body that live until it has run once. `elements`: its inputs that are elements of stacked arrays.
         """
         self.graph, self.path, self.stage, self.timing = graph, path, stage, timing
         self.spans = timing.spans
         self.ops = ops = stage.ops if stage is not None else range(len(graph.ops))
         self.end = max((self.spans[path, o].end for o in ops), default=0)  # when the graph has run once
         self.stored = stored = timing.stored[path]
+        self.copied = [v for v in elements if any(reads_whole(graph, graph.ops[o]) for o in stored.readers(v))]
+        self.elements = frozenset(elements) - frozenset(self.copied)
         self.here = stored.here
         self.replaced = _new_state(stage.step) if stage is not None else frozenset[int]()
         self.outputs = frozenset(graph.outputs)
@@ -295,7 +307,7 @@ class _LiveScope:
             if self.written.isdisjoint(graph.ops[op_id].results):
                 timing.read_until[path, op_id] = max([use.end for use in uses], default=0)
         if timing.kernels.breadth_first:
-            self._spread()
+            self._write_for_library()
 
     def _run_early(self) -> None:
         """Find out what runs long before the op that it belongs to, as nothing that the op waits for holds it up.
@@ -332,20 +344,24 @@ class _LiveScope:
                 if spans:
                     found[self.path, op_id] = min(spans)
 
-    def _spread(self) -> None:
-        """Find out when copies of operands as large as the result of an op are in memory."""
-        known: dict[tuple[int, tuple[int, ...]], tuple[int, int, int]] = {}
+    def _write_for_library(self) -> None:
+        """Find out when arrays are in memory that are written for kernels of the library."""
+        library = LibraryReductions(self.stored, self.elements)
         starts = {o: min([self.span(o).start for o in p], default=0) for p in self.stored.programs for o in p}
-        for op_id, operands in self.stored.spread().items():
-            until = self.timing.read_until[self.path, op_id]
-            for v in operands:
-                key = self.stored.spread_form(v, op_id)
-                maker = self.graph.producer[key[0]]
-                start = self.span(maker).end if maker in self.here else starts[op_id]
-                first, begun, end = known.get(key, (op_id, start, until))
-                known[key] = first, begun, max(end, until)
-        for first, start, end in known.values():
-            self.timing.spread.setdefault((self.path, first), []).append(LiveSpan(max(start, starts[first]), end))
+        known: dict[object, LibrarySpan] = {}
+        first: dict[object, int] = {}
+        for array in library.arrays():
+            sources = self._sources(self.graph.ops[array.op]) if array.source is None else [array.source]
+            makers = (self.graph.producer[self.stored.origin(v)] for v in sources)
+            start = max([starts[array.op], *(self.span(maker).end for maker in makers if maker in self.here)])
+            end = max(self.span(reader).end for reader in array.readers)
+            form = array.op if array.source is None else (library.form(array.source, array.op), array.goes_on)
+            found = LibrarySpan(start, end, array.kept, array.goes_on)
+            before = known.get(form, found)
+            known[form] = before._replace(end=max(before.end, end))
+            first.setdefault(form, array.op)
+        for form, span in known.items():
+            self.timing.library.setdefault((self.path, first[form]), []).append(span)
 
     def span(self, op_id: int) -> LiveSpan:
         """Return the time span in which an op runs."""
@@ -416,19 +432,20 @@ class _LiveScope:
             kept = frozenset(
                 v for v, r in zip(body.outputs, outputs, strict=True) if r is not None and r not in wiring.stacked
             )
-            inner = _LiveScope(body, path, self.timing, kept=kept)
-            yield from inner.elements(
-                [v for v, i in zip(body.inputs, inputs, strict=True) if i in wiring.scanned and body.values[v].rank > 0]
-            )
+            scanned = (v for v, i in zip(body.inputs, inputs, strict=True) if i in wiring.scanned)
+            elements = [v for v in scanned if body.values[v].rank > 0]
+            inner = _LiveScope(body, path, self.timing, kept=kept, elements=elements)
+            yield from inner.copies()
             yield from inner.lives()
 
-    def elements(self, values: Sequence[int]) -> Iterator[Life]:
+    def copies(self) -> Iterator[Life]:
         """Yield the lifetimes of elements of stacked arrays that are copied out for a reader that is not fused."""
-        for v in values:
+        for v in self.copied:
             readers = self.stored.readers(v)
-            if any(reads_whole(self.graph, self.graph.ops[op_id]) for op_id in readers):
-                start = min(self.span(op_id).start for op_id in readers)
-                yield Life(path=self.path, value=v, start=start, end=max(self.span(o).end for o in readers))
+            # Where kernels run when they can, nothing holds the copies up.
+            first = self.ops if self.timing.kernels.breadth_first else readers
+            start = min(self.span(op_id).start for op_id in first)
+            yield Life(path=self.path, value=v, start=start, end=max(self.span(o).end for o in readers))
 
     def _use(self, value: int) -> _Use:
         """Return the last use of a value by a kernel, from the cache if possible."""
@@ -495,6 +512,8 @@ class _LiveScope:
             return found
         dying = [v for v in self._sources(op) if self._dies(v, after)]
         for r in op.results:
+            if self.timing.kernels.breadth_first and self._is_written_merged(r):
+                continue
             value = self.graph.values[r]
             match = next((v for v in dying if _alike(self.graph, v, r)), None)
             if match is not None and value.rank > 0:
@@ -502,6 +521,14 @@ class _LiveScope:
                 dying.remove(match)
                 found[r] = after
         return found
+
+    def _is_written_merged(self, value: int) -> bool:
+        """Return True for a value that products alone read, with several of its dims as one.
+
+        The CPU backend writes it with these dims: no operand of the kernel has the shape of its result.
+        """
+        readers = self.stored.readers(value)
+        return bool(readers) and all(merges_dims(self.graph.ops[c], self.graph.values[value].rank) for c in readers)
 
     def _dies(self, value: int, time: int) -> bool:
         """Return True for a value made here whose buffer is free from `time` on."""
@@ -526,6 +553,14 @@ class _LiveScope:
             else:
                 found[v] = None
         return list(found)
+
+
+def merges_dims(op: Op, rank: int) -> bool:
+    """Return True for a product that reads operands of a rank as matrices."""
+    if op.primitive != "dot_general":
+        return False
+    (contracted, _), (batch, _) = op.params["dimension_numbers"]
+    return len(contracted) > 1 or rank - len(batch) - len(contracted) > 1
 
 
 def _alike(graph: Graph, first: int, second: int) -> bool:

@@ -14,7 +14,6 @@ differ.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,6 +31,7 @@ from alpa_lite.rules.fusion import (
     is_repeatable,
     on_chip,
     reads_several,
+    reduces,
 )
 from alpa_lite.rules.op_info import awaited_result, free_values, rule_of_op
 from cost_models.composed import CostModel
@@ -204,13 +204,15 @@ class StoredValues:
 
     def _is_stored(self, op: Op, readers: Sequence[int], inside: frozenset[int], own: frozenset[int]) -> bool:
         """Return True for a fusible op whose results are written. `inside`: kernels of its readers; `own`: its own."""
-        if not self.outputs.isdisjoint(op.results) or not all(map(self._takes_in, readers)):
+        if not self.outputs.isdisjoint(op.results) or not all(self._takes_in(c, op) for c in readers):
             return True
         if inside <= own:
             return False
+        if not is_repeatable(self.graph, op) and any(self._reads_again(c, op) for c in readers):
+            return True
         if self.stage is not None and self._leaves(op, readers):
             return True
-        if op.primitive.startswith(("reduce_", "arg")) and op.primitive != "reduce_precision":
+        if reduces(self.graph, op) or op.primitive.startswith("arg"):
             return True
         if len(inside) == 1:
             return False
@@ -236,13 +238,23 @@ class StoredValues:
             queue += operands
         return False
 
-    def _takes_in(self, op_id: int) -> bool:
-        """Return True for an op whose kernel can compute elements of its operands as it reads them."""
+    def _takes_in(self, op_id: int, producer: Op) -> bool:
+        """Return True for an op whose kernel can compute elements of what another op makes as it reads them."""
         op = self.graph.ops[op_id]
         if is_fusible(self.graph, op):
             return True
+        if op.primitive == "gather":
+            # An element may be gathered several times.
+            indices = {op.operands[1], self.origin(op.operands[1])}
+            return is_repeatable(self.graph, producer) and indices.isdisjoint(producer.results)
         is_product = not op.bodies and rule_of_op(self.graph, op_id).work_kind != "elementwise"
         return is_product and self.kernels.fuses_into_products
+
+    def _reads_again(self, op_id: int, producer: Op) -> bool:
+        """Return True for an op that reads each element of what another one makes several times."""
+        values = self.graph.values
+        size = values[producer.results[0]].num_elements
+        return any(values[r].num_elements > size for r in self.graph.ops[op_id].results)
 
     def _leaves(self, op: Op, readers: Sequence[int]) -> bool:
         """Return True for an op whose results other tasks read: other stages, or the backward pass as its own task."""
@@ -292,7 +304,7 @@ class StoredValues:
         for program in self.programs:
             waits, named = self.waits_for(program), self._named_anew(program)
             delayed = self.delayed(program)
-            queue = KernelQueue(self.graph, program, self._is_kernel, waits=waits, named=named, delayed=delayed)
+            queue = KernelQueue(self.graph, program, self.is_kernel, waits=waits, named=named, delayed=delayed)
             yield from queue.kernels()
             self.behind.update(queue.behind)
 
@@ -365,68 +377,18 @@ class StoredValues:
                 units.append((op_id, size))
         return {**dict.fromkeys(op_id for op_id, _ in units), **gathered_after(units)}
 
-    def spread(self) -> Mapping[int, tuple[int, ...]]:
-        """Return the operands of which kernels for reductions read copies as large as the result, by op.
-
-        A library reduces on the CPU backend. Its kernels spread operands over more dims for themselves, but what others
-        spread too is one array that is written. Kernels of programs for one device go on after the reduction, and read
-        there what was spread before it.
-        """
-        inside: set[int] = set()
-        of_ops: dict[int, tuple[int, ...]] = {}
-        for op_id in reversed(self.ops):
-            op = self.graph.ops[op_id]
-            if not is_fusible(self.graph, op):
-                continue
-            of_ops[op_id] = tuple(v for v in dict.fromkeys(op.operands) if self._is_spread(v, op))
-            readers = [c for r in op.results for c in self.graph.consumers[r] if c in self.here]
-            if not self._is_kernel(op_id) and any(c in inside or self._reduces(c) for c in readers):
-                inside.add(op_id)
-        readers = Counter(self.spread_form(v, o) for o, spread in of_ops.items() for v in spread)
-        least = 1 if self.kernels.num_devices == 1 else 2
-        found = {o: tuple(v for v in of_ops[o] if readers[self.spread_form(v, o)] >= least) for o in sorted(inside)}
-        return {o: spread for o, spread in found.items() if spread}
-
-    def spread_form(self, value: int, op_id: int) -> tuple[int, tuple[int, ...]]:
-        """Return what an operand is spread from and to: spread to the same shape twice, it is one array."""
-        return self.origin(value), self.graph.values[self.graph.ops[op_id].results[0]].shape
-
-    def _reduces(self, op_id: int) -> bool:
-        primitive = self.graph.ops[op_id].primitive
-        return primitive.startswith("reduce_") and primitive != "reduce_precision"
-
-    def _is_spread(self, value: int, op: Op) -> bool:
-        values, free = self.graph.values, free_values(self.graph)
-        size = values[value].num_elements
-        if not 1 < size < values[op.results[0]].num_elements or value in free:
-            return False
-        # A kernel that reduces an array goes on to read it with the result.
-        whole = {self.origin(v) for v in op.operands if values[v].num_elements > size}
-        waiting, seen = [value], set[int]()
-        while waiting:
-            v = waiting.pop()
-            maker = self.graph.producer[v]
-            if maker is None or maker not in self.here or v in seen:
-                continue
-            seen.add(v)
-            if self._reduces(maker):
-                if not whole.isdisjoint(map(self.origin, self.graph.ops[maker].operands)):
-                    return False
-            elif is_fusible(self.graph, self.graph.ops[maker]):
-                waiting += [u for u in self.graph.ops[maker].operands if values[u].num_elements <= size]
-        return True
-
     def origin(self, value: int) -> int:
         """Return the value that an op made of which only ops that rename it have made a value."""
         maker = self.graph.producer[value]
         while maker is not None and maker in self.here and len(self.graph.ops[maker].operands) == 1:
             op = self.graph.ops[maker]
-            if not is_folded(self.graph, op) or self._is_kernel(maker):
+            if not is_folded(self.graph, op) or self.is_kernel(maker):
                 break
             (value,) = op.operands
             maker = self.graph.producer[value]
         return value
 
-    def _is_kernel(self, op_id: int) -> bool:
+    def is_kernel(self, op_id: int) -> bool:
+        """Return True for an op with whose results a kernel ends."""
         op = self.graph.ops[op_id]
         return bool(op.bodies) or not self.written.isdisjoint(op.results)

@@ -40,6 +40,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from alpa_lite.intra_op.interning import SharedArrays
+from alpa_lite.intra_op.library_reductions import LIBRARY_ELEMENTS
 from alpa_lite.intra_op.liveness import Life, Lives, LiveSpan, lives_of
 from alpa_lite.intra_op.one_trip_loops import Path
 from alpa_lite.intra_op.problem import FloatArray
@@ -53,11 +54,6 @@ from alpa_lite.program.ir import Op, Value, is_one_trip_loop, item_bytes, wiring
 from alpa_lite.program.phases import Phase, is_parameter, parameters
 from alpa_lite.rules.fusion import is_folded
 from alpa_lite.sharding.specs import Spec
-
-LIBRARY_ELEMENTS = 4096
-"""The elements of an array from which on XLA's CPU backend has a library reduce it. Smaller ones are reduced in kernels
-that compute what they read, so that nothing is spread for them.
-"""
 
 
 class Held(Enum):
@@ -422,11 +418,12 @@ class _Collector:
             for sizes, since, until in zip(indices, (start, begun), (end, start + 1), strict=True):
                 yield UsageOf(value=made, node=node, sizes=sizes, start=since, end=until)
             return
-        for span in self.lives.spread.get((path, op_id), ()):
+        for span in self.lives.library.get((path, op_id), ()):
             sizes = self.catalogue.local_sizes(graph.values[op.results[0]], options.results[0])
-            least = LIBRARY_ELEMENTS * item_bytes(graph.values[op.results[0]].dtype)
-            sizes = np.where(sizes < least, 0.0, sizes)
-            yield UsageOf(value=made, node=node, sizes=sizes, start=span.start, end=span.end)
+            elements = sizes / item_bytes(graph.values[op.results[0]].dtype)
+            goes_on = elements * span.kept >= LIBRARY_ELEMENTS
+            written = (elements >= LIBRARY_ELEMENTS) & (span.goes_on is None or goes_on == span.goes_on)
+            yield UsageOf(value=made, node=node, sizes=np.where(written, sizes, 0.0), start=span.start, end=span.end)
         for i, (v, specs) in enumerate(zip(op.operands, options.demanded, strict=True)):
             start = self.lives.early.get((path, op_id, i))
             if start is not None:

@@ -126,6 +126,9 @@ def _work(
     which are buffers.
     """
     stage, saved = plan.stages[task.stage], 0.0
+    if task.kind is TaskRole.WEIGHT_GRADIENT and plan.cluster.breadth_first:
+        # Products read arguments alone, so that none of them waits for the addition of another one's result.
+        return sum(sizes.get(buffer, 0.0) for buffer in instruction.writes[len(task.outputs) :])
     if stage.cost.work is not None:
         return stage.cost.work.of(task.kind)
     if task.kind in (TaskRole.BACKWARD, TaskRole.INPUT_GRADIENT):

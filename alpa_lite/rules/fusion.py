@@ -212,7 +212,17 @@ def is_fusible(graph: Graph, op: Op) -> bool:
 def is_repeatable(graph: Graph, op: Op) -> bool:
     """Return True for fusible ops that compilers rather repeat in each reading kernel than store."""
     # They take few instructions per element. A reduction would read all of its operand again.
-    return is_fusible(graph, op) and op.primitive not in _EXPENSIVE and not op.primitive.startswith(("reduce_", "arg"))
+    if reduces(graph, op) or op.primitive.startswith("arg"):
+        return False
+    return is_fusible(graph, op) and op.primitive not in _EXPENSIVE
+
+
+def reduces(graph: Graph, op: Op) -> bool:
+    """Return True for reductions. Those over dims of size 1 only rename their operand."""
+    # `reduce_precision` rounds each element, in spite of its name.
+    if not op.primitive.startswith("reduce_") or op.primitive == "reduce_precision":
+        return False
+    return graph.values[op.results[0]].num_elements < graph.values[op.operands[0]].num_elements
 
 
 def may_overwrite(graph: Graph, op: Op) -> bool:

@@ -177,7 +177,7 @@ def test_large_cases_are_the_same_models(large):
     assert [case.name for case in found] == ["transformer, none", "transformer, full", "MLP", "CNN"]
 
 
-@pytest.mark.parametrize(("name", "mean", "worst"), [("memory", "3 %", "53 %"), ("memory_tpu", "20 %", "64 %")])
+@pytest.mark.parametrize(("name", "mean", "worst"), [("memory", "3 %", "21 %"), ("memory_tpu", "20 %", "64 %")])
 def test_the_page_states_the_kept_figures(name: str, mean: str, worst: str):
     root = Path(__file__).parents[2]
     rows = json.loads((root / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))["rows"]
@@ -244,3 +244,46 @@ def test_what_is_recomputed_waits_for_the_backward_pass(devices, policy: str, mo
     assert last.xla_temporary_bytes < most, last
     # It was 1.53 with "selective", as if all layers were recomputed at once.
     assert last.ratio == pytest.approx(1.0, abs=0.05), last
+
+
+@pytest.mark.parametrize(
+    ("model", "plan"),
+    [
+        ("bert-tiny", "one device"),
+        ("bert-tiny", "data parallel"),
+        ("bert-tiny", "Megatron"),
+        ("gpt-tiny", "one device"),
+        ("llama-tiny", "one device"),
+        ("wrn-tiny", "one device"),
+    ],
+)
+def test_the_library_of_reductions_reads_arrays(devices, model: str, plan: str):
+    (case,) = memory.cases([model], [])
+    (row,) = memory.run([case], {plan: memory.PLANS[plan]}, lambda _: None)
+    # They were 0.91, 0.91, 0.88, 1.06, 1.13 and 1.14.
+    assert row.ratio == pytest.approx(1.0, abs=0.04), row
+
+
+def test_kernels_of_many_rows_go_on_after_a_reduction(devices):
+    (case,) = memory.cases(["transformer"], ["full"])
+    for plan in ("one device", "Megatron"):
+        (row,) = memory.run([case], {plan: memory.PLANS[plan]}, lambda _: None)
+        # They were 0.86 and 0.95 as if each reduction ended its kernel.
+        assert row.ratio == pytest.approx(1.0, abs=0.06), row
+
+
+def test_the_loss_waits_for_its_turn_after_the_gradient_of_the_logits(devices):
+    (case,) = (case for case in memory_programs.cases() if case.name == "words")
+    (row,) = memory.run([case], {"one device": memory.PLANS["one device"]}, lambda _: None)
+    # It was 0.79.
+    assert row.ratio == pytest.approx(1.0, abs=0.02), row
+
+
+@pytest.mark.slow
+def test_a_task_of_weight_gradients_makes_all_of_them_before_it_adds_them_up(devices):
+    (case,) = memory.cases(["nmt-tiny"], [])
+    rows = memory.run([case], {"auto": memory.PLANS["auto"]}, lambda _: None)
+    for row in rows:
+        if row.state_bytes > 1e5:
+            # They were 0.88 and 0.86.
+            assert row.ratio == pytest.approx(1.0, abs=0.08), row
