@@ -85,7 +85,7 @@ class LibraryReductions:
         return self.stored.origin(value), self.graph.values[self.graph.ops[op_id].results[0]].shape
 
     def _readers(self, op_id: int) -> set[int | None]:
-        """Return the kernels that read the results of an op; None stands for all that run no fusible ops."""
+        """Return the kernels that read the results of an op; None for products, loops and ops that several run."""
         results = self.graph.ops[op_id].results
         return {self.kernel_of.get(c) for r in results for c in self.stored.readers(r)}
 

@@ -528,7 +528,7 @@ class _LiveScope:
         The CPU backend writes it with these dims: no operand of the kernel has the shape of its result.
         """
         readers = self.stored.readers(value)
-        return bool(readers) and all(merges_dims(self.graph.ops[c], self.graph.values[value].rank) for c in readers)
+        return bool(readers) and all(_merges_dims(self.graph.ops[c], self.graph.values[value].rank) for c in readers)
 
     def _dies(self, value: int, time: int) -> bool:
         """Return True for a value made here whose buffer is free from `time` on."""
@@ -555,7 +555,7 @@ class _LiveScope:
         return list(found)
 
 
-def merges_dims(op: Op, rank: int) -> bool:
+def _merges_dims(op: Op, rank: int) -> bool:
     """Return True for a product that reads operands of a rank as matrices."""
     if op.primitive != "dot_general":
         return False

@@ -18,6 +18,8 @@
                                     or, for a parameter that remains gathered, until its last reader in the
                                     loop ends                                                               (_until)
     relaid                          a copy once more where it is made, if its reader needs its dims in order (_relaid)
+    library                         arrays that are written for the library that reduces, of at least `LIBRARY_ELEMENTS`
+                                                                                                            (_early)
     early                           transposed operands of convolutions, from when the operand is there on   (_early)
     scratch                         a result before its reduce_scatter, laid out anew where this is along an inner dim
                                                                                                        (_incomplete)

@@ -43,5 +43,5 @@ def test_kernels_of_many_rows_read_more_arrays(devices):
     grown = at.xla_bytes / below.xla_bytes * (LIBRARY_ELEMENTS - WIDTH) / LIBRARY_ELEMENTS
     assert grown > 1.2
     assert at.predicted_bytes > 1.08 * below.predicted_bytes
-    # Two of the arrays that the larger program writes are not known: 0.75 as if kernels never went on.
+    # The account lacks two arrays that the larger program writes; it was 0.75 as if kernels never went on.
     assert 0.8 < at.ratio < 1.03, at
