@@ -73,7 +73,8 @@ def _plain(value: object) -> object:
         # Fields without a plain form are left out as parameters are: the text of an object that stood for them would
         # differ between processes, and with it the fingerprint of the step.
         return plain_params({f.name: getattr(value, f.name) for f in dataclasses.fields(value)})
-    if isinstance(value, (tuple, list)):
+    # JAX takes any sequence of dims, and a range is one that programs compute.
+    if isinstance(value, (tuple, list, range)):
         items = tuple(_plain(item) for item in value)
         return _NO_PLAIN_FORM if any(item is _NO_PLAIN_FORM for item in items) else items
     # JAX also gives dtypes as scalar types like `jnp.float32`.

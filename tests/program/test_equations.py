@@ -33,3 +33,8 @@ def test_what_has_no_plain_form_is_left_out_at_any_depth() -> None:
         "numbers": {"size": 2},
         "nested": ({"size": 3}, {"axis": 4}),
     }
+
+
+def test_sequences_of_dims_are_tuples() -> None:
+    params = {"numbers": Numbers(size=2, function=abs), "window": range(1, 3), "batch": [0], "nothing": range(0)}
+    assert plain_params(params) == {"numbers": {"size": 2}, "window": (1, 2), "batch": (0,), "nothing": ()}

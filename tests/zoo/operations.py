@@ -77,6 +77,14 @@ def _scattered(h, w, choice):
     return h.at[rows, choice].multiply(2.0).at[rows, choice + 8].max(0.1).at[:, 3].add(1.0)
 
 
+def _scattered_over_ranges_of_dims(h, w, choice):
+    """JAX takes any sequence for the dims of a scatter."""
+    numbers = jax.lax.ScatterDimensionNumbers(
+        update_window_dims=range(1), inserted_window_dims=range(1, 2), scatter_dims_to_operand_dims=range(1, 2)
+    )
+    return jax.lax.scatter_add(h, jnp.array([[1], [3], [1]]), h[:, :3] * 2, numbers)
+
+
 def _largest(h, w, choice):
     best, where = jax.lax.top_k(h, 4)
     return jnp.zeros_like(h).at[jnp.arange(h.shape[0])[:, None], where].set(best)
