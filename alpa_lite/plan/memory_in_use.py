@@ -58,6 +58,7 @@ def memory_changes(
     for buffer in allocated:
         changes[row_of[buffer.stage]].append((-1, resident.get(buffer, sizes.get(buffer, 0.0))))
     arrays = [_TaskArrays.of(task, step) for task in program.tasks]
+    in_two = _in_two(program)
     following = (*program.instructions[1:], None)  # one item too long for an empty program
     for number, (instruction, after) in enumerate(zip(program.instructions, following, strict=False)):
         if instruction.kind is InstructionKind.FREE:
@@ -76,7 +77,7 @@ def memory_changes(
             start = number + 1 if buffer in taken_over else number
             changes[row_of[buffer.stage]].append((start, sizes.get(buffer, 0.0)))
         if instruction.kind is InstructionKind.RUN:
-            work = _work(plan, instruction, program.tasks[instruction.task], step, sizes)
+            work = _work(plan, instruction, program.tasks[instruction.task], step, sizes, in_two)
             # Programs also return a token of one byte, and a table of the addresses of all results.
             work += TOKEN_BYTES + ADDRESS_BYTES * (len(instruction.writes) + 1)
             changes[row_of[instruction.stage]] += [(number, work), (number + 1, -work)]
@@ -117,20 +118,43 @@ def _taken_over(arrays: _TaskArrays, instruction: Instruction, freed: Sequence[B
     return frozenset(reused)
 
 
+def _in_two(program: Program) -> frozenset[int]:
+    """Return the stages that compute a part of their backward pass before the gradients of weights.
+
+    A first stage sends no gradient on, so that a schedule that splits backward passes leaves all of its own to the task
+    of the gradients of weights: the products in it wait for each other as in a backward pass of one task.
+    """
+    return frozenset(
+        task.stage
+        for task in program.tasks
+        if task.kind in (TaskRole.FORWARD_BACKWARD, TaskRole.INPUT_GRADIENT)
+        and any(part.ops for part in task.parts if part.phase is Phase.BACKWARD)
+    )
+
+
 def _work(
-    plan: Plan, instruction: Instruction, task: TaskSpec, step: StepGraph, sizes: Mapping[Buffer, float]
+    plan: Plan,
+    instruction: Instruction,
+    task: TaskSpec,
+    step: StepGraph,
+    sizes: Mapping[Buffer, float],
+    in_two: frozenset[int],
 ) -> float:
     """Return the bytes that a task needs in addition to its arrays; a task of both passes also holds residuals.
 
     If only the temporaries of the whole stage are known, they contain the gradients that its backward pass is given,
-    which are buffers.
+    which are buffers. `in_two`: the stages of `_in_two`.
     """
     stage, saved = plan.stages[task.stage], 0.0
-    if task.kind is TaskRole.WEIGHT_GRADIENT and plan.cluster.breadth_first:
+    if task.kind is TaskRole.WEIGHT_GRADIENT and plan.cluster.breadth_first and task.stage in in_two:
         # Products read arguments alone, so that none of them waits for the addition of another one's result.
         return sum(sizes.get(buffer, 0.0) for buffer in instruction.writes[len(task.outputs) :])
     if stage.cost.work is not None:
-        return stage.cost.work.of(task.kind)
+        work = stage.cost.work.of(task.kind)
+        if task.kind is TaskRole.FORWARD_BACKWARD and task.stage in in_two:
+            # What it saves for the gradients of weights it returns, in buffers.
+            work -= sum(sizes.get(b, 0.0) for b in _made_forward(instruction.writes[: len(task.outputs)], step))
+        return max(0.0, work)
     if task.kind in (TaskRole.BACKWARD, TaskRole.INPUT_GRADIENT):
         read, producer = instruction.reads[: len(task.inputs)], step.graph.producer
         makers = {b: producer[b.value] for b in read}
@@ -143,6 +167,12 @@ def _work(
         buffers += instruction.writes[: len(task.outputs)]
         saved = max(0.0, stage.cost.activation_bytes - sum(sizes.get(buffer, 0.0) for buffer in buffers))
     return stage.cost.temporary_bytes + saved
+
+
+def _made_forward(buffers: Sequence[Buffer], step: StepGraph) -> list[Buffer]:
+    """Return those of some buffers that hold results of the forward pass."""
+    makers = {buffer: step.graph.producer[buffer.value] for buffer in buffers}
+    return [b for b, op_id in makers.items() if op_id is not None and step.phases[op_id] is Phase.FORWARD]
 
 
 def _resident(program: Program, plan: Plan, step: StepGraph) -> dict[Buffer, float]:

@@ -14,7 +14,7 @@ from alpa_lite.lower.emission import Executable
 from alpa_lite.plan.parts import WorkBytes
 from alpa_lite.planners import Hybrid, Pipeline, Planner
 from alpa_lite.runtime.execute.measure import allocated
-from alpa_lite.schedule import GPipe
+from alpa_lite.schedule import GPipe, ZeroBubbleH1
 from benchmarks import memory
 
 NOTHING = WorkBytes(forward=0.0, backward=0.0, loop=0.0, update=0.0)
@@ -50,6 +50,24 @@ def test_buffers_are_those_that_the_programs_are_given_and_return(devices, case:
         assert simulated.use_of(stage).peak_bytes == pytest.approx(
             walked.peak_bytes, rel=5e-3 if name == "gpipe" else 0
         )
+
+
+def test_first_stage_whose_gradients_are_all_of_weights_waits_as_in_a_backward_pass_of_one_task(
+    devices, case: memory.Case
+):
+    judge = memory.Judge.of(None)
+    lowered = memory.lowered_plan(case, Hybrid(pipeline=2, schedule=ZeroBubbleH1()), 4, judge.cluster(8))
+    row, _ = memory.rows_of(case, "split", lowered.planned.last_plan, judge.allocated(lowered))
+    assert row.ratio == pytest.approx(1, abs=0.1)
+
+
+def test_what_both_passes_save_for_the_gradients_of_weights_counts_once(devices):
+    batch = {name: jax.ShapeDtypeStruct((1024, 32), jnp.float32) for name in ("inputs", "targets")}
+    case = memory.Case.of_model("MLP", MLP(in_features=32, hidden=64, out_features=32, num_layers=4), batch)
+    judge = memory.Judge.of(None)
+    lowered = memory.lowered_plan(case, Hybrid(pipeline=2, schedule=ZeroBubbleH1()), 1, judge.cluster(8))
+    *_, last = memory.rows_of(case, "split", lowered.planned.last_plan, judge.allocated(lowered))
+    assert last.ratio == pytest.approx(1, abs=0.1)
 
 
 class _WithoutTemporaries:
