@@ -6,8 +6,11 @@ instruction by instruction, with the sizes of its buffers and XLA's figures for 
 (`alpa_lite.runtime.execute.measure.allocated`), and compared with the plan's prediction for the same devices.
 
 Temporaries of the CPU backend differ from a GPU's: it fuses less, copies operands of products into other layouts and
-computes them in float32. `--tpu v5e:2x4` compiles larger models for TPUs, which need not be there (libtpu must be
-installed). `--published` compares with peaks that were measured on GPUs (`benchmarks.published.peaks`).
+computes them in float32. `--gpu h100` and `--tpu v5e:2x4` compile larger models for accelerators, which need not be
+there (`benchmarks.absent_devices`). XLA:GPU orders a program by the memory of the device: with more than it needs, it
+lets arrays live longer so that collectives overlap. So each plan is compiled for GPUs whose allocators have what it is
+predicted to need. `--published` compares with peaks that were measured on GPUs
+(`benchmarks.published.peaks`).
 """
 
 from __future__ import annotations
@@ -32,15 +35,16 @@ import alpa_lite as al
 from alpa_lite.api.doctor import virtual_cpu_environment
 from alpa_lite.cli.bench.request import ZOO, find_target
 from alpa_lite.cli.models.sequential_networks import CNN, MLP
-from alpa_lite.cli.models.train import Adam, init_state, make_train_step
+from alpa_lite.cli.models.train import Adam, Transformation, init_state, make_train_step
 from alpa_lite.cli.models.transformer import Computation, Transformer
 from alpa_lite.errors import AlpaLiteError
 from alpa_lite.inspection.text.progress_bar import shown_progress
 from alpa_lite.planners import FSDP, Auto, DataParallel, Hybrid, Megatron, Pipeline, Planner
 from alpa_lite.runtime.execute.measure import Allocated
 from alpa_lite.text import show_bytes, show_percent
+from benchmarks import accelerator_programs
+from benchmarks.absent_devices import GPU_FLAGS, GPUS, allocated_on, gpu_cluster, gpu_devices, tpu_devices
 from benchmarks.published import peaks
-from benchmarks.tpu_programs import allocated_on, tpu_devices
 from cost_models.cluster import Cluster
 
 POLICIES = ("none", "selective", "full", "dots")
@@ -62,7 +66,10 @@ PLANS: Mapping[str, tuple[Planner, int]] = {
 _MLP_BATCH = ("inputs", "targets")
 
 OWN_MODELS = ("transformer", "MLP", "CNN")
-"""Models of this benchmark; the others are those of `alpa-lite bench`."""
+"""Models of this benchmark; the others are those of `alpa-lite bench`, and for one accelerator (`LARGE_MODELS`)."""
+
+LARGE_MODELS = tuple(case.name for case in accelerator_programs.cases(tiny=False)[: accelerator_programs.NUM_PREDICTED])
+"""Names of the models of `benchmarks.accelerator`, which do not fit a machine without one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,9 +81,11 @@ class Case:
     arguments: tuple[Any, ...]
 
     @classmethod
-    def of_model(cls, name: str, model: Any, batch: Mapping[str, jax.ShapeDtypeStruct]) -> Case:
-        """Return the train step of a model with Adam."""
-        optimizer = Adam()
+    def of_model(
+        cls, name: str, model: Any, batch: Mapping[str, jax.ShapeDtypeStruct], optimizer: Transformation | None = None
+    ) -> Case:
+        """Return the train step of a model, by default with Adam."""
+        optimizer = optimizer or Adam()
         state = jax.eval_shape(lambda: init_state(model.init(jax.random.key(0)), optimizer))
         return cls(name=name, step=make_train_step(model.loss_fn, optimizer), arguments=(state, dict(batch)))
 
@@ -110,6 +119,8 @@ def cases(names: Sequence[str], policies: Sequence[str], *, large: bool = False)
     large: sizes for an accelerator: small arrays lie in other memory there, and are padded.
     """
     found: list[Case] = []
+    # XLA:GPU makes one array of equal zeros, of those that weights are multiplied with and of those that loops fill.
+    optimizer = Adam(weight_decay=0.01) if large else Adam()
     if "transformer" in names:
         base = Transformer(vocab_size=1024, num_layers=8, hidden=256, num_heads=8, inner=1024, seq_len=256)
         if large:
@@ -121,51 +132,71 @@ def cases(names: Sequence[str], policies: Sequence[str], *, large: bool = False)
                 dtype=jnp.float32,
             )
             model = replace(base, computation=computation)
-            found.append(Case.of_model(f"transformer, {policy}", model, model.batch_shapes(64 if large else 32)))
+            batch = model.batch_shapes(64 if large else 32)
+            found.append(Case.of_model(f"transformer, {policy}", model, batch, optimizer))
     if "MLP" in names:
         scale = 8 if large else 1
         batch = {name: jax.ShapeDtypeStruct((1024 * scale, 256 * scale), jnp.float32) for name in _MLP_BATCH}
         model = MLP(in_features=256 * scale, hidden=512 * scale, out_features=256 * scale, num_layers=8)
-        found.append(Case.of_model("MLP", model, batch))
+        found.append(Case.of_model("MLP", model, batch, optimizer))
     if "CNN" in names:
         size = 4096 if large else 64
         images = jax.ShapeDtypeStruct((size, 32, 32, 3), jnp.float32)
         labels = jax.ShapeDtypeStruct((size,), jnp.int32)
         model = CNN(channels=128 if large else 16)
-        found.append(Case.of_model("CNN", model, {"images": images, "labels": labels}))
-    others = [find_target(name) for name in names if name not in OWN_MODELS]
+        found.append(Case.of_model("CNN", model, {"images": images, "labels": labels}, optimizer))
+    for each in accelerator_programs.cases(tiny=False):
+        if each.name in names:
+            found.append(Case.of_model(each.name, each.model, each.model.batch_shapes(each.batch_size), optimizer))
+    others = [find_target(name) for name in names if name in ZOO]
     return [*found, *(Case(name=each.name, step=each.step, arguments=each.arguments) for each in others)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Judge:
-    """The devices that programs are compiled for, and the cluster that plans are made for.
+    """Virtual devices of this process that share a processor, with the rates of a DGX-1."""
 
-    tpu    a topology such as `v5e:2x4`, for which libtpu compiles; None: the devices of this process
-    """
-
-    devices: tuple[Any, ...]
-    tpu: str | None = None
-
-    @classmethod
-    def of(cls, tpu: str | None) -> Judge:
-        """Return the judge with the devices of a topology, or with those of this process."""
-        return cls(devices=tuple(jax.devices() if tpu is None else tpu_devices(tpu)), tpu=tpu)
+    num_devices = 8
 
     def cluster(self, num_devices: int) -> Cluster:
-        """Return TPUs of one host, or virtual devices that share a processor, with the rates of a DGX-1."""
-        if self.tpu is not None:
-            # What a host has of them changes no memory.
-            kind = al.cluster(f"tpu-{self.tpu.partition(':')[0]}")
-            return replace(kind, num_hosts=1, devices_per_host=num_devices)
+        """Return the cluster that plans are made for."""
         return replace(al.cluster("dgx-1"), devices_per_host=num_devices, shared_processor=True)
 
     def allocated(self, lowered: al.LoweredFunction) -> tuple[Allocated, ...]:
         """Compile a step, and return what XLA allocates for each stage; nothing is run."""
-        devices = self.devices[: lowered.planned.last_plan.cluster.num_devices]
-        if self.tpu is not None:
-            return allocated_on(lowered, [*devices])
-        return lowered.compile(devices=devices).allocated()
+        return lowered.compile(devices=jax.devices()[: lowered.planned.last_plan.cluster.num_devices]).allocated()
+
+
+class TpuJudge(Judge):
+    """TPUs of a topology such as `v5e:2x4`, which need not be there."""
+
+    def __init__(self, topology: str) -> None:
+        """Raise `ExecutionError` without libtpu."""
+        self.kind, self.devices = topology.partition(":")[0], tpu_devices(topology)
+        self.num_devices = len(self.devices)
+
+    def cluster(self, num_devices: int) -> Cluster:
+        # What a host has of them changes no memory.
+        return replace(al.cluster(f"tpu-{self.kind}"), num_hosts=1, devices_per_host=num_devices)
+
+    def allocated(self, lowered: al.LoweredFunction) -> tuple[Allocated, ...]:
+        return allocated_on(lowered, self.devices[: lowered.planned.last_plan.cluster.num_devices], "tpu")
+
+
+class GpuJudge(Judge):
+    """GPUs of a kind, which need not be there, whose allocators have as much memory as a plan is predicted to need."""
+
+    def __init__(self, kind: str) -> None:
+        """Raise `ExecutionError` without JAX's plugin for CUDA."""
+        self.kind = kind
+        gpu_devices(kind, 1, 2.0**30)
+
+    def cluster(self, num_devices: int) -> Cluster:
+        return gpu_cluster(self.kind, num_devices)
+
+    def allocated(self, lowered: al.LoweredFunction) -> tuple[Allocated, ...]:
+        plan = lowered.planned.last_plan
+        devices = gpu_devices(self.kind, plan.cluster.num_devices, max(plan.prediction.peak_bytes))
+        return allocated_on(lowered, devices, "cuda")
 
 
 def lowered_plan(case: Case, planner: Planner, num_microbatches: int, cluster: Cluster) -> al.LoweredFunction:
@@ -207,13 +238,13 @@ def run(
     judge: Judge | None = None,
 ) -> list[Row]:
     """Return rows for every case under every plan that is possible for it; `judge`: default, those of this process."""
-    judge = Judge.of(None) if judge is None else judge
+    judge = judge or Judge()
     rows: list[Row] = []
     for case in some:
         for name, (planner, count) in plans.items():
             say(f"{case.name}: {name}")
             try:
-                cluster = judge.cluster(1 if name == "one device" else len(judge.devices))
+                cluster = judge.cluster(1 if name == "one device" else judge.num_devices)
                 lowered = lowered_plan(case, planner, count, cluster)
                 measured = judge.allocated(lowered)
             except AlpaLiteError as error:
@@ -257,11 +288,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.memory", description="Is the predicted memory of plans what is allocated?"
     )
-    parser.add_argument("--model", action="append", choices=(*OWN_MODELS, *ZOO), help="default: transformer, MLP, CNN")
+    known = (*OWN_MODELS, *LARGE_MODELS, *ZOO)
+    parser.add_argument("--model", action="append", choices=known, help="default: transformer, MLP, CNN")
     parser.add_argument("--policy", action="append", choices=POLICIES, help="of the transformer (default: all)")
     parser.add_argument("--plan", action="append", choices=list(PLANS), help="default: all")
     parser.add_argument("--published", action="store_true", help="compare with peaks that others measured")
     parser.add_argument("--tpu", metavar="TOPOLOGY", help="compile larger models for TPUs, such as v5e:2x4, by libtpu")
+    parser.add_argument("--gpu", choices=list(GPUS), help="compile larger models for eight GPUs, by JAX's CUDA plugin")
     parser.add_argument("--devices", type=int, default=8, help="virtual CPU devices; 0: the devices at hand")
     parser.add_argument("--out", type=Path, metavar="JSON", help="keep the figures")
     given = parser.parse_args(argv)
@@ -275,12 +308,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given.devices and given.tpu is None:
         rest = list(sys.argv[1:] if argv is None else argv)
         environment = {**os.environ, **virtual_cpu_environment(given.devices)}
+        if given.gpu is not None:
+            environment["XLA_FLAGS"] += f" {GPU_FLAGS}"
         command = [sys.executable, "-m", "benchmarks.memory", *rest, "--devices", "0"]
         return subprocess.run(command, env=environment, check=False).returncode
     plans = {name: plan for name, plan in PLANS.items() if given.plan is None or name in given.plan}
-    some = cases(given.model or OWN_MODELS, given.policy or POLICIES, large=given.tpu is not None)
+    large = given.tpu is not None or given.gpu is not None
+    some = cases(given.model or OWN_MODELS, given.policy or POLICIES, large=large)
     try:
-        judge = Judge.of(given.tpu)
+        judge = TpuJudge(given.tpu) if given.tpu else GpuJudge(given.gpu) if given.gpu else Judge()
     except AlpaLiteError as error:
         print(error, file=sys.stderr)
         return 1

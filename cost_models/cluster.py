@@ -195,6 +195,24 @@ class Cluster:
         return not self.shared_processor
 
     @property
+    def instructions_per_byte(self) -> float:
+        """The instructions that a kernel rather repeats for an element than that another one stores it, per byte.
+
+        XLA:GPU takes what takes less time (priority fusion): a unit for float32 runs an instruction in the time of two
+        operations, and what is stored is also read. Its other backends store what two kernels need and what takes many
+        instructions, such as an exponential.
+        """
+        return self.device.peaks["float32"] / self.device.memory_bandwidth if self.runs_siblings_at_once else 0.0
+
+    @property
+    def runs_siblings_at_once(self) -> bool:
+        """Whether kernels that read the same array are one that runs when all of them can, and overwrites nothing.
+
+        XLA's compiler for GPUs does so. Whether the one for TPUs does has not been read in its programs.
+        """
+        return not (self.shared_processor or self.device.fuses_into_products)
+
+    @property
     def breadth_first(self) -> bool:
         """Whether kernels run in the order in which their operands become available, whatever waits for them.
 
@@ -216,11 +234,10 @@ class Cluster:
     def finds_maxima_in_kernels(self) -> bool:
         """Whether the gradient of max pooling takes one kernel that finds each maximum again.
 
-        XLA's CPU backend, which runs virtual devices, has none: it makes arrays of the indices along each dim, searches
-        the windows for the largest element together with its indices, and scatters. TPUs have the kernel, and GPUs are
-        taken to be like them: there XLA makes the indices, which are as small as the pooled array, inside the search.
+        TPUs have that kernel, whose compiler is the one that `Device.fuses_into_products`. Elsewhere XLA searches the
+        windows for the largest element together with its indices along each dim, which are arrays, and scatters.
         """
-        return not self.shared_processor
+        return self.device.fuses_into_products
 
     @property
     def skew_seconds(self) -> float:

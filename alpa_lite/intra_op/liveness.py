@@ -35,6 +35,7 @@ from typing import NamedTuple
 from alpa_lite.intra_op.kernel_queue import Kernel, KernelTask
 from alpa_lite.intra_op.library_reductions import LibraryReductions
 from alpa_lite.intra_op.one_trip_loops import Flattened, Path, without_one_trip_loops
+from alpa_lite.intra_op.sibling_kernels import SiblingKernels
 from alpa_lite.intra_op.stage import StageView
 from alpa_lite.intra_op.stage_ops import StageOps
 from alpa_lite.intra_op.stored_values import (
@@ -300,14 +301,26 @@ class _LiveScope:
         self.filled: dict[int, int] = {}  # when arrays of zeros are written that ops fill
         self._uses: dict[int, _Use] = {}
         self.written = stored.written
+        self.siblings: SiblingKernels | None = None
+        self.together = dict[int, int]()  # by op: when its kernel runs, if that has several results
         if timing.kernels.breadth_first:
             self._run_early()
+        elif timing.kernels.runs_siblings_at_once:
+            self.siblings = SiblingKernels(stored, self._sources, self.span)
+            self.together = self.siblings.times()
+            self._fill_together()
         for op_id in reversed(ops):  # the last use recurses into later ones: in this order, they are cached already
             uses = [self._use(r) for r in graph.ops[op_id].results]
             if self.written.isdisjoint(graph.ops[op_id].results):
                 timing.read_until[path, op_id] = max([use.end for use in uses], default=0)
         if timing.kernels.breadth_first:
             self._write_for_library()
+
+    def _fill_together(self) -> None:
+        """Let one kernel write the zeros that the loops of the backward pass fill, before the first of them."""
+        backward = [o for o in self.ops if self.stored.phase(o) is Phase.BACKWARD and self.graph.ops[o].bodies]
+        filled = [r for o in backward for r in filled_results(self.graph.ops[o], frozenset())]
+        self.filled.update((r, self.span(backward[0]).start) for r in filled)
 
     def _run_early(self) -> None:
         """Find out what runs long before the op that it belongs to, as nothing that the op waits for holds it up.
@@ -374,13 +387,16 @@ class _LiveScope:
             made = [r for r in op.results if r in self.written and r not in self.replaced]
             starts = self._starts(op) if made else {}
             for r in made:
-                use = self._use(r)
+                use, span = self._use(r), self.span(op_id)
                 saved = use.backward and self.stored.phase(op_id) is Phase.FORWARD
+                start = self.filled.get(r, starts.get(r, span.start))
+                # Readers may come before a kernel of several results can run: they wait for it.
+                time = self.together.get(op_id, span.end - 1)
                 yield Life(
                     path=self.path,
                     value=r,
-                    start=self.filled.get(r, starts.get(r, self.span(op_id).start)),
-                    end=max(use.end, self.span(op_id).end, self.passed if saved else 0),
+                    start=min(time, start) if op_id in self.together else start,
+                    end=max(use.end, span.end, time + 1, self.passed if saved else 0),
                     saved=saved,
                     loop_end=max(use.loop_end, self.span(op_id).end),
                 )
@@ -490,7 +506,8 @@ class _LiveScope:
         wiring = wiring_of(op)
         if wiring is None:
             early = [self.timing.early.get((self.path, op_id, i)) for i, v in enumerate(op.operands) if v == value]
-            return max([span.end if time is None else time + 1 for time in early])
+            end = self.together.get(op_id, span.end - 1) + 1
+            return max([end if time is None else time + 1 for time in early])
         carried = set(wiring.carried.values())
         places = [i for i, v in enumerate(op.operands) if v == value]
         # An operand that the loop also reads as a constant or row by row must stay until it ends.
@@ -508,7 +525,9 @@ class _LiveScope:
                 if self._dies(op.operands[i], after):
                     found[op.results[r]] = after
             return found
-        if not may_overwrite(self.graph, op):
+        # A kernel of several results reads an operand for others too after it has written one.
+        again = op.id in self.together or (self.siblings is not None and self.siblings.reduces(op.id))
+        if again or not may_overwrite(self.graph, op):
             return found
         dying = [v for v in self._sources(op) if self._dies(v, after)]
         for r in op.results:

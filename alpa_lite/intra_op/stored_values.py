@@ -47,7 +47,7 @@ class KernelModel:
 
     Attributes:
         fusion, fused_attention: see `Backend`.
-        fuses_siblings, breadth_first: see `Cluster`.
+        fuses_siblings, runs_siblings_at_once, instructions_per_byte, breadth_first: see `Cluster`.
         fuses_into_products: see `Device`.
         num_devices: number of devices that run the program.
         gathers: whether parameters lie in parts, which the program gathers where an op reads them.
@@ -56,6 +56,8 @@ class KernelModel:
     fusion: Fusion = "all"
     fused_attention: bool = False
     fuses_siblings: bool = True
+    runs_siblings_at_once: bool = True
+    instructions_per_byte: float = 20.0
     fuses_into_products: bool = False
     breadth_first: bool = False
     num_devices: int = 1
@@ -69,6 +71,8 @@ class KernelModel:
             fusion=backend.fusion,
             fused_attention=backend.fused_attention,
             fuses_siblings=cluster.fuses_siblings,
+            runs_siblings_at_once=cluster.runs_siblings_at_once,
+            instructions_per_byte=cluster.instructions_per_byte,
             fuses_into_products=cluster.device.fuses_into_products,
             breadth_first=cluster.breadth_first,
             # Elsewhere the same kernels run on any number of devices.
@@ -178,16 +182,21 @@ class StoredValues:
         if kernels.fusion != "none":
             self._fuse()
 
+    @cached_property
+    def groups(self) -> Sequence[int]:
+        """The number of the group of each op that runs in one kernel; see `fusion_groups`."""
+        model = self.kernels
+        if not model.fuses_siblings:
+            return range(len(self.graph.ops))
+        return fusion_groups(self.graph, within_calls=model.fusion == "calls")
+
     def _fuse(self) -> None:
         """Find out which values of fusible ops are written, as instruction fusion of XLA decides it.
 
         Kernels are visited from the last to the first. An op runs in the kernels that run its readers, whatever they
         then read and for how long, unless that repeats what should not be repeated.
         """
-        model = self.kernels
-        groups: Sequence[int] = range(len(self.graph.ops))
-        if model.fuses_siblings:
-            groups = fusion_groups(self.graph, within_calls=model.fusion == "calls")
+        groups = self.groups
         kernels: dict[int, frozenset[int]] = {}
         for op_id in reversed(self.ops):
             op, own = self.graph.ops[op_id], frozenset((groups[op_id],))
@@ -208,6 +217,7 @@ class StoredValues:
             return True
         if inside <= own:
             return False
+        repeatable = is_repeatable(self.graph, op, instructions_per_byte=self.kernels.instructions_per_byte)
         if not is_repeatable(self.graph, op) and any(self._reads_again(c, op) for c in readers):
             return True
         if self.stage is not None and self._leaves(op, readers):
@@ -216,7 +226,7 @@ class StoredValues:
             return True
         if len(inside) == 1:
             return False
-        if not is_repeatable(self.graph, op):
+        if not repeatable:
             return True
         # Of several arrays of its size, an op is repeated only if that is all that its readers need it for.
         several = len(readers) > 1 and reads_several(self.graph, op)
@@ -262,8 +272,8 @@ class StoredValues:
         if stage is None or not stage.leaves.isdisjoint(op.results):
             return True
         # A stage that is the whole step may run as one program, which fuses across phases.
-        programs = {Phase.INVARIANT, self._program(op.id)}
-        return not stage.is_whole and any(self._program(c) not in programs for c in readers)
+        programs = {Phase.INVARIANT, self.program(op.id)}
+        return not stage.is_whole and any(self.program(c) not in programs for c in readers)
 
     def readers(self, value: int) -> list[int]:
         """Return the ops that read a value, directly or through ops that only rename it."""
@@ -291,7 +301,7 @@ class StoredValues:
         """Return the phase of an op of the step's own graph; None inside a body."""
         return None if self.stage is None else self.stage.step.phases[op_id]
 
-    def _program(self, op_id: int) -> Phase | None:
+    def program(self, op_id: int) -> Phase | None:
         """Return the phase whose program runs an op: the last stage runs both passes as one."""
         phase = self.phase(op_id)
         return Phase.FORWARD if phase is Phase.BACKWARD and self.stage is not None and self.stage.is_last else phase
@@ -314,7 +324,7 @@ class StoredValues:
         if self.stage is None:
             return (self.ops,)
         # The update waits for the reductions of the gradients.
-        found = {o: self._program(o) or Phase.INVARIANT for o in self.ops}
+        found = {o: self.program(o) or Phase.INVARIANT for o in self.ops}
         order = [*Phase]
         for op_id in reversed(self.ops):
             if found[op_id] is Phase.INVARIANT:

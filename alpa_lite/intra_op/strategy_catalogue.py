@@ -496,8 +496,9 @@ class Catalogue:
             return ()
         if options not in self._indices:
             found: list[FloatArray] = []
-            # An index along each dim.
-            for value, specs in zip(graph.operands(op)[:2], options.demanded, strict=False):
+            # An index along each dim. On GPUs those of the elements that are searched are computed in the search.
+            searched = 2 if self.pricer.cost_model.cluster.breadth_first else 1
+            for value, specs in zip(graph.operands(op)[:searched], options.demanded, strict=False):
                 elements = self.local_sizes(value, specs) * (value.num_elements / max(1, value.bytes))
                 found.append(frozen(elements * value.rank * _INDEX_BYTES))
             self._indices[options] = tuple(found)

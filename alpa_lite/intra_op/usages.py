@@ -417,7 +417,7 @@ class _Collector:
             start = self.lives.early.get((path, op_id, 1), end - 1)
             # Those of the elements that are searched need nothing: they are written when the program begins.
             begun = self.lives.begun[path, op_id]
-            for sizes, since, until in zip(indices, (start, begun), (end, start + 1), strict=True):
+            for sizes, since, until in zip(indices, (start, begun), (end, start + 1), strict=False):
                 yield UsageOf(value=made, node=node, sizes=sizes, start=since, end=until)
             return
         for span in self.lives.library.get((path, op_id), ()):

@@ -98,10 +98,13 @@ class Emitted:
     order: tuple[int, ...] = ()
     hosted: frozenset[int] = frozenset()
 
-    def lower(self, on: Mesh | AbstractMesh | None = None, *, keep_unused: bool = False) -> jax.stages.Lowered:
+    def lower(
+        self, on: Mesh | AbstractMesh | None = None, *, keep_unused: bool = False, elsewhere: bool = False
+    ) -> jax.stages.Lowered:
         """Trace and lower the function, by default for an abstract mesh without devices.
 
         keep_unused: whether the program takes the inputs too that it does not read.
+        elsewhere: whether this process does not have the devices of the mesh, which can only be compiled for.
 
         JAX lowers some ops (a callback into Python) only for concrete devices, and raises errors of various types for
         an abstract mesh.
@@ -112,7 +115,7 @@ class Emitted:
         shardings = jax.tree.unflatten(tree, placed)
         jitted = jax.jit(self.function, donate_argnums=self.donated, out_shardings=shardings, keep_unused=keep_unused)
         traced = jitted.trace(*(x.on(mesh) for x in self.ins))
-        return traced.lower(lowering_platforms=(self.platform,)) if on is None else traced.lower()
+        return traced.lower(lowering_platforms=(self.platform,)) if on is None or elsewhere else traced.lower()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

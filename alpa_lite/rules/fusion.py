@@ -25,7 +25,7 @@ from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
-from alpa_lite.program.ir import MOVES, Graph, Op
+from alpa_lite.program.ir import MOVES, Graph, Op, item_bytes
 from alpa_lite.program.memo import memoized
 from alpa_lite.rules.op_info import free_values, ranked_values, rule_of_op
 from cost_models.hardware import Fusion
@@ -48,10 +48,13 @@ _UNFUSED = (
     *("pallas_call", "custom_partitioning"),
     *sorted(MOVES),
 )
-#: Element-wise ops of many instructions, which compilers do not repeat in several kernels.
-_EXPENSIVE = frozenset(
-    "exp exp2 expm1 log log1p log2 logistic tanh tan sin cos atan2 erf erfc erf_inv pow rsqrt sqrt cbrt lgamma".split()
-)
+#: Instructions per element of element-wise ops of many; those of XLA:GPU lie between what it repeats and what it stores
+#: (derivatives of SiLU, GELU and the like in float32 and bfloat16, compiled for A100 and H100).
+_INSTRUCTIONS = {
+    **dict.fromkeys("exp exp2 expm1 log log1p logistic rsqrt sqrt".split(), 16),
+    **dict.fromkeys("tanh tan sin cos".split(), 60),
+    **dict.fromkeys("atan2 erf erfc erf_inv pow cbrt lgamma".split(), 120),
+}
 #: The longest row that a kernel stores on chip, in elements.
 LONGEST_ROW = 1 << 16
 
@@ -209,12 +212,16 @@ def is_fusible(graph: Graph, op: Op) -> bool:
     return _fusible(graph)[op.id]
 
 
-def is_repeatable(graph: Graph, op: Op) -> bool:
-    """Return True for fusible ops that compilers rather repeat in each reading kernel than store."""
-    # They take few instructions per element. A reduction would read all of its operand again.
+def is_repeatable(graph: Graph, op: Op, *, instructions_per_byte: float = 0.0) -> bool:
+    """Return True for fusible ops that compilers rather repeat in each reading kernel than store.
+
+    They take few instructions per element, or fewer than so many for each byte that is stored.
+    """
+    # A reduction would read all of its operand again.
     if reduces(graph, op) or op.primitive.startswith("arg"):
         return False
-    return is_fusible(graph, op) and op.primitive not in _EXPENSIVE
+    bytes_stored = item_bytes(graph.values[op.results[0]].dtype)
+    return is_fusible(graph, op) and _INSTRUCTIONS.get(op.primitive, 0) <= instructions_per_byte * bytes_stored
 
 
 def reduces(graph: Graph, op: Op) -> bool:

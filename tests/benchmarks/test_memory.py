@@ -13,7 +13,7 @@ from rich.console import Console
 
 from alpa_lite.cli.models.sequential_networks import MLP
 from alpa_lite.planners import DataParallel, Hybrid, Planner
-from benchmarks import memory
+from benchmarks import absent_devices, memory
 from benchmarks.published import peaks
 from tests.benchmarks import memory_programs
 
@@ -155,14 +155,32 @@ def test_peaks_that_were_measured_on_gpus(family: peaks.Family, sharding: peaks.
 
 
 def test_tpu_needs_its_compiler(monkeypatch, capsys):
-    monkeypatch.setattr("benchmarks.tpu_programs.util.find_spec", lambda name: None)
+    monkeypatch.setattr("benchmarks.absent_devices.util.find_spec", lambda name: None)
     assert memory.main(["--tpu", "v5e:2x4", "--model", "MLP"]) == 1
     assert "pip install libtpu" in capsys.readouterr().err
 
 
+def test_gpus_need_their_compiler(monkeypatch, capsys):
+    monkeypatch.setattr("benchmarks.absent_devices.util.find_spec", lambda name: None)
+    assert memory.main(["--gpu", "h100", "--model", "MLP", "--devices", "0"]) == 1
+    assert 'pip install "jax[cuda12]' in capsys.readouterr().err
+
+
 @pytest.mark.skipif(util.find_spec("libtpu") is None, reason="libtpu is not installed")
 def test_programs_are_compiled_for_tpus():
-    judge = memory.Judge.of("v5e:2x4")
+    judge = memory.TpuJudge("v5e:2x4")
+    batch = {name: jax.ShapeDtypeStruct((4096, 2048), jnp.float32) for name in ("inputs", "targets")}
+    case = memory.Case.of_model("MLP", MLP(in_features=2048, hidden=4096, out_features=2048, num_layers=2), batch)
+    (row,) = memory.run([case], {"data parallel": (DataParallel(), 1)}, lambda _: None, judge)
+    batch_bytes = 2 * 4 * 4096 * 2048 / 8
+    assert row.xla_resident_bytes == pytest.approx(row.state_bytes + batch_bytes, rel=0.01)
+    assert row.xla_temporary_bytes > 0
+
+
+@pytest.mark.skipif(util.find_spec("jax_plugins") is None, reason="JAX's plugin for CUDA is not installed")
+@pytest.mark.parametrize("kind", absent_devices.GPUS)
+def test_programs_are_compiled_for_gpus(kind: str):
+    judge = memory.GpuJudge(kind)
     batch = {name: jax.ShapeDtypeStruct((4096, 2048), jnp.float32) for name in ("inputs", "targets")}
     case = memory.Case.of_model("MLP", MLP(in_features=2048, hidden=4096, out_features=2048, num_layers=2), batch)
     (row,) = memory.run([case], {"data parallel": (DataParallel(), 1)}, lambda _: None, judge)
@@ -177,7 +195,10 @@ def test_large_cases_are_the_same_models(large):
     assert [case.name for case in found] == ["transformer, none", "transformer, full", "MLP", "CNN"]
 
 
-@pytest.mark.parametrize(("name", "mean", "worst"), [("memory", "3 %", "21 %"), ("memory_tpu", "20 %", "64 %")])
+@pytest.mark.parametrize(
+    ("name", "mean", "worst"),
+    [("memory", "3 %", "21 %"), ("memory_gpu", "8 %", "34 %"), ("memory_tpu", "20 %", "64 %")],
+)
 def test_the_page_states_the_kept_figures(name: str, mean: str, worst: str):
     root = Path(__file__).parents[2]
     rows = json.loads((root / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))["rows"]
@@ -185,6 +206,21 @@ def test_the_page_states_the_kept_figures(name: str, mean: str, worst: str):
     errors = [abs(row["ratio"] - 1.0) for row in rows]
     assert f"The mean error is {mean}, the largest {worst}" in text
     assert (f"{100 * sum(errors) / len(errors):.0f} %", f"{100 * max(errors):.0f} %") == (mean, worst)
+
+
+@pytest.mark.parametrize(
+    ("model", "plan"), [("MLP", "one device"), ("transformer", "one device"), ("MLP", "pipeline of 2")]
+)
+def test_predictions_for_gpus_are_near_what_their_compiler_allocates(model: str, plan: str):
+    """Bytes of XLA:GPU for an H100 from `benchmarks/results/memory_gpu.json`."""
+    root = Path(__file__).parents[2]
+    rows = json.loads((root / "benchmarks" / "results" / "memory_gpu.json").read_text(encoding="utf-8"))["rows"]
+    (case,) = memory.cases([model], ["full"], large=True)
+    planner, count = memory.PLANS[plan]
+    cluster = absent_devices.gpu_cluster("h100", 1 if plan == "one device" else 8)
+    predicted = memory.lowered_plan(case, planner, count, cluster).planned.last_plan.prediction.peak_bytes
+    allocated = [row["xla_bytes"] for row in rows if (row["model"], row["plan"]) == (case.name, plan)]
+    assert predicted == pytest.approx(allocated, rel=0.05)
 
 
 def test_sums_of_products_that_all_devices_compute_whole_are_not_reduced(devices):

@@ -37,12 +37,12 @@ def case(request: pytest.FixtureRequest) -> memory.Case:
 
 @pytest.mark.parametrize("name", PLANS)
 def test_buffers_are_those_that_the_programs_are_given_and_return(devices, case: memory.Case, name: str):
-    judge = memory.Judge.of(None)
+    judge = memory.Judge()
     lowered = memory.lowered_plan(case, PLANS[name], 4, judge.cluster(8))
     plan = lowered.planned.last_plan
     empty = replace(plan, stages=tuple(replace(s, cost=replace(s.cost, work=NOTHING)) for s in plan.stages))
     simulated = replace(lowered, planned=replace(lowered.planned, last_plan=empty)).simulate()
-    executor = lowered.compile(devices=judge.devices).executor
+    executor = lowered.compile(devices=devices).executor
     programs = [replace(each, compiled=_WithoutTemporaries(each)) for each in executor.executables]
     found = allocated(plan, executor.program, executor.step, programs)
     for stage, walked in enumerate(found):
@@ -55,7 +55,7 @@ def test_buffers_are_those_that_the_programs_are_given_and_return(devices, case:
 def test_first_stage_whose_gradients_are_all_of_weights_waits_as_in_a_backward_pass_of_one_task(
     devices, case: memory.Case
 ):
-    judge = memory.Judge.of(None)
+    judge = memory.Judge()
     lowered = memory.lowered_plan(case, Hybrid(pipeline=2, schedule=ZeroBubbleH1()), 4, judge.cluster(8))
     row, _ = memory.rows_of(case, "split", lowered.planned.last_plan, judge.allocated(lowered))
     assert row.ratio == pytest.approx(1, abs=0.1)
@@ -64,7 +64,7 @@ def test_first_stage_whose_gradients_are_all_of_weights_waits_as_in_a_backward_p
 def test_what_both_passes_save_for_the_gradients_of_weights_counts_once(devices):
     batch = {name: jax.ShapeDtypeStruct((1024, 32), jnp.float32) for name in ("inputs", "targets")}
     case = memory.Case.of_model("MLP", MLP(in_features=32, hidden=64, out_features=32, num_layers=4), batch)
-    judge = memory.Judge.of(None)
+    judge = memory.Judge()
     lowered = memory.lowered_plan(case, Hybrid(pipeline=2, schedule=ZeroBubbleH1()), 1, judge.cluster(8))
     *_, last = memory.rows_of(case, "split", lowered.planned.last_plan, judge.allocated(lowered))
     assert last.ratio == pytest.approx(1, abs=0.1)

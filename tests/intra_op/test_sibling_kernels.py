@@ -1,0 +1,101 @@
+"""Kernels of several results on XLA:GPU: what reads one array runs at once, and overwrites nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import alpa_lite as al
+from alpa_lite.intra_op.liveness import Life, lives_of
+from alpa_lite.intra_op.stage import StageView
+from alpa_lite.intra_op.stored_values import KernelModel
+from alpa_lite.rules.fusion import is_repeatable
+from alpa_lite.step.clustering import make_layers
+
+ROWS, COLUMNS = 16, 8
+GPU = KernelModel()
+ALONE = replace(GPU, runs_siblings_at_once=False)
+
+
+def lives(function: Callable[..., Any], num_arrays: int, kernels: KernelModel = GPU) -> dict[str, Life]:
+    """The lives of the results of a function of equal arrays, by primitive and number of the op."""
+    arrays = [jax.ShapeDtypeStruct((ROWS, COLUMNS), jnp.float32)]
+    arrays += [jax.ShapeDtypeStruct((COLUMNS, COLUMNS), jnp.float32)] * (num_arrays - 1)
+    step = al.parallelize(function, batch_argnums=(0,)).trace(*arrays).step(1).step
+    view = StageView(step=step, layers=make_layers(step, 1), first=0, last=0)
+    made = {view.graph.producer[life.value]: life for life in lives_of(view, kernels).lives}
+    return {f"{view.graph.ops[op_id].primitive} {op_id}": life for op_id, life in made.items() if op_id is not None}
+
+
+def alive(found: dict[str, Life], time: int) -> set[str]:
+    return {name for name, life in found.items() if life.start <= time < life.end}
+
+
+def two_kernels(x: Any, w: Any, u: Any, v: Any) -> tuple[Any, Any]:
+    """Two kernels that read one product; the second reads another one, too, which is made after the first is read."""
+    h = x @ w
+    first = jnp.sin(h) @ u
+    return first, ((x @ v) * jnp.cos(h)) @ u
+
+
+def test_kernels_that_read_one_array_run_when_the_last_of_them_can():
+    found = lives(two_kernels, 4)
+    both = {"dot_general 0", "sin 1", "dot_general 3", "mul 5"}
+    assert set(found) == both | {"dot_general 2", "dot_general 6"}
+    (time,) = (t for t in range(8) if both <= alive(found, t))
+    # The first product is read no longer then.
+    assert found["dot_general 0"].end == found["dot_general 3"].end == time + 1
+
+
+def test_kernels_of_one_result_each_run_one_after_the_other():
+    found = lives(two_kernels, 4, ALONE)
+    assert found["sin 1"].end < found["mul 5"].start
+
+
+def test_a_kernel_that_depends_on_another_one_runs_after_it():
+    def step(x: Any, w: Any, u: Any) -> Any:
+        h = x @ w
+        return (((jnp.sin(h) @ u) @ u) * jnp.cos(h)) @ u
+
+    found = lives(step, 3)
+    assert found["sin 1"].end < found["mul 5"].start
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+def test_what_is_also_reduced_does_not_overwrite_what_it_is_made_of(reduced: bool):
+    def step(x: Any, w: Any, u: Any) -> Any:
+        doubled = (x @ w) * 2.0
+        return doubled @ u + (doubled.sum(axis=0) if reduced else 0.0)
+
+    found = lives(step, 3)
+    assert (found["mul 1"].start < found["dot_general 0"].end) is reduced
+
+
+MEASURED = [
+    # What XLA compiles for the gradient of two products with the function between them: stored are the operand and the
+    # result of the function alone, or its inner value, too.
+    ("dgx-h100", jnp.float32, "tanh", True),
+    ("dgx-h100", jnp.bfloat16, "tanh", False),
+    ("dgx-a100", jnp.float32, "tanh", False),
+    ("dgx-a100", jnp.bfloat16, "tanh", False),
+    ("dgx-h100", jnp.float32, "erf", False),
+    ("dgx-h100", jnp.float32, "logistic", True),
+    ("dgx-h100", jnp.bfloat16, "logistic", True),
+    ("dgx-a100", jnp.float32, "logistic", True),
+    ("dgx-a100", jnp.bfloat16, "logistic", True),
+    ("tpu-v4", jnp.float32, "logistic", False),
+]
+
+
+@pytest.mark.parametrize(("cluster", "dtype", "primitive", "repeated"), MEASURED)
+def test_costly_ops_are_repeated_where_that_takes_less_time_than_memory(cluster, dtype, primitive, repeated):
+    function = {"tanh": jnp.tanh, "erf": jax.lax.erf, "logistic": jax.nn.sigmoid}[primitive]
+    graph = al.parallelize(function, batch_argnums=(0,)).trace(jax.ShapeDtypeStruct((8, 8), dtype)).step(1).step.graph
+    (op,) = (op for op in graph.ops if op.primitive == primitive)
+    found = is_repeatable(graph, op, instructions_per_byte=al.cluster(cluster).instructions_per_byte)
+    assert found is repeated
