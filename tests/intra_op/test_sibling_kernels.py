@@ -9,11 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import lax
 
 import alpa_lite as al
 from alpa_lite.intra_op.liveness import Life, lives_of
 from alpa_lite.intra_op.stage import StageView
 from alpa_lite.intra_op.stored_values import KernelModel
+from alpa_lite.program.phases import Phase
 from alpa_lite.rules.fusion import is_repeatable
 from alpa_lite.step.clustering import make_layers
 
@@ -74,6 +76,40 @@ def test_what_is_also_reduced_does_not_overwrite_what_it_is_made_of(reduced: boo
 
     found = lives(step, 3)
     assert (found["mul 1"].start < found["dot_general 0"].end) is reduced
+
+
+@pytest.mark.parametrize("kernels", [GPU, ALONE])
+def test_a_kernel_that_reduces_inside_does_not_overwrite_what_it_reads_again(kernels: KernelModel):
+    found = lives(lambda x, w, u: jax.nn.softmax(x @ w) @ u, 3, kernels)
+    (weights,) = (life for name, life in found.items() if name.startswith("div"))
+    assert (weights.start < found["dot_general 0"].end) is (kernels is GPU)
+
+
+@pytest.mark.parametrize("kernels", [GPU, ALONE])
+def test_zeros_for_the_gradients_of_all_loops_are_written_before_the_first_one(kernels: KernelModel):
+    def layer(x: Any, w: Any) -> tuple[Any, None]:
+        return jnp.tanh(x @ w), None
+
+    def step(x: Any, w: Any, u: Any) -> Any:
+        def loss(w: Any, u: Any) -> Any:
+            x1, _ = lax.scan(layer, x, jnp.stack([w, w + 1.0, w + 2.0]))
+            x2, _ = lax.scan(layer, jnp.sin(x1), jnp.stack([u, u + 1.0, u + 2.0]))
+            return jnp.sum(x2**2)
+
+        return jax.grad(loss, (0, 1))(w, u)
+
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((ROWS, COLUMNS), *[(COLUMNS, COLUMNS)] * 2)]
+    train = al.parallelize(step, batch_argnums=(0,)).trace(*arrays).step(1).step
+    view = StageView(step=train, layers=make_layers(train, 1), first=0, last=0)
+    stacks = [
+        life.start
+        for life in lives_of(view, kernels).lives
+        if not life.path
+        and view.graph.values[life.value].shape == (3, COLUMNS, COLUMNS)
+        and (maker := view.graph.producer[life.value]) is not None
+        and train.phases[maker] is Phase.BACKWARD
+    ]
+    assert len(stacks) == 2 and (len(set(stacks)) == 1) is (kernels is GPU)
 
 
 MEASURED = [
