@@ -122,7 +122,7 @@ def _in_two(program: Program) -> frozenset[int]:
     """Return the stages that compute a part of their backward pass before the gradients of weights.
 
     A first stage sends no gradient on, so that a schedule that splits backward passes leaves all of its own to the task
-    of the gradients of weights: the products in it wait for each other as in a backward pass of one task.
+    of the gradients of weights: in it products may wait for each other as in a backward pass of one task.
     """
     return frozenset(
         task.stage
@@ -145,12 +145,15 @@ def _work(
     If only the temporaries of the whole stage are known, they contain the gradients that its backward pass is given,
     which are buffers. `in_two`: the stages of `_in_two`.
     """
-    stage, saved = plan.stages[task.stage], 0.0
-    if task.kind is TaskRole.WEIGHT_GRADIENT and plan.cluster.breadth_first and task.stage in in_two:
-        # Products read arguments alone, so that none of them waits for the addition of another one's result.
-        return sum(sizes.get(buffer, 0.0) for buffer in instruction.writes[len(task.outputs) :])
+    stage, saved, addends = plan.stages[task.stage], 0.0, 0.0
+    if task.kind is TaskRole.WEIGHT_GRADIENT and plan.cluster.breadth_first:
+        # Products wait for arguments alone, and not for the addition of another one's result.
+        addends = sum(sizes.get(buffer, 0.0) for buffer in instruction.writes[len(task.outputs) :])
+        if task.stage in in_two:
+            return addends
     if stage.cost.work is not None:
-        work = stage.cost.work.of(task.kind)
+        # Of a whole backward pass, products that wait for its gradients may be few.
+        work = max(addends, stage.cost.work.of(task.kind))
         if task.kind is TaskRole.FORWARD_BACKWARD and task.stage in in_two:
             # What it saves for the gradients of weights it returns, in buffers.
             work -= sum(sizes.get(b, 0.0) for b in _made_forward(instruction.writes[: len(task.outputs)], step))
