@@ -18,7 +18,6 @@ from alpa_lite.program.phases import Phase
 from alpa_lite.rules.fusion import is_fusible, reduces
 
 if TYPE_CHECKING:
-    from alpa_lite.intra_op.liveness import LiveSpan
     from alpa_lite.intra_op.stored_values import StoredValues
 
 MOST_OPS = 64
@@ -29,9 +28,9 @@ class SiblingKernels:
     """The kernels of several results in one graph."""
 
     def __init__(
-        self, stored: StoredValues, sources: Callable[[Op], Sequence[int]], span: Callable[[int], LiveSpan]
+        self, stored: StoredValues, sources: Callable[[Op], Sequence[int]], span: Callable[[int], tuple[int, int]]
     ) -> None:
-        """`sources`: the values in memory that the kernel of an op reads; `span`: when an op runs."""
+        """`sources`: the values in memory that the kernel of an op reads; `span`: when an op begins and ends."""
         self.stored, self.graph, self.span = stored, stored.graph, span
         self.reads = {
             op_id: sources(self.graph.ops[op_id])
@@ -44,7 +43,7 @@ class SiblingKernels:
         found = dict[int, int]()
         for ops in self._kernels():
             if len(ops) > 1:
-                time = max(min(self.span(op_id).start for op_id in ops), *map(self._ready, ops))
+                time = max(min(self.span(op_id)[0] for op_id in ops), *map(self._ready, ops))
                 found.update((op_id, time) for op_id in ops)
         return found
 
@@ -106,7 +105,7 @@ class SiblingKernels:
     def _ready(self, op_id: int) -> int:
         """Return when all that the kernel of an op reads is in memory."""
         makers = (self.graph.producer[v] for v in self.reads[op_id])
-        return max((self.span(maker).end for maker in makers if maker in self.stored.here), default=0)
+        return max((self.span(maker)[1] for maker in makers if maker in self.stored.here), default=0)
 
     def _follows(self, op_id: int, earlier: int) -> bool:
         """Return True if an op depends on an earlier one, or may do so."""
