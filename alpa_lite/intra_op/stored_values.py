@@ -67,12 +67,14 @@ class KernelModel:
     def of(cls, cost_model: CostModel, num_devices: int, *, gathers: bool = False) -> KernelModel:
         """Return the kernels of the backend of a cost model, in programs for a number of devices."""
         backend, cluster = cost_model.backend, cost_model.cluster
+        # Libraries of kernels, such as PyTorch's, neither repeat what takes long nor make one kernel of several.
+        compiled = backend.fusion == "all"
         return cls(
             fusion=backend.fusion,
             fused_attention=backend.fused_attention,
             fuses_siblings=cluster.fuses_siblings,
-            runs_siblings_at_once=cluster.runs_siblings_at_once,
-            instructions_per_byte=cluster.instructions_per_byte,
+            runs_siblings_at_once=compiled and cluster.runs_siblings_at_once,
+            instructions_per_byte=cluster.instructions_per_byte if compiled else 0.0,
             fuses_into_products=cluster.device.fuses_into_products,
             breadth_first=cluster.breadth_first,
             # Elsewhere the same kernels run on any number of devices.

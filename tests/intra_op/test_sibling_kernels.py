@@ -18,6 +18,8 @@ from alpa_lite.intra_op.stored_values import KernelModel
 from alpa_lite.program.phases import Phase
 from alpa_lite.rules.fusion import is_repeatable
 from alpa_lite.step.clustering import make_layers
+from cost_models.composed import ComposedCostModel
+from cost_models.hardware import Backend
 
 ROWS, COLUMNS = 16, 8
 GPU = KernelModel()
@@ -135,3 +137,10 @@ def test_costly_ops_are_repeated_where_that_takes_less_time_than_memory(cluster,
     (op,) = (op for op in graph.ops if op.primitive == primitive)
     found = is_repeatable(graph, op, instructions_per_byte=al.cluster(cluster).instructions_per_byte)
     assert found is repeated
+
+
+def test_only_compilers_make_one_kernel_of_several():
+    models = [ComposedCostModel(al.cluster("dgx-h100"), Backend(fusion=fusion)) for fusion in ("all", "calls", "none")]
+    compiled, *libraries = (KernelModel.of(model, 8) for model in models)
+    assert compiled.runs_siblings_at_once and compiled.instructions_per_byte > 10
+    assert not any(each.runs_siblings_at_once or each.instructions_per_byte for each in libraries)
