@@ -306,7 +306,8 @@ class _LiveScope:
         if timing.kernels.breadth_first:
             self._run_early()
         elif timing.kernels.runs_siblings_at_once:
-            self.siblings = SiblingKernels(stored, self._sources, self.span)
+            # Not by a method of this object, which the garbage collector would have to free then.
+            self.siblings = SiblingKernels(stored, self._sources, {o: self.span(o) for o in ops})
             self.together = self.siblings.times()
             self._fill_together()
         for op_id in reversed(ops):  # the last use recurses into later ones: in this order, they are cached already

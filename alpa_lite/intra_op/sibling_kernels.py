@@ -10,7 +10,7 @@ GELU itself, which the gradient of a weight needs. It overwrites none of its ope
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from alpa_lite.program.ir import Op
@@ -28,10 +28,10 @@ class SiblingKernels:
     """The kernels of several results in one graph."""
 
     def __init__(
-        self, stored: StoredValues, sources: Callable[[Op], Sequence[int]], span: Callable[[int], tuple[int, int]]
+        self, stored: StoredValues, sources: Callable[[Op], Sequence[int]], spans: Mapping[int, tuple[int, int]]
     ) -> None:
-        """`sources`: the values in memory that the kernel of an op reads; `span`: when an op begins and ends."""
-        self.stored, self.graph, self.span = stored, stored.graph, span
+        """`sources`: the values in memory that the kernel of an op reads; `spans`: when each op begins and ends."""
+        self.stored, self.graph, self.spans = stored, stored.graph, spans
         self.reads = {
             op_id: sources(self.graph.ops[op_id])
             for op_id in stored.ops
@@ -43,7 +43,7 @@ class SiblingKernels:
         found = dict[int, int]()
         for ops in self._kernels():
             if len(ops) > 1:
-                time = max(min(self.span(op_id)[0] for op_id in ops), *map(self._ready, ops))
+                time = max(min(self.spans[op_id][0] for op_id in ops), *map(self._ready, ops))
                 found.update((op_id, time) for op_id in ops)
         return found
 
@@ -105,7 +105,7 @@ class SiblingKernels:
     def _ready(self, op_id: int) -> int:
         """Return when all that the kernel of an op reads is in memory."""
         makers = (self.graph.producer[v] for v in self.reads[op_id])
-        return max((self.span(maker)[1] for maker in makers if maker in self.stored.here), default=0)
+        return max((self.spans[maker][1] for maker in makers if maker in self.stored.here), default=0)
 
     def _follows(self, op_id: int, earlier: int) -> bool:
         """Return True if an op depends on an earlier one, or may do so."""
