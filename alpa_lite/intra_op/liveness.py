@@ -9,6 +9,7 @@
     arguments    a value that a program is given is there from its start to its end                       (external)
     early        on the CPU backend, arrays of zeros that are filled piece by piece, and parts of an op that wait for
                  one operand alone                                                                      (_run_early)
+    together     on GPUs, kernels that read the same array, which are one                  (`sibling_kernels`)
     library      on the CPU backend, arrays that are written for the library that reduces       (`library_reductions`)
 
 New state overwrites the old one (`_new_state`). Inside a loop, a value that one trip passes to the next lives until the

@@ -184,21 +184,16 @@ class StoredValues:
         if kernels.fusion != "none":
             self._fuse()
 
-    @cached_property
-    def groups(self) -> Sequence[int]:
-        """The number of the group of each op that runs in one kernel; see `fusion_groups`."""
-        model = self.kernels
-        if not model.fuses_siblings:
-            return range(len(self.graph.ops))
-        return fusion_groups(self.graph, within_calls=model.fusion == "calls")
-
     def _fuse(self) -> None:
         """Find out which values of fusible ops are written, as instruction fusion of XLA decides it.
 
         Kernels are visited from the last to the first. An op runs in the kernels that run its readers, whatever they
         then read and for how long, unless that repeats what should not be repeated.
         """
-        groups = self.groups
+        model = self.kernels
+        groups: Sequence[int] = range(len(self.graph.ops))
+        if model.fuses_siblings:
+            groups = fusion_groups(self.graph, within_calls=model.fusion == "calls")
         kernels: dict[int, frozenset[int]] = {}
         for op_id in reversed(self.ops):
             op, own = self.graph.ops[op_id], frozenset((groups[op_id],))
@@ -219,7 +214,6 @@ class StoredValues:
             return True
         if inside <= own:
             return False
-        repeatable = is_repeatable(self.graph, op, instructions_per_byte=self.kernels.instructions_per_byte)
         if not is_repeatable(self.graph, op) and any(self._reads_again(c, op) for c in readers):
             return True
         if self.stage is not None and self._leaves(op, readers):
@@ -228,7 +222,7 @@ class StoredValues:
             return True
         if len(inside) == 1:
             return False
-        if not repeatable:
+        if not is_repeatable(self.graph, op, instructions_per_byte=self.kernels.instructions_per_byte):
             return True
         # Of several arrays of its size, an op is repeated only if that is all that its readers need it for.
         several = len(readers) > 1 and reads_several(self.graph, op)

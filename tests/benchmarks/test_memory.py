@@ -166,27 +166,24 @@ def test_gpus_need_their_compiler(monkeypatch, capsys):
     assert 'pip install "jax[cuda12]' in capsys.readouterr().err
 
 
-@pytest.mark.skipif(util.find_spec("libtpu") is None, reason="libtpu is not installed")
-def test_programs_are_compiled_for_tpus():
-    judge = memory.TpuJudge("v5e:2x4")
+def check_compiled_perceptron(judge: memory.Judge) -> None:
     batch = {name: jax.ShapeDtypeStruct((4096, 2048), jnp.float32) for name in ("inputs", "targets")}
     case = memory.Case.of_model("MLP", MLP(in_features=2048, hidden=4096, out_features=2048, num_layers=2), batch)
     (row,) = memory.run([case], {"data parallel": (DataParallel(), 1)}, lambda _: None, judge)
     batch_bytes = 2 * 4 * 4096 * 2048 / 8
     assert row.xla_resident_bytes == pytest.approx(row.state_bytes + batch_bytes, rel=0.01)
     assert row.xla_temporary_bytes > 0
+
+
+@pytest.mark.skipif(util.find_spec("libtpu") is None, reason="libtpu is not installed")
+def test_programs_are_compiled_for_tpus():
+    check_compiled_perceptron(memory.TpuJudge("v5e:2x4"))
 
 
 @pytest.mark.skipif(util.find_spec("jax_plugins") is None, reason="JAX's plugin for CUDA is not installed")
 @pytest.mark.parametrize("kind", absent_devices.GPUS)
 def test_programs_are_compiled_for_gpus(kind: str):
-    judge = memory.GpuJudge(kind)
-    batch = {name: jax.ShapeDtypeStruct((4096, 2048), jnp.float32) for name in ("inputs", "targets")}
-    case = memory.Case.of_model("MLP", MLP(in_features=2048, hidden=4096, out_features=2048, num_layers=2), batch)
-    (row,) = memory.run([case], {"data parallel": (DataParallel(), 1)}, lambda _: None, judge)
-    batch_bytes = 2 * 4 * 4096 * 2048 / 8
-    assert row.xla_resident_bytes == pytest.approx(row.state_bytes + batch_bytes, rel=0.01)
-    assert row.xla_temporary_bytes > 0
+    check_compiled_perceptron(memory.GpuJudge(kind))
 
 
 @pytest.mark.parametrize("large", [False, True])
