@@ -264,6 +264,11 @@ class StageSearch:
         # Guesses are the same for any number of micro-batches in flight, and after the fewest most stages may follow.
         return self._best_of(self._table(self._guessed, self._guessed_updates, self._following(self._guessed, 0)))
 
+    @property
+    def tried_questions(self) -> list[tuple[StageCosts, Question]]:
+        """The questions that `tried` asks first: stages that do not fit are solved otherwise, too."""
+        return [self._question(*entry, quick=True) for entry in _entries(self._best_guessed)]
+
     def tried(self) -> float:
         """Return the seconds of a step with the best guessed stages, solved roughly; infinite if they do not fit."""
         seconds, updates = np.full(self._guessed.shape, np.inf), np.zeros(self._guessed.shape)

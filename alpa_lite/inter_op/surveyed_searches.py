@@ -20,7 +20,7 @@ from alpa_lite.inter_op.microbatch_counts import Guess
 from alpa_lite.inter_op.solved_stages import StagePlace
 from alpa_lite.inter_op.space import Space, StageEquality
 from alpa_lite.inter_op.stage_cost_cache import StageCostCache
-from alpa_lite.inter_op.stage_costs import StageCosts
+from alpa_lite.inter_op.stage_costs import StageCosts, expect
 from alpa_lite.inter_op.stage_search import PolicyCosts, StageGuesses, StageLimits, StageSearch
 from alpa_lite.inter_op.survey import MEMORY_SLACK, Beyond, Profile, Survey
 from alpa_lite.intra_op.problem import Status
@@ -128,7 +128,10 @@ class SurveyedSearches:
 
     def tried_at(self, number: int) -> float:
         """Return the seconds of a step at a number of micro-batches with the best guessed stages, solved roughly."""
-        return min(search.tried() for search in self.at(number))
+        searches = self.at(number)
+        # Each solves its stages in their order, and workers meet it from the other end.
+        expect(question for search in reversed(searches) for question in reversed(search.tried_questions))
+        return min(search.tried() for search in searches)
 
     def at(self, number: int, beyond: Beyond = "more shared") -> list[StageSearch]:
         """Return the stage searches at a number of micro-batches; the one for the least memory comes last."""

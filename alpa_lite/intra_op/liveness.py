@@ -10,6 +10,7 @@
     early        on the CPU backend, arrays of zeros that are filled piece by piece, and parts of an op that wait for
                  one operand alone                                                                      (_run_early)
     together     on GPUs, kernels that read the same array, which are one                  (`sibling_kernels`)
+    first trips  on GPUs, what the first trip of a loop computes before the loop               (`early_trips`)
     library      on the CPU backend, arrays that are written for the library that reduces       (`library_reductions`)
 
 New state overwrites the old one (`_new_state`). Inside a loop, a value that one trip passes to the next lives until the
@@ -33,6 +34,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
+from alpa_lite.intra_op.early_trips import early_values
 from alpa_lite.intra_op.kernel_queue import Kernel, KernelTask
 from alpa_lite.intra_op.library_reductions import LibraryReductions
 from alpa_lite.intra_op.one_trip_loops import Flattened, Path, without_one_trip_loops
@@ -45,6 +47,7 @@ from alpa_lite.intra_op.stored_values import (
     StoredValues,
     early_operands,
     filled_results,
+    merges_dims,
     reads_whole,
 )
 from alpa_lite.program.ir import MOVES, Graph, Op, Wiring, wiring_of
@@ -75,7 +78,8 @@ class Life:
     """The lifetime of a value of the graph at `path`: it is in memory from time `start` to before `end`.
 
     `saved`: the value is made, or received, in the forward pass, and the backward pass reads it. `loop_end`: the time
-    at which its last reader before the update ends.
+    at which its last reader before the update ends. `early`: it is that of the first trip of a loop whose trips scatter
+    gradients, made before the loop; without such collectives it is not.
     """
 
     path: Path = ()
@@ -84,6 +88,7 @@ class Life:
     end: int
     saved: bool = False
     loop_end: int = 0
+    early: bool = False
 
 
 class _Use(NamedTuple):
@@ -405,6 +410,8 @@ class _LiveScope:
             wiring = wiring_of(op)
             if wiring is not None:
                 yield from self._inside(op, wiring)
+                if self.timing.kernels.takes_trips_out and self.stored.phase(op_id) is Phase.BACKWARD:
+                    yield from self._of_first_trip(op)
 
     def external(self) -> Iterator[Life]:
         """Yield the lifetimes of the values that a stage receives from other stages and from the batch."""
@@ -455,6 +462,14 @@ class _LiveScope:
             inner = _LiveScope(body, path, self.timing, kept=kept, elements=elements)
             yield from inner.copies()
             yield from inner.lives()
+
+    def _of_first_trip(self, loop: Op) -> Iterator[Life]:
+        """Yield the lifetimes, before a loop begins, of what its first trip computes early."""
+        path, begun = (*self.path, (loop.id, 0)), self.timing.begun[self.path, loop.id]
+        makers = [self.graph.producer[v] for v in loop.operands]
+        there = [max(begun, self.span(maker).end) if maker in self.here else begun for maker in makers]
+        for v, time in early_values(self.timing.stored[path], loop, there).items():
+            yield Life(path=path, value=v, start=time, end=self.span(loop.id).start, early=True)
 
     def copies(self) -> Iterator[Life]:
         """Yield the lifetimes of elements of stacked arrays that are copied out for a reader that is not fused."""
@@ -549,7 +564,7 @@ class _LiveScope:
         The CPU backend writes it with these dims: no operand of the kernel has the shape of its result.
         """
         readers = self.stored.readers(value)
-        return bool(readers) and all(_merges_dims(self.graph.ops[c], self.graph.values[value].rank) for c in readers)
+        return bool(readers) and all(merges_dims(self.graph.ops[c], self.graph.values[value].rank) for c in readers)
 
     def _dies(self, value: int, time: int) -> bool:
         """Return True for a value made here whose buffer is free from `time` on."""
@@ -574,14 +589,6 @@ class _LiveScope:
             else:
                 found[v] = None
         return list(found)
-
-
-def _merges_dims(op: Op, rank: int) -> bool:
-    """Return True for a product that reads operands of a rank as matrices."""
-    if op.primitive != "dot_general":
-        return False
-    (contracted, _), (batch, _) = op.params["dimension_numbers"]
-    return len(contracted) > 1 or rank - len(batch) - len(contracted) > 1
 
 
 def _alike(graph: Graph, first: int, second: int) -> bool:

@@ -11,6 +11,7 @@ GELU itself, which the gradient of a weight needs. It overwrites none of its ope
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from heapq import merge
 from typing import TYPE_CHECKING
 
 from alpa_lite.program.ir import Op
@@ -89,8 +90,9 @@ class SiblingKernels:
         for op_id, reads in self.reads.items():
             size, program = self._size(op_id), self.stored.program(op_id)
             shared = [(v, program) for v in reads if self.graph.values[v].num_elements == size]
-            siblings = [c for key in shared for c in readers.get(key, ()) if not self._follows(op_id, c)]
-            kernel_of[op_id] = kernel_of[max(siblings)] if siblings else []
+            latest_first = merge(*(reversed(readers.get(key, ())) for key in shared), reverse=True)
+            sibling = next((c for c in latest_first if not self._follows(op_id, c)), None)
+            kernel_of[op_id] = [] if sibling is None else kernel_of[sibling]
             kernel_of[op_id].append(op_id)
             for key in shared:
                 readers.setdefault(key, []).append(op_id)

@@ -51,6 +51,7 @@ class KernelModel:
         fuses_into_products: see `Device`.
         num_devices: number of devices that run the program.
         gathers: whether parameters lie in parts, which the program gathers where an op reads them.
+        takes_trips_out: whether loops whose trips scatter gradients begin with one outside (`early_trips`).
     """
 
     fusion: Fusion = "all"
@@ -62,6 +63,7 @@ class KernelModel:
     breadth_first: bool = False
     num_devices: int = 1
     gathers: bool = False
+    takes_trips_out: bool = False
 
     @classmethod
     def of(cls, cost_model: CostModel, num_devices: int, *, gathers: bool = False) -> KernelModel:
@@ -80,6 +82,7 @@ class KernelModel:
             # Elsewhere the same kernels run on any number of devices.
             num_devices=num_devices if cluster.breadth_first else 1,
             gathers=gathers and cluster.breadth_first,
+            takes_trips_out=compiled and cluster.runs_siblings_at_once,
         )
 
 
@@ -112,6 +115,14 @@ def _writable(graph: Graph, kernels: KernelModel) -> frozenset[int]:
 def reads_whole(graph: Graph, op: Op) -> bool:
     """Return True for ops whose kernels read operands as arrays that lie in memory: loops, products and the like."""
     return bool(op.bodies) or rule_of_op(graph, op.id).work_kind != "elementwise"
+
+
+def merges_dims(op: Op, rank: int) -> bool:
+    """Return True for a product that reads operands of a rank as matrices."""
+    if op.primitive != "dot_general":
+        return False
+    (contracted, _), (batch, _) = op.params["dimension_numbers"]
+    return len(contracted) > 1 or rank - len(batch) - len(contracted) > 1
 
 
 def early_operands(op: Op) -> Sequence[int]:

@@ -71,7 +71,10 @@ class Held(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class UsageOf:
-    """The bytes of a value by strategy of a node, from time `start` to before `end`."""
+    """The bytes of a value by strategy of a node, from time `start` to before `end`.
+
+    `early`: only if gradients are scattered in the trips of a loop (`Life.early`).
+    """
 
     value: Key
     node: int
@@ -79,6 +82,7 @@ class UsageOf:
     start: int
     end: int
     held: Held = Held.INSIDE
+    early: bool = False
 
 
 def work_bytes(view: StageView, lives: Lives, usages: Iterable[UsageOf], choices: Sequence[int]) -> WorkBytes:
@@ -180,10 +184,18 @@ class _Collector:
         return (usage for usage in found if usage.end > usage.start and self.arrays.any(usage.sizes))
 
     def _use(
-        self, key: Key, offer: Offer, start: int, end: int, copies: float = 1.0, *, held: Held = Held.PASSED
+        self,
+        key: Key,
+        offer: Offer,
+        start: int,
+        end: int,
+        copies: float = 1.0,
+        *,
+        held: Held = Held.PASSED,
+        early: bool = False,
     ) -> UsageOf:
         sizes = self.arrays.product(self.catalogue.local_sizes(self.layout.value(key), offer.specs), copies)
-        return UsageOf(value=key, node=offer.node, sizes=sizes, start=start, end=end, held=held)
+        return UsageOf(value=key, node=offer.node, sizes=sizes, start=start, end=end, held=held, early=early)
 
     def _held(self, life: Life) -> Held:
         part = self.layout.view.part
@@ -210,7 +222,7 @@ class _Collector:
                 yield from self._sum(replace(life, path=(), value=self.sums[key]), late)
             elif key in self.layout.offers:
                 offer = self.layout.offers[key]
-                yield self._use(key, offer, life.start, life.end, held=self._held(life))
+                yield self._use(key, offer, life.start, life.end, held=self._held(life), early=life.early)
                 if life.saved and self.in_flight > 1:
                     # The other micro-batches are at any point of their passes: their values are held throughout.
                     yield self._use(key, offer, 0, self.lives.loop_end, self.in_flight - 1.0)

@@ -235,8 +235,9 @@ class ManualPlans:
         if not (self._planners and self._request.workers.at_work):
             return
         questions = dict[Hashable, Likely]()
-        # This process starts with the first planner, so that workers start with the last.
-        for which, planner in reversed([*enumerate(self._planners)]):
+        # This process starts with the first planner, so that workers start with the last. Those without a bubble come
+        # before: they begin with the same numbers, whatever the best plan will be.
+        for which, planner in sorted(reversed([*enumerate(self._planners)]), key=lambda each: _has_bubble(each[1])):
             for number in self._numbers_like(planner, best):
                 if (which, number) in self._asked or self._is_hopeless(planner, number, best):
                     continue
@@ -255,7 +256,9 @@ class ManualPlans:
             return (self._request.num_microbatches,)
         # Planners with and without a bubble begin at opposite ends.
         alike = [n for which, n in self._asked if _has_bubble(self._planners[which]) == _has_bubble(planner)]
-        return dict.fromkeys((*self._numbers(planner, best)[:1], *(n for n in alike if isinstance(n, int))))
+        # Without a bubble the second number is tried, too, be it that the first does not fit.
+        first = self._numbers(planner, best)[: 1 if _has_bubble(planner) else 2]
+        return dict.fromkeys((*first, *(n for n in alike if isinstance(n, int))))
 
     def _is_hopeless(self, planner: Planner, number: int | str, best: Plan) -> bool:
         return isinstance(number, int) and self._least_seconds(planner, number) >= best.prediction.step_seconds
