@@ -9,9 +9,12 @@ the logits until the trip reads it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from alpa_lite.intra_op.stored_values import StoredValues
 from alpa_lite.program.ir import Op, wiring_of
+
+if TYPE_CHECKING:
+    from alpa_lite.intra_op.stored_values import StoredValues
 
 
 def early_values(body: StoredValues, loop: Op, there: Sequence[int]) -> dict[int, int]:

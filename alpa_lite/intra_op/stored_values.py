@@ -2,9 +2,10 @@
 
     kernels      an op runs inside the kernels that read its result, unless one of them cannot compute it or the op
                  would run in several and is costly, or reads several arrays that they need not read       (_fuse)
-    order        that of the ops; on the CPU backend breadth first (`kernel_queue`): gradients of weights and what the
-                 backward pass recomputes wait for their turn, and a broadcast is written long before it is read
-                                                                                                       (run_order)
+    order        that of the ops                                                            (run_order)
+                 on GPUs gradients of weights come after the loops of the backward pass    (_with_late_gradients)
+                 on the CPU backend breadth first (`kernel_queue`): gradients of weights and what the backward pass
+                 recomputes wait for their turn, and a broadcast is written long before it is read
     gathered     parameters that lie in parts are there when those before them were read, as programs gather for one
                  op ahead                                                                           (waits_for)
 
@@ -52,6 +53,7 @@ class KernelModel:
         num_devices: number of devices that run the program.
         gathers: whether parameters lie in parts, which the program gathers where an op reads them.
         takes_trips_out: whether loops whose trips scatter gradients begin with one outside (`early_trips`).
+        puts_off_gradients: whether gradients of weights are made after the loops of the backward pass.
     """
 
     fusion: Fusion = "all"
@@ -64,6 +66,7 @@ class KernelModel:
     num_devices: int = 1
     gathers: bool = False
     takes_trips_out: bool = False
+    puts_off_gradients: bool = False
 
     @classmethod
     def of(cls, cost_model: CostModel, num_devices: int, *, gathers: bool = False) -> KernelModel:
@@ -83,6 +86,7 @@ class KernelModel:
             num_devices=num_devices if cluster.breadth_first else 1,
             gathers=gathers and cluster.breadth_first,
             takes_trips_out=compiled and cluster.runs_siblings_at_once,
+            puts_off_gradients=compiled and cluster.runs_siblings_at_once and num_devices > 1,
         )
 
 
@@ -316,7 +320,8 @@ class StoredValues:
     def run_order(self) -> Iterator[Kernel]:
         """Yield the kernels in the order in which they run; what runs inside of kernels comes before these."""
         if not self.kernels.breadth_first:
-            yield from (Kernel(op_id, KernelTask.RUN) for op_id in self.ops)
+            ops = self._with_late_gradients() if self.kernels.puts_off_gradients and self.stage else self.ops
+            yield from (Kernel(op_id, KernelTask.RUN) for op_id in ops)
             return
         for program in self.programs:
             waits, named = self.waits_for(program), self._named_anew(program)
@@ -324,6 +329,21 @@ class StoredValues:
             queue = KernelQueue(self.graph, program, self.is_kernel, waits=waits, named=named, delayed=delayed)
             yield from queue.kernels()
             self.behind.update(queue.behind)
+
+    def _with_late_gradients(self) -> Sequence[int]:
+        """Return the ops in order, but those that the update alone needs after the loops of the backward pass.
+
+        They are gradients of weights. XLA:GPU orders programs with collectives from their end, so that nothing runs
+        before it has to; what such an op reads stays in memory.
+        """
+        loops = [o for o in self.ops if self.phase(o) is Phase.BACKWARD and self.graph.ops[o].bodies]
+        late, last = set[int](), max(loops, default=0)
+        for op_id in reversed(self.ops):
+            if op_id < last and self.phase(op_id) is Phase.BACKWARD:
+                readers = (c for r in self.graph.ops[op_id].results for c in self.graph.consumers[r])
+                if all(c in late or self.phase(c) is Phase.UPDATE for c in readers if c in self.here):
+                    late.add(op_id)
+        return sorted(self.ops, key=lambda op_id: (op_id > last, op_id in late))
 
     @cached_property
     def programs(self) -> Sequence[Sequence[int]]:
