@@ -72,12 +72,14 @@ def best_choices(
     if found.choices is None or builder.always_scatters or not builder.scatters(found.choices):
         return found
     there = evaluate(problem(True), found.choices)
-    if not there.feasible:
-        found = solver.solve(problem(True), time_limit_seconds=time_limit_seconds)
-        if found.choices is None:
-            return found
-        there = evaluate(problem(builder.scatters(found.choices)), found.choices)
-    return replace(found, peak_bytes=there.peak_bytes)
+    if there.feasible:
+        return replace(found, peak_bytes=there.peak_bytes)
+    # The bound of the problem that leaves it out is one for all choices.
+    bound, found = found.bound, solver.solve(problem(True), time_limit_seconds=time_limit_seconds)
+    if found.choices is None:
+        return found
+    there = evaluate(problem(builder.scatters(found.choices)), found.choices)
+    return replace(found, bound=min(bound, found.bound), peak_bytes=there.peak_bytes)
 
 
 def price_choice(builder: Builder, choice: Choice, solution: Solution, in_flight: int) -> StageSolution:

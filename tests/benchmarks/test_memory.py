@@ -207,7 +207,13 @@ def test_the_page_states_the_kept_figures(name: str, mean: str, worst: str):
 
 @pytest.mark.parametrize(
     ("model", "plan"),
-    [("MLP", "one device"), ("MLP", "pipeline of 2"), ("transformer", "one device"), ("CNN", "one device")],
+    [
+        ("MLP", "one device"),
+        ("MLP", "pipeline of 2"),
+        ("transformer", "one device"),
+        ("transformer", "FSDP"),
+        ("CNN", "one device"),
+    ],
 )
 def test_predictions_for_gpus_are_near_what_their_compiler_allocates(model: str, plan: str):
     """Bytes of XLA:GPU for an H100 from `benchmarks/results/memory_gpu.json`."""
@@ -218,7 +224,8 @@ def test_predictions_for_gpus_are_near_what_their_compiler_allocates(model: str,
     cluster = absent_devices.gpu_cluster("h100", 1 if plan == "one device" else 8)
     predicted = memory.lowered_plan(case, planner, count, cluster).planned.last_plan.prediction.peak_bytes
     allocated = [row["xla_bytes"] for row in rows if (row["model"], row["plan"]) == (case.name, plan)]
-    # The CNN was 0.72 without the indices of maxima, the transformer 0.81 with kernels of one result.
+    # The CNN was 0.72 without the indices of maxima, the transformer 0.81 with kernels of one result, and 0.66 under
+    # FSDP without what the first trip of its loop computes early.
     assert predicted == pytest.approx(allocated, rel=0.07)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable, Mapping
 from dataclasses import replace
 
 import jax
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import alpa_lite as al
+from alpa_lite.inter_op.workers import Likely, Workers
 from alpa_lite.planners import Auto
 from alpa_lite.schedule import GPipe, OneFOneB, Schedule, ZeroBubbleH1
 from cost_models.cluster import with_memory_limit
@@ -82,6 +84,40 @@ def test_equal_stages_are_guessed_within_the_memory_that_they_have() -> None:
     of_four = replace(planner, pipeline=4)
     plan = al.plan(_train, *_shapes(6), cluster=tight, planner=of_four, num_microbatches=64)
     assert least <= 1.01 * plan.prediction.step_seconds <= 2 * least
+
+
+class Told(Workers):
+    """Workers that answer nothing, and record what they are told and asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told, self.asked = list[set[Hashable]](), list[Hashable]()
+
+    @property
+    def at_work(self) -> bool:
+        return True
+
+    def expect(self, questions: Mapping[Hashable, Likely], *, later: bool = False) -> None:
+        self.told.append(set(questions))
+
+    def take(self, key: Hashable) -> object:
+        self.asked.append(key)
+        return None
+
+
+def test_workers_are_told_of_all_stages_that_are_tried() -> None:
+    workers = Told()
+    arguments = [jax.ShapeDtypeStruct((2048, 2048), jnp.float32)] * 5, jax.ShapeDtypeStruct((8192, 2048), jnp.float32)
+    request = al.parallelize(_written_out).trace(*arguments).request(al.cluster("p3.16xlarge"))
+    searches, *_ = Auto()._search(replace(request, workers=workers), math.inf)._surveyed()
+    tried, before = 0, len(workers.told)
+    for number in (2, 8, 32):
+        workers.asked.clear()
+        searches.tried_at(number)
+        told = workers.told[before]
+        assert told.issuperset(workers.asked)
+        tried, before = tried + len(workers.asked), len(workers.told)
+    assert tried > 1
 
 
 def test_the_schedule_is_the_fastest_where_hosts_issue_programs_more_slowly_than_they_run() -> None:
