@@ -3,7 +3,7 @@
     kernels      an op runs inside the kernels that read its result, unless one of them cannot compute it or the op
                  would run in several and is costly, or reads several arrays that they need not read       (_fuse)
     order        that of the ops                                                            (run_order)
-                 on GPUs gradients of weights come after the loops of the backward pass    (_with_late_gradients)
+                 on GPUs gradients of weights come at the end of the backward pass         (_with_late_gradients)
                  on the CPU backend breadth first (`kernel_queue`): gradients of weights and what the backward pass
                  recomputes wait for their turn, and a broadcast is written long before it is read
     gathered     parameters that lie in parts are there when those before them were read, as programs gather for one
@@ -53,7 +53,7 @@ class KernelModel:
         num_devices: number of devices that run the program.
         gathers: whether parameters lie in parts, which the program gathers where an op reads them.
         takes_trips_out: whether loops whose trips scatter gradients begin with one outside (`early_trips`).
-        puts_off_gradients: whether gradients of weights are made after the loops of the backward pass.
+        puts_off_gradients: whether gradients of weights are made at the end of the backward pass.
     """
 
     fusion: Fusion = "all"
@@ -331,19 +331,21 @@ class StoredValues:
             self.behind.update(queue.behind)
 
     def _with_late_gradients(self) -> Sequence[int]:
-        """Return the ops in order, but those that the update alone needs after the loops of the backward pass.
+        """Return the ops in order, but gradients of weights at the end of the backward pass.
 
-        They are gradients of weights. XLA:GPU orders programs with collectives from their end, so that nothing runs
-        before it has to; what such an op reads stays in memory.
+        XLA:GPU orders programs with collectives from their end, so that nothing runs before it has to: what the update
+        alone reads runs last, and what its kernel reads stays in memory.
         """
-        loops = [o for o in self.ops if self.phase(o) is Phase.BACKWARD and self.graph.ops[o].bodies]
-        late, last = set[int](), max(loops, default=0)
+        late, passed_on = set[int](), set[int]()
         for op_id in reversed(self.ops):
-            if op_id < last and self.phase(op_id) is Phase.BACKWARD:
-                readers = (c for r in self.graph.ops[op_id].results for c in self.graph.consumers[r])
-                if all(c in late or self.phase(c) is Phase.UPDATE for c in readers if c in self.here):
-                    late.add(op_id)
-        return sorted(self.ops, key=lambda op_id: (op_id > last, op_id in late))
+            op = self.graph.ops[op_id]
+            readers = [c for r in op.results for c in self.graph.consumers[r] if c in self.here]
+            needed = any(c not in passed_on and self.phase(c) is not Phase.UPDATE for c in readers)
+            if self.phase(op_id) is Phase.BACKWARD and not (op.bodies or needed):
+                late.add(op_id)
+                if not reads_whole(self.graph, op) and not reduces(self.graph, op):
+                    passed_on.add(op_id)
+        return sorted(self.ops, key=lambda op_id: (self.phase(op_id) is Phase.UPDATE, op_id in late))
 
     @cached_property
     def programs(self) -> Sequence[Sequence[int]]:

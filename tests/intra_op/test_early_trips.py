@@ -94,7 +94,7 @@ def test_what_is_recomputed_lies_beside_the_rest_from_the_forward_pass_to_its_lo
     assert inside.issuperset((life.path, life.value) for life in found)
 
 
-def test_gradients_of_weights_are_made_after_the_loops_of_the_backward_pass():
+def test_gradients_of_weights_are_made_at_the_end_of_the_backward_pass():
     view = view_of(recomputes=True, trains_head=True)
     graph, phases = view.graph, view.step.phases
     backward = [op for op in graph.ops if phases[op.id] is Phase.BACKWARD]
@@ -102,12 +102,15 @@ def test_gradients_of_weights_are_made_after_the_loops_of_the_backward_pass():
     (gradient,) = (op for op in backward if graph.values[op.results[0]].shape == (20 * WIDTH, WIDTH))
     for late in (False, True):
         lives = lives_of(view, replace(GPU, puts_off_gradients=late))
-        spans = [lives.spans[(), op.id] for op in (gradient, loop)]
-        assert spans[0] != spans[1] and (spans[0].start >= spans[1].end) is late
+        spans = {op.id: lives.spans[(), op.id] for op in graph.ops}
+        assert (spans[gradient.id].start >= spans[loop.id].end) is late
+        # What reads something runs after what makes it, the update of the head too.
+        makers = ((op, graph.producer[v]) for op in graph.ops for v in op.operands)
+        assert all(spans[maker].end <= spans[op.id].start for op, maker in makers if maker is not None)
         # What it reads is in memory until then: the last hidden state, and the gradient of the logits.
         read = [life for life in lives.lives if life.value in gradient.operands and not life.path]
         until = {graph.values[life.value].shape: life.end for life in read}
-        assert not late or until == dict.fromkeys([(SAMPLES, WIDTH), (SAMPLES, 20 * WIDTH)], spans[0].end)
+        assert not late or until == dict.fromkeys([(SAMPLES, WIDTH), (SAMPLES, 20 * WIDTH)], spans[gradient.id].end)
 
 
 @pytest.mark.parametrize(
