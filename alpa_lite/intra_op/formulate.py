@@ -167,7 +167,7 @@ class Builder:
         `in_flight` is the number of micro-batches whose activations are held at the memory peak, and `weights` those of
         the collectives between ops. `scatters`: see `usages`.
         """
-        scatters = self.always_scatters if scatters is None else scatters
+        scatters = self.always_computes_early if scatters is None else scatters
         key = (limit_bytes, in_flight, weights, scatters)
         if key not in self._last_problem:
             problem = Problem.of(
@@ -214,7 +214,7 @@ class Builder:
         if in_flight not in self._last_usages:
             self._last_usages = {in_flight: usages_of(self._layout(), self.arrays, in_flight=in_flight)}
         found = self._last_usages[in_flight]
-        if self.always_scatters if scatters is None else scatters:
+        if self.always_computes_early if scatters is None else scatters:
             return found
         return tuple(usage for usage in found if not usage.early)
 
@@ -224,12 +224,12 @@ class Builder:
         return any(life.early for life in stage_lives(self.view, self.catalogue).lives)
 
     @cached_property
-    def always_scatters(self) -> bool:
+    def always_computes_early(self) -> bool:
         """Whether there are early values under all strategies; see `usages`."""
         must = self.catalogue.restriction.parameters is BatchSplit.MUST
         return must and self._has_early and bool(self.scattering)
 
-    def scatters(self, choices: Sequence[int]) -> bool:
+    def computes_early(self, choices: Sequence[int]) -> bool:
         """Return True if there are early values under some choices; see `usages`."""
         return self._has_early and any(bool(each[choices[node]]) for node, each in self.scattering.items())
 

@@ -68,8 +68,8 @@ def best_choices(
     is that of other values. It is left out at first, and where the best choices scatter and have no room for it, it is
     counted for all choices, also for those that scatter nothing.
     """
-    found = solver.solve(problem(builder.always_scatters), time_limit_seconds=time_limit_seconds)
-    if found.choices is None or builder.always_scatters or not builder.scatters(found.choices):
+    found = solver.solve(problem(builder.always_computes_early), time_limit_seconds=time_limit_seconds)
+    if found.choices is None or builder.always_computes_early or not builder.computes_early(found.choices):
         return found
     there = evaluate(problem(True), found.choices)
     if there.feasible:
@@ -78,7 +78,7 @@ def best_choices(
     bound, found = found.bound, solver.solve(problem(True), time_limit_seconds=time_limit_seconds)
     if found.choices is None:
         return found
-    there = evaluate(problem(builder.scatters(found.choices)), found.choices)
+    there = evaluate(problem(builder.computes_early(found.choices)), found.choices)
     return replace(found, bound=min(bound, found.bound), peak_bytes=there.peak_bytes)
 
 
@@ -100,7 +100,7 @@ def price_choice(builder: Builder, choice: Choice, solution: Solution, in_flight
         temporary_bytes=temporary,
     )
     if solution.choices is not None:
-        usages = builder.usages(in_flight, scatters=builder.scatters(solution.choices))
+        usages = builder.usages(in_flight, scatters=builder.computes_early(solution.choices))
         work = work_bytes(view, stage_lives(view, builder.catalogue), usages, solution.choices)
         memory = replace(memory, work=work)
     priced = StageSolution(

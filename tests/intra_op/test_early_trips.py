@@ -101,7 +101,7 @@ def test_nothing_is_early_where_it_is_saved_or_no_trip_is_taken_out():
 def test_early_values_count_where_gradients_are_scattered(cluster: str, expected: bool):
     view = view_of(recomputes=True)
     sharded, whole = (builder_of(view, each, cluster) for each in (SHARDED, Restriction(roles={"x": AxisRole.BATCH})))
-    assert (sharded.always_scatters, whole.always_scatters) == (expected, False)
+    assert (sharded.always_computes_early, whole.always_computes_early) == (expected, False)
     assert any(usage.early for usage in sharded.usages(1)) is expected
     assert not any(usage.early for usage in whole.usages(1))
 
@@ -131,7 +131,7 @@ def test_choices_that_scatter_have_room_for_what_they_compute_early(share: float
         return best_choices(builder, problem, Scattering(builder), 10.0)
 
     free = found(None)
-    assert free.choices is not None and builder.scatters(free.choices) and not builder.always_scatters
+    assert free.choices is not None and builder.computes_early(free.choices) and not builder.always_computes_early
     assert free.peak_bytes == peak_bytes(builder, free.choices, early=True)
     assert free.peak_bytes > peak_bytes(builder, free.choices, early=False)
     limited = found(share * free.peak_bytes)

@@ -83,7 +83,7 @@ class StageProblem:
         return Builder(self.view, Catalogue(self.pricer, replace(usual, roles={})))
 
     def problem(self, given: Given | None = None, *, limited: bool = True, scatters: bool | None = None) -> Problem:
-        """Return the problem with the restrictions; `limited` keeps the memory limit, `scatters`: see `Builder`."""
+        """Return the problem with the restrictions; `limited` keeps the limit. `scatters`: see `Builder.usages`."""
         # None drops the rows of memory from the integer program altogether.
         limit = self.limit_bytes if limited else None
         problem = self.builder.problem(limit_bytes=limit, in_flight=self.in_flight, scatters=scatters)
@@ -248,7 +248,7 @@ class StageProblem:
             crossings=crossings,
         )
         found = usages_of(layout, SharedArrays(), in_flight=self.in_flight)
-        return found if builder.scatters(choices) else tuple(usage for usage in found if not usage.early)
+        return found if builder.computes_early(choices) else tuple(usage for usage in found if not usage.early)
 
     def single_change_seconds(self, node: int) -> np.ndarray:
         """Return the cost of each strategy of a node, in seconds, with all other nodes as planned."""
