@@ -2,9 +2,10 @@
 
     kernels      an op runs inside the kernels that read its result, unless one of them cannot compute it or the op
                  would run in several and is costly, or reads several arrays that they need not read       (_fuse)
-    order        that of the ops; on the CPU backend breadth first (`kernel_queue`): gradients of weights and what the
-                 backward pass recomputes wait for their turn, and a broadcast is written long before it is read
-                                                                                                       (run_order)
+    order        that of the ops                                                            (run_order)
+                 on GPUs gradients of weights come at the end of the backward pass         (_with_late_gradients)
+                 on the CPU backend breadth first (`kernel_queue`): gradients of weights and what the backward pass
+                 recomputes wait for their turn, and a broadcast is written long before it is read
     gathered     parameters that lie in parts are there when those before them were read, as programs gather for one
                  op ahead                                                                           (waits_for)
 
@@ -52,6 +53,7 @@ class KernelModel:
         num_devices: number of devices that run the program.
         gathers: whether parameters lie in parts, which the program gathers where an op reads them.
         takes_trips_out: whether loops whose trips scatter gradients begin with one outside (`early_trips`).
+        puts_off_gradients: whether gradients of weights are made at the end of the backward pass.
     """
 
     fusion: Fusion = "all"
@@ -64,6 +66,7 @@ class KernelModel:
     num_devices: int = 1
     gathers: bool = False
     takes_trips_out: bool = False
+    puts_off_gradients: bool = False
 
     @classmethod
     def of(cls, cost_model: CostModel, num_devices: int, *, gathers: bool = False) -> KernelModel:
@@ -83,6 +86,7 @@ class KernelModel:
             num_devices=num_devices if cluster.breadth_first else 1,
             gathers=gathers and cluster.breadth_first,
             takes_trips_out=compiled and cluster.runs_siblings_at_once,
+            puts_off_gradients=compiled and cluster.runs_siblings_at_once and num_devices > 1,
         )
 
 
@@ -316,7 +320,8 @@ class StoredValues:
     def run_order(self) -> Iterator[Kernel]:
         """Yield the kernels in the order in which they run; what runs inside of kernels comes before these."""
         if not self.kernels.breadth_first:
-            yield from (Kernel(op_id, KernelTask.RUN) for op_id in self.ops)
+            ops = self._with_late_gradients() if self.kernels.puts_off_gradients and self.stage else self.ops
+            yield from (Kernel(op_id, KernelTask.RUN) for op_id in ops)
             return
         for program in self.programs:
             waits, named = self.waits_for(program), self._named_anew(program)
@@ -324,6 +329,23 @@ class StoredValues:
             queue = KernelQueue(self.graph, program, self.is_kernel, waits=waits, named=named, delayed=delayed)
             yield from queue.kernels()
             self.behind.update(queue.behind)
+
+    def _with_late_gradients(self) -> Sequence[int]:
+        """Return the ops in order, but gradients of weights at the end of the backward pass.
+
+        XLA:GPU orders programs with collectives from their end, so that nothing runs before it has to: what the update
+        alone reads runs last, and what its kernel reads stays in memory.
+        """
+        late, passed_on = set[int](), set[int]()
+        for op_id in reversed(self.ops):
+            op = self.graph.ops[op_id]
+            readers = [c for r in op.results for c in self.graph.consumers[r] if c in self.here]
+            needed = any(c not in passed_on and self.phase(c) is not Phase.UPDATE for c in readers)
+            if self.phase(op_id) is Phase.BACKWARD and not (op.bodies or needed):
+                late.add(op_id)
+                if not reads_whole(self.graph, op) and not reduces(self.graph, op):
+                    passed_on.add(op_id)
+        return sorted(self.ops, key=lambda op_id: (self.phase(op_id) is Phase.UPDATE, op_id in late))
 
     @cached_property
     def programs(self) -> Sequence[Sequence[int]]:

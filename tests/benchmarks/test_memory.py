@@ -194,7 +194,7 @@ def test_large_cases_are_the_same_models(large):
 
 @pytest.mark.parametrize(
     ("name", "mean", "worst"),
-    [("memory", "3 %", "21 %"), ("memory_gpu", "7 %", "33 %"), ("memory_tpu", "20 %", "64 %")],
+    [("memory", "3 %", "21 %"), ("memory_gpu", "5 %", "33 %"), ("memory_tpu", "20 %", "64 %")],
 )
 def test_the_page_states_the_kept_figures(name: str, mean: str, worst: str):
     root = Path(__file__).parents[2]
@@ -211,7 +211,9 @@ def test_the_page_states_the_kept_figures(name: str, mean: str, worst: str):
         ("MLP", "one device"),
         ("MLP", "pipeline of 2"),
         ("transformer", "one device"),
+        ("transformer", "data parallel"),
         ("transformer", "FSDP"),
+        ("MLP", "Megatron"),
         ("CNN", "one device"),
     ],
 )
@@ -224,8 +226,9 @@ def test_predictions_for_gpus_are_near_what_their_compiler_allocates(model: str,
     cluster = absent_devices.gpu_cluster("h100", 1 if plan == "one device" else 8)
     predicted = memory.lowered_plan(case, planner, count, cluster).planned.last_plan.prediction.peak_bytes
     allocated = [row["xla_bytes"] for row in rows if (row["model"], row["plan"]) == (case.name, plan)]
-    # The CNN was 0.72 without the indices of maxima, the transformer 0.81 with kernels of one result, and 0.66 under
-    # FSDP without what the first trip of its loop computes early.
+    # The CNN was 0.72 without the indices of maxima, the transformer 0.81 with kernels of one result, under FSDP 0.66
+    # without what the first trip of its loop computes early. With gradients of weights as they stand it was 0.89 under
+    # data parallelism, and the MLP 0.84.
     assert predicted == pytest.approx(allocated, rel=0.07)
 
 

@@ -1,4 +1,4 @@
-"""What the first trip of a loop computes before the loop, where XLA:GPU takes that trip out."""
+"""What XLA:GPU runs earlier and later than it stands: first trips of loops, and gradients of weights."""
 
 from __future__ import annotations
 
@@ -35,21 +35,25 @@ GPU = KernelModel(takes_trips_out=True)
 SHARDED = Restriction(roles={"x": AxisRole.BATCH}, optimizer=BatchSplit.MUST, parameters=BatchSplit.MUST)
 
 
-def view_of(*, recomputes: bool, trips: int = LAYERS) -> StageView:
+def view_of(*, recomputes: bool, trips: int = LAYERS, trains_head: bool = False) -> StageView:
     """Layers of two products in a loop, whose first product is saved or computed again, before a wide head."""
 
     def layer(x: Any, w: Any) -> tuple[Any, None]:
-        return jnp.sin(x @ w) @ w.T, None
+        return jnp.tanh(x @ w) @ w.T, None
 
-    def step(ws: Any, x: Any) -> Any:
-        def loss(ws: Any) -> Any:
-            hidden, _ = lax.scan(jax.checkpoint(layer) if recomputes else layer, x, ws)
-            return jnp.mean(jnp.tanh(hidden @ jnp.ones((WIDTH, 16 * WIDTH))) ** 2)
+    def step(params: Any, x: Any) -> Any:
+        def loss(params: Any) -> Any:
+            hidden, _ = lax.scan(jax.checkpoint(layer) if recomputes else layer, x, params[0])
+            head = params[1] if trains_head else jnp.ones((WIDTH, 20 * WIDTH))
+            return jnp.mean(jnp.tanh(hidden @ head) ** 2)
 
-        return ws - 0.1 * jax.grad(loss)(ws)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, jax.grad(loss)(params))
 
-    arrays = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((trips, WIDTH, 4 * WIDTH), (SAMPLES, WIDTH)))
-    traced = al.parallelize(step, batch_argnums=(1,)).trace(*arrays).step(1).step
+    ws, head, x = (
+        jax.ShapeDtypeStruct(shape, jnp.float32)
+        for shape in ((trips, WIDTH, 4 * WIDTH), (WIDTH, 20 * WIDTH), (SAMPLES, WIDTH))
+    )
+    traced = al.parallelize(step, batch_argnums=(1,)).trace((ws, head), x).step(1).step
     return StageView(step=traced, layers=make_layers(traced, 1), first=0, last=0)
 
 
@@ -80,7 +84,7 @@ def test_what_is_recomputed_lies_beside_the_rest_from_the_forward_pass_to_its_lo
     lives, graph = lives_of(view, GPU), view.graph
     first, last = (lives.spans[(), op.id] for op in graph.ops if op.bodies)
     (loop,) = (op for op in graph.ops if op.bodies and view.step.phases[op.id] is Phase.BACKWARD)
-    # The product, of which the gradients of both products are made: its cosine is not written.
+    # The product or its tanh, of which the gradients of both products are made.
     found = early(view)
     assert {life.path for life in found} == {((loop.id, 0),)}
     assert {loop.bodies[0].values[life.value].shape for life in found} == {(SAMPLES, 4 * WIDTH)}
@@ -88,6 +92,33 @@ def test_what_is_recomputed_lies_beside_the_rest_from_the_forward_pass_to_its_lo
     # Each is in memory during the loop, too.
     inside = {(life.path, life.value) for life in lives.lives if not life.early}
     assert inside.issuperset((life.path, life.value) for life in found)
+
+
+def test_gradients_of_weights_are_made_at_the_end_of_the_backward_pass():
+    view = view_of(recomputes=True, trains_head=True)
+    graph, phases = view.graph, view.step.phases
+    backward = [op for op in graph.ops if phases[op.id] is Phase.BACKWARD]
+    (loop,) = (op for op in backward if op.bodies)
+    (gradient,) = (op for op in backward if graph.values[op.results[0]].shape == (20 * WIDTH, WIDTH))
+    for late in (False, True):
+        lives = lives_of(view, replace(GPU, puts_off_gradients=late))
+        spans = {op.id: lives.spans[(), op.id] for op in graph.ops}
+        assert (spans[gradient.id].start >= spans[loop.id].end) is late
+        # What reads something runs after what makes it, the update of the head too.
+        makers = ((op, graph.producer[v]) for op in graph.ops for v in op.operands)
+        assert all(spans[maker].end <= spans[op.id].start for op, maker in makers if maker is not None)
+        # What it reads is in memory until then: the last hidden state, and the gradient of the logits.
+        read = [life for life in lives.lives if life.value in gradient.operands and not life.path]
+        until = {graph.values[life.value].shape: life.end for life in read}
+        assert not late or until == dict.fromkeys([(SAMPLES, WIDTH), (SAMPLES, 20 * WIDTH)], spans[gradient.id].end)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "num_devices", "expected"), [("dgx-h100", 8, True), ("dgx-h100", 1, False), ("tpu-v3", 8, False)]
+)
+def test_one_device_has_no_collectives_to_hide(cluster: str, num_devices: int, expected: bool):
+    kernels = KernelModel.of(ComposedCostModel(al.cluster(cluster)), num_devices)
+    assert kernels.puts_off_gradients is expected
 
 
 def test_nothing_is_early_where_it_is_saved_or_no_trip_is_taken_out():
