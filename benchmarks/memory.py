@@ -60,6 +60,8 @@ PLANS: Mapping[str, tuple[Planner, int]] = {
     "pp2 × dp2 × tp2": (Hybrid(pipeline=2, data=2, tensor=2), 4),
     "auto": (Auto(), 4),
     "one device": (DataParallel(), 1),
+    "data parallel, recomputed": (Hybrid(remat="full"), 1),
+    "ZeRO-3, recomputed": (Hybrid(zero=3, remat="full"), 1),
 }
 """The planners, and the number of micro-batches for each."""
 

@@ -24,6 +24,7 @@ from alpa_lite.intra_op.stage_ops import StageOps
 from alpa_lite.program.ir import Graph, Op, wiring_of
 from alpa_lite.program.memo import memoized
 from alpa_lite.program.phases import GATHERED_AHEAD, Phase, is_parameter
+from alpa_lite.rules.awaited import awaited_values
 from alpa_lite.rules.fusion import (
     accesses,
     fusion_groups,
@@ -34,7 +35,7 @@ from alpa_lite.rules.fusion import (
     reads_several,
     reduces,
 )
-from alpa_lite.rules.op_info import awaited_result, free_values, rule_of_op
+from alpa_lite.rules.op_info import free_values, rule_of_op
 from cost_models.composed import CostModel
 from cost_models.hardware import Fusion
 
@@ -320,7 +321,7 @@ class StoredValues:
     def run_order(self) -> Iterator[Kernel]:
         """Yield the kernels in the order in which they run; what runs inside of kernels comes before these."""
         if not self.kernels.breadth_first:
-            ops = self._with_late_gradients() if self.kernels.puts_off_gradients and self.stage else self.ops
+            ops = self._with_late_gradients() if self.kernels.puts_off_gradients else self.ops
             yield from (Kernel(op_id, KernelTask.RUN) for op_id in ops)
             return
         for program in self.programs:
@@ -334,13 +335,17 @@ class StoredValues:
         """Return the ops in order, but gradients of weights at the end of the backward pass.
 
         XLA:GPU orders programs with collectives from their end, so that nothing runs before it has to: what the update
-        alone reads runs last, and what its kernel reads stays in memory.
+        alone reads runs last, and what its kernel reads stays in memory. What recomputations wait for stays in place.
         """
+        if self.stage is None:
+            return self.ops
+        awaited = awaited_values(self.stage.step, self.ops)
+        placed = {self.graph.producer[v] for values in awaited.values() for v in values}
         late, passed_on = set[int](), set[int]()
         for op_id in reversed(self.ops):
             op = self.graph.ops[op_id]
             readers = [c for r in op.results for c in self.graph.consumers[r] if c in self.here]
-            needed = any(c not in passed_on and self.phase(c) is not Phase.UPDATE for c in readers)
+            needed = op_id in placed or any(c not in passed_on and self.phase(c) is not Phase.UPDATE for c in readers)
             if self.phase(op_id) is Phase.BACKWARD and not (op.bodies or needed):
                 late.add(op_id)
                 if not reads_whole(self.graph, op) and not reduces(self.graph, op):
@@ -382,22 +387,18 @@ class StoredValues:
 
         Programs delay what the forward pass has made, outside of loops alone (`lower.local_machine.once_there`).
         """
-        found, latest = dict[int, int](), None
-        for op_id in program if self.stage is not None else ():
-            op = self.graph.ops[op_id]
-            if op.primitive == "optimization_barrier":
-                if latest is not None and op_id not in self.inlined and any(map(self._is_saved, op.operands)):
-                    found[op_id] = latest
-            elif self.phase(op_id) is Phase.BACKWARD and awaited_result(self.graph, op) is not None:
-                latest = op_id
-        return found
-
-    def _is_saved(self, value: int) -> bool:
-        """Return True for a value of the forward pass or of the batch."""
-        producer, stage = self.graph.producer[value], self.stage
-        if producer is None:
-            return stage is not None and stage.step.batch_dims[value] is not None
-        return self.phase(producer) is not Phase.BACKWARD
+        if self.stage is None:
+            return {}
+        awaited = awaited_values(self.stage.step, program)
+        makers = {op_id: self.graph.producer[latest] for op_id, (latest, *_) in awaited.items()}
+        # Of what comes back from the host, these programs delay nothing: it never left their memory.
+        return {
+            op_id: maker
+            for op_id, maker in makers.items()
+            if maker is not None
+            and op_id not in self.inlined
+            and self.graph.ops[op_id].primitive == "optimization_barrier"
+        }
 
     def waits_for(self, ops: Sequence[int]) -> Mapping[int, int | None]:
         """Return for ops of a program that read gathered parameters the earlier one after which these are gathered.

@@ -176,6 +176,7 @@ def emit_task(placed: PlacedTask, mesh: AbstractMesh, *, name: str, platform: st
         # The CPU backend drops barriers before it eliminates common subexpressions.
         machine = LocalMachine(placed, sizes, microbatch, barriers_stay=platform != "cpu")
         walk: Walk[jax.Array] = Walk(graph, placed.placements, sizes, machine)
+        machine.arrays = walk.arrays
         # Not strict: sums and the index of the micro-batch follow the inputs. Of a partial sum, each device has one
         # addend, at index 0 of the leading dim.
         inputs = [a[0] if p.spec.partial else a for p, a in zip(task.inputs, arrays, strict=False)]

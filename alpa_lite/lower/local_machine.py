@@ -7,8 +7,13 @@ those that hold its operands, not on each (`on_first_device`).
 Some values are delayed that XLA would compute or gather too early, although the plan counts on their memory being free:
 
 Recomputed values: XLA has no reason to delay a recomputation whose operands are available since the forward pass; only
-a barrier shared with a result of the preceding op delays it. The CPU backend drops barriers before it eliminates common
-subexpressions, and would store the first results instead; there the value also depends on the result, by a select:
+a barrier shared with results of the preceding ops delays it (`rules.awaited` says which). XLA drops an array from a
+barrier behind which nothing reads it, so that what is waited for is read behind the barrier from then on:
+
+    x, r = optimization_barrier(x, r)                                                            (LocalMachine._after)
+
+The CPU backend drops barriers before it eliminates common subexpressions, and would store the first results instead;
+there, and where nothing reads the result any more, the value depends on the result by a select:
 
     x if r = r or r ≠ r else 0        r: the first element of the result                            (`once_there`)
 
@@ -20,7 +25,8 @@ have been read:
 
     b_n + … + b_{j+1} <= 2 · max b      the units after unit j, for whose op unit n waits          (Gathered.held)
 
-so that the next unit can be gathered while one is read, and small ones further ahead; b are bytes per device.
+so that the next unit can be gathered while one is read, and small ones further ahead; b are bytes per device. The
+select runs on the part of a parameter that a device stores, which loops copy out of its stack anyway.
 
 Sums of gradients are reduced in buckets, one bucket after the other (`Plan.buckets`):
 
@@ -50,9 +56,10 @@ from alpa_lite.plan.task_specs import TaskSpec
 from alpa_lite.plan.walk import Application, Walk, body_walk, sharing_axes
 from alpa_lite.program.equations import Equation
 from alpa_lite.program.ir import TO_DEVICE, Graph, Op, Value, Wiring, is_one_trip_loop
-from alpa_lite.program.phases import GATHERED_AHEAD, Phase, StepGraph, is_parameter
-from alpa_lite.rules.op_info import awaited_result, free_ops
-from alpa_lite.sharding.specs import Move, MoveKind, num_shards
+from alpa_lite.program.phases import GATHERED_AHEAD, StepGraph, is_parameter
+from alpa_lite.rules.awaited import awaited_result, awaited_values, is_handed_back
+from alpa_lite.rules.op_info import free_ops
+from alpa_lite.sharding.specs import Move, MoveKind, Spec, num_shards
 from alpa_lite.trace.evaluate import run_control_flow
 
 POSITIONAL = frozenset(("iota", "random_bits", "random_split"))
@@ -110,9 +117,13 @@ class LocalMachine:
         self.step = step = placed.step
         self.barriers_stay = barriers_stay
         self.buckets = Buckets(placed.task.buckets, barriers_stay=barriers_stay)
-        self.gathered = Gathered(barriers_stay=barriers_stay)
+        self.gathered = Gathered()
+        self.awaited = awaited_values(step, [op_id for part in placed.task.parts for op_id in part.ops])
+        # For values that others wait for by a select, a number that is there when they are.
+        self.numbers: dict[tuple[int, ...], jax.Array] = {}
+        # The arrays of the values of the step in each spec, those of the walk that drives this machine.
+        self.arrays: dict[int, dict[Spec, jax.Array]] = {}
         self.graph = step.graph  # the graph that runs now: the step or a body
-        self.latest: jax.Array | None = None  # latest float result of the backward pass
         self.sizes = sizes
         self.microbatch = microbatch
         self.equations: dict[Graph, Sequence[Equation]] = {}
@@ -141,7 +152,7 @@ class LocalMachine:
         """
         # Values in bodies repeat the ids of the step, so the value is also compared by identity.
         bucketed = op is None and value.id in self.buckets.numbers and value is self.step.graph.values[value.id]
-        array = self.buckets.held(value.id, array) if bucketed else array
+        array = self._after(array, self.buckets.awaited(value.id)) if bucketed else array
         if (
             op is not None
             and is_parameter(self.step, self.graph, value.id)
@@ -158,8 +169,26 @@ class LocalMachine:
             array = move(array, step.below(times), self.sizes)
         array = jax.numpy.reshape(array, array.shape[times:])
         if bucketed:
-            self.buckets.reduced(value.id, array)
+            self.buckets.reduced(value.id)
         return array
+
+    def _after(self, array: jax.Array, values: Sequence[int]) -> jax.Array:
+        """Return an array, available only after values of the step's graph, in the form that they have now."""
+        if not values:
+            return array
+        if not self.barriers_stay:
+            key = tuple(values)
+            if key not in self.numbers:
+                self.numbers[key] = first_numbers([self._newest(value)[1] for value in values])
+            return once_there(array, self.numbers[key])
+        newest = [(value, *self._newest(value)) for value in values]
+        array, *behind = lax.optimization_barrier((array, *(x for _, _, x in newest)))
+        for (value, spec, _), x in zip(newest, behind, strict=True):
+            self.arrays[value][spec] = x
+        return array
+
+    def _newest(self, value: int) -> tuple[Spec, jax.Array]:
+        return next(reversed(self.arrays[value].items()))
 
     def apply(self, application: Application, operands: list[jax.Array]) -> list[jax.Array]:
         """Bind the op's primitive on local blocks and return the blocks of its results."""
@@ -180,24 +209,20 @@ class LocalMachine:
             origins=origins,
             full_shapes=full_shapes,
         )
-        # XLA drops barriers on the CPU backend, whose devices have the memory of the host.
-        held = op.primitive == "optimization_barrier" or (op.primitive == TO_DEVICE and self.barriers_stay)
-        if graph is self.step.graph and held:
-            operands = [self._held_back(v, x) for v, x in zip(op.operands, operands, strict=True)]
+        # Devices of the CPU backend have the memory of the host.
+        if graph is self.step.graph and op.id in self.awaited and (op.primitive != TO_DEVICE or self.barriers_stay):
+            operands = [self._handed_back(op, v, x) for v, x in zip(op.operands, operands, strict=True)]
         with jax.named_scope(f"op{op.id}"):
             axes = sharing_axes(op, self.sizes)
             if axes:
                 return on_first_device(lambda *xs: bind_local(local, xs), operands, axes, self.sizes)
             return self._noted(application, bind_local(local, operands))
 
-    def _held_back(self, value: int, array: jax.Array) -> jax.Array:
-        """Return a forward value that the backward pass reads to recompute others, delayed until it gets there."""
-        producer = self.step.graph.producer[value]
-        is_backward = producer is not None and self.step.phases[producer] is Phase.BACKWARD
-        is_state = producer is None and self.step.batch_dims[value] is None
-        if self.latest is None or is_backward or is_state or not isinstance(array, jax.Array):
+    def _handed_back(self, op: Op, value: int, array: jax.Array) -> jax.Array:
+        """Return an operand of an op that hands values back: one of the forward pass waits for what is `awaited`."""
+        if not (isinstance(array, jax.Array) and is_handed_back(self.step, value)):
             return array
-        return once_there(array, self.latest, barriers_stay=self.barriers_stay)
+        return self._after(array, self.awaited[op.id] if self.barriers_stay else self.awaited[op.id][:1])
 
     def _noted(self, application: Application, results: list[jax.Array]) -> list[jax.Array]:
         """Record results of an op for the values that wait for them, and return the results."""
@@ -207,10 +232,6 @@ class LocalMachine:
         position = awaited_result(graph, op)
         awaited = None if position is None else results[position]
         self.gathered.read(awaited)
-        is_backward = graph is self.step.graph and self.step.phases[op.id] is Phase.BACKWARD
-        # A barrier only names a saved value anew: who waits for it would keep that in memory.
-        if is_backward and awaited is not None and op.primitive != "optimization_barrier":
-            self.latest = awaited
         return results
 
     def _positions(
@@ -274,7 +295,7 @@ class LocalMachine:
             around = self.graph, self.gathered
             self.graph = application.op.bodies[number]
             if not is_one_trip_loop(application.op):
-                self.gathered = Gathered(barriers_stay=self.barriers_stay)
+                self.gathered = Gathered()
             given = [arrays.get(i, x) for i, x in enumerate(operands)]
             with jax.named_scope(f"body{number}"):
                 outputs = body_walk(application, wiring, number, walk, given)
@@ -287,19 +308,18 @@ class LocalMachine:
         return self._noted(application, results)
 
 
-def once_there(x: jax.Array, result: jax.Array, *, barriers_stay: bool) -> jax.Array:
-    """Return `x`, available only after `result` (`awaited_result`).
+def first_numbers(arrays: Sequence[jax.Array]) -> jax.Array:
+    """Return one number that depends on the first element of each array that has any; complex ones have a real part."""
+    firsts = [lax.reshape(lax.slice(x, (0,) * x.ndim, (1,) * x.ndim), ()) for x in arrays if x.size]
+    return sum((first.real.astype("float32") for first in firsts), jnp.float32(0.0))
 
-    `barriers_stay`: whether XLA keeps optimisation barriers to the end of its pipeline.
-    """
-    first = lax.reshape(lax.slice(result, (0,) * result.ndim, (1,) * result.ndim), ())
-    if barriers_stay:
-        return lax.optimization_barrier((x, first))[0]
+
+def once_there(x: jax.Array, number: jax.Array) -> jax.Array:
+    """Return `x`, available only after a floating-point number, by a select that XLA does not see through."""
     if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
         # `select` does not accept typed keys: wait for their words instead.
-        data = once_there(jax.random.key_data(x), result, barriers_stay=False)
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-    there = (first == first) | (first != first)
+        return jax.random.wrap_key_data(once_there(jax.random.key_data(x), number), impl=jax.random.key_impl(x))
+    there = (number == number) | (number != number)
     return lax.select(there, x, lax.full_like(x, 0))
 
 
@@ -314,9 +334,8 @@ class _GatheredUse:
 class Gathered:
     """The units of one pass over a graph, or of one trip of a loop."""
 
-    def __init__(self, *, barriers_stay: bool) -> None:
-        """Start without units. `barriers_stay`: whether XLA keeps optimisation barriers to the end."""
-        self.barriers_stay = barriers_stay
+    def __init__(self) -> None:
+        """Start without units."""
         self.units: list[_GatheredUse] = []
         self.largest = 0.0
         self.waiting = 0.0  # bytes that are gathered for the next op
@@ -333,7 +352,7 @@ class Gathered:
         for unit in reversed(self.units):
             room -= unit.bytes
             if room < 0:
-                return once_there(array, unit.result, barriers_stay=self.barriers_stay)
+                return once_there(array, first_numbers([unit.result]))
         return array
 
     def read(self, result: jax.Array | None) -> None:
@@ -347,7 +366,7 @@ class Gathered:
 
 
 class Buckets:
-    """Delays the values of each bucket, so that a task reduces bucket after bucket."""
+    """The order of the reductions of a task, bucket after bucket."""
 
     def __init__(self, buckets: Sequence[Sequence[int]], *, barriers_stay: bool) -> None:
         """Number the buckets.
@@ -356,23 +375,21 @@ class Buckets:
         """
         self.numbers = {v: number for number, bucket in enumerate(buckets) for v in bucket}
         self.barriers_stay = barriers_stay
-        self.done: dict[int, jax.Array] = {}  # per bucket, a scalar that depends on all results so far
+        self.done: dict[int, tuple[int, ...]] = {}  # per bucket, the values that the next bucket waits for
 
-    def held(self, value: int, array: jax.Array) -> jax.Array:
-        """Return a value that is about to be reduced, delayed until the preceding bucket is reduced."""
+    def awaited(self, value: int) -> tuple[int, ...]:
+        """Return the values of the preceding bucket that a value waits for, which is about to be reduced."""
         # Bucket n - 1 was itself held back for the one before it, so that waiting for it alone keeps the whole order.
-        before = self.done.get(self.numbers[value] - 1)
-        return array if before is None else once_there(array, before, barriers_stay=self.barriers_stay)
+        before = self.done.get(self.numbers[value] - 1, ())
+        if before and self.barriers_stay:
+            # Behind the barrier for the first value of a bucket each of them is there when all are.
+            self.done[self.numbers[value] - 1] = before[:1]
+        return before
 
-    def reduced(self, value: int, result: jax.Array) -> None:
-        """Record the reduced `value`, for which the next bucket waits."""
-        # Of an empty array nothing is sent, so that there is nothing to wait for (nor an element to wait with).
-        if result.size == 0:
-            return
+    def reduced(self, value: int) -> None:
+        """Record that a value was reduced, for which the next bucket waits."""
         number = self.numbers[value]
-        # One real number that depends on the result, whatever its dtype; complex gradients have a real part.
-        first = lax.reshape(lax.slice(result, (0,) * result.ndim, (1,) * result.ndim), ()).real.astype("float32")
-        self.done[number] = first + self.done[number] if number in self.done else first
+        self.done[number] = (*self.done.get(number, ()), value)
 
 
 def on_first_device(

@@ -126,5 +126,9 @@ def run_task(walk: Walk[A], task: TaskSpec, arrays: Sequence[A], begin: Callable
             # Sums leave the loop as they are stored, where a task holds both.
             for value, stored, _ in task.resolved:
                 walk.arrays[value] = {stored: walk.get(value, stored)}
-    # Reading a value in the spec of its port reshards it, at the end of the task.
-    return [walk.get(port.value, port.spec) for port in (*task.outputs, *task.sums)]
+    # Reading a value in the spec of its port reshards it, at the end of the task. Those that others wait for may change
+    # their arrays until all are read.
+    ports = (*task.outputs, *task.sums)
+    for port in ports:
+        walk.get(port.value, port.spec)
+    return [walk.get(port.value, port.spec) for port in ports]

@@ -160,17 +160,6 @@ def free_ops(graph: Graph) -> frozenset[int]:
     return frozenset(op.id for op in graph.ops if not free.isdisjoint(op.results))
 
 
-def awaited_result(graph: Graph, op: Op) -> int | None:
-    """Return the position of the result of an op that other values can be made to wait for; None without one.
-
-    It is the first one of floating-point numbers that has elements (`lower.local_machine.once_there`). Free ops run
-    when a reader needs them, so that there is nothing to wait for.
-    """
-    if op.id in free_ops(graph):
-        return None
-    return next((i for i, v in enumerate(graph.results(op)) if v.is_float and v.num_elements), None)
-
-
 def is_zero(graph: Graph, value: int) -> bool:
     """Return True if a value is zero everywhere by construction: a literal zero, broadcast, converted or reshaped."""
     while graph.values[value].literal is None:

@@ -118,7 +118,9 @@ def test_the_memory_model_counts_one_unit_beside_the_parts() -> None:
         ws = [ws[0]] * num_layers
         plan = al.plan(_layers, ws, x, cluster=eager_cluster(), planner=FSDP(), num_microbatches=1)
         peaks.append(plan.prediction.peak_bytes[0])
-    activations, parts = 4 * 8 * WIDTH, 2 * WEIGHT / 8  # of a layer: its output; its weight and gradient
+    # Of a layer: its output, and the gradient of it, which waits until that of the weight is made after the backward
+    # pass; its weight and gradient.
+    activations, parts = 2 * 4 * 8 * WIDTH, 2 * WEIGHT / 8
     grown = np.diff(peaks) / 4
     assert all(grown <= activations + parts) and all(grown < WEIGHT)
 
@@ -203,9 +205,12 @@ def test_what_the_backward_pass_makes_of_parameters_is_made_of_the_gathered_ones
     assert_same(compiled(*arguments), jax.jit(step)(*arguments))
 
 
-@pytest.mark.parametrize("step", [_layers, _scanned])
-def test_the_memory_of_parameters_that_stay_gathered(step: Any) -> None:
-    """Per layer its whole weight, beside activations, its part and that of its gradient."""
+@pytest.mark.parametrize(("step", "waiting"), [(_layers, 4 * 8 * WIDTH), (_scanned, 0)])
+def test_the_memory_of_parameters_that_stay_gathered(step: Any, waiting: int) -> None:
+    """Per layer its whole weight, beside activations, its part and that of its gradient.
+
+    Gradients of the outputs of written-out layers wait for those of the weights, when the whole weights are gone.
+    """
     peaks = dict[bool, list[float]]()
     for again in (False, True):
         for num_layers in (4, 8, 12):
@@ -215,7 +220,7 @@ def test_the_memory_of_parameters_that_stay_gathered(step: Any) -> None:
             plan = al.plan(step, ws, x, cluster=eager_cluster(), planner=planner, num_microbatches=1)
             peaks.setdefault(again, []).append(plan.prediction.peak_bytes[0])
     more = np.diff(peaks[False]) / 4 - np.diff(peaks[True]) / 4
-    np.testing.assert_allclose(more, WEIGHT, rtol=0.01)
+    np.testing.assert_allclose(more, WEIGHT - waiting, rtol=0.01)
 
 
 def test_what_is_not_split_cannot_stay_gathered() -> None:

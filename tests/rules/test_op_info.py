@@ -7,11 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from jax import lax
 
 from alpa_lite.plan.pricing import price_classes
 from alpa_lite.program.ir import Graph
-from alpa_lite.rules.op_info import awaited_result, op_class, rule_of_op
+from alpa_lite.rules.op_info import op_class, rule_of_op
 from alpa_lite.trace.from_jaxpr import from_jaxpr
 
 
@@ -52,22 +51,3 @@ def test_what_is_written_costs_something_else_than_what_is_fused() -> None:
     assert op_class(graph, 0) is op_class(graph, 1)
     first, second = price_classes(graph)
     assert first is not second
-
-
-@pytest.mark.parametrize(
-    ("function", "position"),
-    [
-        (jnp.sin, 0),
-        (lambda x: lax.top_k(x, 2), 0),
-        (lambda x: lax.sort((x > 0, x), num_keys=1), 1),
-        (lambda x: x > 0, None),
-        (lambda x: jnp.argmax(x, axis=1), None),
-        (lambda x: lax.slice(x, (0, 0), (4, 0)), None),
-        (lambda x: x + jnp.full(x.shape, 2.0) * jnp.zeros(()), 0),
-    ],
-    ids=("sin", "top_k", "sort", "booleans", "numbers", "empty", "free first"),
-)
-def test_what_other_values_wait_for_is_of_floating_point_numbers(function: Any, position: int | None) -> None:
-    graph = graph_of(function, (4, 6))
-    assert awaited_result(graph, graph.ops[-1]) == position
-    assert all((awaited_result(graph, op) is None) for op in graph.ops[:-1])

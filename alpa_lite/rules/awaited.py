@@ -1,0 +1,74 @@
+"""What is waited for where a program must not compute something ahead of its time.
+
+A recomputation reads what was there since the forward pass, so that a compiler could run all of them when the backward
+pass begins. And it could make all gradients of weights at the end of it, for which what the recomputations made stays
+in memory. So the recomputations of a program follow each other:
+
+    recomputation n     starts after the latest result of the backward pass before it,
+                        and after what was made before recomputation n - 1 and nothing has read since   (awaited_values)
+
+What was made since recomputation n - 1 is not waited for, so that its collectives overlap with recomputation n.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from alpa_lite.program.ir import TO_DEVICE, Graph, Op
+from alpa_lite.program.phases import Phase, StepGraph
+from alpa_lite.rules.op_info import free_ops
+
+HANDS_BACK = frozenset(("optimization_barrier", TO_DEVICE))
+"""Primitives by which values of the forward pass come to ops of the backward pass that recompute others."""
+
+
+def awaited_result(graph: Graph, op: Op) -> int | None:
+    """Return the position of the result of an op that other values can be made to wait for; None without one.
+
+    It is the first one of floating-point numbers that has elements (`lower.local_machine.once_there`). Free ops run
+    when a reader needs them, so that there is nothing to wait for.
+    """
+    return next((i for i, v in enumerate(op.results) if _can_be_awaited(graph, op, v)), None)
+
+
+def _can_be_awaited(graph: Graph, op: Op, result: int) -> bool:
+    value = graph.values[result]
+    return op.id not in free_ops(graph) and value.is_float and value.num_elements > 0 and not value.on_host
+
+
+def is_handed_back(step: StepGraph, value: int) -> bool:
+    """Return True for a value of the forward pass or of the batch."""
+    producer = step.graph.producer[value]
+    return step.batch_dims[value] is not None if producer is None else step.phases[producer] is not Phase.BACKWARD
+
+
+def awaited_values(step: StepGraph, ops: Sequence[int]) -> Mapping[int, tuple[int, ...]]:
+    """Return for ops of a program that hand values back the values that these wait for; see the module docstring.
+
+    `ops`: those of the program, in order. The latest result comes first.
+    """
+    graph, found = step.graph, dict[int, tuple[int, ...]]()
+    unread = dict[int, int]()  # value → number of recomputations before it was made
+    latest, number, has_result = -1, 0, False
+    for op_id in ops:
+        op = graph.ops[op_id]
+        # The update stands between ops of the backward pass, but runs after them.
+        if step.phases[op_id] is Phase.UPDATE:
+            continue
+        if op.primitive in HANDS_BACK and latest >= 0 and any(is_handed_back(step, v) for v in op.operands):
+            older = list[int]()
+            if has_result:
+                number, has_result = number + 1, False
+                older = [v for v, made in unread.items() if made < number - 1 and v != latest]
+            found[op_id] = latest, *older
+            for value in older:
+                del unread[value]
+        for value in op.operands:
+            unread.pop(value, None)
+        # A barrier only names a saved value anew: who waits for it would keep that in memory.
+        if step.phases[op_id] is Phase.BACKWARD and op.primitive not in HANDS_BACK:
+            made = [v for v in op.results if _can_be_awaited(graph, op, v)]
+            if made:
+                latest, has_result = made[0], True
+                unread.update(dict.fromkeys(made, number))
+    return found
