@@ -52,6 +52,7 @@ from alpa_lite.step.repetition import (
     repetition,
     row_cuts,
 )
+from alpa_lite.text import show_count
 
 RELAXATION = 0.25
 """The step (as a fraction of the average) by which the allowed imbalance grows until some cut satisfies it."""
@@ -289,9 +290,11 @@ def make_layers(
     num_forward = step.phases.count(Phase.FORWARD)
     count = default_num_layers(step) if num_layers is None else num_layers
     if count > max(1, num_forward):
+        found = f"only {show_count(num_forward, 'operation')}" if num_forward else "no operation"
+        most = f"at most {num_forward} layers or stages" if num_forward > 1 else "1 layer or stage"
         raise PlanError(
-            f"{count} layers were asked for, but the forward pass has only {num_forward} operations. "
-            f"Ask for at most {max(1, num_forward)} layers or stages."
+            f"{count} layers were asked for, but the forward pass of this step (what depends on the batch, before the "
+            f"gradients) has {found}. Ask for {most}."
         )
     return _layers(step, count, imbalance, equal, tuple(shares))
 

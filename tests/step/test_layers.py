@@ -170,8 +170,24 @@ def test_layers_of_a_scan_hand_on_one_value_each_way(count: int) -> None:
 
 
 def test_more_layers_than_forward_ops_are_refused() -> None:
-    with pytest.raises(PlanError, match=r"1000 layers were asked for, but the forward pass has only \d+ operations"):
+    with pytest.raises(
+        PlanError, match=r"1000 layers were asked for, but .* has only \d+ operations\. Ask for at most \d+ l"
+    ):
         make_layers(_small_step(), 1000)
+
+
+@pytest.mark.parametrize(
+    ("results", "found"),
+    [
+        (lambda w, x: w - jax.grad(lambda w: jnp.mean(x @ w))(w), "no operation"),
+        (lambda w, x: w - jnp.mean(x, 0), "only 1 operation"),
+    ],
+)
+def test_a_forward_pass_of_little_is_one_layer(results: Any, found: str) -> None:
+    """A loss that is not asked for, with a gradient that is a mean of the batch; and that mean without a gradient."""
+    traced = split_step(trace(results, (jnp.ones(8), jnp.ones((16, 8)))), 1).step
+    with pytest.raises(PlanError, match=rf"before the gradients\) has {found}\. Ask for 1 layer or stage\."):
+        make_layers(traced, 2)
 
 
 def test_flops_count_loops_by_their_trips() -> None:
