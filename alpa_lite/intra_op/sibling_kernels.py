@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from alpa_lite.program.ir import Op
 from alpa_lite.program.phases import Phase
+from alpa_lite.rules.awaited import awaited_values
 from alpa_lite.rules.fusion import is_fusible, reduces
 
 if TYPE_CHECKING:
@@ -33,6 +34,9 @@ class SiblingKernels:
     ) -> None:
         """`sources`: the values in memory that the kernel of an op reads; `spans`: when each op begins and ends."""
         self.stored, self.graph, self.spans = stored, stored.graph, spans
+        self.awaited: Mapping[int, Sequence[int]] = (
+            {} if stored.stage is None else awaited_values(stored.stage.step, stored.ops)
+        )
         self.reads = {
             op_id: sources(self.graph.ops[op_id])
             for op_id in stored.ops
@@ -110,10 +114,11 @@ class SiblingKernels:
         return max((self.spans[maker][1] for maker in makers if maker in self.stored.here), default=0)
 
     def _follows(self, op_id: int, earlier: int) -> bool:
-        """Return True if an op depends on an earlier one, or may do so."""
+        """Return True if an op depends on an earlier one, or may do so; recomputations depend on what they wait for."""
         waiting, seen = [op_id], set[int]()
         while waiting:
-            for v in self.graph.ops[waiting.pop()].operands:
+            reader = waiting.pop()
+            for v in (*self.graph.ops[reader].operands, *self.awaited.get(reader, ())):
                 producer = self.graph.producer[v]
                 if producer == earlier or len(seen) > MOST_OPS:
                     return True

@@ -335,22 +335,24 @@ class StoredValues:
         """Return the ops in order, but gradients of weights at the end of the backward pass.
 
         XLA:GPU orders programs with collectives from their end, so that nothing runs before it has to: what the update
-        alone reads runs last, and what its kernel reads stays in memory. What recomputations wait for stays in place.
+        alone reads runs last, or before the recomputation that waits for it, and what its kernel reads stays in memory.
         """
         if self.stage is None:
             return self.ops
-        awaited = awaited_values(self.stage.step, self.ops)
-        placed = {self.graph.producer[v] for values in awaited.values() for v in values}
-        late, passed_on = set[int](), set[int]()
+        end, due = len(self.graph.ops), dict[int | None, int]()
+        for op_id, values in reversed(awaited_values(self.stage.step, self.ops).items()):
+            due.update((self.graph.producer[v], op_id) for v in values)
+        late, passed_on = dict[int, int](), set[int]()
         for op_id in reversed(self.ops):
             op = self.graph.ops[op_id]
             readers = [c for r in op.results for c in self.graph.consumers[r] if c in self.here]
-            needed = op_id in placed or any(c not in passed_on and self.phase(c) is not Phase.UPDATE for c in readers)
+            needed = any(c not in passed_on and self.phase(c) is not Phase.UPDATE for c in readers)
             if self.phase(op_id) is Phase.BACKWARD and not (op.bodies or needed):
-                late.add(op_id)
+                late[op_id] = min([due.get(op_id, end), *(late.get(c, end) for c in readers)])
                 if not reads_whole(self.graph, op) and not reduces(self.graph, op):
                     passed_on.add(op_id)
-        return sorted(self.ops, key=lambda op_id: (self.phase(op_id) is Phase.UPDATE, op_id in late))
+        # What is late comes before the op that waits for it.
+        return sorted(self.ops, key=lambda o: (self.phase(o) is Phase.UPDATE, late.get(o, o), o not in late))
 
     @cached_property
     def programs(self) -> Sequence[Sequence[int]]:

@@ -12,8 +12,8 @@ barrier behind which nothing reads it, so that what is waited for is read behind
 
     x, r = optimization_barrier(x, r)                                                            (LocalMachine._after)
 
-The CPU backend drops barriers before it eliminates common subexpressions, and would store the first results instead;
-there, and where nothing reads the result any more, the value depends on the result by a select:
+The CPU backend drops barriers before it eliminates common subexpressions, and would store the first results instead.
+There, and for gathered parameters, the value depends on the result by a select:
 
     x if r = r or r ≠ r else 0        r: the first element of the result                            (`once_there`)
 
@@ -26,15 +26,15 @@ have been read:
     b_n + … + b_{j+1} <= 2 · max b      the units after unit j, for whose op unit n waits          (Gathered.held)
 
 so that the next unit can be gathered while one is read, and small ones further ahead; b are bytes per device. The
-select runs on the part of a parameter that a device stores, which loops copy out of its stack anyway.
+result of that op may have been read by the time that unit n comes, so that no barrier would stay. The select runs on
+the part of a parameter that a device stores, which loops copy out of its stack anyway.
 
 Sums of gradients are reduced in buckets, one bucket after the other (`Plan.buckets`):
 
-    bucket n starts when all of bucket n - 1 is reduced, as on one queue of collectives            (Buckets.held)
+    bucket n starts when all of bucket n - 1 is reduced, as on one queue of collectives            (Buckets.awaited)
 
 XLA combines reductions that do not wait for each other into one, up to some size. Combining within a bucket is left to
-XLA; every value of a bucket waits for a number computed from the whole bucket before it, so that two buckets stay apart
-on any backend.
+XLA; every value of a bucket waits for the whole bucket before it, so that two buckets stay apart on any backend.
 """
 
 from __future__ import annotations

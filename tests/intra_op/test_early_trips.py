@@ -113,6 +113,34 @@ def test_gradients_of_weights_are_made_at_the_end_of_the_backward_pass():
         assert not late or until == dict.fromkeys([(SAMPLES, WIDTH), (SAMPLES, 20 * WIDTH)], spans[gradient.id].end)
 
 
+def test_gradients_are_made_before_the_recomputation_that_waits_for_them():
+    def step(ws: Any, x: Any) -> Any:
+        def loss(ws: Any) -> Any:
+            h = x
+            for w in ws:
+                h = jax.checkpoint(lambda h, w: jnp.tanh(h @ w))(h, w)
+            return jnp.mean(h**2)
+
+        return jax.tree.map(lambda w, g: w - 0.1 * g, ws, jax.grad(loss)(ws))
+
+    arrays = (
+        [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * 5,
+        jax.ShapeDtypeStruct((SAMPLES, WIDTH), jnp.float32),
+    )
+    traced = al.parallelize(step, batch_argnums=(1,)).trace(*arrays).step(1).step
+    view = StageView(step=traced, layers=make_layers(traced, 1), first=0, last=0)
+    graph, spans = view.graph, lives_of(view, replace(GPU, puts_off_gradients=True)).spans
+    backward = [op for op in graph.ops if traced.phases[op.id] is Phase.BACKWARD]
+    weights = [op.id for op in backward if graph.values[op.results[0]].shape == (WIDTH, WIDTH)]
+    gradients = [spans[(), op_id] for op_id in weights if graph.ops[op_id].primitive == "dot_general"]
+    again = [spans[(), op.id] for op in backward if op.primitive == "tanh"]
+    assert len(gradients) == len(again) == 5
+    # The first one waits until the layer after the next one is computed again, the last two until the end.
+    for number, gradient in enumerate(gradients):
+        assert number > 2 or again[number + 1].end <= gradient.start < gradient.end <= again[number + 2].start
+        assert number <= 2 or gradient.start >= again[-1].end
+
+
 @pytest.mark.parametrize(
     ("cluster", "num_devices", "expected"), [("dgx-h100", 8, True), ("dgx-h100", 1, False), ("tpu-v3", 8, False)]
 )

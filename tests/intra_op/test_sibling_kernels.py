@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -68,6 +70,28 @@ def test_a_kernel_that_depends_on_another_one_runs_after_it():
 
     found = lives(step, 3)
     assert found["sin 1"].end < found["mul 5"].start
+
+
+def test_what_is_computed_again_is_no_kernel_of_the_forward_pass():
+    """Both read the saved product, but the second of them waits for the backward pass."""
+
+    @partial(jax.checkpoint, policy=jax.checkpoint_policies.checkpoint_dots)
+    def layer(h: Any, w: Any, v: Any) -> Any:
+        return jnp.tanh(h @ w) @ v
+
+    def step(x: Any, w: Any, v: Any) -> tuple[Any, Any]:
+        def loss(params: Any) -> Any:
+            return jnp.mean(layer(layer(layer(x, *params), *params), *params) ** 2)
+
+        gradients = jax.grad(loss)((w, v))
+        return w - gradients[0], v - gradients[1]
+
+    found = lives(step, 3)
+    made = sorted((life.start, life.end) for name, life in found.items() if name.startswith("tanh"))
+    products = sorted((life.start, life.end) for name, life in found.items() if name.startswith("dot_general"))
+    # Each is gone when the next one is made, and the product that it is made of is not.
+    assert len(made) >= 3 and all(first[1] <= second[0] for first, second in pairwise(made[:3]))
+    assert products[0][1] > made[2][1]
 
 
 @pytest.mark.parametrize("reduced", [False, True])
