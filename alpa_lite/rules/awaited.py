@@ -12,7 +12,7 @@ What was made since recomputation n - 1 is not waited for, so that its collectiv
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from alpa_lite.program.ir import TO_DEVICE, Graph, Op
 from alpa_lite.program.phases import Phase, StepGraph
@@ -42,7 +42,7 @@ def is_handed_back(step: StepGraph, value: int) -> bool:
     return step.batch_dims[value] is not None if producer is None else step.phases[producer] is not Phase.BACKWARD
 
 
-def awaited_values(step: StepGraph, ops: Sequence[int]) -> Mapping[int, tuple[int, ...]]:
+def awaited_values(step: StepGraph, ops: Sequence[int]) -> dict[int, tuple[int, ...]]:
     """Return for ops of a program that hand values back the values that these wait for; see the module docstring.
 
     `ops`: those of the program, in order. The latest result comes first.
