@@ -8,12 +8,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import alpa_lite as al
 from alpa_lite.intra_op.stage_ops import stage_ops
 from alpa_lite.intra_op.stored_values import KernelModel, StoredValues, gathered_after
-from alpa_lite.lower import local_machine
+from alpa_lite.lower import emission, local_machine
 from alpa_lite.lower.local_machine import Buckets, Gathered, LocalMachine, first_numbers, once_there
 from alpa_lite.planners import FSDP, DataParallel, Hybrid, Planner
 from alpa_lite.program.ir import Op
@@ -39,7 +40,7 @@ def _recomputed(weights: Any, x: Any) -> Any:
 
 
 def _arguments() -> tuple[Any, Any]:
-    return [jnp.ones((8, 8)) for _ in range(4)], jnp.ones((8, 8))
+    return [jnp.ones((8, 8)) for _ in range(4)], jnp.ones((16, 8))
 
 
 def _waits(sizes: list[list[float]], monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
@@ -139,11 +140,16 @@ def test_what_is_recomputed_waits_for_the_results_that_the_account_of_memory_say
     }
 
 
-@pytest.mark.parametrize(
-    "planner",
-    [DataParallel(), DataParallel(bucket_bytes=2000), FSDP(), Hybrid(data=8, remat="offload")],
-    ids=("data parallel", "buckets", "FSDP", "offload"),
-)
+PLANNERS = {
+    "data parallel": DataParallel(),
+    "buckets": DataParallel(bucket_bytes=2000),
+    "FSDP": FSDP(),
+    "offload": Hybrid(data=8, remat="offload"),
+    "pipeline": Hybrid(pipeline=2, data=2, tensor=2, remat="full"),
+}
+
+
+@pytest.mark.parametrize("planner", PLANNERS.values(), ids=PLANNERS)
 def test_nothing_falls_out_of_a_barrier(planner: Planner, devices: Any) -> None:
     """XLA's simplifier drops from a barrier what nothing reads behind it, and with that the order."""
     text = (
@@ -156,3 +162,22 @@ def test_nothing_falls_out_of_a_barrier(planner: Planner, devices: Any) -> None:
     # A result of several is "%5#1" where it is read; names repeat in other functions of the text.
     assert shared and len(shared) == len({name for name, _ in shared})
     assert all(re.search(rf"{name}#{i}\b", text) for name, number in shared for i in range(number))
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize("planner", PLANNERS.values(), ids=PLANNERS)
+def test_programs_with_barriers_give_the_same_numbers(
+    planner: Planner, num_microbatches: int, devices: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs for GPUs, run here."""
+
+    def machine(*given: Any, barriers_stay: bool) -> LocalMachine:
+        return LocalMachine(*given, barriers_stay=True)
+
+    monkeypatch.setattr(emission, "LocalMachine", machine)
+    weights, x = _arguments()
+    arguments = [w * (i + 1) / 8 for i, w in enumerate(weights)], x - jnp.arange(128.0).reshape(16, 8) / 64
+    parallel = al.parallelize(_recomputed, planner=planner, cluster=eager_cluster(), num_microbatches=num_microbatches)
+    got, want = parallel(*arguments), jax.jit(_recomputed)(*arguments)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
