@@ -3,7 +3,8 @@
     kernels      an op runs inside the kernels that read its result, unless one of them cannot compute it or the op
                  would run in several and is costly, or reads several arrays that they need not read       (_fuse)
     order        that of the ops                                                            (run_order)
-                 on GPUs gradients of weights come at the end of the backward pass         (_with_late_gradients)
+                 on GPUs gradients of weights come at the end of the backward pass, or before the recomputation that
+                 waits for them                                                            (_with_late_gradients)
                  on the CPU backend breadth first (`kernel_queue`): gradients of weights and what the backward pass
                  recomputes wait for their turn, and a broadcast is written long before it is read
     gathered     parameters that lie in parts are there when those before them were read, as programs gather for one
@@ -54,7 +55,7 @@ class KernelModel:
         num_devices: number of devices that run the program.
         gathers: whether parameters lie in parts, which the program gathers where an op reads them.
         takes_trips_out: whether loops whose trips scatter gradients begin with one outside (`early_trips`).
-        puts_off_gradients: whether gradients of weights are made at the end of the backward pass.
+        puts_off_gradients: whether gradients of weights are made as late as they can be.
     """
 
     fusion: Fusion = "all"
