@@ -196,5 +196,5 @@ def test_a_choice_whose_program_does_not_fit_leaves_the_others(devices: Any) -> 
         plan = al.plan(step, *arguments, cluster=cluster, planner=Karma(memory_bytes=part * peak))
         assert plan.prediction.peak_bytes[0] <= part * peak
         assert Remat.OFFLOAD in plan.remat and plan.semantics == "synchronous"
-    with pytest.raises(InfeasibleError, match=r"with every block (swapped|recomputed) a device needs"):
+    with pytest.raises(InfeasibleError, match="with every block swapped a device needs"):
         al.plan(step, *arguments, cluster=cluster, planner=Karma(memory_bytes=0.3 * peak))
