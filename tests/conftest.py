@@ -48,9 +48,25 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 
+class _NamesFailures:
+    """Names what fails at once: a run takes long, and what it says at its end is lost where it is ended before."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        terminal = self._config.pluginmanager.getplugin("terminalreporter")
+        if report.failed and terminal is not None:
+            terminal.ensure_newline()
+            terminal.write_line(f"FAILED {report.nodeid} ({report.when}, {report.duration:.0f} s)", red=True)
+            crash = getattr(report.longrepr, "reprcrash", None)
+            terminal.write_line((crash.message if crash else str(report.longrepr))[:1000])
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """One folder of compiled programs for all workers of a run: they are told of it by their environment."""
     if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_NamesFailures(config))
         folder = os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="compiled-")
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
