@@ -32,7 +32,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from itertools import combinations
 from typing import NamedTuple
 
@@ -55,7 +54,7 @@ from alpa_lite.intra_op.stage import (
 )
 from alpa_lite.intra_op.strategies import AxisRole, BatchSplit, OpUse, Restriction
 from alpa_lite.intra_op.strategy_catalogue import Catalogue, PlacementOptions, SumOptions, batch_factors
-from alpa_lite.intra_op.usages import StageLayout, UsageOf, stage_lives, usages_of
+from alpa_lite.intra_op.usages import StageLayout, UsageOf, usages_of
 from alpa_lite.plan.parts import Choice
 from alpa_lite.plan.walk import stacked
 from alpa_lite.program.ir import Graph, Op, Value, Wiring, accumulators, wiring_of
@@ -144,11 +143,9 @@ class Builder:
         self.sums = PartialSums(view, self.scopes)
         self.accumulating: set[Key] = set()  # ops that add to a carried value of a loop
         self.stacks: dict[int, NDArray[np.bool_]] = {}  # by node: the strategies whose partial sums a loop stacks
-        # By node: the strategies that scatter a gradient in each trip of a loop.
-        self.scattering: dict[int, NDArray[np.bool_]] = {}
         self.waiting: set[Key] = set()  # scalars that remain partial sums until an addition reads them
         self.deciding = Deciding(view, self.scopes, self.sums, self.offers)
-        self._last_problem: dict[tuple[float | None, int, CollectiveWeights, bool], Problem] = {}
+        self._last_problem: dict[tuple[float | None, int, CollectiveWeights], Problem] = {}
         self._last_usages: dict[int, tuple[UsageOf, ...]] = {}
         self._lay_out()
 
@@ -160,23 +157,18 @@ class Builder:
         limit_bytes: float | None,
         in_flight: int,
         weights: CollectiveWeights = UNWEIGHTED,
-        scatters: bool | None = None,
     ) -> Problem:
         """Return the problem of the whole stage within `limit_bytes` per device.
 
         `in_flight` is the number of micro-batches whose activations are held at the memory peak, and `weights` those of
-        the collectives between ops. `scatters`: see `usages`.
+        the collectives between ops.
         """
-        scatters = self.always_computes_early if scatters is None else scatters
-        key = (limit_bytes, in_flight, weights, scatters)
+        key = (limit_bytes, in_flight, weights)
         if key not in self._last_problem:
             problem = Problem.of(
                 node_costs=self.costs if weights.stacks else self._without_stacks(),
                 edges=self._weighted_edges(weights),
-                usages=(
-                    Usage(node=u.node, bytes=u.sizes, start=u.start, end=u.end)
-                    for u in self.usages(in_flight, scatters=scatters)
-                ),
+                usages=(Usage(node=u.node, bytes=u.sizes, start=u.start, end=u.end) for u in self.usages(in_flight)),
                 limit_bytes=limit_bytes,
             )
             # Only the last one, since the problem of a large stage takes a lot of memory.
@@ -205,33 +197,11 @@ class Builder:
         state = (v for v in self.view.external if graph.producer[v] is None and dims[v] is None)
         return frozenset(self.offers[(0, v)].node for v in state).union(node for node, _ in self.crossings.values())
 
-    def usages(self, in_flight: int, *, scatters: bool | None = None) -> tuple[UsageOf, ...]:
-        """Return the memory usages of all strategies when `in_flight` micro-batches are held.
-
-        `scatters`: whether gradients are scattered in the trips of loops, which then compute values early
-        (`Life.early`); None: whether all strategies do so.
-        """
+    def usages(self, in_flight: int) -> tuple[UsageOf, ...]:
+        """Return the memory usages of all strategies when `in_flight` micro-batches are held."""
         if in_flight not in self._last_usages:
             self._last_usages = {in_flight: usages_of(self._layout(), self.arrays, in_flight=in_flight)}
-        found = self._last_usages[in_flight]
-        if self.always_computes_early if scatters is None else scatters:
-            return found
-        return tuple(usage for usage in found if not usage.early)
-
-    @cached_property
-    def _has_early(self) -> bool:
-        """Whether the first trips of some loops take memory before these, if gradients are scattered in the trips."""
-        return any(life.early for life in stage_lives(self.view, self.catalogue).lives)
-
-    @cached_property
-    def always_computes_early(self) -> bool:
-        """Whether there are early values under all strategies; see `usages`."""
-        must = self.catalogue.restriction.parameters is BatchSplit.MUST
-        return must and self._has_early and bool(self.scattering)
-
-    def computes_early(self, choices: Sequence[int]) -> bool:
-        """Return True if there are early values under some choices; see `usages`."""
-        return self._has_early and any(bool(each[choices[node]]) for node, each in self.scattering.items())
+        return self._last_usages[in_flight]
 
     def _lay_out(self) -> None:
         graph = self.view.graph
@@ -382,8 +352,6 @@ class Builder:
         node = self._node(self.arrays.product(options.seconds, at.runs))
         if stacks:
             self.stacks[node] = np.array([bool(spec.partial) for spec in options.results[0]])
-        if scope and all(self.scopes[scope].batch_dims[r] is None for r in op.results):
-            self.scattering[node] = self.catalogue.scatters(options)
         self._record(at, node, options)
         self._demand(at, node, options)
 

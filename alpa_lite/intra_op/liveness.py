@@ -10,7 +10,6 @@
     early        on the CPU backend, arrays of zeros that are filled piece by piece, and parts of an op that wait for
                  one operand alone                                                                      (_run_early)
     together     on GPUs, kernels that read the same array, which are one                  (`sibling_kernels`)
-    first trips  on GPUs, what the first trip of a loop computes before the loop               (`early_trips`)
     library      on the CPU backend, arrays that are written for the library that reduces       (`library_reductions`)
 
 New state overwrites the old one (`_new_state`). Inside a loop, a value that one trip passes to the next lives until the
@@ -34,7 +33,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from alpa_lite.intra_op.early_trips import early_values
 from alpa_lite.intra_op.kernel_queue import Kernel, KernelTask
 from alpa_lite.intra_op.library_reductions import LibraryReductions
 from alpa_lite.intra_op.one_trip_loops import Flattened, Path, without_one_trip_loops
@@ -47,13 +45,14 @@ from alpa_lite.intra_op.stored_values import (
     StoredValues,
     early_operands,
     filled_results,
+    kept_outputs,
     merges_dims,
     reads_whole,
 )
 from alpa_lite.program.ir import MOVES, Graph, Op, Wiring, wiring_of
 from alpa_lite.program.memo import memoized
 from alpa_lite.program.phases import Phase, StepGraph, parameters
-from alpa_lite.rules.fusion import may_overwrite
+from alpa_lite.rules.fusion import may_overwrite, reduces
 from alpa_lite.rules.op_info import free_values
 
 
@@ -78,8 +77,7 @@ class Life:
     """The lifetime of a value of the graph at `path`: it is in memory from time `start` to before `end`.
 
     `saved`: the value is made, or received, in the forward pass, and the backward pass reads it. `loop_end`: the time
-    at which its last reader before the update ends. `early`: it is that of the first trip of a loop whose trips scatter
-    gradients, made before the loop; without such collectives it is not.
+    at which its last reader before the update ends.
     """
 
     path: Path = ()
@@ -88,7 +86,6 @@ class Life:
     end: int
     saved: bool = False
     loop_end: int = 0
-    early: bool = False
 
 
 class _Use(NamedTuple):
@@ -240,9 +237,19 @@ class _Timing:
         self.gathered: dict[tuple[Path, int], LiveSpan] = {}
         self.filled: dict[tuple[Path, int], int] = {}
 
-    def run(self, graph: Graph, path: Path, start: int, stage: StageOps | None = None) -> int:
-        """Set the time span of each op, ops in bodies included, and return when all have run."""
-        stored = self.stored[path] = StoredValues(graph, self.kernels, stage, self.inlined)
+    def run(
+        self,
+        graph: Graph,
+        path: Path,
+        start: int,
+        stage: StageOps | None = None,
+        carried: frozenset[int] | None = None,
+    ) -> int:
+        """Set the time span of each op, ops in bodies included, and return when all have run.
+
+        `carried`: of the body of a loop of the backward pass, the outputs that it does not stack.
+        """
+        stored = self.stored[path] = StoredValues(graph, self.kernels, stage, self.inlined, carried)
         now = start
         ends: dict[Kernel, int] = {}
         for kernel in stored.run_order():
@@ -253,12 +260,19 @@ class _Timing:
                     there = begun if task is KernelTask.GATHER else self.gathered[path, op_id].start
                     self.gathered[path, op_id] = LiveSpan(there, begun)
                 continue
+            backward = carried is not None or stored.phase(op_id) is Phase.BACKWARD
             for number, body in enumerate(graph.ops[op_id].bodies):
+                kept = kept_outputs(graph.ops[op_id], number) if backward else None
                 # Branches of a condition follow each other in time although one alone runs: their values never coexist.
-                now = self.run(body, (*path, (op_id, number)), now)
+                now = self.run(body, (*path, (op_id, number)), now, carried=kept)
             self.spans[path, op_id] = LiveSpan(begun, now)
             ends[kernel] = now
         self.completed.update({(path, o): ends[last] for o, last in stored.behind.items()})
+        if stored.scattered_late:
+            update = [self.spans[path, o].start for o in stored.ops if stored.phase(o) is Phase.UPDATE]
+            self.completed.update({(path, o): min(update, default=now) - 1 for o in stored.scattered_late})
+            # The gradients of the trip before are there while they are scattered.
+            self.filled.update({(path, o): start for o in stored.scattered_late if stage is None})
         for program in stored.programs:
             first = [self.gathered.get((path, o), self.spans[path, o]).start for o in program]
             begun = min([*first, *(self.spans[path, o].start for o in program)], default=0)
@@ -410,8 +424,6 @@ class _LiveScope:
             wiring = wiring_of(op)
             if wiring is not None:
                 yield from self._inside(op, wiring)
-                if self.timing.kernels.takes_trips_out and self.stored.phase(op_id) is Phase.BACKWARD:
-                    yield from self._of_first_trip(op)
 
     def external(self) -> Iterator[Life]:
         """Yield the lifetimes of the values that a stage receives from other stages and from the batch."""
@@ -452,24 +464,13 @@ class _LiveScope:
 
     def _inside(self, op: Op, wiring: Wiring) -> Iterator[Life]:
         """Yield the lifetimes of the values in one trip of a loop, or in each of the branches of a condition."""
-        for number, (body, inputs, outputs) in enumerate(zip(op.bodies, wiring.inputs, wiring.outputs, strict=True)):
-            path = (*self.path, (op.id, number))
-            kept = frozenset(
-                v for v, r in zip(body.outputs, outputs, strict=True) if r is not None and r not in wiring.stacked
-            )
+        for number, (body, inputs) in enumerate(zip(op.bodies, wiring.inputs, strict=True)):
+            path, kept = (*self.path, (op.id, number)), kept_outputs(op, number)
             scanned = (v for v, i in zip(body.inputs, inputs, strict=True) if i in wiring.scanned)
             elements = [v for v in scanned if body.values[v].rank > 0]
             inner = _LiveScope(body, path, self.timing, kept=kept, elements=elements)
             yield from inner.copies()
             yield from inner.lives()
-
-    def _of_first_trip(self, loop: Op) -> Iterator[Life]:
-        """Yield the lifetimes, before a loop begins, of what its first trip computes early."""
-        path, begun = (*self.path, (loop.id, 0)), self.timing.begun[self.path, loop.id]
-        makers = [self.graph.producer[v] for v in loop.operands]
-        there = [max(begun, self.span(maker).end) if maker in self.here else begun for maker in makers]
-        for v, time in early_values(self.timing.stored[path], loop, there).items():
-            yield Life(path=path, value=v, start=time, end=self.span(loop.id).start, early=True)
 
     def copies(self) -> Iterator[Life]:
         """Yield the lifetimes of elements of stacked arrays that are copied out for a reader that is not fused."""
@@ -513,7 +514,9 @@ class _LiveScope:
         named = self.stored.renamed(op_id, value)
         if named:
             return named
-        fused = not op.bodies and op.primitive not in MOVES and not any(r in self.written for r in op.results)
+        # A reduction to one number ends a kernel, although that number counts for no memory.
+        to_one = reduces(self.graph, op) and self.graph.values[op.results[0]].rank == 0
+        fused = not (op.bodies or to_one or op.primitive in MOVES or any(r in self.written for r in op.results))
         readers = any(c in self.here for r in op.results for c in self.graph.consumers[r])
         return op.results if fused and readers else None
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from math import prod
 
 from alpa_lite.intra_op.formulate import UNWEIGHTED, Builder, CollectiveWeights
 from alpa_lite.intra_op.liveness import Life, lives_of
-from alpa_lite.intra_op.problem import Problem, Solution, evaluate
+from alpa_lite.intra_op.problem import Solution
 from alpa_lite.intra_op.solvers.portfolio import Portfolio
 from alpa_lite.intra_op.solvers.solver import Solver
 from alpa_lite.intra_op.stage import StageSolution, StageView
@@ -42,12 +41,9 @@ def solve_stage(
     `limit_bytes` is the memory per device (None for no limit), `in_flight` the number of micro-batches held at the
     peak, `solver` the portfolio if None, and `weights` are those of collectives between ops.
     """
-
-    def problem(scatters: bool) -> Problem:
-        return builder.problem(limit_bytes=limit_bytes, in_flight=in_flight, weights=weights, scatters=scatters)
-
+    problem = builder.problem(limit_bytes=limit_bytes, in_flight=in_flight, weights=weights)
     solver = solver or Portfolio(relative_gap=RELATIVE_GAP)
-    solution = best_choices(builder, problem, solver, time_limit_seconds)
+    solution = solver.solve(problem, time_limit_seconds=time_limit_seconds)
     if solution.choices is None:
         return StageSolution(
             choice=None,
@@ -57,29 +53,6 @@ def solve_stage(
             peak_bytes=solution.peak_bytes,
         )
     return price_choice(builder, builder.choice(solution.choices), solution, in_flight)
-
-
-def best_choices(
-    builder: Builder, problem: Callable[[bool], Problem], solver: Solver, time_limit_seconds: float
-) -> Solution:
-    """Return the solution of the problem of a builder, `problem(scatters)`, with the memory that its choices take.
-
-    Memory that depends on whether gradients are scattered in loops (`Life.early`) cannot be a row of the problem, as it
-    is that of other values. It is left out at first, and where the best choices scatter and have no room for it, it is
-    counted for all choices, also for those that scatter nothing.
-    """
-    found = solver.solve(problem(builder.always_computes_early), time_limit_seconds=time_limit_seconds)
-    if found.choices is None or builder.always_computes_early or not builder.computes_early(found.choices):
-        return found
-    there = evaluate(problem(True), found.choices)
-    if there.feasible:
-        return replace(found, peak_bytes=there.peak_bytes)
-    # The bound of the problem that leaves it out is one for all choices.
-    bound, found = found.bound, solver.solve(problem(True), time_limit_seconds=time_limit_seconds)
-    if found.choices is None:
-        return found
-    there = evaluate(problem(builder.computes_early(found.choices)), found.choices)
-    return replace(found, bound=min(bound, found.bound), peak_bytes=there.peak_bytes)
 
 
 def price_choice(builder: Builder, choice: Choice, solution: Solution, in_flight: int) -> StageSolution:
@@ -100,7 +73,7 @@ def price_choice(builder: Builder, choice: Choice, solution: Solution, in_flight
         temporary_bytes=temporary,
     )
     if solution.choices is not None:
-        usages = builder.usages(in_flight, scatters=builder.computes_early(solution.choices))
+        usages = builder.usages(in_flight)
         work = work_bytes(view, stage_lives(view, builder.catalogue), usages, solution.choices)
         memory = replace(memory, work=work)
     priced = StageSolution(

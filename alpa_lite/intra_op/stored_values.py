@@ -4,7 +4,7 @@
                  would run in several and is costly, or reads several arrays that they need not read       (_fuse)
     order        that of the ops                                                            (run_order)
                  on GPUs gradients of weights come at the end of the backward pass, or before the recomputation that
-                 waits for them                                                            (_with_late_gradients)
+                 waits for them                                                            (_with_late_results)
                  on the CPU backend breadth first (`kernel_queue`): gradients of weights and what the backward pass
                  recomputes wait for their turn, and a broadcast is written long before it is read
     gathered     parameters that lie in parts are there when those before them were read, as programs gather for one
@@ -54,8 +54,7 @@ class KernelModel:
         fuses_into_products: see `Device`.
         num_devices: number of devices that run the program.
         gathers: whether parameters lie in parts, which the program gathers where an op reads them.
-        takes_trips_out: whether loops whose trips scatter gradients begin with one outside (`early_trips`).
-        puts_off_gradients: whether gradients of weights are made as late as they can be.
+        puts_off_results: whether what the update alone reads is made as late as it can be.
     """
 
     fusion: Fusion = "all"
@@ -67,8 +66,7 @@ class KernelModel:
     breadth_first: bool = False
     num_devices: int = 1
     gathers: bool = False
-    takes_trips_out: bool = False
-    puts_off_gradients: bool = False
+    puts_off_results: bool = False
 
     @classmethod
     def of(cls, cost_model: CostModel, num_devices: int, *, gathers: bool = False) -> KernelModel:
@@ -87,8 +85,7 @@ class KernelModel:
             # Elsewhere the same kernels run on any number of devices.
             num_devices=num_devices if cluster.breadth_first else 1,
             gathers=gathers and cluster.breadth_first,
-            takes_trips_out=compiled and cluster.runs_siblings_at_once,
-            puts_off_gradients=compiled and cluster.runs_siblings_at_once and num_devices > 1,
+            puts_off_results=compiled and cluster.runs_siblings_at_once and num_devices > 1,
         )
 
 
@@ -121,6 +118,15 @@ def _writable(graph: Graph, kernels: KernelModel) -> frozenset[int]:
 def reads_whole(graph: Graph, op: Op) -> bool:
     """Return True for ops whose kernels read operands as arrays that lie in memory: loops, products and the like."""
     return bool(op.bodies) or rule_of_op(graph, op.id).work_kind != "elementwise"
+
+
+def kept_outputs(op: Op, number: int) -> frozenset[int]:
+    """Return the outputs of a body of an op that are not stacked."""
+    wiring = wiring_of(op)
+    if wiring is None:
+        return frozenset(op.bodies[number].outputs)
+    outputs = zip(op.bodies[number].outputs, wiring.outputs[number], strict=True)
+    return frozenset(v for v, r in outputs if r is not None and r not in wiring.stacked)
 
 
 def merges_dims(op: Op, rank: int) -> bool:
@@ -183,12 +189,19 @@ class StoredValues:
     """
 
     def __init__(
-        self, graph: Graph, kernels: KernelModel, stage: StageOps | None = None, inlined: Set[int] = frozenset()
+        self,
+        graph: Graph,
+        kernels: KernelModel,
+        stage: StageOps | None = None,
+        inlined: Set[int] = frozenset(),
+        carried: frozenset[int] | None = None,
     ) -> None:
         """Decide what is fused. `stage`: the ops of the stage, for the outermost graph; of a body all ops run.
 
-        `inlined`: those of its ops that are in loops of one trip in the program as traced.
+        `inlined`: those of its ops that are in loops of one trip in the program as traced. `carried`: of the body of a
+        loop of the backward pass, the outputs that it does not stack.
         """
+        self.carried = carried
         self.inlined = inlined
         self.graph, self.kernels, self.stage = graph, kernels, stage
         self.ops = stage.ops if stage is not None else range(len(graph.ops))
@@ -198,6 +211,8 @@ class StoredValues:
         self.written = set(_written(graph, kernels))
         # By `run_order`: the kernel behind which one runs that reads the result of an op as soon as it is there.
         self.behind: dict[int, Kernel] = {}
+        # By `run_order`: ops on GPUs whose results are scattered late, if at all.
+        self.scattered_late: Set[int] = frozenset()
         if kernels.fusion != "none":
             self._fuse()
 
@@ -322,7 +337,7 @@ class StoredValues:
     def run_order(self) -> Iterator[Kernel]:
         """Yield the kernels in the order in which they run; what runs inside of kernels comes before these."""
         if not self.kernels.breadth_first:
-            ops = self._with_late_gradients() if self.kernels.puts_off_gradients else self.ops
+            ops = self._with_late_results() if self.kernels.puts_off_results else self.ops
             yield from (Kernel(op_id, KernelTask.RUN) for op_id in ops)
             return
         for program in self.programs:
@@ -332,26 +347,32 @@ class StoredValues:
             yield from queue.kernels()
             self.behind.update(queue.behind)
 
-    def _with_late_gradients(self) -> Sequence[int]:
-        """Return the ops in order, but gradients of weights at the end of the backward pass.
+    def _with_late_results(self) -> Sequence[int]:
+        """Return the ops in order, but the loss and gradients of weights at the end of the backward pass.
 
         XLA:GPU orders programs with collectives from their end, so that nothing runs before it has to: what the update
         alone reads runs last, or before the recomputation that waits for it, and what its kernel reads stays in memory.
+        So does what the trips of a loop of the backward pass stack, in each trip. Nothing waits for gradients to be
+        scattered: those of a trip are while the next one runs, and others that loops wait for are after these.
         """
-        if self.stage is None:
+        if self.stage is None and self.carried is None:
             return self.ops
         end, due = len(self.graph.ops), dict[int | None, int]()
-        for op_id, values in reversed(awaited_values(self.stage.step, self.ops).items()):
+        awaited = {} if self.stage is None else awaited_values(self.stage.step, self.ops)
+        for op_id, values in reversed(awaited.items()):
             due.update((self.graph.producer[v], op_id) for v in values)
         late, passed_on = dict[int, int](), set[int]()
         for op_id in reversed(self.ops):
             op = self.graph.ops[op_id]
             readers = [c for r in op.results for c in self.graph.consumers[r] if c in self.here]
             needed = any(c not in passed_on and self.phase(c) is not Phase.UPDATE for c in readers)
-            if self.phase(op_id) is Phase.BACKWARD and not (op.bodies or needed):
+            needed = needed or not (self.carried or frozenset()).isdisjoint(op.results)
+            if self.phase(op_id) in (None, Phase.FORWARD, Phase.BACKWARD) and not (op.bodies or needed):
                 late[op_id] = min([due.get(op_id, end), *(late.get(c, end) for c in readers)])
                 if not reads_whole(self.graph, op) and not reduces(self.graph, op):
                     passed_on.add(op_id)
+        loops = {o for o, before in due.items() if o is not None and self.graph.ops[before].bodies}
+        self.scattered_late = late.keys() if self.stage is None else loops
         # What is late comes before the op that waits for it.
         return sorted(self.ops, key=lambda o: (self.phase(o) is Phase.UPDATE, late.get(o, o), o not in late))
 

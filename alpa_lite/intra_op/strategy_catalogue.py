@@ -438,12 +438,6 @@ class Catalogue:
             return frozenset()
         return frozenset(axis for axis in spec.partial if self.sizes[axis] > 1)
 
-    def scatters(self, options: PlacementOptions) -> NDArray[np.bool_]:
-        """Return for each placement whether a reduce_scatter completes the first result of an op."""
-        pairs = zip(options.made[0], options.results[0], strict=True)
-        wide = frozenset(axis for axis, size in self.sizes.items() if size > 1)
-        return np.array([bool(wide & (set(made.partial) - set(part.partial)) & part.axes) for made, part in pairs])
-
     def scratch_sizes(self, graph: Graph, op: Op, options: PlacementOptions) -> FloatArray | None:
         """Return a device's bytes of results before a reduce_scatter, for each placement; None if there is none."""
         if options not in self._scratch:

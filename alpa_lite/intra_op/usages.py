@@ -71,10 +71,7 @@ class Held(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class UsageOf:
-    """The bytes of a value by strategy of a node, from time `start` to before `end`.
-
-    `early`: only if gradients are scattered in the trips of a loop (`Life.early`).
-    """
+    """The bytes of a value by strategy of a node, from time `start` to before `end`."""
 
     value: Key
     node: int
@@ -82,7 +79,6 @@ class UsageOf:
     start: int
     end: int
     held: Held = Held.INSIDE
-    early: bool = False
 
 
 def work_bytes(view: StageView, lives: Lives, usages: Iterable[UsageOf], choices: Sequence[int]) -> WorkBytes:
@@ -192,10 +188,9 @@ class _Collector:
         copies: float = 1.0,
         *,
         held: Held = Held.PASSED,
-        early: bool = False,
     ) -> UsageOf:
         sizes = self.arrays.product(self.catalogue.local_sizes(self.layout.value(key), offer.specs), copies)
-        return UsageOf(value=key, node=offer.node, sizes=sizes, start=start, end=end, held=held, early=early)
+        return UsageOf(value=key, node=offer.node, sizes=sizes, start=start, end=end, held=held)
 
     def _held(self, life: Life) -> Held:
         part = self.layout.view.part
@@ -222,7 +217,7 @@ class _Collector:
                 yield from self._sum(replace(life, path=(), value=self.sums[key]), late)
             elif key in self.layout.offers:
                 offer = self.layout.offers[key]
-                yield self._use(key, offer, life.start, life.end, held=self._held(life), early=life.early)
+                yield self._use(key, offer, life.start, life.end, held=self._held(life))
                 if life.saved and self.in_flight > 1:
                     # The other micro-batches are at any point of their passes: their values are held throughout.
                     yield self._use(key, offer, 0, self.lives.loop_end, self.in_flight - 1.0)

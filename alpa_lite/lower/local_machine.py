@@ -152,7 +152,7 @@ class LocalMachine:
         """
         # Values in bodies repeat the ids of the step, so the value is also compared by identity.
         bucketed = op is None and value.id in self.buckets.numbers and value is self.step.graph.values[value.id]
-        array = self._after(array, self.buckets.awaited(value.id)) if bucketed else array
+        (array,) = self._after([array], self.buckets.awaited(value.id) if bucketed else ())
         if (
             op is not None
             and is_parameter(self.step, self.graph, value.id)
@@ -172,20 +172,20 @@ class LocalMachine:
             self.buckets.reduced(value.id)
         return array
 
-    def _after(self, array: jax.Array, values: Sequence[int]) -> jax.Array:
-        """Return an array, available only after values of the step's graph, in the form that they have now."""
+    def _after(self, arrays: Sequence[jax.Array], values: Sequence[int]) -> list[jax.Array]:
+        """Return arrays, available only after values of the step's graph, in the form that they have now."""
         if not values:
-            return array
+            return [*arrays]
         if not self.barriers_stay:
             key = tuple(values)
             if key not in self.numbers:
                 self.numbers[key] = first_numbers([self._newest(value)[1] for value in values])
-            return once_there(array, self.numbers[key])
+            return [once_there(x, self.numbers[key]) for x in arrays]
         newest = [(value, *self._newest(value)) for value in values]
-        array, *behind = lax.optimization_barrier((array, *(x for _, _, x in newest)))
-        for (value, spec, _), x in zip(newest, behind, strict=True):
+        behind = lax.optimization_barrier((*arrays, *(x for _, _, x in newest)))
+        for (value, spec, _), x in zip(newest, behind[len(arrays) :], strict=True):
             self.arrays[value][spec] = x
-        return array
+        return [*behind[: len(arrays)]]
 
     def _newest(self, value: int) -> tuple[Spec, jax.Array]:
         return next(reversed(self.arrays[value].items()))
@@ -210,19 +210,30 @@ class LocalMachine:
             full_shapes=full_shapes,
         )
         # Devices of the CPU backend have the memory of the host.
-        if graph is self.step.graph and op.id in self.awaited and (op.primitive != TO_DEVICE or self.barriers_stay):
-            operands = [self._handed_back(op, v, x) for v, x in zip(op.operands, operands, strict=True)]
+        if op.primitive != TO_DEVICE or self.barriers_stay:
+            operands = self._handed_back(op, operands)
         with jax.named_scope(f"op{op.id}"):
             axes = sharing_axes(op, self.sizes)
             if axes:
                 return on_first_device(lambda *xs: bind_local(local, xs), operands, axes, self.sizes)
             return self._noted(application, bind_local(local, operands))
 
-    def _handed_back(self, op: Op, value: int, array: jax.Array) -> jax.Array:
-        """Return an operand of an op that hands values back: one of the forward pass waits for what is `awaited`."""
-        if not (isinstance(array, jax.Array) and is_handed_back(self.step, value)):
-            return array
-        return self._after(array, self.awaited[op.id] if self.barriers_stay else self.awaited[op.id][:1])
+    def _handed_back(self, op: Op, operands: list[jax.Array]) -> list[jax.Array]:
+        """Return the operands of an op, of which those of the forward pass wait for what is `awaited`, if anything."""
+        awaited = self.awaited.get(op.id, ()) if self.graph is self.step.graph else ()
+        held = [
+            i
+            for i, (v, x) in enumerate(zip(op.operands, operands, strict=True))
+            if awaited and isinstance(x, jax.Array) and is_handed_back(self.step, v)
+        ]
+        if not held:
+            return operands
+        before = {value: self._newest(value)[1] for value in awaited}
+        arrays = self._after([operands[i] for i in held], awaited if self.barriers_stay else awaited[:1])
+        behind = dict(zip(held, arrays, strict=True))
+        # Of what is waited for, the op itself reads what is behind the barrier.
+        behind |= {i: self._newest(v)[1] for i, v in enumerate(op.operands) if before.get(v) is operands[i]}
+        return [behind.get(i, x) for i, x in enumerate(operands)]
 
     def _noted(self, application: Application, results: list[jax.Array]) -> list[jax.Array]:
         """Record results of an op for the values that wait for them, and return the results."""
@@ -288,6 +299,8 @@ class LocalMachine:
     ) -> list[jax.Array]:
         """Emit the same control flow on local blocks."""
         operands = self._in_micro_batch(application.op, self.graph, operands)
+        # A select would copy what is stacked; the CPU backend takes no trips out of loops.
+        operands = self._handed_back(application.op, operands) if self.barriers_stay else operands
 
         def body(number: int, arrays: Mapping[int, jax.Array]) -> tuple[jax.Array, ...]:
             # A body has units of its own: the arrays inside are tracers, which must not leak out of it. A loop of one

@@ -1,13 +1,17 @@
 """What is waited for where a program must not compute something ahead of its time.
 
 A recomputation reads what was there since the forward pass, so that a compiler could run all of them when the backward
-pass begins. And it could make all gradients of weights at the end of it, for which what the recomputations made stays
-in memory. So the recomputations of a program follow each other:
+pass begins. So could the first trip of a loop of the backward pass, which XLA:GPU takes out of loops whose trips run
+collectives. And what the update alone reads, gradients of weights and the loss, could be made at the end of the
+backward pass, for which what the recomputations made, and the logits, stay in memory. So programs are tied:
 
     recomputation n     starts after the latest result of the backward pass before it,
-                        and after what was made before recomputation n - 1 and nothing has read since   (awaited_values)
+                        and after what was made before recomputation n - 1 and nothing has read since
+    loop                starts after the latest result of the backward pass before it,
+                        and after all that was made before it and nothing has read since          (awaited_values)
 
-What was made since recomputation n - 1 is not waited for, so that its collectives overlap with recomputation n.
+What was made since recomputation n - 1 is not waited for, so that its collectives overlap with recomputation n. A loop
+is as long as many of these.
 """
 
 from __future__ import annotations
@@ -43,32 +47,40 @@ def is_handed_back(step: StepGraph, value: int) -> bool:
 
 
 def awaited_values(step: StepGraph, ops: Sequence[int]) -> dict[int, tuple[int, ...]]:
-    """Return for ops of a program that hand values back the values that these wait for; see the module docstring.
+    """Return for ops of a program that hand values back, and for loops, the values that they wait for.
 
-    `ops`: those of the program, in order. The latest result comes first.
+    See the module docstring. `ops`: those of the program, in order. The latest result comes first.
     """
     graph, found = step.graph, dict[int, tuple[int, ...]]()
     unread = dict[int, int]()  # value → number of recomputations before it was made
     latest, number, has_result = -1, 0, False
     for op_id in ops:
-        op = graph.ops[op_id]
+        op, phase = graph.ops[op_id], step.phases[op_id]
         # The update stands between ops of the backward pass, but runs after them.
-        if step.phases[op_id] is Phase.UPDATE:
+        if phase is Phase.UPDATE:
             continue
-        if op.primitive in HANDS_BACK and latest >= 0 and any(is_handed_back(step, v) for v in op.operands):
-            older = list[int]()
-            if has_result:
-                number, has_result = number + 1, False
-                older = [v for v, made in unread.items() if made < number - 1 and v != latest]
+        loops = phase is Phase.BACKWARD and op.primitive == "scan"
+        if (loops or op.primitive in HANDS_BACK) and latest >= 0 and any(is_handed_back(step, v) for v in op.operands):
+            number, has_result = number + has_result, False
+            older = [v for v, made in unread.items() if (loops or made < number - 1) and v != latest]
             found[op_id] = latest, *older
             for value in older:
                 del unread[value]
         for value in op.operands:
             unread.pop(value, None)
         # A barrier only names a saved value anew: who waits for it would keep that in memory.
-        if step.phases[op_id] is Phase.BACKWARD and op.primitive not in HANDS_BACK:
-            made = [v for v in op.results if _can_be_awaited(graph, op, v)]
-            if made:
-                latest, has_result = made[0], True
-                unread.update(dict.fromkeys(made, number))
+        made = () if op.primitive in HANDS_BACK else _awaited_results(step, op)
+        unread.update(dict.fromkeys(made, number))
+        if phase is Phase.BACKWARD and made:
+            latest, has_result = made[0], True
     return found
+
+
+def _awaited_results(step: StepGraph, op: Op) -> Sequence[int]:
+    """Return the results of an op that recomputations may have to wait for: of the forward pass, what is not saved."""
+    graph, phases = step.graph, step.phases
+    made = [v for v in op.results if _can_be_awaited(graph, op, v)]
+    if phases[op.id] is Phase.BACKWARD:
+        return made[:1] if op.bodies else made  # all results of a loop are there at once
+    only = phases[op.id] is Phase.FORWARD
+    return [v for v in made if only and all(phases[c] is Phase.UPDATE for c in graph.consumers[v])]

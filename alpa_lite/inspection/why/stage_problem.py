@@ -21,7 +21,7 @@ from alpa_lite.inter_op.stage_costs import free_restriction
 from alpa_lite.intra_op.formulate import Builder
 from alpa_lite.intra_op.interning import SharedArrays
 from alpa_lite.intra_op.problem import Problem, Ragged, Solution, Status
-from alpa_lite.intra_op.solve import best_choices, in_two_parts, price_choice, stage_tasks
+from alpa_lite.intra_op.solve import in_two_parts, price_choice, stage_tasks
 from alpa_lite.intra_op.solvers.portfolio import Portfolio
 from alpa_lite.intra_op.stage import Key, Offer, Placed, PlacedBodies, PlacedSum, StageSolution, StageView
 from alpa_lite.intra_op.strategies import Restriction
@@ -82,11 +82,11 @@ class StageProblem:
             return found
         return Builder(self.view, Catalogue(self.pricer, replace(usual, roles={})))
 
-    def problem(self, given: Given | None = None, *, limited: bool = True, scatters: bool | None = None) -> Problem:
-        """Return the problem with the restrictions; `limited` keeps the limit. `scatters`: see `Builder.usages`."""
+    def problem(self, given: Given | None = None, *, limited: bool = True) -> Problem:
+        """Return the problem with the restrictions; `limited` keeps the limit."""
         # None drops the rows of memory from the integer program altogether.
         limit = self.limit_bytes if limited else None
-        problem = self.builder.problem(limit_bytes=limit, in_flight=self.in_flight, scatters=scatters)
+        problem = self.builder.problem(limit_bytes=limit, in_flight=self.in_flight)
         if not given:
             return problem
         costs, starts = problem.node_costs.values.copy(), problem.node_costs.starts
@@ -102,11 +102,7 @@ class StageProblem:
         """Return the best choices under the restrictions, priced as they run; the solver takes at most `seconds`."""
         # No search for the smallest peak where nothing fits: `shortage_of` explains what is missing.
         solver = Portfolio(relative_gap=REPRICING_GAP, peak_seconds=0.0)
-
-        def problem(scatters: bool) -> Problem:
-            return self.problem(given, limited=limited, scatters=scatters)
-
-        found = best_choices(self.builder, problem, solver, seconds)
+        found = solver.solve(self.problem(given, limited=limited), time_limit_seconds=seconds)
         if found.choices is None:
             return StageSolution(
                 choice=None,
@@ -247,8 +243,7 @@ class StageProblem:
             demanded=demanded,
             crossings=crossings,
         )
-        found = usages_of(layout, SharedArrays(), in_flight=self.in_flight)
-        return found if builder.computes_early(choices) else tuple(usage for usage in found if not usage.early)
+        return usages_of(layout, SharedArrays(), in_flight=self.in_flight)
 
     def single_change_seconds(self, node: int) -> np.ndarray:
         """Return the cost of each strategy of a node, in seconds, with all other nodes as planned."""
