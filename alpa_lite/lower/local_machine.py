@@ -57,7 +57,7 @@ from alpa_lite.plan.walk import Application, Walk, body_walk, sharing_axes
 from alpa_lite.program.equations import Equation
 from alpa_lite.program.ir import TO_DEVICE, Graph, Op, Value, Wiring, is_one_trip_loop
 from alpa_lite.program.phases import GATHERED_AHEAD, StepGraph, is_parameter
-from alpa_lite.rules.awaited import awaited_result, awaited_values, is_handed_back
+from alpa_lite.rules.awaited import awaited_result, awaited_values, waiting_operands
 from alpa_lite.rules.op_info import free_ops
 from alpa_lite.sharding.specs import Move, MoveKind, Spec, num_shards
 from alpa_lite.trace.evaluate import run_control_flow
@@ -221,11 +221,8 @@ class LocalMachine:
     def _handed_back(self, op: Op, operands: list[jax.Array]) -> list[jax.Array]:
         """Return the operands of an op, of which those of the forward pass wait for what is `awaited`, if anything."""
         awaited = self.awaited.get(op.id, ()) if self.graph is self.step.graph else ()
-        held = [
-            i
-            for i, (v, x) in enumerate(zip(op.operands, operands, strict=True))
-            if awaited and isinstance(x, jax.Array) and is_handed_back(self.step, v)
-        ]
+        waiting = waiting_operands(self.step, op) if awaited else ()
+        held = [i for i in waiting if isinstance(operands[i], jax.Array)]
         if not held:
             return operands
         before = {value: self._newest(value)[1] for value in awaited}

@@ -40,10 +40,24 @@ def _can_be_awaited(graph: Graph, op: Op, result: int) -> bool:
     return op.id not in free_ops(graph) and value.is_float and value.num_elements > 0 and not value.on_host
 
 
-def is_handed_back(step: StepGraph, value: int) -> bool:
-    """Return True for a value of the forward pass or of the batch."""
-    producer = step.graph.producer[value]
-    return step.batch_dims[value] is not None if producer is None else step.phases[producer] is not Phase.BACKWARD
+def waiting_operands(step: StepGraph, op: Op) -> Sequence[int]:
+    """Return the numbers of the operands of an op that it hands back, and so may wait for others; none for most ops.
+
+    They are values of the forward pass and of the batch, and those that other ops hand back to a loop.
+    """
+    loops = step.phases[op.id] is Phase.BACKWARD and op.primitive == "scan"
+    if not loops and op.primitive not in HANDS_BACK:
+        return ()
+    graph, found = step.graph, list[int]()
+    for i, v in enumerate(op.operands):
+        producer = graph.producer[v]
+        if producer is None:
+            waits = step.batch_dims[v] is not None
+        else:
+            handed_on = loops and graph.ops[producer].primitive in HANDS_BACK
+            waits = handed_on or step.phases[producer] is not Phase.BACKWARD
+        found += [i] if waits else []
+    return found
 
 
 def awaited_values(step: StepGraph, ops: Sequence[int]) -> dict[int, tuple[int, ...]]:
@@ -59,10 +73,9 @@ def awaited_values(step: StepGraph, ops: Sequence[int]) -> dict[int, tuple[int, 
         # The update stands between ops of the backward pass, but runs after them.
         if phase is Phase.UPDATE:
             continue
-        loops = phase is Phase.BACKWARD and op.primitive == "scan"
-        if (loops or op.primitive in HANDS_BACK) and latest >= 0 and any(is_handed_back(step, v) for v in op.operands):
+        if latest >= 0 and waiting_operands(step, op):
             number, has_result = number + has_result, False
-            older = [v for v, made in unread.items() if (loops or made < number - 1) and v != latest]
+            older = [v for v, made in unread.items() if (op.bodies or made < number - 1) and v != latest]
             found[op_id] = latest, *older
             for value in older:
                 del unread[value]

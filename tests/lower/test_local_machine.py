@@ -43,6 +43,26 @@ def _arguments() -> tuple[Any, Any]:
     return [jnp.ones((8, 8)) for _ in range(4)], jnp.ones((16, 8))
 
 
+def _in_a_loop(weights: Any, x: Any) -> Any:
+    """The same layers in a loop before a head, with the loss."""
+
+    @jax.checkpoint
+    def layer(h: Any, w: Any) -> Any:
+        h = h @ w
+        return jnp.where(h > 0, h, 0.1 * h) * jnp.argmax(h, axis=1, keepdims=True), None
+
+    def loss(weights: Any) -> Any:
+        stack, head = weights
+        return jnp.mean(jax.lax.scan(layer, x, stack)[0] @ head)
+
+    value, gradients = jax.value_and_grad(loss)(weights)
+    return *jax.tree.map(lambda w, g: w - g, weights, gradients), value
+
+
+def _loop_arguments() -> tuple[Any, Any]:
+    return [jnp.ones((4, 8, 8)), jnp.ones((8, 8))], jnp.ones((16, 8))
+
+
 def _waits(sizes: list[list[float]], monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
     """For units of some arrays each: the number of the unit that the last array of each waits for."""
     results = [jnp.full((), float(i)) for i in range(len(sizes))]
@@ -123,9 +143,9 @@ def test_what_is_recomputed_waits_for_the_results_that_the_account_of_memory_say
     found = dict[int, int | None]()
     handed_back = LocalMachine._handed_back
 
-    def recorded(self: LocalMachine, op: Op, value: int, array: Any) -> Any:
-        result = handed_back(self, op, value, array)
-        if result is not array:
+    def recorded(self: LocalMachine, op: Op, operands: list[Any]) -> list[Any]:
+        result = handed_back(self, op, operands)
+        if result is not operands:
             ((waited, *_), _) = self.numbers.popitem()
             found[op.id] = self.step.graph.producer[waited]
         return result
@@ -149,14 +169,15 @@ PLANNERS = {
 }
 
 
+STEPS = {"written out": (_recomputed, _arguments), "in a loop": (_in_a_loop, _loop_arguments)}
+
+
+@pytest.mark.parametrize("program", STEPS.values(), ids=STEPS)
 @pytest.mark.parametrize("planner", PLANNERS.values(), ids=PLANNERS)
-def test_nothing_falls_out_of_a_barrier(planner: Planner, devices: Any) -> None:
+def test_nothing_falls_out_of_a_barrier(planner: Planner, program: Any, devices: Any) -> None:
     """XLA's simplifier drops from a barrier what nothing reads behind it, and with that the order."""
-    text = (
-        al.parallelize(_recomputed, planner=planner, cluster=eager_cluster())
-        .lower(*_arguments())
-        .as_text(platform="cuda")
-    )
+    step, arguments = program
+    text = al.parallelize(step, planner=planner, cluster=eager_cluster()).lower(*arguments()).as_text(platform="cuda")
     barriers = re.findall(r"(%\d+)(?::(\d+))? = stablehlo\.optimization_barrier", text)
     shared = [(name, int(number)) for name, number in barriers if number]
     # A result of several is "%5#1" where it is read; names repeat in other functions of the text.
@@ -165,9 +186,10 @@ def test_nothing_falls_out_of_a_barrier(planner: Planner, devices: Any) -> None:
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize("program", STEPS.values(), ids=STEPS)
 @pytest.mark.parametrize("planner", PLANNERS.values(), ids=PLANNERS)
 def test_programs_with_barriers_give_the_same_numbers(
-    planner: Planner, num_microbatches: int, devices: Any, monkeypatch: pytest.MonkeyPatch
+    planner: Planner, program: Any, num_microbatches: int, devices: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Programs for GPUs, run here."""
 
@@ -175,9 +197,10 @@ def test_programs_with_barriers_give_the_same_numbers(
         return LocalMachine(*given, barriers_stay=True)
 
     monkeypatch.setattr(emission, "LocalMachine", machine)
-    weights, x = _arguments()
+    step, given = program
+    weights, x = given()
     arguments = [w * (i + 1) / 8 for i, w in enumerate(weights)], x - jnp.arange(128.0).reshape(16, 8) / 64
-    parallel = al.parallelize(_recomputed, planner=planner, cluster=eager_cluster(), num_microbatches=num_microbatches)
-    got, want = parallel(*arguments), jax.jit(_recomputed)(*arguments)
+    parallel = al.parallelize(step, planner=planner, cluster=eager_cluster(), num_microbatches=num_microbatches)
+    got, want = parallel(*arguments), jax.jit(step)(*arguments)
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
