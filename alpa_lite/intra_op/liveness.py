@@ -111,7 +111,7 @@ class Lives:
     a collective runs that completes the partial sums of an op, where it waits for its turn as all kernels do. `begun`:
     when the program begins that runs an op, or the first trip of the loop around it. `gathered`: when parameters that
     lie in parts are gathered for an op, and when they are laid out anew then. `filled`: when the array of zeros is
-    written that an op fills.
+    written that an op fills, or when the trip begins in which that of the trip before is scattered.
     """
 
     lives: tuple[Life, ...]
@@ -514,8 +514,9 @@ class _LiveScope:
         named = self.stored.renamed(op_id, value)
         if named:
             return named
-        # A reduction to one number ends a kernel, although that number counts for no memory.
-        to_one = reduces(self.graph, op) and self.graph.values[op.results[0]].rank == 0
+        # A reduction to one number ends a kernel; on CPUs a second one sums up stored terms, which are not counted.
+        single = self.graph.values[op.results[0]].rank == 0 and not self.timing.kernels.breadth_first
+        to_one = single and reduces(self.graph, op)
         fused = not (op.bodies or to_one or op.primitive in MOVES or any(r in self.written for r in op.results))
         readers = any(c in self.here for r in op.results for c in self.graph.consumers[r])
         return op.results if fused and readers else None

@@ -3,8 +3,8 @@
     kernels      an op runs inside the kernels that read its result, unless one of them cannot compute it or the op
                  would run in several and is costly, or reads several arrays that they need not read       (_fuse)
     order        that of the ops                                                            (run_order)
-                 on GPUs gradients of weights come at the end of the backward pass, or before the recomputation that
-                 waits for them                                                            (_with_late_results)
+                 on GPUs gradients of weights and the loss come at the end of the backward pass, or before the
+                 recomputation or loop that waits for them                                 (_with_late_results)
                  on the CPU backend breadth first (`kernel_queue`): gradients of weights and what the backward pass
                  recomputes wait for their turn, and a broadcast is written long before it is read
     gathered     parameters that lie in parts are there when those before them were read, as programs gather for one
@@ -364,10 +364,8 @@ class StoredValues:
         late, passed_on = dict[int, int](), set[int]()
         for op_id in reversed(self.ops):
             op = self.graph.ops[op_id]
-            readers = [c for r in op.results for c in self.graph.consumers[r] if c in self.here]
-            needed = any(c not in passed_on and self.phase(c) is not Phase.UPDATE for c in readers)
-            needed = needed or not (self.carried or frozenset()).isdisjoint(op.results)
-            if self.phase(op_id) in (None, Phase.FORWARD, Phase.BACKWARD) and not (op.bodies or needed):
+            readers = [c for r in op.results for c in self.graph.consumers[r]]
+            if self._can_be_late(op, readers) and all(c in passed_on or self._reads_late(c, op_id) for c in readers):
                 late[op_id] = min([due.get(op_id, end), *(late.get(c, end) for c in readers)])
                 if not reads_whole(self.graph, op) and not reduces(self.graph, op):
                     passed_on.add(op_id)
@@ -375,6 +373,18 @@ class StoredValues:
         self.scattered_late = late.keys() if self.stage is None else loops
         # What is late comes before the op that waits for it.
         return sorted(self.ops, key=lambda o: (self.phase(o) is Phase.UPDATE, late.get(o, o), o not in late))
+
+    def _can_be_late(self, op: Op, readers: Sequence[int]) -> bool:
+        """Return True for an op of both passes whose results are stacked, or read; what nothing reads does not run."""
+        if op.bodies or self.phase(op.id) not in (None, Phase.FORWARD, Phase.BACKWARD):
+            return False
+        handed_on = self.carried is not None and not self.carried.isdisjoint(op.results)
+        return not handed_on and bool(readers or self.outputs.intersection(op.results))
+
+    def _reads_late(self, op_id: int, maker: int) -> bool:
+        """Return True for a reader in the update, or in the stage that a backward pass hands its result to."""
+        sent = op_id not in self.here and self.phase(maker) is Phase.BACKWARD
+        return sent or self.phase(op_id) is Phase.UPDATE
 
     @cached_property
     def programs(self) -> Sequence[Sequence[int]]:

@@ -16,7 +16,7 @@
                                     gathered weight                                                        (_copies)
                                     a weight is gathered while the reader of the one before runs    (_gathered_from)
                                     or, for a parameter that remains gathered, until its last reader in the
-                                    loop ends                                                               (_until)
+                                    loop ends, and in a trip until the last one that reads the same copy    (_until)
     relaid                          a copy once more where it is made, if its reader needs its dims in order (_relaid)
     library                         arrays that are written for the library that reduces, of at least `LIBRARY_ELEMENTS`
                                                                                                             (_early)
@@ -171,7 +171,8 @@ class _Collector:
         one_program = layout.view.part.is_whole and layout.view.step.num_microbatches == 1
         # Sums that are not added up: a task of the loop returns them, and the update takes them.
         self.gradients = Held.INSIDE if self.accumulates or one_program else Held.PASSED
-        self.held: set[tuple[Key, frozenset[Spec]]] = set()  # gathered copies of parameters charged to an earlier op
+        self.held: set[tuple[Key, frozenset[Spec]]] = set()  # copies charged to an earlier op
+        self.last_read = self._last_read()
         self.sums = {self._made_as(v): v for v in layout.crossings}  # what ops write of a sum → the sum
 
     def collect(self) -> Iterator[UsageOf]:
@@ -380,7 +381,7 @@ class _Collector:
                 yield from self._copies_of_loop(scope, op, placed, start, span)
             elif isinstance(placed, Placed) and key in self.layout.demanded:
                 options = self.layout.demanded[key]
-                end = max(span.end, self.lives.read_until.get((paths[scope], op_id), 0))
+                end = self._end(paths[scope], op_id)
                 for i, (v, specs) in enumerate(zip(op.operands, options.demanded, strict=True)):
                     start = moved = span.start
                     if self._is_parameter((scope, v)):
@@ -519,13 +520,36 @@ class _Collector:
 
     def _until(self, key: Key, specs: tuple[Spec, ...], end: int) -> tuple[int, bool]:
         """Return when a copy that an op reads until `end` is freed, and whether an earlier op was charged for it."""
-        (scope, v), view = key, self.layout.view
-        if not view.keeps_gathered or scope > 0 or v not in parameters(view.step):
+        copy, view = (key, frozenset(specs)), self.layout.view
+        last = self.last_read.get(copy)
+        if not key[0] and view.keeps_gathered and key[1] in parameters(view.step):
+            phases, spans = view.step.phases, self.lives.spans
+            readers = [c for c in view.graph.consumers[key[1]] if c in view.op_set]
+            last = max([end, *(spans[(), c].end for c in readers if phases[c] is not Phase.UPDATE)])
+        if last is None:
             return end, False
-        readers = [c for c in view.graph.consumers[v] if c in view.op_set and view.step.phases[c] is not Phase.UPDATE]
-        held = (key, frozenset(specs)) in self.held
-        self.held.add((key, frozenset(specs)))
-        return max([end, *(self.lives.spans[(), c].end for c in readers)]), held
+        held = copy in self.held
+        self.held.add(copy)
+        return last, held
+
+    def _last_read(self) -> Mapping[tuple[Key, frozenset[Spec]], int]:
+        """Return for values in bodies, and the one spec that ops demand, when the last of these ops has read it.
+
+        A trip brings a value into a spec once, for all of its readers. Of ops that may demand several specs it is open
+        which of them share a copy.
+        """
+        paths, found = self.layout.paths(), dict[tuple[Key, frozenset[Spec]], int]()
+        for (scope, op_id), options in self.layout.demanded.items():
+            operands = self.layout.scopes[scope].graph.ops[op_id].operands
+            for v, specs in zip(operands, options.demanded, strict=True):
+                if scope and len(set(specs)) == 1:
+                    copy, end = ((scope, v), frozenset(specs)), self._end(paths[scope], op_id)
+                    found[copy] = max(found.get(copy, 0), end)
+        return found
+
+    def _end(self, path: Path, op_id: int) -> int:
+        """Return when an op has read its operands."""
+        return max(self.lives.spans[path, op_id].end, self.lives.read_until.get((path, op_id), 0))
 
 
 def _axes(spec: Spec) -> Sequence[object]:

@@ -6,14 +6,16 @@ those that hold its operands, not on each (`on_first_device`).
 
 Some values are delayed that XLA would compute or gather too early, although the plan counts on their memory being free:
 
-Recomputed values: XLA has no reason to delay a recomputation whose operands are available since the forward pass; only
-a barrier shared with results of the preceding ops delays it (`rules.awaited` says which). XLA drops an array from a
-barrier behind which nothing reads it, so that what is waited for is read behind the barrier from then on:
+Recomputed values, and loops of the backward pass: XLA has no reason to delay a recomputation whose operands are
+available since the forward pass, nor what the first trip of a loop recomputes; only a barrier shared with results of
+the preceding ops delays it (`rules.awaited` says which). XLA drops an array from a barrier behind which nothing reads
+it, so that what is waited for is read behind the barrier from then on:
 
     x, r = optimization_barrier(x, r)                                                            (LocalMachine._after)
 
-The CPU backend drops barriers before it eliminates common subexpressions, and would store the first results instead.
-There, and for gathered parameters, the value depends on the result by a select:
+The CPU backend drops barriers before it eliminates common subexpressions, and would store the first results instead;
+its loops need not wait. There, for what is recomputed outside of loops, and for gathered parameters, the value depends
+on the result by a select:
 
     x if r = r or r ≠ r else 0        r: the first element of the result                            (`once_there`)
 

@@ -10,7 +10,17 @@ import jax.numpy as jnp
 import pytest
 
 import alpa_lite as al
+from alpa_lite.intra_op.formulate import Builder
+from alpa_lite.intra_op.liveness import lives_of
+from alpa_lite.intra_op.stage import StageView
+from alpa_lite.intra_op.stored_values import KernelModel
+from alpa_lite.intra_op.strategies import AxisRole, BatchSplit, Restriction
+from alpa_lite.intra_op.strategy_catalogue import Catalogue
+from alpa_lite.plan.pricing import Pricer
 from alpa_lite.planners import FSDP, DataParallel, Megatron, Planner, Zero
+from alpa_lite.sharding.meshes import LogicalMesh, Submesh
+from alpa_lite.step.clustering import make_layers
+from cost_models.composed import ComposedCostModel
 
 HIDDEN, LAYERS, BATCH = 256, 4, 16
 WEIGHT_BYTES = 4 * HIDDEN * HIDDEN
@@ -93,3 +103,40 @@ def test_virtual_devices_scatter_gradients_as_others_do() -> None:
 def test_virtual_devices_need_memory_for_activations_before_they_are_reduced() -> None:
     peaks = [plan(Megatron(), virtual=virtual).prediction.peak_bytes[0] for virtual in (True, False)]
     assert peaks[0] > peaks[1]
+
+
+def test_a_trip_gathers_a_weight_once_for_all_that_read_it() -> None:
+    """The backward pass does to compute again what the forward pass made, and for two gradients."""
+
+    def layer(h: Any, w: Any) -> tuple[Any, None]:
+        return jnp.einsum("bo,io->bi", jnp.tanh(h @ w), w), None
+
+    def step(stack: Any, x: Any) -> Any:
+        def loss(stack: Any) -> Any:
+            return jnp.mean(jax.lax.scan(jax.checkpoint(layer), x, stack)[0] ** 2)
+
+        return stack - 0.1 * jax.grad(loss)(stack)
+
+    shapes = (LAYERS, HIDDEN, 2 * HIDDEN), (BATCH, HIDDEN)
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    traced = al.parallelize(step, batch_argnums=(1,)).trace(*arrays).step(1).step
+    view = StageView(step=traced, layers=make_layers(traced, 1), first=0, last=0)
+    pricer = Pricer(
+        cost_model=ComposedCostModel(al.cluster("p3.16xlarge", num_hosts=1)),
+        submesh=Submesh(first_device=0, num_hosts=1, devices_per_host=8),
+        mesh=LogicalMesh(axis_names=("x",), shape=(8,)),
+    )
+    sharded = Restriction(roles={"x": AxisRole.BATCH}, optimizer=BatchSplit.MUST, parameters=BatchSplit.MUST)
+    builder = Builder(view, Catalogue(pricer, sharded))
+    spans = lives_of(view, KernelModel.of(pricer.cost_model, 8)).spans
+    usages = builder.usages(1)
+    loops = [op for op in view.graph.ops if op.bodies]
+    for loop, num_readers in zip(loops, (2, 3), strict=True):
+        (body,) = loop.bodies
+        scope = next(i for i, each in enumerate(builder.scopes) if each.graph is body)
+        products = [op for op in body.ops if op.primitive == "dot_general"]
+        (weight,) = {v for op in products for v in op.operands if body.values[v].shape == (HIDDEN, 2 * HIDDEN)}
+        readers = [spans[((loop.id, 0),), op.id] for op in products if weight in op.operands]
+        (copy,) = (usage for usage in usages if usage.value == (scope, weight) and max(usage.sizes) == 2 * WEIGHT_BYTES)
+        assert len(readers) == num_readers
+        assert copy.start <= min(span.start for span in readers) and copy.end == max(span.end for span in readers)

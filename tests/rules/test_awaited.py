@@ -1,4 +1,4 @@
-"""What recomputations wait for: the backward pass so far, but for the gradients that were just made."""
+"""What recomputations and loops wait for: the backward pass so far; recomputations not for what was just made."""
 
 from __future__ import annotations
 
@@ -94,3 +94,38 @@ def _gradients(traced: StepGraph) -> set[int]:
         and graph.consumers[v]
         and all(traced.phases[c] is Phase.UPDATE for c in graph.consumers[v])
     }
+
+
+def looped(weights: Any, x: Any) -> Any:
+    """Two loops of layers, one of them of two outputs per trip, between products, with the loss."""
+
+    def layer(h: Any, w: Any) -> Any:
+        return jnp.tanh(h @ w), jnp.sum(h, axis=1)
+
+    def loss(weights: Any) -> Any:
+        first, second, between, head = weights
+        h = lax.scan(layer, x, first)[0] @ between
+        h, rows = lax.scan(jax.checkpoint(layer), h, second)
+        return jnp.mean(h @ head) + jnp.mean(rows)
+
+    value, gradients = jax.value_and_grad(loss)(weights)
+    return jax.tree.map(lambda w, g: w - g, weights, gradients), value
+
+
+def test_loops_wait_for_all_that_was_made_before_them() -> None:
+    stack, matrix = jnp.ones((NUM_LAYERS, WIDTH, WIDTH)), jnp.ones((WIDTH, WIDTH))
+    arguments = (stack, stack, matrix, matrix), jnp.ones((8, WIDTH))
+    made = al.parallelize(looped, batch_argnums=(1,)).trace(*arguments).step(1).step
+    graph = made.graph
+    loops = [op.id for op in graph.ops if op.bodies and made.phases[op.id] is Phase.BACKWARD]
+    awaited = awaited_values(made, range(len(graph.ops)))
+    assert sorted(awaited) == loops and len(loops) == 2
+    gradients = [v for v in _gradients(made) if graph.values[v].shape == (WIDTH, WIDTH)]
+    sums = [v for op in graph.ops if op.primitive == "reduce_sum" for v in op.results]
+    of_head, of_between = sorted(gradients, key=lambda v: graph.producer[v] or 0)
+    # Before the loop that runs first, the gradient of the head and the parts of the loss wait to be read.
+    for loop, others in zip(loops, ([*sums, of_head], [of_between]), strict=True):
+        latest, *unread = awaited[loop]
+        assert unread == others
+        # What the product before the loop hands on to it.
+        assert latest in graph.ops[loop].operands and graph.producer[latest] == loop - 1
