@@ -255,7 +255,7 @@ class _Memory:
         for v in view.external:
             if step.graph.producer[v] is None and step.batch_dims[v] is None:
                 self._add(step.graph, v, 0, lives.end)
-        for life in (life for life in lives.lives if not life.early):
+        for life in lives.lives:
             graph = body_at(step.graph, life.path)
             summed = not life.path and life.value in sums
             # The update may scatter a sum when it first reads it; a life cut short keeps the bound a lower one.
