@@ -515,8 +515,8 @@ class _LiveScope:
         if named:
             return named
         # A reduction to one number ends a kernel; on CPUs a second one sums up stored terms, which are not counted.
-        single = self.graph.values[op.results[0]].rank == 0 and not self.timing.kernels.breadth_first
-        to_one = single and reduces(self.graph, op)
+        reduced = reduces(self.graph, op) and not self.timing.kernels.breadth_first
+        to_one = reduced and self.graph.values[op.results[0]].rank == 0
         fused = not (op.bodies or to_one or op.primitive in MOVES or any(r in self.written for r in op.results))
         readers = any(c in self.here for r in op.results for c in self.graph.consumers[r])
         return op.results if fused and readers else None

@@ -536,8 +536,11 @@ class _Collector:
         """Return for values in bodies, and the one spec that ops demand, when the last of these ops has read it.
 
         A trip brings a value into a spec once, for all of its readers. Of ops that may demand several specs it is open
-        which of them share a copy.
+        which of them share a copy. For the CPU backend readers are counted further apart than they are, so that each is
+        charged by itself.
         """
+        if self.catalogue.pricer.cost_model.cluster.breadth_first:
+            return {}
         paths, found = self.layout.paths(), dict[tuple[Key, frozenset[Spec]], int]()
         for (scope, op_id), options in self.layout.demanded.items():
             operands = self.layout.scopes[scope].graph.ops[op_id].operands
