@@ -47,6 +47,11 @@ class Job:
         self.process.stdin.flush()
         return self.read()
 
+    def stop(self) -> None:
+        """Return when it is stopped: a signal is only sent, and a beat may still be under way."""
+        self.process.send_signal(signal.SIGSTOP)
+        os.waitpid(self.process.pid, os.WUNTRACED)
+
     def kill(self) -> None:
         self.process.kill()
 
@@ -248,7 +253,7 @@ def test_an_owner_that_is_stopped_and_woken_does_not_go_on(
 ) -> None:
     first = started(jobs, tmp_path, 0.1, 1)
     assert first.read() == "owner 1\n"
-    first.process.send_signal(signal.SIGSTOP)
+    first.stop()
     with al.Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(2, STATE)
         checkpoints.wait()
