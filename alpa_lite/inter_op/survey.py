@@ -25,8 +25,8 @@ Shapes that hold state whole on each of several hosts are not surveyed: without 
 long as those that may split it between hosts (`Space.stand_ins`).
 
 Layers are surveyed without a limit of memory. Where a stage has memory for what its layers took, the guess is about
-what it will take; elsewhere it will take longer, nobody knows how much (`Survey.holds`). What is kept for gradients that
-are made at the end of the backward pass of several layers is not counted (`intra_op.stored_values`).
+what it will take; elsewhere it will take longer, nobody knows how much (`Survey.holds`). What is kept for gradients
+that are made at the end of the backward pass of several layers is not counted (`intra_op.stored_values`).
 """
 
 from __future__ import annotations
