@@ -186,8 +186,8 @@ def test_where_a_survey_finds_room_a_stage_takes_no_longer_than_without_a_limit(
                 held = [1, 2, 4][count - 1]
                 within = costs.solution(stage, in_flight=held)
                 assert within.choice is not None
-                # On GPUs what gradients of weights read stays until the end of the backward pass, which layers alone do not
-                # show: all of them together take 1 % more memory than the survey says.
+                # On GPUs what gradients of weights read stays until the end of the backward pass, which layers alone do
+                # not show: all of them together take 1 % more memory than the survey says.
                 slack = 1.03 if last - first + 1 == LAYERS else 1.02
                 assert within.objective <= slack * free.objective
     assert roomy > 20
