@@ -111,7 +111,7 @@ class Lives:
     a collective runs that completes the partial sums of an op, where it waits for its turn as all kernels do. `begun`:
     when the program begins that runs an op, or the first trip of the loop around it. `gathered`: when parameters that
     lie in parts are gathered for an op, and when they are laid out anew then. `filled`: when the array of zeros is
-    written that an op fills, or when the trip begins in which that of the trip before is scattered.
+    written that an op fills; for gradients of a loop, when the trip begins that scatters those of the one before.
     """
 
     lives: tuple[Life, ...]

@@ -353,7 +353,8 @@ class StoredValues:
         XLA:GPU orders programs with collectives from their end, so that nothing runs before it has to: what the update
         alone reads runs last, or before the recomputation that waits for it, and what its kernel reads stays in memory.
         So does what the trips of a loop of the backward pass stack, in each trip. Nothing waits for gradients to be
-        scattered: those of a trip are while the next one runs, and others that loops wait for are after these.
+        scattered: those of a trip are scattered while the next one runs, and those that a loop waits for at the end of
+        the backward pass.
         """
         if self.stage is None and self.carried is None:
             return self.ops

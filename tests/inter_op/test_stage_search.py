@@ -188,7 +188,8 @@ def test_where_a_survey_finds_room_a_stage_takes_no_longer_than_without_a_limit(
                 assert within.choice is not None
                 # On GPUs what gradients of weights read stays until the end of the backward pass, which layers alone do
                 # not show: all of them together take 1 % more memory than the survey says.
-                slack = 1.03 if last - first + 1 == LAYERS else 1.02
+                over = last - first + 1 == LAYERS and memory_bytes < free.peak_bytes <= 1.01 * memory_bytes
+                slack = 1.03 if over else 1.02
                 assert within.objective <= slack * free.objective
     assert roomy > 20
     assert tight > 20

@@ -106,7 +106,7 @@ def test_virtual_devices_need_memory_for_activations_before_they_are_reduced() -
 
 
 def test_a_trip_gathers_a_weight_once_for_all_that_read_it() -> None:
-    """The backward pass does to compute again what the forward pass made, and for two gradients."""
+    """The loop of the backward pass reads it three times: to recompute a product, and for two gradients."""
 
     def layer(h: Any, w: Any) -> tuple[Any, None]:
         return jnp.einsum("bo,io->bi", jnp.tanh(h @ w), w), None
