@@ -27,8 +27,12 @@ HEARTBEAT_SECONDS = 20
 HANG_TIMEOUT_SECONDS = 1800.0
 """Default seconds that processes wait for another one's message, while it neither plans nor compiles."""
 
-_STOPPED_SHARE = 0.6
-"""Fraction of the heartbeat's timeout after which a stopped process is reported, before JAX ends all."""
+STOPPED_SHARE = 0.25
+"""Fraction of the heartbeat's timeout after which a stopped process is reported, before JAX ends all.
+
+JAX sends a sign of life each half of that timeout, and it may be half the timeout after the stop that it misses the
+next one. It would end all others, and nobody would wake the stopped process.
+"""
 
 
 def initialize(
@@ -121,7 +125,7 @@ def _look_after_each_other(hang_timeout: float | None, heartbeat_timeout: float,
     _leave_when_failing()
     if (here := roll_call()) is not None:
         heartbeat = Heartbeat(here, seconds=options.get("shutdown_timeout_seconds", SHUTDOWN_SECONDS))
-        heartbeat.begin(hang_timeout, _STOPPED_SHARE * heartbeat_timeout)
+        heartbeat.begin(hang_timeout, STOPPED_SHARE * heartbeat_timeout)
 
 
 def _interface(address: str | None) -> str | None:

@@ -16,7 +16,15 @@ from alpa_lite import _jax
 from alpa_lite.runtime.job import activity, shutdown
 from alpa_lite.runtime.job.activity import Neighbours, busy, doing, idle, place, where
 from alpa_lite.runtime.job.consensus import reasons_in_words
-from alpa_lite.runtime.job.shutdown import STALE_SECONDS, STUCK_SECONDS, Heartbeat, RollCall, came_to_end
+from alpa_lite.runtime.job.shutdown import (
+    LOOK_SECONDS,
+    STALE_SECONDS,
+    STUCK_SECONDS,
+    Heartbeat,
+    RollCall,
+    came_to_end,
+)
+from alpa_lite.runtime.job.start import HEARTBEAT_SECONDS, STOPPED_SHARE
 
 
 class Service:
@@ -177,6 +185,13 @@ def test_a_neighbour_that_is_stopped_is_seen_and_told_to_go_on() -> None:
             assert not seen.stopped(30.0)
         finally:
             other.kill()
+
+
+@pytest.mark.parametrize("timeout", [10, HEARTBEAT_SECONDS, 200])
+def test_a_stopped_process_is_reported_before_jax_takes_it_for_lost(timeout: int) -> None:
+    # It gives a sign of life each half of the timeout, and the last one may be as long before it is stopped. The stop
+    # is seen at the next look, and its length at one after that.
+    assert STOPPED_SHARE * timeout + 2 * LOOK_SECONDS < timeout / 2
 
 
 def _answer_soon(roll: RollCall) -> None:
