@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.sampling import mark_slow_cases
+from tests.sampling import mark_cases
 
 NUM_DEVICES = 8
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "microsoft-edge")
@@ -73,9 +73,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave cases out of the quick run, unless single tests are named on the command line."""
+    """Leave cases out of runs of whole files, unless single tests are named on the command line."""
     if not any("::" in argument for argument in config.args):
-        mark_slow_cases(items, pytest.mark.slow)
+        mark_cases(items)
 
 
 settings.register_profile(

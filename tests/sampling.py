@@ -1,12 +1,16 @@
-"""Which cases of long parametrised tests `make test` runs; `make test-all` runs all of them.
+"""Which cases of long parametrised tests `make test` and `make test-all` run.
 
-A test function whose cases together take longer than `BUDGET_SECONDS` is sampled: every n-th case runs, and the others
-are marked slow. `tests/sampled.json` holds n for each of these functions. So every function stays in `make test` with
-at least one case, unless its shortest case alone takes longer than `LONGEST_SECONDS` (n = 0).
+A test function whose cases together take longer than the budget of a command is sampled: every n-th case runs, and the
+others are marked for the next command. `tests/sampled.json` holds n for each of these functions, by mark. So every
+function stays with at least one case, unless its shortest case alone takes too long (n = 0).
+
+    mark    left out of           budget of a function    longest case
+    slow    make test             0.5 s                   6 s
+    long    make test-all, too    8 s                     45 s
 
 Renew the file when tests have changed (one line per test and phase is read from pytest's report):
 
-    pytest -m "not long" --durations=0 --durations-min=0 … | python -m tests.sampling
+    pytest -m "" --durations=0 --durations-min=0 … | python -m tests.sampling
 """
 
 from __future__ import annotations
@@ -18,11 +22,22 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import pytest
 
 FILE = Path(__file__).with_name("sampled.json")
-BUDGET_SECONDS = 0.5
-LONGEST_SECONDS = 6.0
+
+
+class Budget(NamedTuple):
+    """What a command spends on the cases of one test function: seconds of all, and of the longest one."""
+
+    seconds: float
+    longest_seconds: float
+
+
+BUDGETS = {"slow": Budget(0.5, 6.0), "long": Budget(8.0, 45.0)}
+"""By the mark of the cases that are left out; those with the second one are left out of both commands."""
 
 _DURATION = re.compile(r"\s*([\d.]+)s (?:call|setup|teardown)\s+(\S.*)")
 
@@ -33,7 +48,7 @@ def function_of(node: str) -> str:
 
 
 def cases_to_skip(nodes: Sequence[str], sampled: dict[str, int]) -> list[int]:
-    """Return the positions of the tests that `make test` leaves out."""
+    """Return the positions of the tests that are left out."""
     seen: Counter[str] = Counter()
     skipped: list[int] = []
     for position, node in enumerate(nodes):
@@ -45,15 +60,20 @@ def cases_to_skip(nodes: Sequence[str], sampled: dict[str, int]) -> list[int]:
     return skipped
 
 
-def mark_slow_cases(items: Iterable[Any], slow: Any) -> None:
-    """Mark the items of a collection that `make test` leaves out."""
+def mark_cases(items: Iterable[Any]) -> None:
+    """Mark the items of a collection that `make test` leaves out, and those that `make test-all` leaves out too."""
     items = list(items)
-    sampled = json.loads(FILE.read_text(encoding="utf-8"))
-    for position in cases_to_skip([item.nodeid for item in items], sampled):
-        items[position].add_marker(slow)
+    nodes, sampled = [item.nodeid for item in items], json.loads(FILE.read_text(encoding="utf-8"))
+    left = {*range(len(items))}
+    for mark in BUDGETS:
+        marked = {position for position in left if items[position].get_closest_marker(mark)}
+        # What `make test` runs `make test-all` does not leave out, whatever the strides.
+        left &= marked | {*cases_to_skip(nodes, sampled[mark])}
+        for position in left:
+            items[position].add_marker(getattr(pytest.mark, mark))
 
 
-def sampled_functions(report: Iterable[str]) -> dict[str, int]:
+def sampled_functions(report: Iterable[str], budget: Budget) -> dict[str, int]:
     """Return n for each test function that takes too long, from the lines of a report with durations."""
     seconds: Counter[str] = Counter()
     for line in report:
@@ -64,12 +84,14 @@ def sampled_functions(report: Iterable[str]) -> dict[str, int]:
         cases[function_of(node)].append(spent)
     strides: dict[str, int] = {}
     for function, spent in cases.items():
-        if min(spent) > LONGEST_SECONDS:
+        if min(spent) > budget.longest_seconds:
             strides[function] = 0
-        elif len(spent) > 1 and sum(spent) > BUDGET_SECONDS:
-            strides[function] = min(len(spent), math.ceil(sum(spent) / BUDGET_SECONDS))
+        elif len(spent) > 1 and sum(spent) > budget.seconds:
+            strides[function] = min(len(spent), math.ceil(sum(spent) / budget.seconds))
     return dict(sorted(strides.items()))
 
 
 if __name__ == "__main__":
-    FILE.write_text(json.dumps(sampled_functions(sys.stdin), indent=0) + "\n", encoding="utf-8")
+    lines = [*sys.stdin]
+    found = {mark: sampled_functions(lines, budget) for mark, budget in BUDGETS.items()}
+    FILE.write_text(json.dumps(found, indent=0) + "\n", encoding="utf-8")
