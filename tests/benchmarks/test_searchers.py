@@ -58,6 +58,7 @@ def tiny(monkeypatch: Any) -> None:
     monkeypatch.setattr(searchers, "TASKS", {"tiny": TINY})
 
 
+@pytest.mark.usefixtures("default_interrupt")
 def test_a_search_is_interrupted_when_its_budget_is_over(tiny: None, monkeypatch: Any) -> None:
     ended = list[bool]()
 
