@@ -195,7 +195,7 @@ def plans(request: PlanRequest, num_layers: int) -> Iterator[Found]:
         request=request,
         layering=Layering(num_layers=num_layers, stages=space.equal_stages, equal="flops"),
         pins={},
-        effort=SolveEffort(relative_gap=GAP, seeks_peaks=False),
+        effort=SolveEffort(relative_gap=GAP, peaks="none"),
     )
     for number, policy in product(divisors(request.batch_size or 1), Remat):
         try:

@@ -17,14 +17,15 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from alpa_lite.errors import PlanError
 from alpa_lite.inter_op.solved_stages import MeshKey, Question, SolvedStage, SolvedStages, StagePlace
 from alpa_lite.inter_op.workers import Likely, Workers
 from alpa_lite.intra_op.formulate import UNWEIGHTED, Builders, CollectiveWeights
+from alpa_lite.intra_op.memory_bound import least_peak_bytes
 from alpa_lite.intra_op.shortage import Shortage, explain_shortage
-from alpa_lite.intra_op.solve import RELATIVE_GAP, in_two_parts, solve_stage
+from alpa_lite.intra_op.solve import RELATIVE_GAP, does_not_fit, in_two_parts, solve_stage
 from alpa_lite.intra_op.solvers.integer_program import IntegerProgram
 from alpa_lite.intra_op.solvers.portfolio import Portfolio
 from alpa_lite.intra_op.solvers.solver import ProgramTooLargeError
@@ -107,19 +108,20 @@ class SolveEffort:
     Attributes:
         relative_gap: relative gap to which a stage is solved.
         time_limit_seconds: time limit for a stage.
-        seeks_peaks: whether to minimise the memory of a stage that does not fit, which takes longer than to see that it
-            does not. Without it such solutions have an infinite `peak_bytes`.
+        peaks: how the memory of a stage that does not fit is found, its `peak_bytes`. "least": it is minimised, which
+            takes longer than to see that the stage does not fit; "bounded": the same, unless a lower bound is too much
+            (`memory_bound`); "none": it is infinite.
         solver: the solver of intra-op problems; None: the portfolio.
     """
 
     relative_gap: float = RELATIVE_GAP
     time_limit_seconds: float = 60.0
-    seeks_peaks: bool = True
+    peaks: Literal["least", "bounded", "none"] = "least"
     solver: IntegerProgram | None = None
 
     def solver_for(self, gap: float) -> Portfolio | IntegerProgram:
         """Return the solver that stops at a relative gap."""
-        usual = Portfolio() if self.seeks_peaks else Portfolio(peak_seconds=0.0)
+        usual = Portfolio(peak_seconds=0.0) if self.peaks == "none" else Portfolio()
         return replace(usual if self.solver is None else self.solver, relative_gap=gap)
 
 
@@ -284,9 +286,15 @@ class StageCosts:
 
     def solve(self, asked: Question) -> StageSolution:
         """Solve the stage of a question, whether or not it was solved before."""
+        builders, view = self._builders(asked), self._view(asked.first, asked.last)
+        if self.effort.peaks != "least" and math.isfinite(asked.limit_bytes):
+            # Without its strategies, which take long to lay out.
+            least = least_peak_bytes(view, builders.catalogue, asked.in_flight)
+            if least > asked.limit_bytes:
+                return does_not_fit(least if self.effort.peaks == "bounded" else math.inf)
         try:
             return solve_stage(
-                self._builders(asked).of(self._view(asked.first, asked.last)),
+                builders.of(view),
                 # Without a limit the integer program needs no rows for memory.
                 limit_bytes=asked.limit_bytes if math.isfinite(asked.limit_bytes) else None,
                 in_flight=asked.in_flight,
@@ -436,7 +444,7 @@ class StageCosts:
     def least_peak(self, place: StagePlace, *, in_flight: int, limit_bytes: float) -> float:
         """Return the least peak bytes per device that the solver reaches for a stage that does not fit."""
         # Solutions so far may come from an effort that does not seek peaks.
-        seeking = self.solved_with(replace(self.effort, seeks_peaks=True))
+        seeking = self.solved_with(replace(self.effort, peaks="least"))
         return seeking.solve(seeking.question(place, in_flight=in_flight, limit_bytes=limit_bytes)).peak_bytes
 
     def shortage(self, place: StagePlace, *, in_flight: int = 1) -> Shortage:

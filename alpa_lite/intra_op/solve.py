@@ -7,7 +7,7 @@ from math import prod
 
 from alpa_lite.intra_op.formulate import UNWEIGHTED, Builder, CollectiveWeights
 from alpa_lite.intra_op.liveness import Life, lives_of
-from alpa_lite.intra_op.problem import Solution
+from alpa_lite.intra_op.problem import Solution, Status
 from alpa_lite.intra_op.solvers.portfolio import Portfolio
 from alpa_lite.intra_op.solvers.solver import Solver
 from alpa_lite.intra_op.stage import StageSolution, StageView
@@ -53,6 +53,17 @@ def solve_stage(
             peak_bytes=solution.peak_bytes,
         )
     return price_choice(builder, builder.choice(solution.choices), solution, in_flight)
+
+
+def does_not_fit(peak_bytes: float) -> StageSolution:
+    """Return the answer for a stage that takes too much memory under all choices, at least `peak_bytes` per device."""
+    return StageSolution(
+        choice=None,
+        status=Status.INFEASIBLE,
+        objective=float("inf"),
+        bound=float("inf"),
+        peak_bytes=peak_bytes,
+    )
 
 
 def price_choice(builder: Builder, choice: Choice, solution: Solution, in_flight: int) -> StageSolution:

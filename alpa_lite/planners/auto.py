@@ -409,7 +409,7 @@ class Auto(Planner):
                     relative_gap=SEARCH_GAP,
                     time_limit_seconds=SEARCH_SECONDS,
                     # What does not fit is left out; how far it is from fitting is asked for one stage at the end.
-                    seeks_peaks=False,
+                    peaks="none",
                     solver=self._integer_program(),
                 ),
             ),

@@ -33,7 +33,7 @@ from alpa_lite.inter_op.plan_request import PlanRequest, pins_on_mesh
 from alpa_lite.inter_op.sharding_demands import argument_pins, user_layout, user_mesh, wanted_shardings
 from alpa_lite.inter_op.shared_devices import Together, held_at_peak, solve_together
 from alpa_lite.inter_op.solved_stages import StagePlace
-from alpa_lite.inter_op.stage_costs import Recomputed, StageConstraints, StageCosts
+from alpa_lite.inter_op.stage_costs import Recomputed, SolveEffort, StageConstraints, StageCosts
 from alpa_lite.inter_op.what_would_fit import (
     Remedy,
     cheapest_fit,
@@ -189,6 +189,8 @@ class Hybrid(Planner):
             cost_model=request.cost_model,
             cost_model_for=request.cost_model_for,
             constraints=self._constraints(request, step, places[0][1], user_axes),
+            # A bound is enough where nothing is explained, and no stages share memory by what each needs at least.
+            effort=SolveEffort(peaks="bounded" if len(numbers) == len(places) and not request.advise else "least"),
             recomputed=Recomputed(remat=remat, traced_layers=traced_layers, host_optimizer=self.host_optimizer),
             progress=request.progress,
         )

@@ -32,7 +32,7 @@ from alpa_lite.inter_op.assembly import StagedStep, assemble
 from alpa_lite.inter_op.plan_request import Pin, Pins, PlanRequest, check_results, pins_on_mesh, with_results
 from alpa_lite.inter_op.sharding_demands import argument_pins, result_pins, user_layout, user_mesh
 from alpa_lite.inter_op.solved_stages import StagePlace
-from alpa_lite.inter_op.stage_costs import StageConstraints, StageCosts
+from alpa_lite.inter_op.stage_costs import SolveEffort, StageConstraints, StageCosts
 from alpa_lite.inter_op.what_would_fit import show_bytes, show_shortage
 from alpa_lite.intra_op.stage import NO_LAYOUT, GivenLayout
 from alpa_lite.intra_op.strategies import AxisRole, BatchSplit, Restriction
@@ -135,6 +135,8 @@ def plan_on_mesh(name: str, request: PlanRequest, axes: Mapping[str, int], const
         layers=layers,
         cost_model=request.cost_model,
         constraints=given,
+        # Where nothing is explained, a bound is enough.
+        effort=SolveEffort(peaks="least" if request.advise else "bounded"),
         progress=request.progress,
     )
     submesh = Submesh(first_device=0, num_hosts=cluster.num_hosts, devices_per_host=cluster.devices_per_host)

@@ -23,7 +23,7 @@ def test_layers_are_the_same_at_every_number_of_microbatches() -> None:
         request=request,
         layering=Layering(num_layers=NUM_LAYERS, stages=(1,), equal="flops"),
         pins={},
-        effort=SolveEffort(relative_gap=0.05, time_limit_seconds=3.0, seeks_peaks=False),
+        effort=SolveEffort(relative_gap=0.05, time_limit_seconds=3.0, peaks="none"),
     )
     numbers = (32, 1, 256)
     found = [steps.of(number, steps.natural).layers.of_op for number in numbers]
