@@ -45,13 +45,7 @@ def solve_stage(
     solver = solver or Portfolio(relative_gap=RELATIVE_GAP)
     solution = solver.solve(problem, time_limit_seconds=time_limit_seconds)
     if solution.choices is None:
-        return StageSolution(
-            choice=None,
-            status=solution.status,
-            objective=float("inf"),
-            bound=solution.bound,
-            peak_bytes=solution.peak_bytes,
-        )
+        return replace(does_not_fit(solution.peak_bytes), status=solution.status, bound=solution.bound)
     return price_choice(builder, builder.choice(solution.choices), solution, in_flight)
 
 
